@@ -1,0 +1,40 @@
+# megatron-loco: `make pretrain` and `make test` set everything up by themselves.
+export PYTHON
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup pretrain test test-slow lint format lock clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY) ## create .venv with the locked dependencies
+
+$(READY): requirements.lock pyproject.toml tools/setup.sh
+	@bash tools/setup.sh "$(VENV)"
+	@touch $@
+
+pretrain: $(READY) ## train the tiny LLaMA uncompressed and with 4-bit LoCo, and compare
+	@$(BIN)/megatron-loco quickstart
+
+test: $(READY) ## the tests (at most 10 minutes on 2 cores)
+	@$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(READY) ## the tests that take minutes each
+	@$(BIN)/python -m pytest -m slow
+
+lint: $(READY) ## ruff and mypy
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+format: $(READY) ## let ruff rewrite the sources
+	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+lock: $(READY) ## resolve requirements.lock anew
+	@$(BIN)/uv pip compile --quiet --upgrade --python-version 3.12 --python-platform x86_64-unknown-linux-gnu \
+	  --no-emit-index-url --no-emit-find-links --no-annotate --no-header \
+	  --extra dev pyproject.toml requirements.in -o requirements.lock
+
+clean: ## remove the environment and the runs
+	rm -rf $(VENV) runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
