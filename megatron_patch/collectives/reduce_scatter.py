@@ -1,0 +1,93 @@
+"""The flat low-bit reduce-scatter: one uint8 all-to-all per bucket, summed by the shard's owner.
+
+Rank n sends payload j of its bucket to rank j; rank j receives N payloads of shard j, decodes them and sums
+them in fp32 in rank order. An all-to-all cannot run in place: the exchange holds two buffers of
+N * payload_bytes, which come from a pool and go back to it when the sum is done.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_patch.compensation.sender import Sender
+from megatron_patch.quantization.blocks import BlockLayout
+from megatron_patch.quantization.reference import decompress_reduce
+
+
+class BufferPool:
+    """uint8 buffers, reused by shape: in steady state an exchange allocates nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.nbytes = 0
+        self._free: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    def take(self, rows: int, columns: int) -> torch.Tensor:
+        """A buffer of [rows, columns], contents undefined."""
+        free = self._free.setdefault((rows, columns), [])
+        if free:
+            return free.pop()
+        self.nbytes += rows * columns
+        return torch.empty(rows, columns, dtype=torch.uint8, device=self.device)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Hand a buffer back; its next user must run after this one's work on the same stream."""
+        self._free[(buffer.shape[0], buffer.shape[1])].append(buffer)
+
+
+class ExchangeHandle:
+    """The rest of an exchange: `wait` finishes the all-to-all and writes the reduced shard. Once only."""
+
+    def __init__(
+        self,
+        work: Any,
+        send: torch.Tensor,
+        receive: torch.Tensor,
+        pool: BufferPool,
+        layout: BlockLayout,
+        output: torch.Tensor,
+        divisor: int,
+    ) -> None:
+        self._work = work
+        self._buffers: tuple[torch.Tensor, torch.Tensor] | None = (send, receive)
+        self._pool = pool
+        self._layout = layout
+        self._output = output
+        self._divisor = divisor
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Block (on CUDA: the current stream) until the payloads are here, then sum them into the shard."""
+        if self._buffers is None:
+            return
+        send, receive = self._buffers
+        self._buffers = None
+        if self._work is not None:
+            self._work.wait()
+        decompress_reduce(receive, self._layout, self._output, self._divisor)
+        self._pool.give(send)
+        self._pool.give(receive)
+
+
+def start_reduce_scatter(
+    sender: Sender,
+    gradient: torch.Tensor,
+    output: torch.Tensor,
+    group: dist.ProcessGroup,
+    average: bool,
+    pool: BufferPool,
+) -> ExchangeHandle:
+    """Compress `gradient` [N*S] and send it off; the handle's `wait` writes this rank's shard to `output` [S].
+
+    `output` may be a view into `gradient` (Megatron's is): it is written only after the gradient was read.
+    With `average` the sum is divided by N, as ReduceOp.AVG does.
+    """
+    layout = sender.layout
+    send = pool.take(layout.shards, layout.payload_bytes)
+    receive = pool.take(layout.shards, layout.payload_bytes)
+    sender.compress(gradient, send)
+    work = dist.all_to_all_single(receive, send, group=group, async_op=True)
+    return ExchangeHandle(work, send, receive, pool, layout, output, layout.shards if average else 1)

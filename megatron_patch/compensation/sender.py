@@ -1,0 +1,88 @@
+"""One bucket on its way out: compensate, quantize, remember what was lost.
+
+    h = g + decode(e)      ->  codes q and scales s  ->  payload
+    r = h - s*q            ->  e <- encode(beta*e + (1-beta)*r)
+
+with the very s and q that are sent (DESIGN section 4, steps 1 to 4).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_patch.compensation.moving_average import MovingAverageError
+from megatron_patch.config import CompressionConfig
+from megatron_patch.quantization.blocks import BlockLayout
+from megatron_patch.quantization.reference import dequantize, quantize, write_payload
+
+STATISTICS = ("signal", "noise", "gradient", "error", "non_finite_blocks")
+"""What `Sender.statistics` holds: sums of h^2, r^2, g^2, decode(e)^2, and a count; fp64 [5]."""
+
+
+class Sender:
+    """Compresses one bucket's gradient for its N owners; holds the bucket's error state on this rank.
+
+    Args:
+        config: method, rounding, beta, error dtype; `config.compresses` must hold.
+        layout: the bucket's cut.
+        device: where the gradient lives.
+        stream: what makes this bucket's stochastic rounding differ from other buckets' and ranks'.
+    """
+
+    def __init__(
+        self, config: CompressionConfig, layout: BlockLayout, device: torch.device, stream: int = 0
+    ) -> None:
+        self.layout = layout
+        self.error: MovingAverageError | None = None
+        if config.has_memory:
+            self.error = MovingAverageError(layout, config.beta, config.error_dtype, device)
+        self.generator: torch.Generator | None = None
+        if config.rounding == "stochastic":
+            self.generator = torch.Generator(device).manual_seed(config.seed + 1_000_003 * stream)
+        self.statistics = torch.zeros(len(STATISTICS), dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def compress(self, gradient: torch.Tensor, payload: torch.Tensor) -> None:
+        """g of [N*S] (fp32, bf16 or fp16; only read) into `payload`, uint8 [N, payload_bytes]; e is updated."""
+        g = self.layout.cut(gradient)
+        error = self.error.decode() if self.error is not None else None
+        h = g if error is None else g + error
+        noise = None
+        if self.generator is not None:
+            noise = torch.rand(h.shape, generator=self.generator, device=h.device)
+        codes, scales = quantize(h, self.layout, noise)
+        write_payload(codes, scales, self.layout, payload)
+
+        finite = torch.isfinite(scales)
+        sent = dequantize(codes, torch.where(finite, scales, 0.0))
+        # A short block's fill is no element: at 1 bit it decodes to s, but nothing was lost there.
+        lost = torch.where(finite[..., None], h - sent, 0.0)
+        if self.layout.bits == 1:
+            lost = self.layout.cut(self.layout.join(lost).reshape(-1))
+        if self.error is not None and error is not None:
+            self.error.update(error, lost, keep=~finite)
+        self._measure(g, error, h, lost, finite)
+
+    def _measure(
+        self,
+        g: torch.Tensor,
+        error: torch.Tensor | None,
+        h: torch.Tensor,
+        lost: torch.Tensor,
+        finite: torch.Tensor,
+    ) -> None:
+        def energy(x: torch.Tensor) -> torch.Tensor:
+            norm = torch.linalg.vector_norm(torch.where(finite[..., None], x, 0.0), dtype=torch.float64)
+            return norm * norm
+
+        self.statistics.copy_(
+            torch.stack(
+                [
+                    energy(h),
+                    energy(lost),
+                    energy(g),
+                    self.statistics.new_zeros(()) if error is None else energy(error),
+                    (~finite).sum().to(torch.float64),
+                ]
+            )
+        )

@@ -1,0 +1,170 @@
+"""attach, enable, disable: switching compression on and off for Megatron's DistributedDataParallel.
+
+`attach` walks a wrapped model's bucket groups and overrides their gradient exchange (bucket_group.py);
+`enable` makes every DistributedDataParallel that is built from now on attach itself. What is attached, and
+what is not and why, is logged once. Configurations that the seam cannot serve are refused, never silently off.
+
+Left unpatched: Megatron-FSDP and Torch-FSDP2 (they do not pass this seam), parameter all-gathers, the
+embedding and layer-norm all-reduces of finalize_model_grads (tiny, within a model-parallel group).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import megatron.core
+from megatron.core.distributed import DistributedDataParallel
+from packaging.version import Version
+
+from megatron_patch.config import CompressionConfig
+from megatron_patch.errors import UserError
+from megatron_patch.integration import optimizer_step
+from megatron_patch.integration.bucket_group import BucketGroupSeam
+from megatron_patch.integration.compressor import Compressor
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED = (Version("0.17"), Version("0.20"))
+"""megatron-core releases that the seam's tests run on: from the first, below the second."""
+
+
+class _Attachment:
+    """One attached DDP instance: its compressor and its bucket groups' seams."""
+
+    def __init__(self, chunk: Any, config: CompressionConfig) -> None:
+        groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+        self.compressor = Compressor(config, groups[0].buckets[0].grad_data.device if groups else None)
+        self.seams = [BucketGroupSeam(group, self.compressor) for group in groups]
+
+    def detach(self) -> None:
+        for seam in self.seams:
+            seam.detach()
+
+
+_attachments: WeakKeyDictionary[Any, _Attachment] = WeakKeyDictionary()
+_MARK = "_megatron_loco_original"
+
+
+def compressor_of(chunk: Any) -> Compressor | None:
+    """The compression state of an attached DDP instance; None where nothing is attached."""
+    attachment = _attachments.get(chunk)
+    return attachment.compressor if attachment is not None else None
+
+
+def attach(chunks: Sequence[Any] | Any, config: CompressionConfig | None = None) -> Any:
+    """Compress the gradient exchange of DDP-wrapped model chunks; returns `chunks`, so it is a post-wrap hook.
+
+    Args:
+        chunks: what Megatron's model builders return: a list of DistributedDataParallel, or one of them.
+        config: the options; CompressionConfig() if None.
+
+    Attaching a chunk again with the same options changes nothing; with other options, detach it first
+    (`disable`). Call it before the optimizer's first step.
+
+    Raises:
+        UserError: a configuration that the seam cannot serve.
+    """
+    config = config or CompressionConfig()
+    _warn_of_unknown_release()
+    for chunk in [chunks] if isinstance(chunks, DistributedDataParallel) else list(chunks):
+        _refuse_unservable(chunk)
+        attached = _attachments.get(chunk)
+        if attached is not None:
+            if attached.compressor.config != config:
+                raise UserError("compression is attached to this model already, with other options; disable() first")
+            continue
+        _attachments[chunk] = _Attachment(chunk, config)
+        _log(chunk, _attachments[chunk])
+    optimizer_step.listen(_end_step)
+    return chunks
+
+
+def enable(config: CompressionConfig | None = None) -> None:
+    """Attach every Megatron DistributedDataParallel that is built from now on. Call before the model is wrapped.
+
+    Enabling again replaces the options for models built later.
+    """
+    original = getattr(DistributedDataParallel.__init__, _MARK, DistributedDataParallel.__init__)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        attach([self], config)
+
+    setattr(__init__, _MARK, original)
+    DistributedDataParallel.__init__ = __init__
+    optimizer_step.listen(_end_step)
+
+
+def disable() -> None:
+    """Undo `enable` and detach every attached model: Megatron's own exchange from the next step on."""
+    original = getattr(DistributedDataParallel.__init__, _MARK, None)
+    if original is not None:
+        DistributedDataParallel.__init__ = original
+    for attachment in list(_attachments.values()):
+        attachment.detach()
+    _attachments.clear()
+    optimizer_step.stop_listening()
+
+
+def _end_step(chunks: Iterable[Any], successful: bool, loss_scale: float | None) -> None:
+    for chunk in chunks:
+        compressor = compressor_of(chunk)
+        if compressor is not None:
+            compressor.end_step(successful, loss_scale)
+
+
+def _refuse_unservable(chunk: Any) -> None:
+    if not isinstance(chunk, DistributedDataParallel):
+        kind = f"{type(chunk).__module__}.{type(chunk).__qualname__}"
+        raise UserError(
+            f"{kind} does not exchange gradients through Megatron's DistributedDataParallel: gradient compression "
+            "needs it (leave out --use-megatron-fsdp and --use-torch-fsdp2)"
+        )
+    ddp = chunk.ddp_config
+    if ddp.reduce_scatter_with_fp32_accumulation:
+        raise UserError(
+            "ddp_reduce_scatter_with_fp32_accumulation: True replaces the exchange that compression replaces "
+            "(and LoCo sums in fp32 anyway); leave it out"
+        )
+    if not ddp.use_distributed_optimizer:
+        raise UserError(
+            "use_distributed_optimizer: False is not served by gradient compression; add --use-distributed-optimizer"
+        )
+    if getattr(chunk.config, "cuda_graph_impl", None) == "full_iteration":
+        raise UserError(
+            "cuda_graph_impl: 'full_iteration' would freeze the compression's step counter; use 'local' or 'none'"
+        )
+
+
+@functools.cache
+def _warn_of_unknown_release() -> None:
+    release = Version(Version(megatron.core.__version__).base_version)
+    if not SUPPORTED[0] <= release < SUPPORTED[1]:
+        warnings.warn(
+            f"megatron-loco is tested with megatron-core >={SUPPORTED[0]},<{SUPPORTED[1]}; "
+            f"this is {megatron.core.__version__}",
+            stacklevel=3,
+        )
+
+
+def _log(chunk: Any, attachment: _Attachment) -> None:
+    config, compressor = attachment.compressor.config, attachment.compressor
+    compressed = [s.layout for s in compressor.senders]
+    lines = [
+        f"megatron-loco: {config.method}, {config.bits} bits, block {config.block_size}, beta {config.beta}, "
+        f"error {config.error_dtype if config.has_memory else 'not kept'}: {len(compressed)} buckets with "
+        f"{sum(layout.numel for layout in compressed):,} gradient elements, "
+        f"{compressor.error_bytes:,} bytes of error state on this rank"
+    ]
+    idle = [seam for seam in attachment.seams if not seam.compresses]
+    if idle and config.compresses:
+        lines.append(f"megatron-loco: {len(idle)} bucket groups are not compressed: their data-parallel group has one rank")
+    if chunk.dp_cp_group.rank() == 0:
+        for line in lines:
+            logger.warning(line) if idle and config.compresses else logger.info(line)

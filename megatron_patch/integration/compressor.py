@@ -1,0 +1,175 @@
+"""What one model chunk (one Megatron DDP instance) holds while it is compressed.
+
+A Compressor owns the senders of the chunk's buckets, counts optimizer steps, and clears or rescales all
+error states at once when a step asks for it. The bucket groups' seam (bucket_group.py) sends through it;
+the optimizer's seam (optimizer_step.py) tells it how a step ended; metrics.py reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from megatron_patch.collectives.reduce_scatter import BufferPool, ExchangeHandle, start_reduce_scatter
+from megatron_patch.compensation.sender import Sender
+from megatron_patch.config import CompressionConfig
+from megatron_patch.quantization.blocks import BlockLayout
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Events:
+    """How often something out of the ordinary happened to the errors."""
+
+    resets: int = 0
+    """Every `reset_interval` steps: e <- 0 in all buckets."""
+    skipped_steps: int = 0
+    """The optimizer skipped its step (fp16 overflow): the exchange must not count, e <- 0."""
+    replays: int = 0
+    """Megatron's rerun state machine ran a backward pass again: e <- 0."""
+    uncompressed_syncs: int = 0
+    """Exchanges of a whole bucket group that bypassed compression (force_all_reduce, before start_step)."""
+
+
+@dataclass
+class Wire:
+    """Gradient bytes that this rank sent to other ranks, and the elements they stood for."""
+
+    nbytes: float = 0.0
+    elements: float = 0.0
+
+    @property
+    def bits_per_element(self) -> float:
+        """Bits on the wire for every gradient element sent."""
+        return 8 * self.nbytes / self.elements if self.elements else 0.0
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What the last finished step's exchanges were like on this rank."""
+
+    wire: Wire = field(default_factory=Wire)
+    statistics: torch.Tensor | None = None
+    """fp64 [5], summed over buckets, as in compensation.sender.STATISTICS; None where nothing was compressed."""
+
+
+class Compressor:
+    """Compression state of one model chunk on one rank.
+
+    `steps` counts the optimizer steps that succeeded, `steps_seen` all of them.
+
+    Args:
+        config: the options.
+        device: where the gradient buffers live.
+    """
+
+    def __init__(self, config: CompressionConfig, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self.pool = BufferPool(device)
+        self.senders: list[Sender] = []
+        self.steps = 0
+        self.steps_seen = 0
+        self.events = Events()
+        self.report = StepReport()
+        self._wire = Wire()
+        self._used: list[Sender] = []
+        self._loss_scale: float | None = None
+        self._replaying = False
+        self._warned = False
+
+    @property
+    def active(self) -> bool:
+        """Whether the next exchange is compressed: a method that does, from `start_step` on."""
+        return self.config.compresses and self.steps >= self.config.start_step
+
+    @property
+    def error_bytes(self) -> int:
+        """Memory of all error states on this rank, in bytes."""
+        return sum(sender.error.nbytes for sender in self.senders if sender.error is not None)
+
+    def add_bucket(self, numel: int, group: dist.ProcessGroup) -> Sender:
+        """Allocate the sender of a bucket of `numel` elements that is exchanged over `group`."""
+        layout = BlockLayout.of(numel, group.size(), self.config.bits, self.config.block_size)
+        stream = dist.get_rank() * 4096 + len(self.senders)
+        self.senders.append(Sender(self.config, layout, self.device, stream))
+        return self.senders[-1]
+
+    def exchange(
+        self,
+        sender: Sender,
+        gradient: torch.Tensor,
+        output: torch.Tensor,
+        group: dist.ProcessGroup,
+        average: bool,
+    ) -> ExchangeHandle:
+        """Start the compressed reduce-scatter of one bucket; counts it."""
+        handle = start_reduce_scatter(sender, gradient, output, group, average, self.pool)
+        peers = sender.layout.shards - 1
+        self.count_wire(peers * sender.layout.payload_bytes, peers * sender.layout.shard_size)
+        self._used.append(sender)
+        return handle
+
+    def count_wire(self, nbytes: float, elements: float) -> None:
+        """Count bytes sent to other ranks in this step, compressed or not."""
+        self._wire.nbytes += nbytes
+        self._wire.elements += elements
+
+    def replayed(self) -> None:
+        """The backward pass of this step is running again: what its first run remembered must not count."""
+        if self._replaying:
+            return  # another bucket group of the same replay
+        self._replaying = True
+        self.events.replays += 1
+        self.clear_errors()
+        self._wire, self._used = Wire(), []
+
+    def exchanged_twice(self) -> None:
+        """A second exchange in one step: the loop steps an optimizer that is not Megatron's. Count it here."""
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "megatron-loco: no Megatron optimizer step was seen between two gradient exchanges; "
+                "counting exchanges as steps"
+            )
+        self.end_step(successful=True)
+
+    def end_step(self, successful: bool, loss_scale: float | None = None) -> None:
+        """The optimizer's step is over. `loss_scale` is what the next backward pass will be scaled by."""
+        statistics = torch.stack([sender.statistics for sender in self._used]).sum(0) if self._used else None
+        self.report = StepReport(self._wire, statistics)
+        self._wire, self._used, self._replaying = Wire(), [], False
+        self.steps_seen += 1
+        if successful:
+            self.steps += 1
+            interval = self.config.reset_interval
+            if interval and self.config.has_memory and self.steps % interval == 0:
+                self.events.resets += 1
+                self.clear_errors()
+        else:
+            self.events.skipped_steps += 1
+            self.clear_errors()
+        self._follow_loss_scale(loss_scale)
+
+    def _follow_loss_scale(self, loss_scale: float | None) -> None:
+        if loss_scale is not None and self._loss_scale is not None and loss_scale != self._loss_scale:
+            for sender in self.senders:
+                if sender.error is not None:
+                    sender.error.scale_by(loss_scale / self._loss_scale)
+        if loss_scale is not None:
+            self._loss_scale = loss_scale
+
+    def clear_errors(self) -> None:
+        """e <- 0 in all buckets at once."""
+        for sender in self.senders:
+            if sender.error is not None:
+                sender.error.reset()
+
+    def describe(self) -> dict[str, object]:
+        """The counters, for logs and summaries."""
+        return {"steps": self.steps, **dataclasses.asdict(self.events)}

@@ -1,0 +1,399 @@
+"""The simulation checked from first principles, before anything else is checked against it.
+
+Bounds follow from the definitions alone: rounding is off by at most half a scale, errors telescope, what is
+finite stays finite. Exact rationals and a search over all 32,640 bf16 numbers stand in for bit tricks.
+"""
+
+from __future__ import annotations
+
+import bisect
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulation.loco_float64 import (
+    FLOAT32_MAX,
+    LoCoSimulation,
+    bf16_down,
+    bf16_nearest,
+    bf16_up,
+    levels,
+)
+
+# All finite non-negative bf16 numbers, in order, by decoding every 15-bit pattern with its definition.
+ALL_BF16 = [
+    (float(mantissa) * 2.0**-133 if exponent == 0 else (1 + mantissa / 128) * 2.0 ** (exponent - 127))
+    for exponent in range(255)
+    for mantissa in range(128)
+]
+BF16_MAX = ALL_BF16[-1]
+finite_float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def gradients_like_training(ranks: int, numel: int, seed: int = 0) -> np.ndarray:
+    """Normal numbers whose size differs between columns by a factor of up to e^6."""
+    random = np.random.default_rng(seed)
+    size = np.exp(random.uniform(-12, -6, size=numel))
+    return (random.standard_normal((ranks, numel)) * size).astype(np.float32)
+
+
+def per_element(simulation: LoCoSimulation, scales: np.ndarray) -> np.ndarray:
+    """scales [ranks, shards, blocks] repeated to [ranks, numel]."""
+    lengths = [stop - start for start, stop in simulation.blocks]
+    return np.repeat(scales, lengths, axis=2).reshape(simulation.ranks, simulation.numel)
+
+
+# --- bf16 ------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(min_value=0, max_value=BF16_MAX, width=32))
+@settings(max_examples=500, deadline=None)
+def test_bf16_up_is_the_smallest_bf16_not_below(value):
+    assert float(bf16_up(value)) == ALL_BF16[bisect.bisect_left(ALL_BF16, value)]
+
+
+@given(st.floats(min_value=0, max_value=float(FLOAT32_MAX)))
+@settings(max_examples=500, deadline=None)
+def test_bf16_down_is_the_largest_bf16_not_above(value):
+    assert float(bf16_down(value)) == ALL_BF16[bisect.bisect_right(ALL_BF16, value) - 1]
+
+
+@given(st.floats(min_value=-BF16_MAX, max_value=BF16_MAX, width=32))
+@settings(max_examples=500, deadline=None)
+def test_bf16_nearest_has_no_closer_neighbour_and_ties_go_to_even(value):
+    magnitude = abs(value)
+    above = bisect.bisect_left(ALL_BF16, magnitude)
+    candidates = {above, max(above - 1, 0)}
+    expected = min(candidates, key=lambda i: (abs(Fraction(ALL_BF16[i]) - Fraction(magnitude)), i % 2))
+    assert abs(float(bf16_nearest(value))) == ALL_BF16[expected]
+    assert np.signbit(bf16_nearest(value)) == np.signbit(np.float32(value))
+
+
+def test_bf16_known_values():
+    assert float(bf16_up(1.0)) == 1.0
+    assert float(bf16_up(np.nextafter(np.float32(1), np.float32(2)))) == 1.0078125
+    assert float(bf16_nearest(1.00390625)) == 1.0  # halfway, 1.0 is even
+    assert float(bf16_nearest(1.01171875)) == 1.015625  # halfway, the upper one is even
+    assert float(bf16_up(1e-45)) == 2.0**-133
+    assert np.isinf(bf16_up(FLOAT32_MAX))
+    assert np.isnan(bf16_up(np.nan))
+    assert np.isnan(bf16_nearest(np.nan))
+    assert np.isinf(bf16_nearest(-np.inf))
+
+
+@pytest.mark.parametrize("limit", [127, 7, 1])
+def test_the_cap_is_the_last_bf16_whose_largest_code_is_finite(limit):
+    cap = float(bf16_down(float(FLOAT32_MAX) / limit))
+    following = ALL_BF16[ALL_BF16.index(cap) + 1] if cap < BF16_MAX else np.inf
+    assert np.isfinite(np.float32(limit) * np.float32(cap))
+    assert limit * following > float(FLOAT32_MAX)
+
+
+# --- one step --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("block_size", [16, 128, "shard"])
+def test_each_element_is_off_by_at_most_half_a_scale(bits, block_size):
+    simulation = LoCoSimulation(2, 2 * 200, bits=bits, block_size=block_size)
+    for step in range(5):
+        gradients = gradients_like_training(2, 400, seed=step)
+        h = (gradients + simulation.errors().astype(np.float32)).astype(np.float64)
+        result = simulation.step(gradients)
+        scale = per_element(simulation, result.scales).astype(np.float64)
+        # a/L is an fp32 quotient, so L*s may miss a by one rounding of it.
+        assert np.all(np.abs(h - result.sent) <= scale * (0.5 + levels(bits) * 2**-24))
+        assert np.abs(result.codes).max() == levels(bits)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_scale_is_the_first_bf16_from_a_over_l(bits):
+    simulation = LoCoSimulation(2, 2 * 200, bits=bits, block_size=64, memory=False)
+    gradients = gradients_like_training(2, 400)
+    scales = simulation.step(gradients).scales
+    assert scales.shape == (2, 2, 4)
+    for rank in range(2):
+        for shard in range(2):
+            for block, (start, stop) in enumerate([(0, 64), (64, 128), (128, 192), (192, 200)]):
+                a = np.abs(gradients[rank, shard * 200 + start : shard * 200 + stop]).max()
+                quotient = float(np.float32(a) / np.float32(levels(bits)))
+                expected = ALL_BF16[bisect.bisect_left(ALL_BF16, quotient)]
+                assert float(scales[rank, shard, block]) == expected
+                assert expected < quotient * (1 + 2**-7)
+
+
+def test_one_bit_sends_the_sign_and_the_mean():
+    simulation = LoCoSimulation(1, 16, bits=1, block_size=16, memory=False)
+    gradients = np.array([[0.0, -0.0, 1, -1, 2, -2, 3, -3, 1, 1, 1, 1, -4, -4, -4, -4]], dtype=np.float32)
+    result = simulation.step(gradients)
+    assert float(result.scales[0, 0, 0]) == 2.0  # the mean of |h| is 32/16
+    # Zero, of either sign, counts as positive.
+    assert result.codes[0].tolist() == [1, 1, 1, -1, 1, -1, 1, -1, 1, 1, 1, 1, -1, -1, -1, -1]
+    assert np.array_equal(result.sent, 2.0 * result.codes)
+
+
+@given(st.lists(finite_float32, min_size=1, max_size=40), st.sampled_from([8, 4, 2, 1]))
+@settings(max_examples=300, deadline=None)
+def test_any_finite_gradient_is_sent_finite_and_with_the_right_sign(values, bits):
+    gradients = np.array([values], dtype=np.float32)
+    simulation = LoCoSimulation(1, len(values), bits=bits, block_size=16)
+    result = simulation.step(gradients)
+    assert np.all(np.isfinite(result.sent))
+    assert np.all(np.abs(result.sent) <= FLOAT32_MAX)
+    assert np.all(np.isfinite(result.errors))
+    assert np.all(result.sent * np.sign(gradients) >= 0)
+    assert np.array_equal(result.shards[0], result.sent[0].astype(np.float32))
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+def test_halves_round_to_even_and_are_reported_as_near_ties(bits):
+    limit = levels(bits)
+    # The largest element fixes s = 1 (a power of two, so h/s is exact).
+    values = np.full(16, 0.25, dtype=np.float32)
+    values[:4] = [limit, 0.5, -0.5, min(2.5, limit)]
+    result = LoCoSimulation(1, 16, bits=bits, block_size=16, memory=False).step(values[None])
+    if bits == 1:
+        assert not result.near_tie.any()
+        return
+    assert float(result.scales[0, 0, 0]) == 1.0
+    assert result.codes[0, :4].tolist() == [limit, 0, 0, 2 if limit > 2 else 1]
+    assert result.near_tie[0].tolist() == [False, True, True, limit > 2] + [False] * 12
+
+
+def test_near_tie_is_relative():
+    values = np.full((1, 16), 0.25, dtype=np.float32)
+    values[0, 0] = 127
+    values[0, 1:5] = [100.5 * (1 + 0.9e-5), 100.5 * (1 - 1.2e-5), 0.5 * (1 - 0.9e-5), 0.5 * (1 + 1.2e-5)]
+    result = LoCoSimulation(1, 16, bits=8, block_size=16).step(values)
+    assert result.near_tie[0, :6].tolist() == [False, True, False, True, False, False]
+
+
+def test_no_block_crosses_a_shard():
+    gradients = np.zeros((2, 2 * 20), dtype=np.float32)
+    gradients[:, :20] = 1.0
+    gradients[:, 20:] = 1024.0
+    result = LoCoSimulation(2, 40, bits=2, block_size=16).step(gradients)
+    assert result.scales[0].tolist() == [[1, 1], [1024, 1024]]
+
+
+# --- the sum ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_owners_get_the_sum_or_the_mean_over_ranks(average):
+    ranks, numel = 4, 4 * 96
+    gradients = gradients_like_training(ranks, numel)
+    simulation = LoCoSimulation(ranks, numel, bits=8, block_size=32, average=average)
+    result = simulation.step(gradients)
+    exact = gradients.astype(np.float64).sum(axis=0) / (ranks if average else 1)
+    # Every sender is off by half its scale; fp32 sums of four add a few roundings of the largest term.
+    bound = per_element(simulation, result.scales).astype(np.float64).sum(axis=0) * 0.5
+    if average:
+        bound /= ranks
+    reduced = result.shards.reshape(-1)
+    assert result.shards.dtype == np.float32
+    assert result.shards.shape == (4, 96)
+    assert np.all(np.abs(reduced - exact) <= bound * (1 + 1e-3))
+    assert np.abs(reduced - exact).max() > 0
+
+
+def test_the_sum_is_taken_in_rank_order_in_fp32():
+    # 2^24 + 1 is no fp32 number: added first to last the small terms vanish, in another order they stay.
+    gradients = np.zeros((3, 3 * 16), dtype=np.float32)
+    gradients[:, 0] = [2.0**24, 1.0, 1.0]
+    assert LoCoSimulation(3, 48, bits=2, block_size=16).step(gradients).shards[0, 0] == 2.0**24
+    assert LoCoSimulation(3, 48, bits=2, block_size=16).step(gradients[::-1]).shards[0, 0] == 2.0**24 + 2
+
+
+@pytest.mark.parametrize(("dtype", "bits_kept"), [("bf16", 8), ("fp16", 11)])
+def test_shards_are_numbers_of_the_gradient_dtype(dtype, bits_kept):
+    gradients = np.random.default_rng(0).standard_normal((2, 64)).astype(np.float32)
+    wide = LoCoSimulation(2, 64, bits=8, block_size=16, memory=False)
+    narrow = LoCoSimulation(2, 64, bits=8, block_size=16, memory=False, gradient_dtype=dtype)
+    shards = narrow.step(gradients).shards
+    mantissas, _ = np.frexp(shards.astype(np.float64))
+    assert np.array_equal(mantissas * 2**bits_kept, np.rint(mantissas * 2**bits_kept))
+    # The inputs were rounded to the same dtype, so a code may differ by one: two scales of slack.
+    result = wide.step(gradients)
+    slack = per_element(wide, result.scales).sum(axis=0) + np.abs(result.shards.reshape(-1)) * 2.0**-bits_kept
+    assert np.all(np.abs(shards - result.shards).reshape(-1) <= slack)
+
+
+def test_a_sum_too_large_for_fp16_overflows():
+    gradients = np.full((2, 32), 60000, dtype=np.float32)
+    result = LoCoSimulation(2, 32, bits=8, block_size=16, gradient_dtype="fp16").step(gradients)
+    assert np.all(np.isinf(result.shards))
+
+
+# --- what is remembered ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+def test_classic_error_feedback_telescopes(bits):
+    """With beta = 0 and an exact error state nothing is lost: all that was sent, plus the last error."""
+    numel = 2 * 64
+    simulation = LoCoSimulation(2, numel, bits=bits, block_size=32, beta=0.0, error_dtype="fp32")
+    total = np.zeros((2, numel))
+    sent = np.zeros((2, numel))
+    for step in range(50):
+        gradients = np.random.default_rng(step).standard_normal((2, numel)).astype(np.float32)
+        total += gradients
+        result = simulation.step(gradients)
+        sent += result.sent
+    # What is left is the fp32 rounding of g + e and of h - s*q.
+    assert np.allclose(sent + result.errors, total, rtol=0, atol=50 * 2**-20)
+    assert np.abs(result.errors).max() > 1e-3
+
+
+@pytest.mark.parametrize("error_dtype", ["int8", "bf16", "fp32"])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.8])
+def test_error_is_the_moving_average_where_beta_weighs_the_old_one(beta, error_dtype):
+    simulation = LoCoSimulation(1, 64, bits=2, block_size=16, beta=beta, error_dtype=error_dtype)
+    previous = np.zeros((1, 64))
+    for step in range(6):
+        gradients = np.random.default_rng(step).standard_normal((1, 64)).astype(np.float32)
+        result = simulation.step(gradients)
+        target = beta * previous + (1 - beta) * (gradients + previous - result.sent)
+        largest = np.abs(target.reshape(4, 16)).max(axis=1).repeat(16)
+        # Half a step of the 8-bit scale (up to 2^-7 above a/127), half a bf16 ulp, or fp32 rounding.
+        slack = {
+            "int8": largest / 127 * 0.5 * (1 + 2**-7),
+            "bf16": np.abs(target[0]) * 2.0**-8,
+            "fp32": 0,
+        }
+        assert np.all(np.abs(result.errors - target)[0] <= slack[error_dtype] + 1e-6)
+        previous = result.errors
+
+
+def test_eight_bit_errors_are_codes_times_a_bf16_scale():
+    simulation = LoCoSimulation(1, 48, bits=4, block_size=16)
+    errors = simulation.step(gradients_like_training(1, 48)).errors.reshape(3, 16)
+    for block in errors:
+        scale = min(s for s in ALL_BF16 if s * 127 >= np.abs(block).max() * (1 - 2**-20))
+        assert np.array_equal(block / scale, np.rint(block / scale))
+
+
+def test_memory_makes_the_mean_of_a_constant_gradient_right():
+    """The point of the method: a constant that 2 bits cannot express arrives on average."""
+    gradients = np.full((1, 32), 0.3, dtype=np.float32)
+    gradients[0, 0] = gradients[0, 16] = 1.0
+    means = {}
+    for memory in (True, False):
+        simulation = LoCoSimulation(1, 32, bits=2, block_size=16, beta=0.0, memory=memory)
+        means[memory] = np.mean([simulation.step(gradients).sent[0, 5] for _ in range(100)])
+    assert means[False] == 0.0
+    assert means[True] == pytest.approx(0.3, abs=0.02)
+
+
+def test_naive_remembers_nothing():
+    simulation = LoCoSimulation(2, 64, bits=4, memory=False)
+    gradients = gradients_like_training(2, 64)
+    first = simulation.step(gradients)
+    second = simulation.step(gradients)
+    assert not first.errors.any()
+    assert np.array_equal(first.codes, second.codes)
+
+
+def test_errors_are_reset_after_every_interval():
+    simulation = LoCoSimulation(2, 64, bits=2, reset_interval=3)
+    fresh = LoCoSimulation(2, 64, bits=2, reset_interval=3)
+    for step in range(1, 10):
+        gradients = gradients_like_training(2, 64, seed=step)
+        result = simulation.step(gradients)
+        assert result.errors.any() == (step % 3 != 0)
+        if step % 3 == 1:
+            fresh = LoCoSimulation(2, 64, bits=2, reset_interval=3)
+        # After a reset the simulation goes on as a new one would.
+        assert np.array_equal(result.codes, fresh.step(gradients).codes)
+
+
+# --- numbers at the edge ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_block_with_a_nan_is_sent_as_nan_and_its_error_kept(bits, bad):
+    simulation = LoCoSimulation(2, 2 * 48, bits=bits, block_size=16)
+    good = gradients_like_training(2, 96)
+    before = simulation.step(good).errors
+    gradients = good.copy()
+    gradients[1, 48 + 20] = bad  # rank 1, shard 1, block 1
+    result = simulation.step(gradients)
+    hit = np.zeros((2, 96), dtype=bool)
+    hit[1, 48 + 16 : 48 + 32] = True
+    assert np.array_equal(np.isnan(result.sent), hit)
+    assert np.isnan(result.scales[1, 1, 1])
+    assert np.count_nonzero(np.isnan(result.scales)) == 1
+    assert np.array_equal(np.isnan(result.shards).reshape(-1), hit[1])
+    assert np.array_equal(result.errors[hit], before[hit])
+    assert before[hit].any()
+    assert not np.array_equal(result.errors[~hit], before[~hit])
+    # The next good step is finite again.
+    assert np.all(np.isfinite(simulation.step(good).shards))
+
+
+def test_an_overflow_of_gradient_plus_error_is_a_bad_block():
+    simulation = LoCoSimulation(1, 16, bits=1, block_size=16, beta=0.0)
+    gradients = np.zeros((1, 16), dtype=np.float32)
+    gradients[0, 0] = 3e38  # the mean is a sixteenth of it, so nearly all of it is left as error
+    assert np.all(np.isfinite(simulation.step(gradients).errors))
+    assert np.all(np.isnan(simulation.step(gradients).sent))
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+@pytest.mark.parametrize("size", [1e38, 3.4e38, float(FLOAT32_MAX)])
+def test_huge_gradients_stay_finite(bits, size):
+    values = np.linspace(-size, size, 32).astype(np.float32)
+    result = LoCoSimulation(1, 32, bits=bits, block_size=16).step(values[None])
+    assert np.all(np.isfinite(result.sent))
+    assert np.all(np.isfinite(result.shards))
+    assert np.all(np.isfinite(levels(bits) * result.scales))
+    # Where the cap lowers s, the largest are clamped: by less than one bf16 ulp.
+    if bits != 1:
+        scale = result.scales[0, 0].repeat(16).astype(np.float64)
+        assert np.all(np.abs(values - result.sent[0]) <= scale * 0.5 + np.abs(values) * 2.0**-8)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+def test_subnormal_gradients(bits):
+    # 1e-45 / L vanishes in fp32 for L > 1: the block is sent as zeros and stays in the error if it can.
+    tiny = np.full((1, 16), 1e-45, dtype=np.float32)
+    result = LoCoSimulation(1, 16, bits=bits, block_size=16, error_dtype="fp32").step(tiny)
+    if levels(bits) > 2:
+        assert not result.scales.any()
+        assert not result.codes.any()
+    else:
+        assert float(result.scales[0, 0, 0]) == 2.0**-133
+    # Larger subnormals have a subnormal scale, never below a/L.
+    small = np.linspace(-1e-38, 1e-38, 16).astype(np.float32)[None]
+    result = LoCoSimulation(1, 16, bits=bits, block_size=16, memory=False).step(small)
+    scale = float(result.scales[0, 0, 0])
+    assert scale in ALL_BF16
+    if bits != 1:
+        assert np.all(np.abs(small - result.sent) <= scale * 0.5 + 2.0**-149)
+    assert np.all(np.isfinite(result.sent))
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+def test_zeros(bits):
+    result = LoCoSimulation(2, 64, bits=bits).step(np.zeros((2, 64), dtype=np.float32))
+    for values in (result.codes, result.scales, result.sent, result.errors, result.shards):
+        assert not values.any()
+
+
+def test_impossible_settings_are_refused():
+    with pytest.raises(ValueError, match="equal shards"):
+        LoCoSimulation(3, 64, bits=4)
+    with pytest.raises(ValueError, match="bits"):
+        LoCoSimulation(2, 64, bits=3)
+    with pytest.raises(ValueError, match="block size"):
+        LoCoSimulation(2, 64, bits=4, block_size=100)
+    with pytest.raises(ValueError, match="error dtype"):
+        LoCoSimulation(2, 64, bits=4, error_dtype="fp8")
+    with pytest.raises(ValueError, match="gradient dtype"):
+        LoCoSimulation(2, 64, bits=4, gradient_dtype="fp64")
+    with pytest.raises(ValueError, match="expected"):
+        LoCoSimulation(2, 64, bits=4).step(np.zeros((2, 32), dtype=np.float32))

@@ -1,0 +1,511 @@
+"""A warm pool of worker processes, for tests that need several ranks.
+
+Importing torch and Megatron takes about 20 seconds of CPU time, so a test must not start its own processes.
+The pool imports them once, forks the workers from that process, and lends them out:
+
+    def sum_of_ranks(factor):                       # at module level: the worker imports it by name
+        value = torch.tensor(factor * torch.distributed.get_rank())
+        torch.distributed.all_reduce(value)
+        return value.item()
+
+    def test_sum(pool):                             # the fixture is in conftest.py
+        assert pool.run(sum_of_ranks, 10, world_size=3) == [30, 30, 30]
+
+One run, seen from the parent and one worker:
+
+    parent                                          worker
+    job (names, pickled arguments)        ------>   joins a fresh gloo group, calls the function
+                                          <------   "done" and the result, or "failed" and a traceback
+    "finish", once every rank is done     ------>   destroys the group and Megatron's global state
+                                          <------   "idle"
+
+A rank that fails leaves the group without waiting for "finish": its connections close, which frees the ranks
+that wait for it. Whoever is still stuck after a grace period is killed and forked anew. The failure that
+came first is the one reported; what it did to the others follows in one line each.
+
+The start method is `forkserver`: a new worker costs a fraction of a second, also after a failure. `spawn`
+works too, and is what to use where a process that CUDA has seen must not fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import datetime
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import itertools
+import multiprocessing
+import os
+import pickle
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+MAX_WORLD_SIZE = 8
+SEED = 1234
+GRACE_SECONDS = 3.0
+WARM_UP_SECONDS = 300.0
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+# Set while a process of the pool starts: importing this file then imports all that a worker needs.
+_WARM_UP_ON_IMPORT = "WORKER_POOL_WARM_UP"
+
+# What a peer's end looks like from the other side of a socket: an effect, never the cause.
+_CONNECTION_LOST = re.compile(r"connection (closed|reset|refused)|broken pipe|socket closed", re.IGNORECASE)
+
+
+class WorkerError(RuntimeError):
+    """A run failed. `rank` is where it began, `kind` is "raised", "died" or "timed out"."""
+
+    def __init__(self, message: str, rank: int, kind: str):
+        super().__init__(message)
+        self.rank = rank
+        self.kind = kind
+
+
+# --- in the worker ---------------------------------------------------------------------------------------
+
+# The globals of these modules as they are after the import; a run may leave others behind.
+_RESTORED_MODULES = ("megatron.core.parallel_state", "megatron.core.tensor_parallel.random")
+_untouched_globals: dict[str, dict[str, Any]] = {}
+
+
+def warm_up() -> None:
+    """Import what is slow to import. Idempotent."""
+    os.environ.update(ENVIRONMENT)
+    for folder in (str(ROOT), str(TESTS)):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    import torch.distributed
+
+    torch.set_num_threads(1)
+    if importlib.util.find_spec("megatron_patch.integration.cpu_device") is not None:
+        # Megatron asks for CUDA as it is imported: the stand-ins have to be there before it.
+        importlib.import_module("megatron_patch.integration.cpu_device").install()
+    for name in (
+        "megatron.core",
+        "megatron.core.distributed",
+        "megatron.core.models.gpt",
+        "megatron.core.optimizer",
+        "megatron.core.rerun_state_machine",
+        "megatron.training",
+        "pytest",
+        "hypothesis",
+    ):
+        importlib.import_module(name)
+    for name in _RESTORED_MODULES:
+        _untouched_globals.setdefault(name, _copied_globals(sys.modules[name]))
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()  # what was imported is here to stay: collections between runs need not look at it
+
+
+def _copied_globals(module: ModuleType) -> dict[str, Any]:
+    """The state of a module: its globals, with containers copied since they are changed in place."""
+    return {
+        name: copy.copy(value) if isinstance(value, dict | list | set) else value
+        for name, value in vars(module).items()
+        if not name.startswith("__")
+    }
+
+
+def _worker_main(connection: Connection, stack_file: str) -> None:
+    """The life of a worker: warm up, then serve one job after another until the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal: the parent decides
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive a killed parent
+    os.environ.pop(_WARM_UP_ON_IMPORT, None)
+    # The stack goes to a file on a fatal signal, and on SIGUSR1, which the parent sends at a timeout.
+    with Path(stack_file).open("w") as stacks:
+        faulthandler.enable(stacks)
+        faulthandler.register(signal.SIGUSR1, stacks)
+        try:
+            warm_up()
+        except BaseException:
+            connection.send(("broken", traceback.format_exc()))
+            return
+        connection.send(("idle", None))
+        # EOFError or a lost pipe here means that the parent is gone.
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                _serve(connection, connection.recv())
+
+
+def _serve(connection: Connection, job: dict[str, Any]) -> None:
+    environment, arguments, path = dict(os.environ), list(sys.argv), list(sys.path)
+    try:
+        outcome = ("done", _call(job))
+    except BaseException as error:
+        outcome = ("failed", _describe(error))
+        # Frames hold on to tensors and groups, which would keep the connections to the peers open.
+        traceback.clear_frames(error.__traceback__)
+    connection.send(outcome)
+    if outcome[0] == "done":
+        connection.recv()  # "finish": a rank that closed its sockets early could break a slower one
+    problem = _tear_down()
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv[:], sys.path[:] = arguments, path
+    connection.send(("idle", problem))
+
+
+def _call(job: dict[str, Any]) -> bytes:
+    """Run the job's function as one rank of a fresh group; returns its pickled result."""
+    import numpy as np
+    import torch
+
+    rank, world_size = job["rank"], job["world_size"]
+    os.chdir(ROOT)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    if job["folder"] not in sys.path:
+        sys.path.insert(0, job["folder"])
+    function = importlib.import_module(job["module"])
+    for name in job["qualname"].split("."):
+        function = getattr(function, name)
+    # Plain pickle, not the pipe's own: torch would replace tensors by handles to shared memory.
+    args, kwargs = pickle.loads(job["arguments"])
+
+    # Later than the parent's own limit, so that a timeout is told by the parent, with stacks.
+    patience = datetime.timedelta(seconds=job["timeout"] + 60)
+    store = torch.distributed.FileStore(job["store"], world_size)
+    store.set_timeout(patience)
+    torch.distributed.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=patience
+    )
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+    return pickle.dumps(function(*args, **kwargs))
+
+
+def _describe(error: BaseException) -> dict[str, Any]:
+    """What the parent needs to know of an exception; the clock is the same in all processes."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    return {
+        "time": time.monotonic(),
+        "summary": summary,
+        "traceback": "".join(traceback.format_exception(type(error), error, frames)),
+        "effect": bool(_CONNECTION_LOST.search(summary)),
+    }
+
+
+def _tear_down() -> str | None:
+    """Forget the run: Megatron's globals, the process groups, torch's modes. Returns what went wrong."""
+    import torch
+    from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
+    from megatron.core.transformer.moe import moe_logging
+
+    def destroy_groups() -> None:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+    def destroy_training_globals() -> None:
+        global_vars = sys.modules.get("megatron.training.global_vars")
+        if global_vars is not None:
+            global_vars.destroy_global_vars()
+
+    def restore_globals() -> None:
+        # destroy_model_parallel forgets some lists of ranks, and nobody destroys the RNG tracker.
+        for name, untouched in _untouched_globals.items():
+            state = vars(sys.modules[name])
+            for left_behind in [key for key in state if not key.startswith("__") and key not in untouched]:
+                del state[left_behind]
+            for key, value in untouched.items():
+                state[key] = copy.copy(value) if isinstance(value, dict | list | set) else value
+
+    def restore_torch() -> None:
+        torch.set_default_dtype(torch.float32)
+        torch.set_grad_enabled(True)
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(1)
+
+    problems = []
+    for step in (
+        destroy_training_globals,
+        num_microbatches_calculator.destroy_num_microbatches_calculator,
+        rerun_state_machine.destroy_rerun_state_machine,
+        getattr(moe_logging, "destroy_moe_metrics_tracker", restore_torch),  # since 0.18
+        parallel_state.destroy_model_parallel,
+        destroy_groups,
+        restore_globals,
+        restore_torch,
+        gc.collect,
+    ):
+        try:
+            step()
+        except BaseException:
+            problems.append(traceback.format_exc())
+    return "\n".join(problems) or None
+
+
+# --- in the parent ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _starting_environment() -> Iterator[None]:
+    """The environment in which processes of the pool start; torch reads some of it as it is imported."""
+    saved = dict(os.environ)
+    folders = [str(TESTS), str(ROOT), *filter(None, [saved.get("PYTHONPATH")])]
+    os.environ.update(ENVIRONMENT)
+    # The fork server of Python 3.12 imports its preloaded modules before it knows the parent's sys.path.
+    os.environ.update({_WARM_UP_ON_IMPORT: "1", "PYTHONPATH": os.pathsep.join(folders)})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
+
+
+class _Worker:
+    """The parent's end of one worker process."""
+
+    def __init__(self, start_method: str, stack_file: Path):
+        context = multiprocessing.get_context(start_method)
+        if start_method == "forkserver":
+            context.set_forkserver_preload([__name__])
+        self.stack_file = stack_file
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_worker_main, args=(theirs, str(stack_file)), daemon=True)
+        with _starting_environment():
+            self.process.start()
+        theirs.close()
+        self.idle = False
+
+    def receive(self) -> tuple[str, Any]:
+        """The next message; a worker that is gone answers ("died", how)."""
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):
+            return ("died", {"time": time.monotonic(), "summary": self._how_it_died(), "effect": False})
+
+    def send(self, message: Any) -> None:
+        """Send; that the worker is gone shows when the answer is read."""
+        with contextlib.suppress(OSError):
+            self.connection.send(message)
+
+    def wait_until_idle(self, seconds: float) -> str | None:
+        """Wait for the worker to be free; returns what it had to complain about."""
+        if not self.idle and self.connection.poll(max(seconds, 0)):
+            kind, detail = self.receive()
+            self.idle = kind == "idle"
+            return detail["summary"] if kind == "died" else detail
+        return None
+
+    def stack(self) -> str:
+        """The Python stack of a worker that still runs."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGUSR1)
+        time.sleep(0.1)
+        return self.stack_file.read_text()
+
+    def stop(self, grace: float = 0) -> None:
+        self.connection.close()
+        self.process.join(grace)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+    def _how_it_died(self) -> str:
+        self.process.join(GRACE_SECONDS)
+        code = self.process.exitcode
+        if code is not None and code < 0:
+            return f"killed by {signal.Signals(-code).name}\n{self.stack_file.read_text()}".strip()
+        return f"exit status {code}"
+
+
+class WorkerPool:
+    """Persistent workers that run functions as the ranks of a process group. One run at a time."""
+
+    def __init__(self, size: int = 4, *, start_method: str = "forkserver"):
+        self.start_method = start_method
+        self.folder = Path(tempfile.mkdtemp(prefix="worker-pool-"))
+        self.workers: list[_Worker] = []
+        self._numbers = itertools.count()
+        self._grow(size)
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def size(self) -> int:
+        return len(self.workers)
+
+    def close(self) -> None:
+        """End all workers."""
+        for worker in self.workers:
+            worker.stop(grace=GRACE_SECONDS)
+        self.workers = []
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world_size: int | None = None,
+        timeout: float = 120,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call `function(*args, **kwargs)` on ranks 0 to world_size-1; returns their results in rank order.
+
+        `function` must be found under its name in its module. Arguments and results travel by pickle.
+        The timeout, in seconds, covers joining the group and the call.
+        """
+        world_size = self.size if world_size is None else world_size
+        job = self._job(function, args, kwargs, world_size, timeout)
+        self._grow(world_size)
+        workers = self._idle_workers(world_size)
+        try:
+            for rank, worker in enumerate(workers):
+                worker.idle = False
+                worker.send({**job, "rank": rank})
+            outcomes = self._collect(workers, timeout)
+            error = _failure(function, outcomes, workers, timeout)
+            self._finish(workers, outcomes)
+        finally:
+            for rank, worker in enumerate(workers):
+                if not worker.idle:  # stuck, dead, not clean, or the parent was interrupted
+                    worker.stop()
+                    self.workers[rank] = self._start_worker()
+            Path(job["store"]).unlink(missing_ok=True)
+        if error is not None:
+            raise error
+        return [pickle.loads(outcomes[rank][1]) for rank in range(world_size)]
+
+    def _job(
+        self, function: Callable[..., Any], args: tuple, kwargs: dict, world_size: int, timeout: float
+    ) -> dict[str, Any]:
+        module = sys.modules.get(getattr(function, "__module__", ""))
+        found: Any = module
+        for name in getattr(function, "__qualname__", "<none>").split("."):
+            found = getattr(found, name, None)
+        if found is None or getattr(module, "__file__", None) is None or module.__name__ == "__main__":
+            raise ValueError(f"{function!r} is not a module-level function that a worker could import")
+        if not 1 <= world_size <= MAX_WORLD_SIZE:
+            raise ValueError(f"world_size {world_size}: 1 to {MAX_WORLD_SIZE}")
+        # The folder from which the worker can import the module under the same name.
+        depth = module.__name__.count(".") + hasattr(module, "__path__")
+        return {
+            "module": module.__name__,
+            "qualname": function.__qualname__,
+            "folder": str(Path(module.__file__).resolve().parents[depth]),
+            "arguments": pickle.dumps((args, kwargs)),
+            "world_size": world_size,
+            "timeout": timeout,
+            "store": str(self.folder / f"store-{next(self._numbers)}"),
+        }
+
+    def _start_worker(self) -> _Worker:
+        return _Worker(self.start_method, self.folder / f"stack-{next(self._numbers)}")
+
+    def _grow(self, size: int) -> None:
+        while self.size < size:
+            self.workers.append(self._start_worker())
+
+    def _idle_workers(self, world_size: int) -> list[_Worker]:
+        """The first workers, warm; one that was killed while nobody looked is replaced."""
+        for rank in range(world_size):
+            if self.workers[rank].idle and not self.workers[rank].process.is_alive():
+                self.workers[rank].stop()
+                self.workers[rank] = self._start_worker()
+        deadline = time.monotonic() + WARM_UP_SECONDS
+        for rank, worker in enumerate(self.workers[:world_size]):
+            complaint = worker.wait_until_idle(deadline - time.monotonic())
+            if not worker.idle:
+                worker.stop()
+                self.workers[rank] = self._start_worker()
+                raise WorkerError(f"worker {rank} did not start: {complaint or 'too slow'}", rank, "died")
+        return self.workers[:world_size]
+
+    def _collect(self, workers: list[_Worker], timeout: float) -> dict[int, tuple[str, Any]]:
+        """One outcome per rank: done, failed, died, or none from those still running at the end."""
+        outcomes: dict[int, tuple[str, Any]] = {}
+        ranks = {worker.connection: rank for rank, worker in enumerate(workers)}
+        deadline = time.monotonic() + timeout
+        while ranks:
+            ready = wait(list(ranks), max(deadline - time.monotonic(), 0))
+            if not ready:
+                break
+            for connection in ready:
+                rank = ranks.pop(connection)
+                outcomes[rank] = workers[rank].receive()
+                if outcomes[rank][0] != "done":
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return outcomes
+
+    def _finish(self, workers: list[_Worker], outcomes: dict[int, tuple[str, Any]]) -> None:
+        """Let every rank that answered clean up."""
+        for rank, (kind, _) in outcomes.items():
+            if kind == "done":
+                workers[rank].send("finish")
+        deadline = time.monotonic() + GRACE_SECONDS
+        for rank, (kind, _) in outcomes.items():
+            if kind == "died":
+                continue
+            problem = workers[rank].wait_until_idle(deadline - time.monotonic())
+            if problem is not None:
+                workers[rank].idle = False
+                warnings.warn(f"rank {rank} was restarted, its state stayed behind:\n{problem}", stacklevel=3)
+
+
+def _failure(
+    function: Callable[..., Any], outcomes: dict[int, tuple[str, Any]], workers: list[_Worker], timeout: float
+) -> WorkerError | None:
+    """The one exception that tells what went wrong first, or None."""
+    failures = {rank: outcome for rank, outcome in outcomes.items() if outcome[0] != "done"}
+    running = [rank for rank in range(len(workers)) if rank not in outcomes]
+    name = f"{function.__module__}.{function.__qualname__}"
+    if not failures and not running:
+        return None
+    if not failures:
+        stacks = [f"rank {rank}:\n{workers[rank].stack()}" for rank in running]
+        who = "rank " + ", ".join(map(str, running))
+        message = f"{who} of {len(workers)} still in {name} after {timeout:g} s\n" + "\n".join(stacks)
+        return WorkerError(message, running[0], "timed out")
+
+    # A peer may see a lost connection before the parent sees the death that caused it.
+    first = min(failures, key=lambda rank: (failures[rank][1]["effect"], failures[rank][1]["time"]))
+    kind, detail = failures.pop(first)
+    verb = "raised" if kind == "failed" else "died"
+    lines = [f"rank {first} of {len(workers)} {verb} in {name}: {detail['summary']}"]
+    if kind == "failed":
+        lines += ["", detail["traceback"].rstrip(), ""]
+    for rank, (_, effect) in sorted(failures.items()):
+        lines.append(f"then rank {rank}: {effect['summary'].splitlines()[0]}")
+    lines += [f"then rank {rank}: still running {GRACE_SECONDS:g} s later, restarted" for rank in running]
+    return WorkerError("\n".join(lines), first, verb)
+
+
+if os.environ.get(_WARM_UP_ON_IMPORT):
+    # In the fork server. A failure is told by the worker, which tries again and has a pipe to tell it.
+    with contextlib.suppress(Exception):
+        warm_up()
