@@ -29,6 +29,7 @@ works too, and is what to use where a process that CUDA has seen must not fork.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
 import datetime
@@ -36,7 +37,10 @@ import faulthandler
 import gc
 import importlib
 import importlib.util
+import io
 import itertools
+import logging
+import math
 import multiprocessing
 import os
 import pickle
@@ -60,6 +64,7 @@ ROOT = TESTS.parent
 MAX_WORLD_SIZE = 8
 SEED = 1234
 GRACE_SECONDS = 3.0
+ORPHAN_SECONDS = 60
 WARM_UP_SECONDS = 300.0
 
 ENVIRONMENT = {
@@ -84,6 +89,36 @@ class WorkerError(RuntimeError):
         self.kind = kind
 
 
+# --- arguments and results -------------------------------------------------------------------------------
+
+
+class _Pickler(pickle.Pickler):
+    """Pickle with tensors as NumPy bytes: they arrive detached and on the CPU.
+
+    The pipe's own pickler would replace tensors by handles to shared memory, which die with the worker.
+    Plain pickle names a loader of Megatron's, for which the receiver would have to import Megatron.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is None or type(value) not in (torch.Tensor, torch.nn.Parameter):
+            return NotImplemented
+        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return _restore_tensor, (raw, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+
+
+def _restore_tensor(raw: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+    import torch
+
+    return torch.from_numpy(raw).view(getattr(torch, dtype)).reshape(shape)
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
 # --- in the worker ---------------------------------------------------------------------------------------
 
 # The globals of these modules as they are after the import; a run may leave others behind.
@@ -92,7 +127,9 @@ _untouched_globals: dict[str, dict[str, Any]] = {}
 
 
 def warm_up() -> None:
-    """Import what is slow to import. Idempotent."""
+    """Import what is slow to import; nothing is left to do in a worker whose fork server did it."""
+    if _untouched_globals:
+        return
     os.environ.update(ENVIRONMENT)
     for folder in (str(ROOT), str(TESTS)):
         if folder not in sys.path:
@@ -114,11 +151,14 @@ def warm_up() -> None:
         "hypothesis",
     ):
         importlib.import_module(name)
+    # Megatron logs hundreds of lines per model and rank, which would bury a test's own output.
+    logging.getLogger("megatron").setLevel(logging.ERROR)
     for name in _RESTORED_MODULES:
-        _untouched_globals.setdefault(name, _copied_globals(sys.modules[name]))
-    if not gc.get_freeze_count():
-        gc.collect()
-        gc.freeze()  # what was imported is here to stay: collections between runs need not look at it
+        _untouched_globals[name] = _copied_globals(sys.modules[name])
+    # What was imported is here to stay: collections between runs need not look at it.
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # at the exit of the fork server, or Triton reports all of it as leaked
 
 
 def _copied_globals(module: ModuleType) -> dict[str, Any]:
@@ -133,10 +173,6 @@ def _copied_globals(module: ModuleType) -> dict[str, Any]:
 def _worker_main(connection: Connection, stack_file: str) -> None:
     """The life of a worker: warm up, then serve one job after another until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal: the parent decides
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive a killed parent
     os.environ.pop(_WARM_UP_ON_IMPORT, None)
     # The stack goes to a file on a fatal signal, and on SIGUSR1, which the parent sends at a timeout.
     with Path(stack_file).open("w") as stacks:
@@ -156,12 +192,16 @@ def _worker_main(connection: Connection, stack_file: str) -> None:
 
 def _serve(connection: Connection, job: dict[str, Any]) -> None:
     environment, arguments, path = dict(os.environ), list(sys.argv), list(sys.path)
+    # The parent ends a run that takes too long. Should it be gone itself, SIGALRM kills this process.
+    signal.alarm(math.ceil(job["timeout"]) + ORPHAN_SECONDS)
     try:
         outcome = ("done", _call(job))
     except BaseException as error:
         outcome = ("failed", _describe(error))
         # Frames hold on to tensors and groups, which would keep the connections to the peers open.
         traceback.clear_frames(error.__traceback__)
+    sys.stdout.flush()  # a worker may be killed at any time from here on
+    sys.stderr.flush()
     connection.send(outcome)
     if outcome[0] == "done":
         connection.recv()  # "finish": a rank that closed its sockets early could break a slower one
@@ -169,6 +209,7 @@ def _serve(connection: Connection, job: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     sys.argv[:], sys.path[:] = arguments, path
+    signal.alarm(0)
     connection.send(("idle", problem))
 
 
@@ -186,11 +227,10 @@ def _call(job: dict[str, Any]) -> bytes:
     function = importlib.import_module(job["module"])
     for name in job["qualname"].split("."):
         function = getattr(function, name)
-    # Plain pickle, not the pipe's own: torch would replace tensors by handles to shared memory.
     args, kwargs = pickle.loads(job["arguments"])
 
     # Later than the parent's own limit, so that a timeout is told by the parent, with stacks.
-    patience = datetime.timedelta(seconds=job["timeout"] + 60)
+    patience = datetime.timedelta(seconds=job["timeout"] + ORPHAN_SECONDS)
     store = torch.distributed.FileStore(job["store"], world_size)
     store.set_timeout(patience)
     torch.distributed.init_process_group(
@@ -199,13 +239,13 @@ def _call(job: dict[str, Any]) -> bytes:
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
-    return pickle.dumps(function(*args, **kwargs))
+    return _pickled(function(*args, **kwargs))
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
     """What the parent needs to know of an exception; the clock is the same in all processes."""
     frames = error.__traceback__
-    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
+    while frames and frames.tb_next and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     summary = "".join(traceback.format_exception_only(error)).strip()
     return {
@@ -348,6 +388,7 @@ class WorkerPool:
         self.folder = Path(tempfile.mkdtemp(prefix="worker-pool-"))
         self.workers: list[_Worker] = []
         self._numbers = itertools.count()
+        self.size = size
         self._grow(size)
 
     def __enter__(self) -> WorkerPool:
@@ -355,10 +396,6 @@ class WorkerPool:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    @property
-    def size(self) -> int:
-        return len(self.workers)
 
     def close(self) -> None:
         """End all workers."""
@@ -377,8 +414,9 @@ class WorkerPool:
     ) -> list[Any]:
         """Call `function(*args, **kwargs)` on ranks 0 to world_size-1; returns their results in rank order.
 
-        `function` must be found under its name in its module. Arguments and results travel by pickle.
-        The timeout, in seconds, covers joining the group and the call.
+        `world_size` is the size of the pool unless given. `function` must be found under its name in its
+        module. Arguments and results travel by pickle. The timeout, in seconds, covers joining the group
+        and the call.
         """
         world_size = self.size if world_size is None else world_size
         job = self._job(function, args, kwargs, world_size, timeout)
@@ -418,7 +456,7 @@ class WorkerPool:
             "module": module.__name__,
             "qualname": function.__qualname__,
             "folder": str(Path(module.__file__).resolve().parents[depth]),
-            "arguments": pickle.dumps((args, kwargs)),
+            "arguments": _pickled((args, kwargs)),
             "world_size": world_size,
             "timeout": timeout,
             "store": str(self.folder / f"store-{next(self._numbers)}"),
@@ -428,14 +466,16 @@ class WorkerPool:
         return _Worker(self.start_method, self.folder / f"stack-{next(self._numbers)}")
 
     def _grow(self, size: int) -> None:
-        while self.size < size:
+        while len(self.workers) < size:
             self.workers.append(self._start_worker())
 
     def _idle_workers(self, world_size: int) -> list[_Worker]:
         """The first workers, warm; one that was killed while nobody looked is replaced."""
         for rank in range(world_size):
-            if self.workers[rank].idle and not self.workers[rank].process.is_alive():
-                self.workers[rank].stop()
+            worker = self.workers[rank]
+            # An idle worker says nothing: what can be read is the end of its pipe.
+            if worker.idle and (worker.connection.poll() or not worker.process.is_alive()):
+                worker.stop()
                 self.workers[rank] = self._start_worker()
         deadline = time.monotonic() + WARM_UP_SECONDS
         for rank, worker in enumerate(self.workers[:world_size]):
@@ -463,7 +503,10 @@ class WorkerPool:
         return outcomes
 
     def _finish(self, workers: list[_Worker], outcomes: dict[int, tuple[str, Any]]) -> None:
-        """Let every rank that answered clean up."""
+        """Let every rank that answered clean up. One that still runs is killed, so that none waits for it."""
+        for rank, worker in enumerate(workers):
+            if rank not in outcomes:
+                worker.stop()
         for rank, (kind, _) in outcomes.items():
             if kind == "done":
                 workers[rank].send("finish")
@@ -500,7 +543,7 @@ def _failure(
     if kind == "failed":
         lines += ["", detail["traceback"].rstrip(), ""]
     for rank, (_, effect) in sorted(failures.items()):
-        lines.append(f"then rank {rank}: {effect['summary'].splitlines()[0]}")
+        lines.append(f"then rank {rank}: {effect['summary'].splitlines()[0][:110]}")
     lines += [f"then rank {rank}: still running {GRACE_SECONDS:g} s later, restarted" for rank in running]
     return WorkerError("\n".join(lines), first, verb)
 

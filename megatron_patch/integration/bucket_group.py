@@ -27,6 +27,7 @@ from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machin
 
 from megatron_patch.collectives.reduce_scatter import ExchangeHandle
 from megatron_patch.integration.compressor import Compressor
+from megatron_patch.integration.wire import stock_gradients
 
 _GLOBAL = "dist_reduce_scatter_func"
 _REPLAYING = (RerunState.RERUNNING_IN_PLACE, RerunState.RERUNNING_FROM_CHECKPOINT)
@@ -140,9 +141,6 @@ class BucketGroupSeam:
         self._step_of_last_exchange = compressor.steps_seen
 
     def _count_uncompressed(self, force_all_reduce: bool) -> None:
-        ranks = self._process_group.size()
-        for bucket in self._group.buckets:
-            elements = bucket.grad_data.numel() * (ranks - 1) / ranks * (2 if force_all_reduce else 1)
-            self._compressor.count_wire(elements * bucket.grad_data.element_size(), elements)
-        if self._compressor.config.compresses and ranks > 1:
+        self._compressor.count(stock_gradients(self._group, all_reduce=force_all_reduce))
+        if self.compresses:
             self._compressor.events.uncompressed_syncs += 1

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_patch.collectives.reduce_scatter import BufferPool, ExchangeHandle, start_reduce_scatter
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
+from megatron_patch.integration.wire import Wire
 from megatron_patch.quantization.blocks import BlockLayout
 
 logger = logging.getLogger(__name__)
@@ -34,19 +35,6 @@ class Events:
     """Megatron's rerun state machine ran a backward pass again: e <- 0."""
     uncompressed_syncs: int = 0
     """Exchanges of a whole bucket group that bypassed compression (force_all_reduce, before start_step)."""
-
-
-@dataclass
-class Wire:
-    """Gradient bytes that this rank sent to other ranks, and the elements they stood for."""
-
-    nbytes: float = 0.0
-    elements: float = 0.0
-
-    @property
-    def bits_per_element(self) -> float:
-        """Bits on the wire for every gradient element sent."""
-        return 8 * self.nbytes / self.elements if self.elements else 0.0
 
 
 @dataclass(frozen=True)
@@ -111,14 +99,13 @@ class Compressor:
         """Start the compressed reduce-scatter of one bucket; counts it."""
         handle = start_reduce_scatter(sender, gradient, output, group, average, self.pool)
         peers = sender.layout.shards - 1
-        self.count_wire(peers * sender.layout.payload_bytes, peers * sender.layout.shard_size)
+        self.count(Wire(peers * sender.layout.payload_bytes, peers * sender.layout.shard_size))
         self._used.append(sender)
         return handle
 
-    def count_wire(self, nbytes: float, elements: float) -> None:
+    def count(self, wire: Wire) -> None:
         """Count bytes sent to other ranks in this step, compressed or not."""
-        self._wire.nbytes += nbytes
-        self._wire.elements += elements
+        self._wire.add(wire)
 
     def replayed(self) -> None:
         """The backward pass of this step is running again: what its first run remembered must not count."""

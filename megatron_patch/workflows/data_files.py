@@ -55,7 +55,7 @@ class Manifest:
 
 def beside(prefix: Path, suffix: str) -> Path:
     """PREFIX + suffix; `with_suffix` would cut a prefix such as `v1.5`."""
-    return prefix.with_name(prefix.name + suffix)
+    return prefix.parent / (prefix.name + suffix)
 
 
 def megatron_flags(tokenizer: str, prefix: Path) -> dict[str, str | int]:

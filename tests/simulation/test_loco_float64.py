@@ -265,6 +265,8 @@ def test_error_is_the_moving_average_where_beta_weighs_the_old_one(beta, error_d
             "fp32": 0,
         }
         assert np.all(np.abs(result.errors - target)[0] <= slack[error_dtype] + 1e-6)
+        if error_dtype == "bf16":
+            assert set(np.abs(result.errors[0])) <= set(ALL_BF16)
         previous = result.errors
 
 

@@ -1,0 +1,107 @@
+"""Runs a Megatron training script with compression switched on: one rank's side of a launch.
+
+    torchrun --nproc-per-node 8 -m megatron_patch.launch pretrain_gpt.py <Megatron's flags> \
+        --compression-method loco --compression-bits 4
+
+The script is untouched: the --compression-* flags are added to Megatron's own parser, and when it has parsed
+them, compression is enabled for every DistributedDataParallel it builds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from megatron_patch.errors import UserError
+
+USAGE = "usage: torchrun [...] -m megatron_patch.launch SCRIPT.py [its own flags] [--compression-* flags]"
+
+
+def _wants_cpu(argv: list[str]) -> bool:
+    """Whether --compression-device cpu stands in argv: it must be known before Megatron is imported."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--compression-device", default="cuda")
+    return parser.parse_known_args(argv)[0].compression_device == "cpu"
+
+
+def main(argv: list[str]) -> int:
+    """Run argv[0], a training script, with argv[1:]. Returns the exit status."""
+    if not argv or argv[0].startswith("-"):
+        print(USAGE, file=sys.stderr)
+        return 2
+    script, flags = argv[0], argv[1:]
+    if not Path(script).is_file():
+        return _tell(UserError(f"{script}: no such training script"))
+    try:
+        _run(script, flags)
+    except UserError as error:
+        return _tell(error)
+    except Exception:
+        _leave_failure()
+        raise
+    return 0
+
+
+def _run(script: str, flags: list[str]) -> None:
+    if _wants_cpu(flags):
+        from megatron_patch.integration import cpu_device
+
+        cpu_device.install()
+    from megatron.training import arguments
+
+    from megatron_patch.integration.arguments import after_parsing, config_from_arguments
+    from megatron_patch.integration.attach import enable
+    from megatron_patch.integration.metrics import RunMetrics
+
+    installed: list[RunMetrics] = []
+
+    def switch_on(args: argparse.Namespace) -> None:
+        if installed:
+            return
+        config = config_from_arguments(args)
+        output = Path(args.compression_output) if args.compression_output else None
+        if args.compression_attach:
+            enable(config)
+        installed.append(RunMetrics(config, args.compression_attach, output))
+        installed[0].install()
+
+    original = arguments.add_megatron_arguments
+    arguments.add_megatron_arguments = after_parsing(original, switch_on)
+    saved, sys.argv = sys.argv, [script, *flags]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        sys.argv = saved
+        arguments.add_megatron_arguments = original
+    for metrics in installed:
+        metrics.finish()
+
+
+def _tell(error: UserError) -> int:
+    """The user's mistake as one line, from the first rank alone."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"megatron-loco: error: {error}", file=sys.stderr, flush=True)
+    return 2
+
+
+def _leave_failure() -> None:
+    """Leave this rank's error where the launcher looks for the first one (workflows/launcher.py)."""
+    folder = os.environ.get("MEGATRON_LOCO_FAILURES")
+    if not folder:
+        return
+    error = sys.exc_info()[1]
+    record = {
+        "rank": int(os.environ.get("RANK", "0")),
+        "time": time.time(),
+        "error": f"{type(error).__name__}: {error}",
+        "traceback": traceback.format_exc(),
+    }
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    Path(folder, f"rank-{record['rank']}.json").write_text(json.dumps(record), encoding="utf-8")

@@ -1,0 +1,257 @@
+"""metrics.jsonl, summary.json, TensorBoard and W&B, from inside Megatron's own training loop.
+
+Three functions of megatron.training.training are wrapped, by name in their module: `train_step` (when a step
+begins, and with which model), `training_log` (called on every rank after every step) and
+`evaluate_and_print_results` with its `evaluate` (the validation loss). Nothing they compute is changed.
+
+The last rank writes: it is the one with the loss and with Megatron's TensorBoard writer. Compression
+statistics are sums over ranks, reduced in one small all-reduce per LOGGED step.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import math
+import platform
+import resource
+import statistics as stats
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.training import get_args, training
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+from megatron_patch.compensation.sender import STATISTICS
+from megatron_patch.config import CompressionConfig
+from megatron_patch.integration import wire
+from megatron_patch.integration.attach import compressor_of
+from megatron_patch.integration.compressor import Compressor
+
+_WARM_UP_STEPS = 3
+"""Steps left out of the median step time: allocation and first-use costs."""
+
+
+class RunMetrics:
+    """Collects what a run shows; `install` hooks it in, `finish` writes summary.json.
+
+    Args:
+        config: the run's compression options.
+        attached: whether compression was attached at all.
+        output: folder of metrics.jsonl and summary.json; None: TensorBoard and W&B only.
+    """
+
+    def __init__(self, config: CompressionConfig, attached: bool, output: Path | None) -> None:
+        self._config = config
+        self._attached = attached
+        self._output = output
+        self._file: Any = None
+        self._model: list[Any] = []
+        self._started = 0.0
+        self._seconds: list[float] = []
+        self._evaluating = ""
+        self._losses: dict[str, float] = {}
+        self._last: dict[str, Any] = {}
+        self._steps = 0
+        self._wires: dict[str, dict[str, float]] = {}
+
+    def install(self) -> None:
+        """Wrap the functions of megatron.training.training, for the rest of this process."""
+        self._wrap("train_step", before=self._before_step)
+        self._wrap("training_log", before=self._log_step)
+        self._wrap("evaluate_and_print_results", before=self._before_evaluation)
+        self._wrap("evaluate", after=self._after_evaluation)
+
+    def _wrap(self, name: str, before: Any = None, after: Any = None) -> None:
+        original = getattr(training, name, None)
+        if original is None:
+            raise RuntimeError(f"megatron.training.training.{name} is missing in this release of megatron-core")
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if before is not None:
+                before(signature.bind(*args, **kwargs).arguments)
+            result = original(*args, **kwargs)
+            if after is not None:
+                after(result)
+            return result
+
+        setattr(training, name, wrapped)
+
+    def _before_step(self, arguments: dict[str, Any]) -> None:
+        self._model = arguments["model"]
+        self._started = time.perf_counter()
+
+    def _before_evaluation(self, arguments: dict[str, Any]) -> None:
+        self._evaluating = "test_loss" if "test set" in str(arguments["prefix"]) else "valid_loss"
+
+    def _after_evaluation(self, result: Any) -> None:
+        losses = result[0] or {}
+        if "lm loss" in losses:
+            self._losses[self._evaluating] = float(losses["lm loss"])
+
+    def _log_step(self, arguments: dict[str, Any]) -> None:
+        args = get_args()
+        step = arguments["iteration"]
+        if step <= self._steps:
+            return  # 0.19 logs the first step twice
+        self._steps = step
+        seconds = time.perf_counter() - self._started
+        self._seconds.append(seconds)
+        if step % args.log_interval and step != args.train_iters:
+            return
+        record = {
+            "step": step,
+            "loss": _number(arguments["loss_dict"].get("lm loss")),
+            "grad_norm": _number(arguments["grad_norm"]),
+            "step_seconds": seconds,
+            "tokens_per_second": args.global_batch_size * args.seq_length / seconds,
+            **self._compression_record(),
+        }
+        self._last = record
+        if not self._writes():
+            return
+        if self._output is not None:
+            if self._file is None:
+                self._file = (self._output / "metrics.jsonl").open("a", encoding="utf-8")
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        self._show(record, step)
+
+    def _compressors(self) -> list[Compressor]:
+        return [c for chunk in self._model if (c := compressor_of(chunk)) is not None]
+
+    def _bucket_groups(self) -> list[Any]:
+        return [
+            group
+            for chunk in self._model
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+            if getattr(chunk.ddp_config, "use_distributed_optimizer", False)
+        ]
+
+    def _compression_record(self) -> dict[str, Any]:
+        gradients, weights = wire.Wire(), wire.Wire()
+        sums = torch.zeros(len(STATISTICS), dtype=torch.float64)
+        compressors = self._compressors()
+        for compressor in compressors:
+            gradients.add(compressor.report.wire)
+            if compressor.report.statistics is not None:
+                sums += compressor.report.statistics.cpu()
+        for group in self._bucket_groups():
+            weights.add(wire.weights(group))
+            if not compressors:
+                gradients.add(wire.stock_gradients(group))
+        totals = torch.cat(
+            [
+                sums,
+                torch.tensor(
+                    [gradients.nbytes, gradients.elements, weights.nbytes, weights.elements], dtype=torch.float64
+                ),
+            ]
+        )
+        if dist.get_backend() == "nccl":
+            totals = totals.cuda()
+        dist.all_reduce(totals)
+        *sums_, grad_bytes, grad_elements, weight_bytes, weight_elements = totals.tolist()
+        signal, noise, gradient, error, non_finite = sums_
+        ranks = dist.get_world_size()
+        self._wires = {
+            name: {"bytes_per_step": nbytes / ranks, "bits_per_element": wire.Wire(nbytes, elements).bits_per_element}
+            for name, nbytes, elements in (
+                ("gradient_wire", grad_bytes, grad_elements),
+                ("weight_wire", weight_bytes, weight_elements),
+            )
+        }
+        return {
+            "gradient_wire_bytes": grad_bytes / ranks,
+            "weight_wire_bytes": weight_bytes / ranks,
+            "compression_snr_db": 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None,
+            "compensation_norm_ratio": math.sqrt(error / gradient) if gradient > 0 else None,
+            "non_finite_blocks": int(non_finite),
+        }
+
+    def _show(self, record: dict[str, Any], step: int) -> None:
+        shown = {
+            f"compression/{name}": record[name]
+            for name in ("gradient_wire_bytes", "compression_snr_db", "compensation_norm_ratio", "non_finite_blocks")
+            if record[name] is not None
+        }
+        writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+        if writer:
+            for name, value in shown.items():
+                writer.add_scalar(name, value, step)
+        if wandb:
+            wandb.log(shown, step)
+
+    def _writes(self) -> bool:
+        return dist.get_rank() == dist.get_world_size() - 1
+
+    def finish(self) -> None:
+        """Write summary.json; every rank must call it (peak memory and error state are reduced over ranks)."""
+        if not dist.is_initialized() or not self._last:
+            return
+        memory = torch.tensor(
+            [_peak_memory(), sum(c.error_bytes for c in self._compressors())], dtype=torch.float64
+        )
+        if dist.get_backend() == "nccl":
+            memory = memory.cuda()
+        dist.all_reduce(memory, op=dist.ReduceOp.MAX)
+        if self._file is not None:
+            self._file.close()
+        if self._output is None or not self._writes():
+            return
+        peak, error_bytes = memory.tolist()
+        timed = self._seconds[_WARM_UP_STEPS:] or self._seconds
+        args = get_args()
+        median = stats.median(timed)
+        events = [c.describe() for c in self._compressors()]
+        summary = {
+            "method": self._config.method if self._attached else "stock",
+            "bits": self._config.bits if self._attached and self._config.compresses else None,
+            "world_size": dist.get_world_size(),
+            "steps": self._steps,
+            "train_loss": self._last["loss"],
+            **{"valid_loss": None, **self._losses},
+            "step_seconds": {"median": median},
+            "tokens_per_second": args.global_batch_size * args.seq_length / median,
+            **self._wires,
+            "compensation_bytes": int(error_bytes),
+            "peak_memory_bytes": int(peak),
+            "events": events[0] if events else {},
+            "device": _device_name(),
+            "versions": _versions(),
+        }
+        path = self._output / "summary.json"
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _peak_memory() -> int:
+    """Bytes: the device allocator's peak on a GPU, the process's peak resident set on CPU."""
+    allocated = torch.cuda.max_memory_allocated()
+    return allocated or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _device_name() -> str:
+    return torch.cuda.get_device_name() if dist.get_backend() == "nccl" else f"cpu ({platform.machine()})"
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("megatron-loco", "megatron-core", "torch", "transformer-engine", "apex"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

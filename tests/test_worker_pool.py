@@ -1,0 +1,327 @@
+"""The pool of worker processes: what it returns, what it reports when a rank fails, what it forgets."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from worker_pool import GRACE_SECONDS, WorkerError, WorkerPool
+
+# --- functions that run in the workers (torch is imported in them: this process does not need it) ---------
+
+
+def sum_of_ranks(factor: int = 1, *, offset: int = 0) -> int:
+    import torch
+
+    value = torch.tensor(factor * torch.distributed.get_rank() + offset)
+    torch.distributed.all_reduce(value)
+    return value.item()
+
+
+def describe_group() -> dict:
+    import torch
+
+    return {
+        "backend": torch.distributed.get_backend(),
+        "rank": torch.distributed.get_rank(),
+        "size": torch.distributed.get_world_size(),
+        "environment": [int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")],
+        "threads": torch.get_num_threads(),
+        "dynamo": os.environ["TORCHDYNAMO_DISABLE"],
+        "pid": os.getpid(),
+    }
+
+
+def echo(value: object) -> object:
+    return value
+
+
+def random_numbers() -> list[float]:
+    import torch
+
+    return [random.random(), float(np.random.rand()), torch.rand(1).item()]
+
+
+def wait_for_peers() -> None:
+    import torch
+
+    torch.distributed.all_reduce(torch.zeros(8))
+
+
+def fail_on(rank: int, how: str) -> None:
+    """Every other rank waits in a collective for the one that fails."""
+    import torch
+
+    if torch.distributed.get_rank() != rank:
+        wait_for_peers()
+    elif how == "raise":
+        raise ValueError("the true cause")
+    elif how == "exit":
+        os._exit(3)
+    else:
+        os.kill(os.getpid(), getattr(signal, how))
+
+
+def fail_with_a_collective_in_flight() -> None:
+    import torch
+
+    if torch.distributed.get_rank() == 1:
+        work = torch.distributed.all_reduce(torch.zeros(8), async_op=True)
+        raise ValueError(f"left {work is not None}")
+    if torch.distributed.get_rank() == 2:
+        time.sleep(600)
+    wait_for_peers()
+
+
+def fail_while_others_sleep() -> None:
+    import torch
+
+    if torch.distributed.get_rank() == 1:
+        raise ValueError("the true cause")
+    time.sleep(600)
+
+
+def fail_in_turn() -> None:
+    import torch
+
+    time.sleep(0.3 * (3 - torch.distributed.get_rank()))
+    raise KeyError(torch.distributed.get_rank())
+
+
+def sleep_on(rank: int) -> str:
+    import torch
+
+    if torch.distributed.get_rank() == rank:
+        time.sleep(600)
+    return "done"
+
+
+def set_every_state(fail: bool) -> None:
+    """Leave behind what a test of the project may leave behind."""
+    from argparse import Namespace
+
+    import torch
+    from megatron.core import (
+        num_microbatches_calculator,
+        parallel_state,
+        rerun_state_machine,
+        tensor_parallel,
+    )
+    from megatron.training import global_vars
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    num_microbatches_calculator.init_num_microbatches_calculator(0, None, 8, 1, 2, False)
+    rerun_state_machine.initialize_rerun_state_machine()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    global_vars.set_args(Namespace(rank=0))
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_grad_enabled(False)
+    os.environ["LEFT_BEHIND"] = "1"
+    os.chdir("/")
+    if fail:
+        raise ValueError("with all of that set")
+    torch.distributed.barrier()
+
+
+def states_left() -> list[str]:
+    import torch
+    from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
+    from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.training import global_vars
+
+    left = {
+        "parallel state": parallel_state.model_parallel_is_initialized(),
+        "list of ranks": parallel_state._DATA_PARALLEL_GLOBAL_RANKS is not None,
+        "microbatches": num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is not None,
+        "rerun": rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE is not None,
+        "random": megatron_random._CUDA_RNG_STATE_TRACKER is not None,
+        "random initialized": megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED,
+        "args": global_vars._GLOBAL_ARGS is not None,
+        "dtype": torch.get_default_dtype() != torch.float32,
+        "gradients": not torch.is_grad_enabled(),
+        "environment": "LEFT_BEHIND" in os.environ,
+        "folder": Path.cwd() != Path(__file__).resolve().parents[1],
+        "groups": len(torch.distributed.distributed_c10d._world.pg_map) != 1,
+    }
+    return [name for name, is_left in left.items() if is_left]
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise TypeError("stays where it is")
+
+
+def return_unpicklable() -> object:
+    return Unpicklable()
+
+
+# --- what it returns -------------------------------------------------------------------------------------
+
+
+def test_results_come_back_in_rank_order(pool):
+    assert pool.run(sum_of_ranks, 10, offset=1) == [64, 64, 64, 64]
+    groups = pool.run(describe_group)
+    assert [group["rank"] for group in groups] == [0, 1, 2, 3]
+    for rank, group in enumerate(groups):
+        assert (group["backend"], group["size"], group["threads"], group["dynamo"]) == ("gloo", 4, 1, "1")
+        assert group["environment"] == [rank, rank, 4]
+
+
+def test_world_sizes_in_sequence(pool):
+    for world_size in (2, 4, 1, 8, 3):
+        expected = world_size * (world_size - 1) // 2
+        assert pool.run(sum_of_ranks, world_size=world_size) == [expected] * world_size
+
+
+def test_arguments_and_results_travel(pool, tmp_path):
+    torch = pytest.importorskip("torch")
+    large = np.arange(3_000_000, dtype=np.float32)  # more than a pipe holds at once
+    tensors = [
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.tensor(1.5),
+        torch.empty(0, 4),
+        torch.arange(12).reshape(3, 4).T,
+        torch.nn.Parameter(torch.tensor([1.0])) * 2,
+    ]
+    value = {"array": large, "path": tmp_path, "tensors": tensors, "none": None}
+    for result in pool.run(echo, value, world_size=2):
+        assert np.array_equal(result["array"], large)
+        assert result["path"] == tmp_path
+        for sent, received in zip(tensors, result["tensors"], strict=True):
+            assert received.dtype == sent.dtype
+            assert torch.equal(received, sent)
+
+
+def test_every_run_starts_from_the_same_seeds(pool):
+    first = pool.run(random_numbers, world_size=2)
+    assert first[0] == first[1]
+    assert pool.run(random_numbers, world_size=2) == first
+
+
+def test_reuse_is_fast(pool):
+    before = [group["pid"] for group in pool.run(describe_group)]
+    start = time.monotonic()
+    after = [group["pid"] for group in pool.run(describe_group)]
+    assert time.monotonic() - start < 1
+    assert before == after
+
+
+# --- what it reports -------------------------------------------------------------------------------------
+
+
+def test_the_rank_that_raised_is_the_cause(pool):
+    before = [group["pid"] for group in pool.run(describe_group)]
+    with pytest.raises(WorkerError, match="the true cause") as caught:
+        pool.run(fail_on, 2, "raise")
+    assert (caught.value.rank, caught.value.kind) == (2, "raised")
+    message = str(caught.value)
+    assert message.startswith("rank 2 of 4 raised in test_worker_pool.fail_on: ValueError: the true cause")
+    assert 'raise ValueError("the true cause")' in message  # its traceback
+    assert message.count("Traceback") == 1  # and nobody else's
+    assert [line[:12] for line in message.splitlines() if line.startswith("then")] == [
+        "then rank 0:",
+        "then rank 1:",
+        "then rank 3:",
+    ]
+    # Its peers were freed by the lost connection: nobody had to be restarted.
+    assert [group["pid"] for group in pool.run(describe_group)] == before
+
+
+def test_the_first_failure_in_time_is_reported(pool):
+    with pytest.raises(WorkerError, match="KeyError: 3") as caught:
+        pool.run(fail_in_turn)
+    assert caught.value.rank == 3
+
+
+@pytest.mark.parametrize("function", [fail_while_others_sleep, fail_with_a_collective_in_flight])
+def test_stuck_peers_are_restarted_after_the_grace_period(pool, function):
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="ValueError") as caught:
+        pool.run(function)
+    assert time.monotonic() - start < 3 * GRACE_SECONDS
+    assert caught.value.rank == 1
+    assert "still running" in str(caught.value)
+    assert pool.run(sum_of_ranks) == [6] * 4
+
+
+@pytest.mark.parametrize(("how", "said"), [("exit", "exit status 3"), ("SIGKILL", "SIGKILL")])
+def test_a_worker_that_dies_is_the_cause(pool, how, said):
+    with pytest.raises(WorkerError, match=f"rank 1 of 4 died in .*: .*{said}") as caught:
+        pool.run(fail_on, 1, how)
+    assert (caught.value.rank, caught.value.kind) == (1, "died")
+    assert pool.run(sum_of_ranks) == [6] * 4
+
+
+def test_a_crash_shows_its_stack(pool):
+    with pytest.raises(WorkerError, match=r"(?s)SIGSEGV.*in fail_on") as caught:
+        pool.run(fail_on, 0, "SIGSEGV")
+    assert caught.value.rank == 0
+    assert pool.run(sum_of_ranks) == [6] * 4
+
+
+def test_a_worker_killed_between_runs_is_replaced(pool):
+    pids = [group["pid"] for group in pool.run(describe_group)]
+    os.kill(pids[1], signal.SIGKILL)
+    pool.workers[1].process.join()
+    assert pool.run(sum_of_ranks) == [6] * 4
+    now = [group["pid"] for group in pool.run(describe_group)]
+    assert now[1] != pids[1]
+    assert [now[0], *now[2:]] == [pids[0], *pids[2:]]
+
+
+def test_a_timeout_names_the_rank_and_where_it_is(pool):
+    with pytest.raises(WorkerError, match=r"(?s)rank 3 of 4 still in .* after 1 s.*in sleep_on") as caught:
+        pool.run(sleep_on, 3, timeout=1)
+    assert (caught.value.rank, caught.value.kind) == (3, "timed out")
+    assert pool.run(sum_of_ranks) == [6] * 4
+
+
+def test_a_result_that_cannot_travel_is_a_failure(pool):
+    with pytest.raises(WorkerError, match="stays where it is"):
+        pool.run(return_unpicklable, world_size=2)
+    assert pool.run(sum_of_ranks, world_size=2) == [1, 1]
+
+
+def test_what_a_worker_could_not_import_is_refused(pool):
+    with pytest.raises(ValueError, match="not a module-level function"):
+        pool.run(lambda: None)
+    with pytest.raises(ValueError, match="world_size 9"):
+        pool.run(sum_of_ranks, world_size=9)
+
+
+# --- what it forgets -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_nothing_is_left_of_a_run(pool, fail):
+    if fail:
+        with pytest.raises(WorkerError, match="with all of that set"):
+            pool.run(set_every_state, True)
+    else:
+        pool.run(set_every_state, False)
+    assert pool.run(states_left) == [[], [], [], []]
+
+
+def test_state_checks_can_fail(pool):
+    """The list above is not empty by accident: the same checks within the run that sets all states."""
+    for left in pool.run(set_and_list_states):
+        assert len(left) == 12
+
+
+def set_and_list_states() -> list[str]:
+    set_every_state(False)
+    return states_left()
+
+
+@pytest.mark.slow
+def test_spawned_workers_do_the_same():
+    with WorkerPool(2, start_method="spawn") as spawned:
+        assert spawned.run(sum_of_ranks, 10) == [10, 10]
+        with pytest.raises(WorkerError, match="the true cause"):
+            spawned.run(fail_on, 0, "raise")
+        assert spawned.run(sum_of_ranks, 10) == [10, 10]
