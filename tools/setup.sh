@@ -36,5 +36,5 @@ fi
 export VIRTUAL_ENV=$PWD/$venv UV_LINK_MODE=${UV_LINK_MODE:-hardlink}
 echo "installing the locked dependencies (torch with CUDA: about 5 GB the first time)"
 # `sync` makes the environment equal to the lock, so that nothing installed by hand is relied upon.
-"$venv/bin/uv" pip sync --quiet requirements.lock
+"$venv/bin/uv" pip sync --quiet --compile-bytecode requirements.lock
 "$venv/bin/uv" pip install --quiet --no-deps --no-build-isolation --editable .

@@ -26,6 +26,7 @@ from megatron_patch.errors import UserError
 from megatron_patch.integration import optimizer_step
 from megatron_patch.integration.bucket_group import BucketGroupSeam
 from megatron_patch.integration.compressor import Compressor
+from megatron_patch.integration.refusals import refuse_chunk
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def attach(chunks: Sequence[Any] | Any, config: CompressionConfig | None = None)
     config = config or CompressionConfig()
     _warn_of_unknown_release()
     for chunk in [chunks] if isinstance(chunks, DistributedDataParallel) else list(chunks):
-        _refuse_unservable(chunk)
+        refuse_chunk(chunk)
         attached = _attachments.get(chunk)
         if attached is not None:
             if attached.compressor.config != config:
@@ -117,29 +118,6 @@ def _end_step(chunks: Iterable[Any], successful: bool, loss_scale: float | None)
         compressor = compressor_of(chunk)
         if compressor is not None:
             compressor.end_step(successful, loss_scale)
-
-
-def _refuse_unservable(chunk: Any) -> None:
-    if not isinstance(chunk, DistributedDataParallel):
-        kind = f"{type(chunk).__module__}.{type(chunk).__qualname__}"
-        raise UserError(
-            f"{kind} does not exchange gradients through Megatron's DistributedDataParallel: gradient compression "
-            "needs it (leave out --use-megatron-fsdp and --use-torch-fsdp2)"
-        )
-    ddp = chunk.ddp_config
-    if ddp.reduce_scatter_with_fp32_accumulation:
-        raise UserError(
-            "ddp_reduce_scatter_with_fp32_accumulation: True replaces the exchange that compression replaces "
-            "(and LoCo sums in fp32 anyway); leave it out"
-        )
-    if not ddp.use_distributed_optimizer:
-        raise UserError(
-            "use_distributed_optimizer: False is not served by gradient compression; add --use-distributed-optimizer"
-        )
-    if getattr(chunk.config, "cuda_graph_impl", None) == "full_iteration":
-        raise UserError(
-            "cuda_graph_impl: 'full_iteration' would freeze the compression's step counter; use 'local' or 'none'"
-        )
 
 
 @functools.cache

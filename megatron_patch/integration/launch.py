@@ -42,8 +42,8 @@ def main(argv: list[str]) -> int:
         _run(script, flags)
     except UserError as error:
         return _tell(error)
-    except Exception:
-        _leave_failure()
+    except Exception as error:
+        _leave_failure(error, user=False)
         raise
     return 0
 
@@ -86,22 +86,23 @@ def _run(script: str, flags: list[str]) -> None:
 
 def _tell(error: UserError) -> int:
     """The user's mistake as one line, from the first rank alone."""
+    _leave_failure(error, user=True)
     if os.environ.get("RANK", "0") == "0":
         print(f"megatron-loco: error: {error}", file=sys.stderr, flush=True)
     return 2
 
 
-def _leave_failure() -> None:
+def _leave_failure(error: Exception, user: bool) -> None:
     """Leave this rank's error where the launcher looks for the first one (workflows/launcher.py)."""
     folder = os.environ.get("MEGATRON_LOCO_FAILURES")
     if not folder:
         return
-    error = sys.exc_info()[1]
     record = {
         "rank": int(os.environ.get("RANK", "0")),
         "time": time.time(),
-        "error": f"{type(error).__name__}: {error}",
-        "traceback": traceback.format_exc(),
+        "user": user,
+        "error": str(error) if user else f"{type(error).__name__}: {error}",
+        "traceback": "".join(traceback.format_exception(error)),
     }
     Path(folder).mkdir(parents=True, exist_ok=True)
     Path(folder, f"rank-{record['rank']}.json").write_text(json.dumps(record), encoding="utf-8")

@@ -204,6 +204,8 @@ class RunMetrics:
         dist.all_reduce(memory, op=dist.ReduceOp.MAX)
         if self._file is not None:
             self._file.close()
+        if writer := get_tensorboard_writer():
+            writer.flush()  # a forked rank ends without the interpreter's exit handlers
         if self._output is None or not self._writes():
             return
         peak, error_bytes = memory.tolist()

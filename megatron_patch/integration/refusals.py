@@ -1,0 +1,69 @@
+"""Configurations that the seam cannot serve, and what to change: refused with one line, never silently off.
+
+The command line asks before it spawns a process, from Megatron's parsed flags; `attach` asks again, from the
+wrapped model itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_patch.errors import UserError
+
+
+def _refuse(flag: str, value: object, why: str) -> None:
+    raise UserError(f"megatron.{flag}: {value!r} cannot be combined with gradient compression: {why}")
+
+
+def refuse_flags(args: Any) -> None:
+    """Refuse a namespace of Megatron's parsed flags.
+
+    Raises:
+        UserError: naming the flag, its value and what to change.
+    """
+    if getattr(args, "use_megatron_fsdp", False):
+        _refuse("use_megatron_fsdp", True, "Megatron-FSDP does its own exchange; leave it out")
+    if getattr(args, "use_torch_fsdp2", False):
+        _refuse("use_torch_fsdp2", True, "Torch-FSDP2 does its own exchange; leave it out")
+    _refuse_settings(
+        fp32_accumulation=getattr(args, "ddp_reduce_scatter_with_fp32_accumulation", False),
+        distributed_optimizer=getattr(args, "use_distributed_optimizer", False),
+        cuda_graph=getattr(args, "cuda_graph_impl", None),
+    )
+    optimizer = getattr(args, "optimizer", "adam")
+    if optimizer not in ("adam", "sgd"):
+        _refuse("optimizer", optimizer, "it is tested with adam and sgd only")
+
+
+def refuse_chunk(chunk: Any) -> None:
+    """Refuse a wrapped model chunk.
+
+    Raises:
+        UserError: naming the option and what to change.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+
+    if not isinstance(chunk, DistributedDataParallel):
+        kind = f"{type(chunk).__module__}.{type(chunk).__qualname__}"
+        raise UserError(
+            f"{kind} does not exchange gradients through Megatron's DistributedDataParallel, which gradient "
+            "compression needs (leave out --use-megatron-fsdp and --use-torch-fsdp2)"
+        )
+    _refuse_settings(
+        fp32_accumulation=getattr(chunk.ddp_config, "reduce_scatter_with_fp32_accumulation", False),
+        distributed_optimizer=chunk.ddp_config.use_distributed_optimizer,
+        cuda_graph=getattr(chunk.config, "cuda_graph_impl", None),
+    )
+
+
+def _refuse_settings(fp32_accumulation: bool, distributed_optimizer: bool, cuda_graph: str | None) -> None:
+    if fp32_accumulation:
+        _refuse(
+            "ddp_reduce_scatter_with_fp32_accumulation",
+            True,
+            "both replace the reduce-scatter, and compression sums in fp32 anyway; leave it out",
+        )
+    if not distributed_optimizer:
+        _refuse("use_distributed_optimizer", False, "it works inside the distributed optimizer; set it to true")
+    if cuda_graph == "full_iteration":
+        _refuse("cuda_graph_impl", cuda_graph, "it would freeze the step counter; use local or none")

@@ -1,0 +1,83 @@
+"""The command line: `megatron-loco COMMAND ...`.
+
+Every mistake of the user's is one line on stderr, `megatron-loco: error: ...`, and exit status 2; a run that
+fails is status 1, Ctrl-C is 130.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from typing import NoReturn
+
+from megatron_patch import __version__
+from megatron_patch.errors import UserError
+from megatron_patch.workflows import compare, doctor, prepare_data, train
+from megatron_patch.workflows.launcher import RankFailed
+
+_COMMANDS = {
+    "train": (train, "run one configuration"),
+    "compare": (compare, "run a configuration with several methods and compare them"),
+    "prepare-data": (prepare_data, "turn text into a Megatron data set"),
+    "doctor": (doctor, "print what is installed, and what is missing for what"),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = _Parser(
+        prog="megatron-loco",
+        description="Low-bit gradient communication for Megatron pretraining.",
+        epilog="megatron-loco COMMAND --help shows a command's options.",
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-loco {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, summary) in _COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=module.__doc__, formatter_class=_Formatter)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the line breaks of a module's docstring."""
+
+
+def _run(argv: list[str] | None) -> int:
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    # Overrides may stand anywhere, also behind an option; argparse takes positionals in one piece only.
+    if not hasattr(args, "overrides") or any(item.startswith("-") or "=" not in item for item in rest):
+        if rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    else:
+        args.overrides += rest
+    return int(args.run(args))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command in `argv` (sys.argv by default); returns the exit status."""
+    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+    try:
+        return _run(argv)
+    except UserError as error:
+        print(f"megatron-loco: error: {error}", file=sys.stderr)
+        return 2
+    except RankFailed as error:
+        print(f"megatron-loco: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("megatron-loco: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""`megatron-loco compare`: the same run with several methods, one after another, and what came of it.
+
+Below the folder: one run per method, comparison.json (all numbers), comparison.md (the table) and
+comparison.png (loss curves, bytes on the wire). The first method named is the baseline of the differences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_patch.errors import UserError
+from megatron_patch.workflows import configuration, paths, train
+from megatron_patch.workflows.pictures import draw_comparison
+
+_COLUMNS = (
+    "method",
+    "validation loss",
+    "difference",
+    "step (s)",
+    "bits / gradient element",
+    "gradient MB / step",
+    "weight MB / step",
+    "error state (MB)",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `megatron-loco compare`."""
+    train.add_arguments(parser)
+    parser.add_argument(
+        "--methods", default="none,loco", metavar="A,B", help="names in configs/methods, the baseline first"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command line's way in; returns the exit status."""
+    path = paths.find(args.config)
+    names = [name.strip() for name in args.methods.split(",") if name.strip()]
+    if not names or len(set(names)) != len(names):
+        raise UserError(f"methods: {args.methods!r} must be different names, separated by commas")
+    recipes = {name: paths.method_recipe(name) for name in names}
+    out = args.out or Path("runs") / path.stem
+    runs = {
+        name: configuration.load(path, args.overrides, and_files=[recipe]) for name, recipe in recipes.items()
+    }
+    for name in names:
+        if (out / name / "config.yaml").exists() and not args.overwrite:
+            train.claim_folder(out / name, overwrite=False)
+    prepared = {name: train.prepare_run(one, out / name) for name, one in runs.items()}
+    width = max(map(len, names))
+    summaries = {
+        name: train.execute(one, name.ljust(width), args.overwrite) for name, one in prepared.items()
+    }
+    write_comparison(out, summaries)
+    return 0
+
+
+def write_comparison(out: Path, summaries: dict[str, dict[str, Any]]) -> None:
+    """comparison.json, .md and .png below `out`, and the table on the terminal."""
+    baseline = next(iter(summaries))
+    differences = {name: _difference(summaries[baseline], summary) for name, summary in summaries.items()}
+    content = {"baseline": baseline, "valid_loss_difference_percent": differences, "runs": summaries}
+    (out / "comparison.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    rows = [_row(name, summary, None if name == baseline else differences[name]) for name, summary in summaries.items()]
+    (out / "comparison.md").write_text(_markdown(rows, summaries[baseline]), encoding="utf-8")
+    curves = {name: _read_metrics(out / name / "metrics.jsonl") for name in summaries}
+    draw_comparison(out / "comparison.png", curves, summaries)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in _COLUMNS:
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    console.print()
+    console.print(table)
+    console.print(f"\n{out / 'comparison.md'}  {out / 'comparison.png'}", highlight=False)
+
+
+def _difference(baseline: dict[str, Any], summary: dict[str, Any]) -> float | None:
+    base, loss = baseline["valid_loss"], summary["valid_loss"]
+    return None if base is None or loss is None else 100 * (loss - base) / base
+
+
+def _row(name: str, summary: dict[str, Any], difference: float | None) -> tuple[str, ...]:
+    loss = summary["valid_loss"]
+    return (
+        name,
+        "-" if loss is None else f"{loss:.4f}",
+        "-" if difference is None else f"{difference:+.2f} %",
+        f"{summary['step_seconds']['median']:.3f}",
+        f"{summary['gradient_wire']['bits_per_element']:.2f}",
+        f"{summary['gradient_wire']['bytes_per_step'] / 1e6:.2f}",
+        f"{summary['weight_wire']['bytes_per_step'] / 1e6:.2f}",
+        f"{summary['compensation_bytes'] / 1e6:.2f}",
+    )
+
+
+def _markdown(rows: list[tuple[str, ...]], summary: dict[str, Any]) -> str:
+    lines = ["| " + " | ".join(_COLUMNS) + " |", "|" + " --- |" * len(_COLUMNS)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    versions = ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
+    return (
+        "\n".join(lines) + f"\n\n{summary['world_size']} ranks, {summary['steps']} steps, {summary['device']}; {versions}."
+        " Bytes are payload sent by one rank, error state is per rank, step time is the median.\n"
+    )
+
+
+def _read_metrics(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

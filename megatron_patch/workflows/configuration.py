@@ -1,0 +1,205 @@
+"""A run's configuration: YAML over Megatron's own flags, composed, overridden, and checked.
+
+    defaults:                      # other files, composed first; paths relative to this one
+      - ../methods/loco.yaml
+    megatron: {num_layers: 4, ...} # Megatron's flags with underscores (megatron_flags.py checks them)
+    compression: {bits: 4, ...}    # the fields of CompressionConfig, and `attach`
+    launch: {device: cpu, ...}     # how processes are started
+    data: {path: ..., ...}         # the data set, prepared first if it has a source
+
+Overrides on the command line are `section.key=value`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from megatron_patch.config import CompressionConfig
+from megatron_patch.errors import UserError, nearest
+
+SECTIONS = ("defaults", "megatron", "compression", "launch", "data")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a run's processes are started."""
+
+    device: str = "cuda"
+    """cuda, or cpu: Megatron over gloo on this machine's processor."""
+    nproc_per_node: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    rdzv_endpoint: str | None = None
+    """host:port of the first node, for nnodes > 1."""
+    script: str = "pretrain_scripts/pretrain_gpt.py"
+    """The training script, relative to the repository or an absolute path."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the whole job."""
+        return self.nproc_per_node * self.nnodes
+
+
+@dataclass(frozen=True)
+class Data:
+    """Which data set a run reads; both None: Megatron's flags alone decide (e.g. mock_data)."""
+
+    path: str | None = None
+    """Prefix of a Megatron data set, PATH.bin and PATH.idx."""
+    source: str | None = None
+    """What to prepare it from if it is not there: `stdlib` (Python's own library) or a folder or file."""
+    tokenizer: str = "bytes"
+    """For preparation: bytes, bpe:SIZE, or the path of a tokenizer.json."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run, resolved."""
+
+    megatron: dict[str, Any] = field(default_factory=dict)
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
+    attach: bool = True
+    launch: Launch = field(default_factory=Launch)
+    data: Data = field(default_factory=Data)
+
+    def as_yaml(self) -> str:
+        """The resolved configuration; loading it gives this one back."""
+        content = {
+            "megatron": self.megatron,
+            "compression": {"attach": self.attach, **self.compression.as_dict()},
+            "launch": dataclasses.asdict(self.launch),
+            "data": dataclasses.asdict(self.data),
+        }
+        return OmegaConf.to_yaml(OmegaConf.create(content))
+
+
+def load(path: Path, overrides: Sequence[str] = (), *, and_files: Sequence[Path] = ()) -> RunConfig:
+    """Compose `path`, then `and_files`, then `overrides` (`section.key=value`).
+
+    Raises:
+        UserError: a file that does not exist or is no YAML mapping, an unknown key, a wrong type or an
+            impossible value; the message names the key, the value and what is allowed.
+    """
+    composed = _compose(path, ())
+    for extra in and_files:
+        composed = _merge(composed, _compose(extra, ()), str(extra))
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not equals or "." not in key:
+            raise UserError(f"{override!r} is no override: write section.key=value, e.g. megatron.lr=1e-3")
+        composed = _merge(composed, OmegaConf.from_dotlist([override]), override)
+    try:
+        content = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: {_first_line(error)}") from error
+    assert isinstance(content, dict)
+    return _resolve({str(key): value for key, value in content.items()}, str(path))
+
+
+def _compose(path: Path, including: tuple[Path, ...]) -> DictConfig:
+    path = path.resolve()
+    if path in including:
+        raise UserError(f"{path}: defaults include this file again: {' -> '.join(p.name for p in (*including, path))}")
+    if not path.is_file():
+        raise UserError(f"{path}: no such configuration file{_nearest_file(path)}")
+    try:
+        loaded = OmegaConf.load(path)
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: is not valid YAML: {_first_line(error)}") from error
+    if not isinstance(loaded, DictConfig):
+        raise UserError(f"{path}: must be a mapping with the sections {', '.join(SECTIONS)}")
+    defaults = loaded.pop("defaults", None) or []
+    if isinstance(defaults, str) or not all(isinstance(name, str) for name in defaults):
+        raise UserError(f"{path}: defaults: {defaults!r} must be a list of file names")
+    composed = OmegaConf.create({})
+    for name in defaults:
+        composed = _merge(composed, _compose(path.parent / name, (*including, path)), str(path))
+    return _merge(composed, loaded, str(path))
+
+
+def _merge(base: DictConfig, over: Any, where: str) -> DictConfig:
+    try:
+        merged = OmegaConf.merge(base, over)
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
+        raise UserError(f"{where}: {_first_line(error)}") from error
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _resolve(content: dict[str, Any], where: str) -> RunConfig:
+    _check_keys("", content, SECTIONS, where)
+    for name, section in content.items():
+        if section is not None and not isinstance(section, dict):
+            raise UserError(f"{where}: {name}: {section!r} must be a mapping")
+    sections: dict[str, dict[str, Any]] = {name: dict(content.get(name) or {}) for name in SECTIONS}
+    compression = sections["compression"]
+    _check_keys("compression.", compression, ["attach", *_names(CompressionConfig)], where)
+    attach = compression.pop("attach", True)
+    if not isinstance(attach, bool):
+        raise UserError(f"{where}: compression.attach: {attach!r} must be true or false")
+    return RunConfig(
+        megatron=sections["megatron"],
+        compression=CompressionConfig(**compression),
+        attach=attach,
+        launch=_launch(sections["launch"], where),
+        data=_data(sections["data"], where),
+    )
+
+
+def _launch(section: dict[str, Any], where: str) -> Launch:
+    _check_keys("launch.", section, _names(Launch), where)
+    launch = Launch(**section)
+    if launch.device not in ("cuda", "cpu"):
+        raise UserError(f"{where}: launch.device: {launch.device!r} must be cuda or cpu")
+    for name, least in (("nproc_per_node", 1), ("nnodes", 1), ("node_rank", 0)):
+        value = getattr(launch, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise UserError(f"{where}: launch.{name}: {value!r} must be a whole number, {least} or more")
+    if launch.nnodes > 1 and not launch.rdzv_endpoint:
+        raise UserError(
+            f"{where}: launch.nnodes: {launch.nnodes} needs launch.rdzv_endpoint, host:port of the first node"
+        )
+    if launch.nnodes > 1 and launch.device == "cpu":
+        raise UserError(f"{where}: launch.nnodes: {launch.nnodes} with launch.device cpu: one machine only")
+    return launch
+
+
+def _data(section: dict[str, Any], where: str) -> Data:
+    _check_keys("data.", section, _names(Data), where)
+    data = Data(**section)
+    for name in _names(Data):
+        value = getattr(data, name)
+        if value is not None and not isinstance(value, str):
+            raise UserError(f"{where}: data.{name}: {value!r} must be text")
+    if data.source and not data.path:
+        raise UserError(f"{where}: data.source: {data.source!r} needs data.path, where the data set is written")
+    return data
+
+
+def _names(cls: type) -> list[str]:
+    return [option.name for option in fields(cls)]
+
+
+def _check_keys(prefix: str, section: dict[str, Any], allowed: Sequence[str], where: str) -> None:
+    for key in section:
+        if key not in allowed:
+            raise UserError(
+                f"{where}: {prefix}{key}: no such key{nearest(key, allowed)}; allowed: {', '.join(allowed)}"
+            )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _nearest_file(path: Path) -> str:
+    folder = path.parent
+    return nearest(path.name, [p.name for p in folder.glob("*.yaml")]) if folder.is_dir() else ""

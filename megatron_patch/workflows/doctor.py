@@ -1,0 +1,92 @@
+"""`megatron-loco doctor`: what is here, and what is missing for what."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+from importlib import metadata
+
+from packaging.version import Version
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+_WANTED_FOR = {
+    "torch": "everything",
+    "megatron-core": "everything",
+    "transformer-engine": "GPU runs with --transformer-impl transformer_engine (pip install 'megatron-loco[gpu]')",
+    "apex": "fused GPU optimizers and gradient accumulation (built in the container)",
+    "triton": "fused GPU kernels",
+    "tensorboard": "TensorBoard logs",
+    "wandb": "Weights & Biases logs",
+}
+_REQUIRED = ("torch", "megatron-core")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`megatron-loco doctor` takes no arguments."""
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def rows() -> list[tuple[str, str, str]]:
+    """(what, found, remark) for every line that is shown."""
+    found: list[tuple[str, str, str]] = [("python", platform.python_version(), "")]
+    for name, purpose in _WANTED_FOR.items():
+        version = _version(name)
+        remark = "" if version else f"missing for: {purpose}"
+        if name == "megatron-core" and version and not Version("0.17") <= Version(version) < Version("0.20"):
+            remark = "outside the tested range >=0.17,<0.20"
+        found.append((name, version or "-", remark))
+    found += _devices()
+    cores = len(os.sched_getaffinity(0))
+    found.append(("processor", f"{cores} cores", "" if cores >= 2 else "the quick start wants 2"))
+    return found
+
+
+def _devices() -> list[tuple[str, str, str]]:
+    if importlib.util.find_spec("torch") is None:
+        return []
+    import torch
+    import torch.distributed as dist
+
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    gpus = (
+        "gpu",
+        f"{len(names)} x {names[0]}" if names else "none",
+        "" if names else "runs with launch.device: cpu only",
+    )
+    nccl = dist.is_nccl_available()
+    return [
+        gpus,
+        ("cuda (torch)", torch.version.cuda or "-", "" if torch.version.cuda else "missing for: GPU runs"),
+        (
+            "nccl",
+            ".".join(map(str, torch.cuda.nccl.version())) if nccl else "-",
+            "" if nccl and names else "not used: no GPU" if nccl else "missing for: GPU runs",
+        ),
+        (
+            "gloo",
+            "yes" if dist.is_gloo_available() else "-",
+            "" if dist.is_gloo_available() else "missing for: CPU runs",
+        ),
+    ]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table; exit status 1 where a run is not possible at all."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("what", "found", "remark"):
+        table.add_column(column)
+    shown = rows()
+    for row in shown:
+        table.add_row(*map(escape, row))
+    Console().print(table)
+    return int(any(name in _REQUIRED and version == "-" for name, version, _ in shown))

@@ -1,0 +1,231 @@
+"""Starts a run's ranks, watches them, and tells which one failed first.
+
+On GPUs, and on several nodes, the ranks are started by torchrun. On the CPU of one machine they are forked
+from this process, which has imported Megatron already to check the flags: that import takes 7 to 20 seconds
+of processor time, and four ranks on two cores would pay it four times over. Either way every rank runs
+`megatron_patch.launch SCRIPT FLAGS`, writes to FOLDER/logs, and a rank that dies takes the others with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_patch.errors import UserError
+from megatron_patch.workflows.configuration import Launch
+
+_POLL_SECONDS = 0.1
+_LAST_WORDS_SECONDS = 2.0
+_PR_SET_PDEATHSIG = 1
+# How the end of a peer looks from the other side of a socket: an effect, never the cause.
+_CONNECTION_LOST = re.compile(r"connection (closed|reset|refused)|broken pipe|socket closed|peer", re.IGNORECASE)
+
+
+class RankFailed(Exception):
+    """A rank ended before its time; the text names the first one and shows its error."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank of a run executes: `script` with `flags`; logs and failures go below `folder`."""
+
+    launch: Launch
+    script: Path
+    flags: list[str]
+    folder: Path
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs"
+
+    @property
+    def failures(self) -> Path:
+        return self.folder / "failures"
+
+    def torchrun(self) -> list[str]:
+        """The torchrun command of this job, for this node."""
+        launch = self.launch
+        command = ["torchrun", f"--nproc-per-node={launch.nproc_per_node}"]
+        if launch.nnodes > 1:
+            command += [
+                f"--nnodes={launch.nnodes}",
+                f"--node-rank={launch.node_rank}",
+                "--rdzv-backend=c10d",
+                f"--rdzv-endpoint={launch.rdzv_endpoint}",
+                "--rdzv-id=megatron-loco",
+            ]
+        else:
+            command += ["--standalone"]
+        return [*command, "-m", "megatron_patch.launch", str(self.script), *self.flags]
+
+    def command_text(self) -> str:
+        """The command as a user would type it."""
+        variables = ""
+        if self.launch.device == "cpu":
+            from megatron_patch.integration.cpu_device import CPU_ENVIRONMENT
+
+            variables = " ".join(f"{k}={v}" for k, v in {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1"}.items()) + " "
+        return variables + shlex.join(self.torchrun()) + "\n"
+
+
+def start(job: Job, tick: Callable[[], None]) -> None:
+    """Run the job to its end, calling `tick` a few times a second.
+
+    Raises:
+        RankFailed: a rank died or raised; all others have been ended.
+        UserError: a rank found a mistake of the user's.
+        KeyboardInterrupt: after all ranks have been ended.
+    """
+    job.logs.mkdir(parents=True, exist_ok=True)
+    if job.launch.device == "cpu" and job.launch.nnodes == 1:
+        _run_forked(job, tick)
+    else:
+        _run_torchrun(job, tick)
+
+
+def _run_forked(job: Job, tick: Callable[[], None]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ranks = {_fork_rank(job, rank, port): rank for rank in range(job.launch.nproc_per_node)}
+    ended: dict[int, int] = {}
+    try:
+        while ranks and not any(ended.values()):
+            _reap(ranks, ended)
+            tick()
+            time.sleep(_POLL_SECONDS)
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        while ranks and time.monotonic() < deadline:  # others may be writing the real cause
+            _reap(ranks, ended)
+            time.sleep(_POLL_SECONDS)
+    finally:
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in ranks:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+    if any(ended.values()):
+        raise _failure(job, ended)
+
+
+def _reap(ranks: dict[int, int], ended: dict[int, int]) -> None:
+    for pid in list(ranks):
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            ended[ranks.pop(pid)] = os.waitstatus_to_exitcode(status)
+
+
+def _fork_rank(job: Job, rank: int, port: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        os.setpgid(0, 0)  # Ctrl-C reaches the parent, which ends the ranks
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        log = os.open(job.logs / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        ranks = str(job.launch.nproc_per_node)
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=ranks,
+            LOCAL_WORLD_SIZE=ranks,
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            MEGATRON_LOCO_FAILURES=str(job.failures),
+        )
+        import torch
+
+        from megatron_patch.integration.launch import main
+
+        torch.set_num_threads(1)  # as torchrun does: the ranks share the cores
+        status = main([str(job.script), *job.flags])
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _run_torchrun(job: Job, tick: Callable[[], None]) -> None:
+    environment = {**os.environ, "MEGATRON_LOCO_FAILURES": str(job.failures)}
+    command = [sys.executable, "-m", "torch.distributed.run", *job.torchrun()[1:]]
+    position = command.index("-m", 2)
+    command[position:position] = ["--redirects=3", f"--log-dir={job.logs}"]
+    with (job.logs / "torchrun.log").open("wb") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+        try:
+            while process.poll() is None:
+                tick()
+                time.sleep(_POLL_SECONDS)
+        finally:
+            if process.poll() is None:
+                process.terminate()  # torchrun ends its ranks on SIGTERM
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(30)
+                process.kill()
+    if process.returncode:
+        summary = (job.logs / "torchrun.log").read_text(encoding="utf-8", errors="replace")
+        found = re.findall(r"rank\s*:\s*(\d+).*?\n\s*exitcode\s*:\s*(-?\d+)", summary)
+        raise _failure(job, {int(rank): int(code) for rank, code in found} or {0: process.returncode})
+
+
+def _failure(job: Job, ended: dict[int, int]) -> Exception:
+    """The first cause: a killed rank, else the earliest error that is no lost connection."""
+    records = list(_read_failures(job.failures))
+    for record in records:
+        if record.get("user"):
+            return UserError(record["error"])
+    for rank, code in sorted(ended.items()):
+        if code < 0 and code != -signal.SIGTERM:
+            return RankFailed(f"rank {rank} was killed by {signal.Signals(-code).name}{_where(job, rank)}")
+    causes = [r for r in records if not _CONNECTION_LOST.search(r["error"])] or records
+    if causes:
+        first = min(causes, key=lambda record: record["time"])
+        trace = "\n".join(first["traceback"].strip().splitlines()[-12:])
+        return RankFailed(f"rank {first['rank']} failed: {first['error']}{_where(job, first['rank'])}\n{trace}")
+    rank, code = next((rank, code) for rank, code in ended.items() if code)
+    return RankFailed(f"rank {rank} ended with exit status {code}{_where(job, rank)}\n{_tail(job, rank)}")
+
+
+def _read_failures(folder: Path) -> Iterator[dict]:
+    for path in sorted(folder.glob("rank-*.json")):
+        with contextlib.suppress(OSError, ValueError):
+            yield json.loads(path.read_text(encoding="utf-8"))
+
+
+def _where(job: Job, rank: int) -> str:
+    log = job.logs / f"rank-{rank}.log"
+    return f" (see {log if log.exists() else job.logs})"
+
+
+def _tail(job: Job, rank: int) -> str:
+    log = job.logs / f"rank-{rank}.log"
+    if not log.exists():
+        return ""
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:])

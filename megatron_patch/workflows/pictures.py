@@ -1,0 +1,39 @@
+"""Pictures of runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def draw_comparison(path: Path, curves: dict[str, list[dict[str, Any]]], summaries: dict[str, dict[str, Any]]) -> None:
+    """Training loss against step, and bytes sent per step (gradients and weights), as a PNG at `path`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (losses, wire) = plt.subplots(1, 2, figsize=(10, 4), width_ratios=(3, 2), layout="constrained")
+    for name, records in curves.items():
+        points = [(r["step"], r["loss"]) for r in records if r["loss"] is not None]
+        valid = summaries[name]["valid_loss"]
+        label = name if valid is None else f"{name} (validation {valid:.4f})"
+        losses.plot(*zip(*points, strict=True), label=label, linewidth=1.2)
+    losses.set_xlabel("optimizer step")
+    losses.set_ylabel("training loss")
+    losses.legend(frameon=False)
+    losses.grid(alpha=0.25)
+
+    names = list(summaries)
+    gradients = [summaries[n]["gradient_wire"]["bytes_per_step"] / 1e6 for n in names]
+    weights = [summaries[n]["weight_wire"]["bytes_per_step"] / 1e6 for n in names]
+    wire.barh(names, gradients, label="gradients")
+    wire.barh(names, weights, left=gradients, label="weights", alpha=0.5)
+    for row, name in enumerate(names):
+        bits = summaries[name]["gradient_wire"]["bits_per_element"]
+        wire.text(gradients[row] / 2, row, f"{bits:.2f} bits", ha="center", va="center", fontsize=8)
+    wire.invert_yaxis()
+    wire.set_xlabel("MB sent by one rank per step")
+    wire.legend(frameon=False, loc="lower right")
+    figure.savefig(path, dpi=140)
+    plt.close(figure)

@@ -1,0 +1,161 @@
+"""CompressionConfig: its defaults, what it refuses, and what the refusal says."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+
+import megatron_patch
+from megatron_patch.config import BITS, ERROR_DTYPES, METHODS, ROUNDINGS, CompressionConfig
+from megatron_patch.errors import UserError, nearest
+
+CHOICES = {"method": METHODS, "bits": BITS, "rounding": ROUNDINGS, "error_dtype": ERROR_DTYPES}
+WHOLE = "a whole number, 0 or more"
+BLOCK = "a power of two from 16, or 'shard'"
+BETA = "from 0 up to but not including 1"
+
+REFUSED = [
+    ({"method": "loko"}, "method", ", ".join(METHODS)),
+    ({"method": "LoCo"}, "method", ", ".join(METHODS)),
+    ({"method": None}, "method", ", ".join(METHODS)),
+    ({"method": ""}, "method", ", ".join(METHODS)),
+    ({"bits": 3}, "bits", "8, 4, 2, 1"),
+    ({"bits": 16}, "bits", "8, 4, 2, 1"),
+    ({"bits": 0}, "bits", "8, 4, 2, 1"),
+    ({"bits": True}, "bits", "8, 4, 2, 1"),
+    ({"bits": "4"}, "bits", "8, 4, 2, 1"),
+    ({"bits": None}, "bits", "8, 4, 2, 1"),
+    ({"block_size": 100}, "block_size", BLOCK),
+    ({"block_size": 8}, "block_size", BLOCK),
+    ({"block_size": 0}, "block_size", BLOCK),
+    ({"block_size": -128}, "block_size", BLOCK),
+    ({"block_size": 128.0}, "block_size", BLOCK),
+    ({"block_size": True}, "block_size", BLOCK),
+    ({"block_size": None}, "block_size", BLOCK),
+    ({"block_size": "shards"}, "block_size", BLOCK),
+    ({"block_size": "128"}, "block_size", BLOCK),
+    ({"rounding": "up"}, "rounding", ", ".join(ROUNDINGS)),
+    ({"rounding": "stochastik"}, "rounding", ", ".join(ROUNDINGS)),
+    ({"rounding": "stochastic", "bits": 1}, "rounding", "nearest"),
+    ({"error_beta": 1.0}, "error_beta", BETA),
+    ({"error_beta": 1}, "error_beta", BETA),
+    ({"error_beta": 1.5}, "error_beta", BETA),
+    ({"error_beta": -0.1}, "error_beta", BETA),
+    ({"error_beta": math.nan}, "error_beta", BETA),
+    ({"error_beta": math.inf}, "error_beta", BETA),
+    ({"error_beta": "x"}, "error_beta", BETA),
+    ({"error_beta": "0.5"}, "error_beta", BETA),
+    ({"error_beta": True}, "error_beta", BETA),
+    ({"error_beta": 0.5, "method": "error_feedback"}, "error_beta", "0 with method error_feedback"),
+    ({"error_dtype": "fp16"}, "error_dtype", ", ".join(ERROR_DTYPES)),
+    ({"error_dtype": 8}, "error_dtype", ", ".join(ERROR_DTYPES)),
+    *[
+        ({name: value}, name, WHOLE)
+        for name in ("reset_interval", "start_step", "seed")
+        for value in (-1, 1.5, 2.0, True, "10", None)
+    ],
+]
+
+
+@pytest.mark.parametrize(("options", "field", "allowed"), REFUSED, ids=lambda value: str(value)[:50])
+def test_an_impossible_value_is_refused_by_name_with_what_is_allowed(options, field, allowed):
+    with pytest.raises(UserError) as refusal:
+        CompressionConfig(**options)
+    message = str(refusal.value)
+    assert message.startswith(f"compression.{field}: {options[field]!r} ")
+    assert allowed in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("options", "meant"),
+    [
+        ({"method": "loko"}, "loco"),
+        ({"method": "errorfeedback"}, "error_feedback"),
+        ({"rounding": "stochastik"}, "stochastic"),
+        ({"error_dtype": "int9"}, "int8"),
+    ],
+)
+def test_a_typo_is_answered_with_the_nearest_choice(options, meant):
+    with pytest.raises(UserError, match=rf"\(did you mean {meant}\?\)$"):
+        CompressionConfig(**options)
+
+
+def test_nothing_is_suggested_for_what_resembles_nothing():
+    with pytest.raises(UserError) as refusal:
+        CompressionConfig(method="zzz")
+    assert "did you mean" not in str(refusal.value)
+    assert nearest("loco", METHODS) == ""
+
+
+def test_every_documented_combination_is_accepted():
+    for method, bits, dtype, block in itertools.product(METHODS, BITS, ERROR_DTYPES, (16, 128, 4096, "shard")):
+        config = CompressionConfig(method=method, bits=bits, error_dtype=dtype, block_size=block)
+        assert (config.method, config.bits, config.error_dtype, config.block_size) == (
+            method,
+            bits,
+            dtype,
+            block,
+        )
+    for bits in (8, 4, 2):
+        assert CompressionConfig(rounding="stochastic", bits=bits).rounding == "stochastic"
+
+
+def test_the_defaults_are_those_of_the_design():
+    assert CompressionConfig().as_dict() == {
+        "method": "loco",
+        "bits": 4,
+        "block_size": 128,
+        "rounding": "nearest",
+        "error_beta": 0.8,
+        "error_dtype": "int8",
+        "reset_interval": 512,
+        "start_step": 0,
+        "seed": 1234,
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "beta", "has_memory", "compresses"),
+    [
+        ({"method": "loco"}, 0.8, True, True),
+        ({"method": "loco", "error_beta": 0}, 0.0, True, True),
+        ({"method": "loco", "error_beta": 0.999}, 0.999, True, True),
+        ({"method": "error_feedback"}, 0.0, True, True),
+        ({"method": "error_feedback", "error_beta": 0.0}, 0.0, True, True),
+        ({"method": "naive"}, 0.0, False, True),
+        ({"method": "none"}, 0.0, False, False),
+    ],
+)
+def test_beta_and_memory_follow_the_method(options, beta, has_memory, compresses):
+    config = CompressionConfig(**options)
+    assert config.beta == beta
+    assert isinstance(config.beta, float)
+    assert config.has_memory is has_memory
+    assert config.compresses is compresses
+
+
+def test_a_config_is_frozen_hashable_and_goes_through_its_dictionary():
+    config = CompressionConfig(method="loco", bits=2, error_beta=0.5)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.bits = 4
+    assert CompressionConfig(**config.as_dict()) == config
+    assert len({config, CompressionConfig(**config.as_dict())}) == 1
+    assert config != CompressionConfig(method="loco", bits=4, error_beta=0.5)
+    with pytest.raises(TypeError):
+        CompressionConfig("loco")
+
+
+def test_each_field_tells_its_help_and_its_choices():
+    for option in dataclasses.fields(CompressionConfig):
+        assert option.metadata["help"]
+        assert option.metadata["choices"] == CHOICES.get(option.name)
+
+
+def test_the_package_exports_it():
+    assert megatron_patch.CompressionConfig is CompressionConfig
+    assert megatron_patch.UserError is UserError
+    assert issubclass(UserError, ValueError)
