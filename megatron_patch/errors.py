@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """The user's mistake: the command line shows it as one line `megatron-loco: error: ...`, exit status 2."""
+    """The user's mistake, shown as one line, `megatron-loco: error: ...`, with exit status 2."""
 
 
 def nearest(value: object, allowed: Iterable[object]) -> str:

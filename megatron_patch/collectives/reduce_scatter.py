@@ -80,7 +80,7 @@ def start_reduce_scatter(
     average: bool,
     pool: BufferPool,
 ) -> ExchangeHandle:
-    """Compress `gradient` [N*S] and send it off; the handle's `wait` writes this rank's shard to `output` [S].
+    """Compress `gradient` [N*S] and send it; the handle's `wait` writes this rank's shard to `output` [S].
 
     `output` may be a view into `gradient` (Megatron's is): it is written only after the gradient was read.
     With `average` the sum is divided by N, as ReduceOp.AVG does.

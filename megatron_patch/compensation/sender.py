@@ -43,7 +43,7 @@ class Sender:
 
     @torch.no_grad()
     def compress(self, gradient: torch.Tensor, payload: torch.Tensor) -> None:
-        """g of [N*S] (fp32, bf16 or fp16; only read) into `payload`, uint8 [N, payload_bytes]; e is updated."""
+        """Read g, [N*S] of fp32, bf16 or fp16; write `payload`, uint8 [N, payload_bytes]; update e."""
         g = self.layout.cut(gradient)
         error = self.error.decode() if self.error is not None else None
         h = g if error is None else g + error

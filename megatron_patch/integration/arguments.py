@@ -75,7 +75,7 @@ def after_parsing(
             then(namespace)
             return namespace, rest
 
-        parser.parse_known_args = parse_known_args  # type: ignore[method-assign,assignment]
+        parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
         return parser
 
     return wrapped
@@ -92,5 +92,3 @@ def _parser_of(option: dataclasses.Field[Any]) -> Callable[[str], Any]:
 
     # The config itself says what is allowed; here a text only becomes the value that it spells.
     return str if option.type == "str" else number_or_text
-
-

@@ -2,7 +2,7 @@
 
 `attach` walks a wrapped model's bucket groups and overrides their gradient exchange (bucket_group.py);
 `enable` makes every DistributedDataParallel that is built from now on attach itself. What is attached, and
-what is not and why, is logged once. Configurations that the seam cannot serve are refused, never silently off.
+what is not and why, is logged once. What the seam cannot serve is refused (refusals.py), never silently off.
 
 Left unpatched: Megatron-FSDP and Torch-FSDP2 (they do not pass this seam), parameter all-gathers, the
 embedding and layer-norm all-reduces of finalize_model_grads (tiny, within a model-parallel group).
@@ -18,6 +18,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import megatron.core
+import torch
 from megatron.core.distributed import DistributedDataParallel
 from packaging.version import Version
 
@@ -39,7 +40,9 @@ class _Attachment:
 
     def __init__(self, chunk: Any, config: CompressionConfig) -> None:
         groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
-        self.compressor = Compressor(config, groups[0].buckets[0].grad_data.device if groups else None)
+        buckets = [bucket for group in groups for bucket in group.buckets]
+        device = buckets[0].grad_data.device if buckets else torch.device("cpu")
+        self.compressor = Compressor(config, device)
         self.seams = [BucketGroupSeam(group, self.compressor) for group in groups]
 
     def detach(self) -> None:
@@ -58,7 +61,7 @@ def compressor_of(chunk: Any) -> Compressor | None:
 
 
 def attach(chunks: Sequence[Any] | Any, config: CompressionConfig | None = None) -> Any:
-    """Compress the gradient exchange of DDP-wrapped model chunks; returns `chunks`, so it is a post-wrap hook.
+    """Compress the gradient exchange of DDP-wrapped model chunks; returns them, so it is a post-wrap hook.
 
     Args:
         chunks: what Megatron's model builders return: a list of DistributedDataParallel, or one of them.
@@ -77,7 +80,9 @@ def attach(chunks: Sequence[Any] | Any, config: CompressionConfig | None = None)
         attached = _attachments.get(chunk)
         if attached is not None:
             if attached.compressor.config != config:
-                raise UserError("compression is attached to this model already, with other options; disable() first")
+                raise UserError(
+                    "compression is attached to this model already, with other options; disable() first"
+                )
             continue
         _attachments[chunk] = _Attachment(chunk, config)
         _log(chunk, _attachments[chunk])
@@ -86,7 +91,7 @@ def attach(chunks: Sequence[Any] | Any, config: CompressionConfig | None = None)
 
 
 def enable(config: CompressionConfig | None = None) -> None:
-    """Attach every Megatron DistributedDataParallel that is built from now on. Call before the model is wrapped.
+    """Attach every Megatron DistributedDataParallel that is built from now on.
 
     Enabling again replaces the options for models built later.
     """
@@ -142,7 +147,7 @@ def _log(chunk: Any, attachment: _Attachment) -> None:
     ]
     idle = [seam for seam in attachment.seams if not seam.compresses]
     if idle and config.compresses:
-        lines.append(f"megatron-loco: {len(idle)} bucket groups are not compressed: their data-parallel group has one rank")
+        lines.append(f"megatron-loco: {len(idle)} bucket groups are not compressed: one rank has it all")
     if chunk.dp_cp_group.rank() == 0:
         for line in lines:
             logger.warning(line) if idle and config.compresses else logger.info(line)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
@@ -110,9 +111,7 @@ class BucketGroupSeam:
         ) -> ExchangeHandle | None:
             sender = self._senders[len(handles)]
             average = op == dist.ReduceOp.AVG
-            handle = self._compressor.exchange(
-                sender, input, output, group or self._process_group, average
-            )
+            handle = self._compressor.exchange(sender, input, output, group or self._process_group, average)
             handles.append(handle)
             if async_op:
                 return handle

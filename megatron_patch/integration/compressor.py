@@ -43,7 +43,7 @@ class StepReport:
 
     wire: Wire = field(default_factory=Wire)
     statistics: torch.Tensor | None = None
-    """fp64 [5], summed over buckets, as in compensation.sender.STATISTICS; None where nothing was compressed."""
+    """fp64 [5], summed over buckets, as compensation.sender.STATISTICS; None: nothing was compressed."""
 
 
 class Compressor:
@@ -117,7 +117,7 @@ class Compressor:
         self._wire, self._used = Wire(), []
 
     def exchanged_twice(self) -> None:
-        """A second exchange in one step: the loop steps an optimizer that is not Megatron's. Count it here."""
+        """A second exchange in one step: the loop's optimizer is not Megatron's. Count the step here."""
         if not self._warned:
             self._warned = True
             logger.warning(

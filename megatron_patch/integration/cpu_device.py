@@ -175,9 +175,10 @@ _CUDA_STAND_INS: dict[str, tuple[Any, str]] = {
 _CUDA_RANDOM = ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all")
 
 _FACTORIES = (
-    "tensor as_tensor empty zeros ones full rand randn randint randperm arange linspace "
-    "empty_like zeros_like ones_like full_like rand_like randn_like"
-).split()
+    *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "arange", "linspace"),
+    *("rand", "randn", "randint", "randperm"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+)
 
 
 def _without_cuda_device(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -253,7 +254,9 @@ def _stand_in_for_distributed() -> None:
         def as_list(sizes: Any) -> Any:
             return sizes if sizes is None else [int(size) for size in sizes]
 
-        return original(output, input, as_list(output_split_sizes), as_list(input_split_sizes), *args, **kwargs)
+        return original(
+            output, input, as_list(output_split_sizes), as_list(input_split_sizes), *args, **kwargs
+        )
 
     dist.all_to_all_single = all_to_all_single
 
@@ -269,7 +272,7 @@ def _sequence_parallel_norm(
     norm_class = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}[config.normalization]
     norm = norm_class(normalized_shape=hidden_size, eps=eps)
     for parameter in norm.parameters():
-        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        parameter.sequence_parallel = config.sequence_parallel
     return norm
 
 
@@ -285,7 +288,7 @@ def _stand_in_for_megatron() -> None:
         dataset_utils.compile_helpers = _nothing()
 
     # Undefined without Transformer Engine in some releases, and tested against None before use.
-    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 

@@ -70,7 +70,9 @@ class RunMetrics:
     def _wrap(self, name: str, before: Any = None, after: Any = None) -> None:
         original = getattr(training, name, None)
         if original is None:
-            raise RuntimeError(f"megatron.training.training.{name} is missing in this release of megatron-core")
+            raise RuntimeError(
+                f"megatron.training.training.{name} is missing in this release of megatron-core"
+            )
         signature = inspect.signature(original)
 
         @functools.wraps(original)
@@ -151,7 +153,8 @@ class RunMetrics:
             [
                 sums,
                 torch.tensor(
-                    [gradients.nbytes, gradients.elements, weights.nbytes, weights.elements], dtype=torch.float64
+                    [gradients.nbytes, gradients.elements, weights.nbytes, weights.elements],
+                    dtype=torch.float64,
                 ),
             ]
         )
@@ -162,7 +165,10 @@ class RunMetrics:
         signal, noise, gradient, error, non_finite = sums_
         ranks = dist.get_world_size()
         self._wires = {
-            name: {"bytes_per_step": nbytes / ranks, "bits_per_element": wire.Wire(nbytes, elements).bits_per_element}
+            name: {
+                "bytes_per_step": nbytes / ranks,
+                "bits_per_element": wire.Wire(nbytes, elements).bits_per_element,
+            }
             for name, nbytes, elements in (
                 ("gradient_wire", grad_bytes, grad_elements),
                 ("weight_wire", weight_bytes, weight_elements),
@@ -179,7 +185,12 @@ class RunMetrics:
     def _show(self, record: dict[str, Any], step: int) -> None:
         shown = {
             f"compression/{name}": record[name]
-            for name in ("gradient_wire_bytes", "compression_snr_db", "compensation_norm_ratio", "non_finite_blocks")
+            for name in (
+                "gradient_wire_bytes",
+                "compression_snr_db",
+                "compensation_norm_ratio",
+                "non_finite_blocks",
+            )
             if record[name] is not None
         }
         writer, wandb = get_tensorboard_writer(), get_wandb_writer()
@@ -193,7 +204,7 @@ class RunMetrics:
         return dist.get_rank() == dist.get_world_size() - 1
 
     def finish(self) -> None:
-        """Write summary.json; every rank must call it (peak memory and error state are reduced over ranks)."""
+        """Write summary.json; every rank must call it: memory is reduced over ranks."""
         if not dist.is_initialized() or not self._last:
             return
         memory = torch.tensor(

@@ -15,7 +15,7 @@ from typing import Any
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MixedPrecisionOptimizer
 
 StepListener = Callable[[list[Any], bool, float | None], None]
-"""Called with the optimizer's model chunks, whether the step succeeded, and the new loss scale (fp16 only)."""
+"""Called with the optimizer's model chunks, whether it stepped, and the new loss scale (fp16 only)."""
 
 _CLASSES = (ChainedOptimizer, MixedPrecisionOptimizer)
 _MARK = "_megatron_loco_original"

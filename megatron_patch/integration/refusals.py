@@ -64,6 +64,8 @@ def _refuse_settings(fp32_accumulation: bool, distributed_optimizer: bool, cuda_
             "both replace the reduce-scatter, and compression sums in fp32 anyway; leave it out",
         )
     if not distributed_optimizer:
-        _refuse("use_distributed_optimizer", False, "it works inside the distributed optimizer; set it to true")
+        _refuse(
+            "use_distributed_optimizer", False, "it works inside the distributed optimizer; set it to true"
+        )
     if cuda_graph == "full_iteration":
         _refuse("cuda_graph_impl", cuda_graph, "it would freeze the step counter; use local or none")

@@ -39,7 +39,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megatron-loco {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, summary) in _COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=module.__doc__, formatter_class=_Formatter)
+        command = commands.add_parser(
+            name, help=summary, description=module.__doc__, formatter_class=_Formatter
+        )
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ from megatron_patch.workflows.pictures import draw_comparison
 
 _COLUMNS = (
     "method",
-    "validation loss",
+    "valid. loss",
     "difference",
     "step (s)",
-    "bits / gradient element",
-    "gradient MB / step",
-    "weight MB / step",
-    "error state (MB)",
+    "bits/gradient",
+    "gradient MB/step",
+    "weight MB/step",
+    "error state MB",
 )
 
 
@@ -67,7 +68,10 @@ def write_comparison(out: Path, summaries: dict[str, dict[str, Any]]) -> None:
     differences = {name: _difference(summaries[baseline], summary) for name, summary in summaries.items()}
     content = {"baseline": baseline, "valid_loss_difference_percent": differences, "runs": summaries}
     (out / "comparison.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    rows = [_row(name, summary, None if name == baseline else differences[name]) for name, summary in summaries.items()]
+    rows = [
+        _row(name, summary, None if name == baseline else differences[name])
+        for name, summary in summaries.items()
+    ]
     (out / "comparison.md").write_text(_markdown(rows, summaries[baseline]), encoding="utf-8")
     curves = {name: _read_metrics(out / name / "metrics.jsonl") for name in summaries}
     draw_comparison(out / "comparison.png", curves, summaries)
@@ -76,7 +80,8 @@ def write_comparison(out: Path, summaries: dict[str, dict[str, Any]]) -> None:
         table.add_column(column, justify="left" if column == "method" else "right")
     for row in rows:
         table.add_row(*row)
-    console = Console()
+    # A log or a pipe has no width of its own; the table must not be folded to 80 columns there.
+    console = Console(width=None if sys.stdout.isatty() else 120)
     console.print()
     console.print(table)
     console.print(f"\n{out / 'comparison.md'}  {out / 'comparison.png'}", highlight=False)
@@ -106,7 +111,8 @@ def _markdown(rows: list[tuple[str, ...]], summary: dict[str, Any]) -> str:
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     versions = ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
     return (
-        "\n".join(lines) + f"\n\n{summary['world_size']} ranks, {summary['steps']} steps, {summary['device']}; {versions}."
+        "\n".join(lines)
+        + f"\n\n{summary['world_size']} ranks, {summary['steps']} steps, {summary['device']}; {versions}."
         " Bytes are payload sent by one rank, error state is per rank, step time is the median.\n"
     )
 

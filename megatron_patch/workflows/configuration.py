@@ -107,7 +107,9 @@ def load(path: Path, overrides: Sequence[str] = (), *, and_files: Sequence[Path]
 def _compose(path: Path, including: tuple[Path, ...]) -> DictConfig:
     path = path.resolve()
     if path in including:
-        raise UserError(f"{path}: defaults include this file again: {' -> '.join(p.name for p in (*including, path))}")
+        raise UserError(
+            f"{path}: defaults include this file again: {' -> '.join(p.name for p in (*including, path))}"
+        )
     if not path.is_file():
         raise UserError(f"{path}: no such configuration file{_nearest_file(path)}")
     try:
@@ -180,7 +182,9 @@ def _data(section: dict[str, Any], where: str) -> Data:
         if value is not None and not isinstance(value, str):
             raise UserError(f"{where}: data.{name}: {value!r} must be text")
     if data.source and not data.path:
-        raise UserError(f"{where}: data.source: {data.source!r} needs data.path, where the data set is written")
+        raise UserError(
+            f"{where}: data.source: {data.source!r} needs data.path, where the data set is written"
+        )
     return data
 
 

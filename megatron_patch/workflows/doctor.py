@@ -16,7 +16,7 @@ from rich.table import Table
 _WANTED_FOR = {
     "torch": "everything",
     "megatron-core": "everything",
-    "transformer-engine": "GPU runs with --transformer-impl transformer_engine (pip install 'megatron-loco[gpu]')",
+    "transformer-engine": "--transformer-impl transformer_engine on GPUs: pip install 'megatron-loco[gpu]'",
     "apex": "fused GPU optimizers and gradient accumulation (built in the container)",
     "triton": "fused GPU kernels",
     "tensorboard": "TensorBoard logs",

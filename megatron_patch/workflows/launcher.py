@@ -31,7 +31,9 @@ _POLL_SECONDS = 0.1
 _LAST_WORDS_SECONDS = 2.0
 _PR_SET_PDEATHSIG = 1
 # How the end of a peer looks from the other side of a socket: an effect, never the cause.
-_CONNECTION_LOST = re.compile(r"connection (closed|reset|refused)|broken pipe|socket closed|peer", re.IGNORECASE)
+_CONNECTION_LOST = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|socket closed|peer", re.IGNORECASE
+)
 
 
 class RankFailed(Exception):
@@ -77,7 +79,9 @@ class Job:
         if self.launch.device == "cpu":
             from megatron_patch.integration.cpu_device import CPU_ENVIRONMENT
 
-            variables = " ".join(f"{k}={v}" for k, v in {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1"}.items()) + " "
+            variables = (
+                " ".join(f"{k}={v}" for k, v in {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1"}.items()) + " "
+            )
         return variables + shlex.join(self.torchrun()) + "\n"
 
 
@@ -208,7 +212,9 @@ def _failure(job: Job, ended: dict[int, int]) -> Exception:
     if causes:
         first = min(causes, key=lambda record: record["time"])
         trace = "\n".join(first["traceback"].strip().splitlines()[-12:])
-        return RankFailed(f"rank {first['rank']} failed: {first['error']}{_where(job, first['rank'])}\n{trace}")
+        return RankFailed(
+            f"rank {first['rank']} failed: {first['error']}{_where(job, first['rank'])}\n{trace}"
+        )
     rank, code = next((rank, code) for rank, code in ended.items() if code)
     return RankFailed(f"rank {rank} ended with exit status {code}{_where(job, rank)}\n{_tail(job, rank)}")
 

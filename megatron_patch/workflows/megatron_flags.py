@@ -78,9 +78,8 @@ def _check_value(key: str, value: Any, action: argparse.Action) -> None:
             raise UserError(f"megatron.{key}: {value!r} must be {_word(kind)}") from error
     if action.choices is not None and converted not in action.choices:
         allowed = [getattr(choice, "name", choice) for choice in action.choices]
-        raise UserError(
-            f"megatron.{key}: {value!r} must be one of {', '.join(map(str, allowed))}{nearest(value, allowed)}"
-        )
+        listed = ", ".join(map(str, allowed))
+        raise UserError(f"megatron.{key}: {value!r} must be one of {listed}{nearest(value, allowed)}")
 
 
 def _word(kind: str) -> str:
@@ -121,10 +120,13 @@ def check(run: RunConfig, flags: list[str], parser: argparse.ArgumentParser) -> 
 
 
 def _check_batch(args: argparse.Namespace, world_size: int) -> None:
-    model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    model_parallel = (
+        args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    )
     if world_size % model_parallel:
         raise UserError(
-            f"launch: {world_size} ranks do not divide by tensor x pipeline x context parallel size {model_parallel}"
+            f"launch: {world_size} ranks do not divide by tensor x pipeline x context parallel size "
+            f"{model_parallel}"
         )
     ranks = world_size // model_parallel
     micro, whole = args.micro_batch_size, args.global_batch_size

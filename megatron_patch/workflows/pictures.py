@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 
-def draw_comparison(path: Path, curves: dict[str, list[dict[str, Any]]], summaries: dict[str, dict[str, Any]]) -> None:
+def draw_comparison(
+    path: Path, curves: dict[str, list[dict[str, Any]]], summaries: dict[str, dict[str, Any]]
+) -> None:
     """Training loss against step, and bytes sent per step (gradients and weights), as a PNG at `path`."""
     import matplotlib
 
@@ -27,13 +29,12 @@ def draw_comparison(path: Path, curves: dict[str, list[dict[str, Any]]], summari
     names = list(summaries)
     gradients = [summaries[n]["gradient_wire"]["bytes_per_step"] / 1e6 for n in names]
     weights = [summaries[n]["weight_wire"]["bytes_per_step"] / 1e6 for n in names]
-    wire.barh(names, gradients, label="gradients")
-    wire.barh(names, weights, left=gradients, label="weights", alpha=0.5)
-    for row, name in enumerate(names):
-        bits = summaries[name]["gradient_wire"]["bits_per_element"]
-        wire.text(gradients[row] / 2, row, f"{bits:.2f} bits", ha="center", va="center", fontsize=8)
+    bits = [summaries[n]["gradient_wire"]["bits_per_element"] for n in names]
+    rows = [f"{name}\n{width:.2f} bits" for name, width in zip(names, bits, strict=True)]
+    wire.barh(rows, gradients, label="gradients", height=0.5)
+    wire.barh(rows, weights, left=gradients, label="weights", alpha=0.4, height=0.5)
     wire.invert_yaxis()
     wire.set_xlabel("MB sent by one rank per step")
-    wire.legend(frameon=False, loc="lower right")
+    wire.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.12), ncols=2)
     figure.savefig(path, dpi=140)
     plt.close(figure)

@@ -60,7 +60,9 @@ class StepProgress:
             self._progress.refresh()
         elif fresh and self._last["step"] >= self._printed + self._steps / 10:
             self._printed = self._last["step"]
-            self._console.print(f"{self._label}: step {self._printed}/{self._steps}  {self._shown()}", highlight=False)
+            self._console.print(
+                f"{self._label}: step {self._printed}/{self._steps}  {self._shown()}", highlight=False
+            )
 
     def _read(self) -> bool:
         if not self._path.exists():

@@ -1,9 +1,9 @@
 """`megatron-loco train`: one run, from a configuration to a folder of results.
 
-    FOLDER/config.yaml     the resolved configuration          FOLDER/metrics.jsonl  a line per logged step
-    FOLDER/command.txt     the torchrun command                FOLDER/summary.json   written at the end
-    FOLDER/tensorboard/    Megatron's own and ours             FOLDER/logs/          one file per rank
-    FOLDER/checkpoints/    where megatron.save_interval asks for them
+FOLDER/config.yaml     the resolved configuration          FOLDER/metrics.jsonl  a line per logged step
+FOLDER/command.txt     the torchrun command                FOLDER/summary.json   written at the end
+FOLDER/tensorboard/    Megatron's own and ours             FOLDER/logs/          one file per rank
+FOLDER/checkpoints/    where megatron.save_interval asks for them
 """
 
 from __future__ import annotations
@@ -133,10 +133,14 @@ def execute(prepared: PreparedRun, label: str, overwrite: bool = False) -> dict[
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megatron-loco train`."""
-    parser.add_argument("config", type=str, metavar="CONFIG", help="a YAML file, e.g. configs/models/llama_tiny.yaml")
+    parser.add_argument(
+        "config", type=str, metavar="CONFIG", help="a YAML file, e.g. configs/models/llama_tiny.yaml"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. megatron.lr=1e-3")
     parser.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: runs/CONFIG)")
-    parser.add_argument("--overwrite", action="store_true", help="replace the results of a run in that folder")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the results of a run in that folder"
+    )
 
 
 def run(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
@@ -147,5 +151,5 @@ def run(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
     if (folder / "config.yaml").exists() and not args.overwrite:
         claim_folder(folder, overwrite=False)  # refuses before Megatron is imported
     summary = execute(prepare_run(configured, folder), path.stem, args.overwrite)
-    say(f"validation loss {summary['valid_loss']}, training loss {summary['train_loss']:.4f}; results in {folder}")
+    say(f"validation loss {summary['valid_loss']}, training loss {summary['train_loss']}; see {folder}")
     return 0
