@@ -1,0 +1,120 @@
+"""Megatron's own engine on CPU, with and without compression: what a run shows, and that `none` is stock."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from workflows.engine_runs import RANKS, ROOT, STEPS
+
+ENVIRONMENT = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders of all runs of engine_runs.py."""
+    folder = tmp_path_factory.mktemp("engine")
+    script = Path(__file__).with_name("engine_runs.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder)],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def losses(folder: Path) -> list[float]:
+    """The fp32 training losses that Megatron itself wrote to TensorBoard, and the validation loss."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert (folder / "exit").read_text() == "0 0", (folder / "rank-0.log").read_text()[-3000:]
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    values = [event.value for event in events.Scalars("lm loss")]
+    assert len(values) >= STEPS
+    return values + [event.value for event in events.Scalars("grad-norm")]
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("kind", ["", "-overlap", "-bf16"])
+def test_method_none_is_bit_identical_to_megatron_without_megatron_patch(runs: Path, kind: str) -> None:
+    assert losses(runs / f"none{kind}") == losses(runs / f"stock{kind}")
+
+
+def test_unattached_and_not_yet_started_are_stock_too(runs: Path) -> None:
+    stock = losses(runs / "stock")
+    assert losses(runs / "unattached") == stock
+    assert losses(runs / "loco-late") == stock
+
+
+def test_loco_is_not_stock_but_close_and_repeats_bit_for_bit(runs: Path) -> None:
+    stock, loco = losses(runs / "stock"), losses(runs / "loco")
+    assert loco != stock
+    assert loco[0] == stock[0]  # before the first exchange
+    assert loco[:STEPS] == pytest.approx(stock[:STEPS], rel=0.02)
+    assert losses(runs / "loco-again") == loco
+
+
+def test_overlap_changes_only_the_cut_into_buckets(runs: Path) -> None:
+    assert losses(runs / "loco-overlap")[:STEPS] == pytest.approx(losses(runs / "loco")[:STEPS], rel=0.01)
+
+
+def test_metrics_and_summary_have_what_the_design_lists(runs: Path) -> None:
+    lines = [json.loads(line) for line in (runs / "loco" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for line in lines:
+        assert line["loss"] > 0
+        assert line["grad_norm"] > 0
+        assert line["step_seconds"] > 0
+        assert line["tokens_per_second"] == pytest.approx(8 * 32 / line["step_seconds"])
+        assert 15 < line["compression_snr_db"] < 25  # 4 bits, near-normal gradients: about 18 dB
+        assert line["gradient_wire_bytes"] > 0
+        assert line["weight_wire_bytes"] > 0
+    assert lines[0]["compensation_norm_ratio"] == 0
+    assert 0 < lines[1]["compensation_norm_ratio"] < 0.3
+
+    found = summary(runs / "loco")
+    assert (found["method"], found["bits"], found["world_size"], found["steps"]) == ("loco", 4, RANKS, STEPS)
+    assert found["train_loss"] == lines[-1]["loss"]
+    assert found["valid_loss"] > 0
+    assert found["gradient_wire"]["bits_per_element"] <= 4.2
+    assert found["weight_wire"]["bits_per_element"] == 32
+    elements = found["weight_wire"]["bytes_per_step"] / 4 * RANKS / (RANKS - 1)
+    assert found["compensation_bytes"] == pytest.approx(elements * (1 + 1 / 64), rel=0.01)
+    assert found["versions"]["megatron-core"]
+    assert found["events"]["steps"] == STEPS
+
+
+def test_what_is_not_compressed_is_counted_as_it_is(runs: Path) -> None:
+    for name in ("none", "unattached", "loco-late"):
+        assert summary(runs / name)["gradient_wire"]["bits_per_element"] == 32
+    assert summary(runs / "none")["compensation_bytes"] == 0
+    assert summary(runs / "unattached")["method"] == "stock"
+    assert summary(runs / "none-bf16")["weight_wire"]["bits_per_element"] == 16
+
+
+def test_tensorboard_has_the_compression_metrics(runs: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(runs / "loco" / "tensorboard"))
+    events.Reload()
+    assert {"compression/compression_snr_db", "compression/gradient_wire_bytes"} <= set(
+        events.Tags()["scalars"]
+    )
+
+
+def test_a_flag_that_megatron_refuses_ends_every_rank(runs: Path) -> None:
+    assert (runs / "raises" / "exit").read_text() == "2 2"

@@ -1,0 +1,114 @@
+"""`megatron-loco train` as a user runs it, in a process of its own: results, mistakes, and ranks that die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from workflows.engine_runs import ROOT
+
+SMALL = [
+    "megatron.num_layers=1",
+    "megatron.hidden_size=32",
+    "megatron.seq_length=32",
+    "megatron.max_position_embeddings=32",
+    "megatron.global_batch_size=8",
+    "megatron.micro_batch_size=2",
+    "megatron.lr_warmup_iters=1",
+    "megatron.eval_iters=1",
+    "megatron.log_interval=1",
+    "megatron.mock_data=true",
+    "megatron.tokenizer_type=NullTokenizer",
+    "megatron.vocab_size=257",
+    "data.path=null",
+    "data.source=null",
+    "launch.nproc_per_node=2",
+]
+CONFIG = str(ROOT / "configs/models/llama_tiny.yaml")
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "megatron_patch.workflows.cli", *arguments]
+
+
+def megatron_loco(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+def test_compare_leaves_table_picture_and_one_folder_per_method(tmp_path: Path) -> None:
+    out = tmp_path / "quick"
+    done = megatron_loco("compare", CONFIG, *SMALL, "megatron.train_iters=6", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    content = json.loads((out / "comparison.json").read_text())
+    assert list(content["runs"]) == ["none", "loco"]
+    assert content["runs"]["loco"]["gradient_wire"]["bits_per_element"] < 4.5
+    table = (out / "comparison.md").read_text()
+    assert table.startswith("| method | valid. loss |")
+    assert "| loco |" in table
+    assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert "none" in done.stdout
+    assert "loss" in done.stderr  # progress
+    for name in ("config.yaml", "command.txt", "metrics.jsonl", "summary.json"):
+        assert (out / "loco" / name).stat().st_size > 0
+    shown = (out / "loco" / "command.txt").read_text()
+    assert "torchrun" in shown
+    assert "--compression-method loco --compression-bits 4" in shown
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["megatron.num_layer=4"], ["megatron.num_layer", "num_layers"]),
+        (["data.path=/nowhere/at/all"], ["/nowhere/at/all"]),
+    ],
+)
+def test_mistakes_found_before_any_process_is_spawned(
+    overrides: list[str], words: list[str], tmp_path: Path
+) -> None:
+    done = megatron_loco("train", CONFIG, *SMALL, *overrides, "--out", str(tmp_path / "run"))
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("megatron-loco: error: ")
+    for word in words:
+        assert word in last
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        command("train", CONFIG, *SMALL, "megatron.train_iters=100000", "--out", str(out)),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics = out / "metrics.jsonl"
+    deadline = time.monotonic() + 150
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        time.sleep(0.2)
+    ranks = [int(pid) for pid in children(process.pid)]
+    assert len(ranks) == 2
+    os.kill(ranks[0], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    errors = [line for line in err.splitlines() if "error" in line]
+    assert errors[0].startswith("megatron-loco: error: rank 0 was killed by SIGKILL")
+    assert not any(alive(pid) for pid in ranks)
+
+
+def children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
