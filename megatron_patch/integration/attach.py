@@ -118,11 +118,11 @@ def disable() -> None:
     optimizer_step.stop_listening()
 
 
-def _end_step(chunks: Iterable[Any], successful: bool, loss_scale: float | None) -> None:
+def _end_step(chunks: Iterable[Any], successful: bool, loss_scale_factor: float) -> None:
     for chunk in chunks:
         compressor = compressor_of(chunk)
         if compressor is not None:
-            compressor.end_step(successful, loss_scale)
+            compressor.end_step(successful, loss_scale_factor)
 
 
 @functools.cache

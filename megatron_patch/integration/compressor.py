@@ -67,7 +67,6 @@ class Compressor:
         self.report = StepReport()
         self._wire = Wire()
         self._used: list[Sender] = []
-        self._loss_scale: float | None = None
         self._replaying = False
         self._warned = False
 
@@ -126,8 +125,8 @@ class Compressor:
             )
         self.end_step(successful=True)
 
-    def end_step(self, successful: bool, loss_scale: float | None = None) -> None:
-        """The optimizer's step is over. `loss_scale` is what the next backward pass will be scaled by."""
+    def end_step(self, successful: bool, loss_scale_factor: float = 1.0) -> None:
+        """The optimizer's step is over. It changed fp16's loss scale by a factor: the errors carry it too."""
         statistics = torch.stack([sender.statistics for sender in self._used]).sum(0) if self._used else None
         self.report = StepReport(self._wire, statistics)
         self._wire, self._used, self._replaying = Wire(), [], False
@@ -141,15 +140,10 @@ class Compressor:
         else:
             self.events.skipped_steps += 1
             self.clear_errors()
-        self._follow_loss_scale(loss_scale)
-
-    def _follow_loss_scale(self, loss_scale: float | None) -> None:
-        if loss_scale is not None and self._loss_scale is not None and loss_scale != self._loss_scale:
+        if loss_scale_factor != 1.0:
             for sender in self.senders:
                 if sender.error is not None:
-                    sender.error.scale_by(loss_scale / self._loss_scale)
-        if loss_scale is not None:
-            self._loss_scale = loss_scale
+                    sender.error.scale_by(loss_scale_factor)
 
     def clear_errors(self) -> None:
         """e <- 0 in all buckets at once."""

@@ -14,8 +14,9 @@ from typing import Any
 
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MixedPrecisionOptimizer
 
-StepListener = Callable[[list[Any], bool, float | None], None]
-"""Called with the optimizer's model chunks, whether it stepped, and the new loss scale (fp16 only)."""
+StepListener = Callable[[list[Any], bool, float], None]
+"""Called with the optimizer's model chunks, whether the step succeeded, and the factor by which it changed
+the loss scale (1.0 without one: bf16, fp32)."""
 
 _CLASSES = (ChainedOptimizer, MixedPrecisionOptimizer)
 _MARK = "_megatron_loco_original"
@@ -31,11 +32,11 @@ def model_chunks(optimizer: Any) -> list[Any]:
     return found
 
 
-def _dynamic_loss_scale(optimizer: Any) -> float | None:
-    """The loss scale of the next backward pass, or None without a gradient scaler (bf16, fp32)."""
+def _loss_scale(optimizer: Any) -> float:
+    """The loss scale of the next backward pass; 1.0 without a gradient scaler (bf16, fp32)."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     if not any(getattr(part, "grad_scaler", None) is not None for part in parts):
-        return None
+        return 1.0
     return float(optimizer.get_loss_scale())
 
 
@@ -47,8 +48,9 @@ def listen(listener: StepListener) -> None:
         original = cls.step
 
         def step(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            before = _loss_scale(self)
             result = _original(self, *args, **kwargs)
-            listener(model_chunks(self), bool(result[0]), _dynamic_loss_scale(self))
+            listener(model_chunks(self), bool(result[0]), _loss_scale(self) / before)
             return result
 
         wrapped = functools.wraps(original)(step)

@@ -31,8 +31,9 @@ from megatron_patch.errors import UserError
 Advance = Callable[[int], None]  # told how many source bytes were done since the last call
 
 JSON_SUFFIXES = {".jsonl", ".json"}
-# The standard library's tests are more than half of its bytes, and much of that is tables of odd characters.
-_STDLIB_SKIP = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+# The standard library's tests are more than half of its bytes, and much of that is tables of odd characters;
+# `encodings` and `pydoc_data` are generated. One such file in a validation split would decide its loss.
+_STDLIB_SKIP = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 _OPEN_FILES = 64
 _MAX_DOCUMENT = 2**31 - 2  # Megatron's index counts a document's tokens in int32
 BYTES_VOCAB, BYTES_EOD = 257, 256

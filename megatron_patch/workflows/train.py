@@ -59,7 +59,7 @@ def prepare_run(run: RunConfig, folder: Path) -> PreparedRun:
     settings = {**(cpu_device.CPU_FLAGS if on_cpu else {}), **run.megatron}
     # The user's own keys are looked at before minutes go into preparing data.
     megatron_flags.flags_of(settings, parser)
-    settings = {**_data_settings(run), **settings, **_folder_settings(run, folder)}
+    settings = {**_data_settings(run), **_folder_settings(run, folder), **settings}
     flags = [
         *megatron_flags.flags_of(settings, parser),
         *megatron_flags.compression_flags(run.compression, run.attach),
@@ -72,6 +72,9 @@ def prepare_run(run: RunConfig, folder: Path) -> PreparedRun:
 def _data_settings(run: RunConfig) -> dict[str, Any]:
     data = run.data
     if data.path is None:
+        for item in run.megatron.get("data_path") or []:
+            if not _is_number(item):  # Megatron's own form: weights and prefixes in turn
+                check_dataset(Path(item))
         return {}
     prefix = Path(data.path)
     if data.source is not None:
@@ -88,12 +91,18 @@ def _data_settings(run: RunConfig) -> dict[str, Any]:
 def _folder_settings(run: RunConfig, folder: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {"tensorboard_dir": str(folder / "tensorboard")}
     if run.megatron.get("save_interval") is not None:
-        checkpoints = str(folder / "checkpoints")
-        settings.setdefault("save", run.megatron.get("save", checkpoints))
-        settings.setdefault("load", run.megatron.get("load", checkpoints))
+        settings["save"] = settings["load"] = str(folder / "checkpoints")
     if run.data.path is not None:
-        settings["data_cache_path"] = run.megatron.get("data_cache_path", f"{run.data.path}-cache")
+        settings["data_cache_path"] = f"{run.data.path}-cache"
     return settings
+
+
+def _is_number(item: object) -> bool:
+    try:
+        float(str(item))
+    except ValueError:
+        return False
+    return True
 
 
 def claim_folder(folder: Path, overwrite: bool) -> None:

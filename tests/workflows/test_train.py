@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -11,7 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
-from workflows.engine_runs import ROOT
+from workflows.engine_runs import MODEL, ROOT, SCRIPT, STEPS, cpu_flags
+
+from megatron_patch.workflows import launcher
+from megatron_patch.workflows.configuration import Launch
 
 SMALL = [
     "megatron.num_layers=1",
@@ -104,6 +108,17 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
     errors = [line for line in err.splitlines() if "error" in line]
     assert errors[0].startswith("megatron-loco: error: rank 0 was killed by SIGKILL")
     assert not any(alive(pid) for pid in ranks)
+
+
+def test_torchrun_starts_the_ranks_where_they_are_not_forked(tmp_path: Path) -> None:
+    job = launcher.Job(Launch(device="cuda", nproc_per_node=2), Path(SCRIPT), [], tmp_path)
+    flags = [*MODEL, *cpu_flags(), "--compression-device", "cpu", "--compression-output", str(tmp_path)]
+    job = dataclasses.replace(job, flags=flags)
+    launcher.start(job, tick=lambda: None)
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == STEPS
+    broken = dataclasses.replace(job, flags=[*flags, "--global-batch-size", "7"], folder=tmp_path / "broken")
+    with pytest.raises(launcher.RankFailed, match=r"rank [01] failed"):
+        launcher.start(broken, tick=lambda: None)
 
 
 def children(pid: int) -> list[str]:
