@@ -92,14 +92,10 @@ def test_nothing_is_suggested_for_what_resembles_nothing():
 
 
 def test_every_documented_combination_is_accepted():
-    for method, bits, dtype, block in itertools.product(METHODS, BITS, ERROR_DTYPES, (16, 128, 4096, "shard")):
-        config = CompressionConfig(method=method, bits=bits, error_dtype=dtype, block_size=block)
-        assert (config.method, config.bits, config.error_dtype, config.block_size) == (
-            method,
-            bits,
-            dtype,
-            block,
-        )
+    names = ("method", "bits", "error_dtype", "block_size")
+    for values in itertools.product(METHODS, BITS, ERROR_DTYPES, (16, 128, 4096, "shard")):
+        options = dict(zip(names, values, strict=True))
+        assert options.items() <= CompressionConfig(**options).as_dict().items()
     for bits in (8, 4, 2):
         assert CompressionConfig(rounding="stochastic", bits=bits).rounding == "stochastic"
 

@@ -81,7 +81,7 @@ def test_imports_go_one_way(path):
     for imported, line in own_imports(path):
         other = rank_of(imported)
         if other is None:
-            # `from megatron_patch import CompressionConfig`: the public API, which re-exports config and errors.
+            # `from megatron_patch import CompressionConfig`: the public API, made of config and errors.
             if imported in ENTRANCES:
                 wrong.append(f"line {line}: {imported}")
         elif other > place:

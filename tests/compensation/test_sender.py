@@ -1,0 +1,214 @@
+"""One sender over several steps, against the float64 simulation of all ranks."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from simulation.agreement import Agreement
+from simulation.loco_float64 import LoCoSimulation, round_to_gradient_dtype
+
+from megatron_patch.compensation.moving_average import MovingAverageError
+from megatron_patch.compensation.sender import STATISTICS, Sender
+from megatron_patch.config import CompressionConfig
+from megatron_patch.quantization.blocks import BlockLayout
+from megatron_patch.quantization.reference import read_payload
+
+CPU = torch.device("cpu")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+RANKS, SHARD = 3, 75
+
+
+def gradients_of(step: int, dtype: str = "fp32", ranks: int = RANKS, shard: int = SHARD) -> np.ndarray:
+    """[ranks, ranks*shard]: magnitudes differ between stretches of 16, one stretch of each rank is zero."""
+    random = np.random.default_rng(1000 + step)
+    numel = ranks * shard
+    size = np.exp(random.uniform(-8, 0, size=-(-numel // 16))).repeat(16)[:numel]
+    values = (random.standard_normal((ranks, numel)) * size).astype(np.float32)
+    for rank in range(ranks):
+        values[rank, 32 * rank : 32 * rank + 32] = 0
+    return round_to_gradient_dtype(values, dtype)
+
+
+class Senders:
+    """The senders of all ranks, in one process, with what they sent and remember."""
+
+    def __init__(self, config: CompressionConfig, ranks: int = RANKS, shard: int = SHARD):
+        self.layout = BlockLayout.of(ranks * shard, ranks, config.bits, config.block_size)
+        self.senders = [Sender(config, self.layout, CPU, stream=rank) for rank in range(ranks)]
+        self.payloads = torch.zeros(ranks, ranks, self.layout.payload_bytes, dtype=torch.uint8)
+
+    def step(self, gradients: np.ndarray, dtype: str = "fp32") -> np.ndarray:
+        """Every rank compresses its row; returns the decoded [ranks, numel]."""
+        for rank, sender in enumerate(self.senders):
+            gradient = torch.from_numpy(gradients[rank]).to(DTYPES[dtype])
+            before = gradient.clone()
+            self.payloads[rank] = 0xEE
+            sender.compress(gradient, self.payloads[rank])
+            assert torch.equal(gradient.nan_to_num(7), before.nan_to_num(7)), "the gradient is only read"
+        return np.stack([read_payload(p, self.layout).reshape(-1).numpy() for p in self.payloads])
+
+    def errors(self) -> np.ndarray:
+        return np.stack(
+            [self.layout.join(sender.error.decode()).reshape(-1).numpy() for sender in self.senders]
+        )
+
+    def reset(self) -> None:
+        for sender in self.senders:
+            sender.error.reset()
+
+
+COMBINATIONS = [
+    *itertools.product([8, 4, 2, 1], [0.0, 0.5, 0.8], ["int8", "bf16", "fp32"], ["fp32"], [16]),
+    *itertools.product([4, 1], [0.8], ["int8"], ["bf16", "fp16"], [16, 64, "shard"]),
+]
+
+
+@pytest.mark.parametrize(("bits", "beta", "error_dtype", "dtype", "block_size"), COMBINATIONS)
+def test_steps_and_resets_follow_the_simulation(bits, beta, error_dtype, dtype, block_size):
+    config = CompressionConfig(
+        bits=bits, error_beta=beta, error_dtype=error_dtype, block_size=block_size, reset_interval=4
+    )
+    senders = Senders(config)
+    agreement = Agreement(
+        LoCoSimulation(
+            RANKS,
+            RANKS * SHARD,
+            bits=bits,
+            beta=beta,
+            error_dtype=error_dtype,
+            block_size=block_size,
+            reset_interval=4,
+            gradient_dtype=dtype,
+        )
+    )
+    for step in range(1, 8):
+        gradients = gradients_of(step, dtype)
+        sent = senders.step(gradients, dtype)
+        if step == 4:
+            senders.reset()
+        errors = senders.errors()
+        assert errors.any() == (step != 4)
+        agreement.check(gradients, sent=sent, errors=errors)
+
+
+def test_error_feedback_is_beta_zero_and_naive_remembers_nothing():
+    classic = Senders(CompressionConfig(method="error_feedback"))
+    loco = Senders(CompressionConfig(method="loco", error_beta=0))
+    naive = Senders(CompressionConfig(method="naive"))
+    simulation = LoCoSimulation(RANKS, RANKS * SHARD, bits=4, memory=False)
+    for step in range(3):
+        gradients = gradients_of(step)
+        assert np.array_equal(classic.step(gradients), loco.step(gradients))
+        assert np.array_equal(naive.step(gradients), simulation.step(gradients).sent)
+    assert all(sender.error is None for sender in naive.senders)
+
+
+def test_beta_weighs_the_old_error():
+    """One element too small for a code: everything is lost, e follows e <- beta*e + (1-beta)*(g + e)."""
+    beta, small = 0.75, 2.0**-6
+    layout = BlockLayout.of(16, 1, 2, 16)
+    config = CompressionConfig(bits=2, block_size=16, error_beta=beta, error_dtype="fp32")
+    sender = Sender(config, layout, CPU)
+    gradient = torch.zeros(16)
+    gradient[0], gradient[1] = 1.0, small
+    expected = 0.0
+    for _ in range(5):
+        sender.compress(gradient, torch.empty(1, layout.payload_bytes, dtype=torch.uint8))
+        expected = beta * expected + (1 - beta) * (small + expected)
+        assert sender.error.decode()[0, 0, 1].item() == expected
+    assert expected == 5 * (1 - beta) * small
+
+
+def test_error_feedback_loses_nothing_in_the_long_run():
+    """With beta 0 the sums of what was sent and what was meant differ by the last error alone."""
+    config = CompressionConfig(method="error_feedback", error_dtype="fp32", bits=2, reset_interval=0)
+    senders = Senders(config)
+    meant, sent = np.zeros((RANKS, RANKS * SHARD)), np.zeros((RANKS, RANKS * SHARD))
+    for step in range(30):
+        gradients = gradients_of(step)
+        meant += gradients
+        sent += senders.step(gradients)
+    np.testing.assert_allclose(meant - sent, senders.errors(), atol=1e-5)
+
+
+@pytest.mark.parametrize("error_dtype", ["int8", "bf16", "fp32"])
+@pytest.mark.parametrize("bits", [4, 1])
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_a_block_that_is_not_finite_keeps_its_error_and_the_others_go_on(error_dtype, bits, poison):
+    config = CompressionConfig(bits=bits, block_size=16, error_dtype=error_dtype)
+    senders = Senders(config)
+    agreement = Agreement(
+        LoCoSimulation(RANKS, RANKS * SHARD, bits=bits, block_size=16, error_dtype=error_dtype)
+    )
+    for step in range(1, 6):
+        gradients = gradients_of(step)
+        before = senders.errors()
+        if step == 3:
+            gradients[1, SHARD + 20] = poison  # block 1 of shard 1
+        agreement.check(gradients, sent=(sent := senders.step(gradients)), errors=senders.errors())
+        if step == 3:
+            hit = slice(SHARD + 16, SHARD + 32)
+            assert np.isnan(sent[1, hit]).all()
+            assert np.isnan(sent).sum() == 16
+            assert np.array_equal(senders.errors()[1, hit], before[1, hit])
+            assert before[1, hit].any()
+            assert senders.senders[1].statistics[STATISTICS.index("non_finite_blocks")] == 1
+            assert torch.isfinite(senders.senders[1].statistics).all()
+
+
+@pytest.mark.parametrize("bits", [4, 1])
+def test_statistics_are_the_energies_of_the_step(bits):
+    senders = Senders(CompressionConfig(bits=bits, block_size=16))
+    for step in range(3):
+        gradients = gradients_of(step).astype(np.float64)
+        before = senders.errors().astype(np.float64)
+        sent = senders.step(gradients.astype(np.float32)).astype(np.float64)
+    h = gradients + before
+    for rank, sender in enumerate(senders.senders):
+        measured = dict(zip(STATISTICS, sender.statistics.tolist(), strict=True))
+        wanted = {
+            "signal": (h[rank] ** 2).sum(),
+            "noise": ((h[rank] - sent[rank]) ** 2).sum(),
+            "gradient": (gradients[rank] ** 2).sum(),
+            "error": (before[rank] ** 2).sum(),
+            "non_finite_blocks": 0,
+        }
+        assert measured == pytest.approx(wanted, rel=1e-5)
+
+
+def test_stochastic_rounding_repeats_with_its_seed_and_differs_between_streams():
+    config = CompressionConfig(rounding="stochastic", seed=3)
+    same, again = Senders(config), Senders(config)
+    other = Senders(CompressionConfig(rounding="stochastic", seed=4))
+    shared = np.tile(gradients_of(0)[:1], (RANKS, 1))
+    shared[:, :] = np.where(shared == 0, 1e-3, shared)
+    first = same.step(shared)
+    assert np.array_equal(first, again.step(shared))
+    assert not np.array_equal(first, other.step(shared))
+    assert not np.array_equal(first[0], first[1]), "ranks draw their own noise"
+    second = same.step(shared)
+    assert np.array_equal(second, again.step(shared))
+
+
+@pytest.mark.parametrize(("error_dtype", "nbytes"), [("int8", 1 + 2 / 128), ("bf16", 2), ("fp32", 4)])
+def test_the_error_takes_the_memory_it_says(error_dtype, nbytes):
+    layout = BlockLayout.of(4 * 4096, 4, 4, 128)
+    error = MovingAverageError(layout, 0.8, error_dtype, CPU)
+    assert error.nbytes == nbytes * layout.numel
+    assert sum(tensor.nbytes for tensor in error.tensors().values()) == error.nbytes
+    assert not error.decode().any()
+
+
+@pytest.mark.parametrize("error_dtype", ["int8", "bf16", "fp32"])
+def test_the_error_follows_the_loss_scale(error_dtype):
+    senders = Senders(CompressionConfig(error_dtype=error_dtype))
+    senders.step(gradients_of(0))
+    before = senders.errors()
+    for factor in (0.5, 4.0):
+        for sender in senders.senders:
+            sender.error.scale_by(factor)
+        before = before * np.float32(factor)
+        assert np.array_equal(senders.errors(), before)

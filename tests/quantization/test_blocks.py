@@ -1,0 +1,101 @@
+"""The cut of a bucket into shards and blocks, and the size of what is sent."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_patch.quantization.blocks import BlockLayout
+
+BITS = st.sampled_from([8, 4, 2, 1])
+BLOCKS = st.sampled_from([16, 32, 64, 128, 1024, "shard"])
+SHARDS = st.integers(1, 8)
+SIZES = st.integers(1, 700)
+
+
+def blocks_by_hand(shards: int, size: int, block: int) -> list[list[list[int]]]:
+    """Positions in the bucket of the elements of each block of each shard."""
+    return [
+        [
+            list(range(j * size + start, j * size + min(start + block, size)))
+            for start in range(0, size, block)
+        ]
+        for j in range(shards)
+    ]
+
+
+@given(SHARDS, SIZES, BITS, BLOCKS)
+@settings(max_examples=80, deadline=None)
+def test_no_block_crosses_a_shard_and_every_element_is_in_one(shards, size, bits, block_size):
+    layout = BlockLayout.of(shards * size, shards, bits, block_size)
+    block = size if block_size == "shard" else block_size
+    by_hand = blocks_by_hand(shards, size, block)
+    assert (layout.shards, layout.shard_size, layout.numel) == (shards, size, shards * size)
+    assert layout.blocks == len(by_hand[0])
+
+    # Elements are numbered from 1: a zero in the cut is fill.
+    cut = layout.cut(torch.arange(1, shards * size + 1, dtype=torch.float64))
+    assert cut.dtype == torch.float32
+    assert cut.shape == (shards, layout.blocks, block)
+    for shard in range(shards):
+        for index, places in enumerate(by_hand[shard]):
+            row = cut[shard, index].tolist()
+            assert row[: len(places)] == [place + 1 for place in places]
+            assert not any(row[len(places) :])
+    assert layout.lengths(torch.device("cpu")).tolist() == [len(places) for places in by_hand[0]]
+
+
+@given(
+    SHARDS, SIZES, BITS, BLOCKS, st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int8])
+)
+@settings(max_examples=100, deadline=None)
+def test_join_undoes_cut(shards, size, bits, block_size, dtype):
+    layout = BlockLayout.of(shards * size, shards, bits, block_size)
+    values = torch.arange(shards * size).remainder(100).to(dtype)
+    joined = layout.join(layout.cut(values))
+    assert joined.shape == (shards, size)
+    assert torch.equal(joined, values.view(shards, size).float())
+    assert torch.equal(layout.join(layout.cut(values)[:1]), joined[:1])
+
+
+def test_a_bucket_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match="10 elements does not divide among 4 ranks"):
+        BlockLayout.of(10, 4, 4, 128)
+
+
+@given(SHARDS, SIZES, BITS, BLOCKS)
+@settings(max_examples=80, deadline=None)
+def test_a_payload_is_codes_then_scales_each_aligned_to_16_bytes(shards, size, bits, block_size):
+    layout = BlockLayout.of(shards * size, shards, bits, block_size)
+    codes = math.ceil(size * bits / 8)
+    assert layout.code_bytes % 16 == 0
+    assert layout.payload_bytes % 16 == 0
+    assert codes <= layout.code_bytes < codes + 16
+    assert layout.code_bytes + 2 * layout.blocks <= layout.payload_bytes
+    assert layout.payload_bytes < layout.code_bytes + 2 * layout.blocks + 16
+
+
+@pytest.mark.parametrize(
+    ("bits", "block", "wanted"),
+    [
+        (8, 128, 8.125),
+        (4, 128, 4.125),
+        (2, 128, 2.125),
+        (1, 128, 1.125),
+        (4, 16, 5.0),
+        (4, 1024, 4 + 1 / 64),
+        (4, "shard", 4.0),
+    ],
+)
+def test_bits_per_element_of_a_large_bucket(bits, block, wanted):
+    layout = BlockLayout.of(4 * 2**21, 4, bits, block)
+    assert 8 * layout.shards * layout.payload_bytes / layout.numel == pytest.approx(wanted, abs=1e-4)
+
+
+def test_a_block_of_a_shard_has_the_shard_s_size():
+    layout = BlockLayout.of(4 * 777, 4, 4, "shard")
+    assert (layout.block, layout.blocks) == (777, 1)
