@@ -75,15 +75,17 @@ def attach(chunks: Sequence[Any] | Any, config: CompressionConfig | None = None)
     """
     config = config or CompressionConfig()
     _warn_of_unknown_release()
+    new = []
     for chunk in [chunks] if isinstance(chunks, DistributedDataParallel) else list(chunks):
         refuse_chunk(chunk)
         attached = _attachments.get(chunk)
-        if attached is not None:
-            if attached.compressor.config != config:
-                raise UserError(
-                    "compression is attached to this model already, with other options; disable() first"
-                )
-            continue
+        if attached is None:
+            new.append(chunk)
+        elif attached.compressor.config != config:
+            raise UserError(
+                "compression is attached to this model already, with other options; disable() first"
+            )
+    for chunk in new:  # only now: a refused chunk leaves the others as they were
         _attachments[chunk] = _Attachment(chunk, config)
         _log(chunk, _attachments[chunk])
     optimizer_step.listen(_end_step)

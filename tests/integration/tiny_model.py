@@ -10,7 +10,6 @@ hooks. Everything else is Megatron's own: DistributedDataParallel, buckets, the 
 
 from __future__ import annotations
 
-import types
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,10 +126,6 @@ def build(
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import MegatronModule
 
-    if instances > 1 and not parallel_state.HAVE_EINOPS:
-        # The one call that needs einops; the pool restores parallel_state's globals after the run.
-        parallel_state.HAVE_EINOPS = True
-        parallel_state.einops = types.SimpleNamespace(rearrange=_rearrange)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             num_distributed_optimizer_instances=instances, expert_model_parallel_size=expert_parallel
@@ -193,8 +188,3 @@ def build(
     elif "bfloat16" in dtypes:
         options["params_dtype"] = torch.bfloat16
     return Tiny(wrapped, get_megatron_optimizer(OptimizerConfig(**options), [wrapped]))
-
-
-def _rearrange(ranks: Any, pattern: str, *, u: int, s: int, l: int) -> Any:  # noqa: E741
-    assert pattern == "(l s u) -> (l u) s"
-    return ranks.reshape(l, s, u).transpose(0, 2, 1).reshape(l * u, s)
