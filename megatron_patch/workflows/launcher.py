@@ -125,7 +125,7 @@ def _run_forked(job: Job, tick: Callable[[], None]) -> None:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
     if any(ended.values()):
-        raise _failure(job, ended)
+        raise first_failure(job, ended)
 
 
 def _reap(ranks: dict[int, int], ended: dict[int, int]) -> None:
@@ -196,10 +196,10 @@ def _run_torchrun(job: Job, tick: Callable[[], None]) -> None:
     if process.returncode:
         summary = (job.logs / "torchrun.log").read_text(encoding="utf-8", errors="replace")
         found = re.findall(r"rank\s*:\s*(\d+).*?\n\s*exitcode\s*:\s*(-?\d+)", summary)
-        raise _failure(job, {int(rank): int(code) for rank, code in found} or {0: process.returncode})
+        raise first_failure(job, {int(rank): int(code) for rank, code in found} or {0: process.returncode})
 
 
-def _failure(job: Job, ended: dict[int, int]) -> Exception:
+def first_failure(job: Job, ended: dict[int, int]) -> Exception:
     """The first cause: a killed rank, else the earliest error that is no lost connection."""
     records = list(_read_failures(job.failures))
     for record in records:

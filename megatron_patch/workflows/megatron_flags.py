@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import re
 import traceback
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -113,10 +114,16 @@ def check(run: RunConfig, flags: list[str], parser: argparse.ArgumentParser) -> 
             validate_args(args)
     except (AssertionError, ValueError) as error:
         reason = str(error).strip().splitlines()
-        if not reason:  # a bare assert: its own source line is all there is to tell
-            reason = [str(traceback.extract_tb(error.__traceback__)[-1].line)]
-        raise UserError(f"megatron: {reason[0]}") from error
+        raise UserError(f"megatron: {reason[0] if reason else _asserted(error, args)}") from error
     return args
+
+
+def _asserted(error: Exception, args: argparse.Namespace) -> str:
+    """What a bare assert of Megatron's asks for, with the values of the flags it names."""
+    condition = str(traceback.extract_tb(error.__traceback__)[-1].line).removeprefix("assert ")
+    named = sorted(set(re.findall(r"args\.(\w+)", condition)))
+    values = ", ".join(f"{name} is {getattr(args, name, None)!r}" for name in named)
+    return f"Megatron requires {condition.replace('args.', '')}" + (f", but {values}" if values else "")
 
 
 def _check_batch(args: argparse.Namespace, world_size: int) -> None:

@@ -82,7 +82,10 @@ def test_the_tiny_llama_passes_megatrons_own_validation(parser: argparse.Argumen
         ),
         (["megatron.use_distributed_optimizer=false"], ["use_distributed_optimizer", "set it to true"]),
         (["megatron.optimizer=muon"], ["optimizer", "'muon'"]),
-        (["megatron.num_attention_heads=5"], ["megatron: ", "divisible"]),
+        (
+            ["megatron.num_attention_heads=5"],
+            ["hidden_size % num_attention_heads == 0", "num_attention_heads is 5", "hidden_size is 128"],
+        ),
         (
             ["megatron.train_iters=10", "megatron.lr_decay_iters=5", "megatron.train_samples=3"],
             ["megatron: "],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -111,14 +110,42 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
 
 
 def test_torchrun_starts_the_ranks_where_they_are_not_forked(tmp_path: Path) -> None:
-    job = launcher.Job(Launch(device="cuda", nproc_per_node=2), Path(SCRIPT), [], tmp_path)
     flags = [*MODEL, *cpu_flags(), "--compression-device", "cpu", "--compression-output", str(tmp_path)]
-    job = dataclasses.replace(job, flags=flags)
+    job = launcher.Job(Launch(device="cuda", nproc_per_node=1), Path(SCRIPT), flags, tmp_path)
     launcher.start(job, tick=lambda: None)
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == STEPS
-    broken = dataclasses.replace(job, flags=[*flags, "--global-batch-size", "7"], folder=tmp_path / "broken")
-    with pytest.raises(launcher.RankFailed, match=r"rank [01] failed"):
-        launcher.start(broken, tick=lambda: None)
+
+
+def failed(rank: int, when: float, error: str, user: bool = False) -> dict[str, object]:
+    return {"rank": rank, "time": when, "error": error, "traceback": f"Traceback\n{error}", "user": user}
+
+
+LOST = "RuntimeError: Connection closed by peer [127.0.0.1]:5000"
+
+
+@pytest.mark.parametrize(
+    ("records", "ended", "words"),
+    [
+        # The cause, although its peers noticed earlier that it was gone.
+        (
+            [failed(0, 1.0, LOST), failed(1, 2.0, "ValueError: bad data")],
+            {0: 1, 1: 1},
+            "rank 1 failed: Value",
+        ),
+        ([failed(0, 2.0, "KeyError: b"), failed(2, 1.0, "KeyError: a")], {0: 1, 2: 1}, "rank 2 failed: Key"),
+        ([failed(0, 1.0, LOST)], {0: 1, 3: -9}, "rank 3 was killed by SIGKILL"),
+        ([failed(1, 1.0, "bits: 3", user=True)], {1: 2}, "bits: 3"),
+        ([], {1: 7}, "rank 1 ended with exit status 7"),
+    ],
+)
+def test_the_first_cause_is_named(
+    records: list[dict[str, object]], ended: dict[int, int], words: str, tmp_path: Path
+) -> None:
+    job = launcher.Job(Launch(device="cpu", nproc_per_node=4), Path(SCRIPT), [], tmp_path)
+    job.failures.mkdir()
+    for record in records:
+        (job.failures / f"rank-{record['rank']}.json").write_text(json.dumps(record))
+    assert str(launcher.first_failure(job, ended)).startswith(words)
 
 
 def children(pid: int) -> list[str]:
