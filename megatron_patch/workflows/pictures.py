@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +12,19 @@ def draw_comparison(
     path: Path, curves: dict[str, list[dict[str, Any]]], summaries: dict[str, dict[str, Any]]
 ) -> None:
     """Training loss against step, and bytes sent per step (gradients and weights), as a PNG at `path`."""
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # Megatron lets every INFO line through
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, (losses, wire) = plt.subplots(1, 2, figsize=(10, 4), width_ratios=(3, 2), layout="constrained")
+    styles = itertools.cycle(("-", "--", ":", "-."))
     for name, records in curves.items():
         points = [(r["step"], r["loss"]) for r in records if r["loss"] is not None]
         valid = summaries[name]["valid_loss"]
         label = name if valid is None else f"{name} (validation {valid:.4f})"
-        losses.plot(*zip(*points, strict=True), label=label, linewidth=1.2)
+        losses.plot(*zip(*points, strict=True), label=label, linestyle=next(styles), linewidth=1.4)
     losses.set_xlabel("optimizer step")
     losses.set_ylabel("training loss")
     losses.legend(frameon=False)
