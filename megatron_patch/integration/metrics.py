@@ -158,7 +158,7 @@ class RunMetrics:
                 ),
             ]
         )
-        if dist.get_backend() == "nccl":
+        if "nccl" in dist.get_backend():
             totals = totals.cuda()
         dist.all_reduce(totals)
         *sums_, grad_bytes, grad_elements, weight_bytes, weight_elements = totals.tolist()
@@ -210,7 +210,7 @@ class RunMetrics:
         memory = torch.tensor(
             [_peak_memory(), sum(c.error_bytes for c in self._compressors())], dtype=torch.float64
         )
-        if dist.get_backend() == "nccl":
+        if "nccl" in dist.get_backend():
             memory = memory.cuda()
         dist.all_reduce(memory, op=dist.ReduceOp.MAX)
         if self._file is not None:
@@ -257,7 +257,7 @@ def _peak_memory() -> int:
 
 
 def _device_name() -> str:
-    return torch.cuda.get_device_name() if dist.get_backend() == "nccl" else f"cpu ({platform.machine()})"
+    return torch.cuda.get_device_name() if "nccl" in dist.get_backend() else f"cpu ({platform.machine()})"
 
 
 def _versions() -> dict[str, str]:

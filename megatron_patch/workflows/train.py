@@ -113,12 +113,12 @@ def claim_folder(folder: Path, overwrite: bool) -> None:
     """
     if (folder / "config.yaml").exists() and not overwrite:
         raise UserError(f"out: {folder} holds a run already; choose another folder or add --overwrite")
-    for name in _OWN_FILES:
-        (folder / name).unlink(missing_ok=True)
-    for name in _OWN_FOLDERS:
-        shutil.rmtree(folder / name, ignore_errors=True)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for name in _OWN_FILES:
+            (folder / name).unlink(missing_ok=True)
+        for name in _OWN_FOLDERS:
+            shutil.rmtree(folder / name, ignore_errors=True)
     except OSError as error:
         raise UserError(f"out: {folder} cannot be written: {error.strerror}") from error
 

@@ -10,6 +10,7 @@ from megatron_patch.errors import UserError
 from megatron_patch.workflows import configuration
 from megatron_patch.workflows.cli import main
 from megatron_patch.workflows.paths import shipped
+from megatron_patch.workflows.train import claim_folder
 
 LLAMA = shipped("configs/models/llama_tiny.yaml")
 
@@ -107,6 +108,12 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.C
     assert main(["train", str(LLAMA), "--out", str(tmp_path / "run")]) == 2
     assert "--overwrite" in capsys.readouterr().err
     assert kept.read_text() == "megatron: {}\n"
+
+
+def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    write(tmp_path, "taken", "a file")
+    with pytest.raises(UserError, match="taken cannot be written"):
+        claim_folder(tmp_path / "taken", overwrite=True)
 
 
 def test_method_is_a_user_error() -> None:
