@@ -706,7 +706,8 @@ def dispatch_times() -> dict[str, Any]:
         handles.append([type(group.grad_reduce_handle).__name__ for group in tiny.groups])
         phase[0] = "finish"
         tiny.ddp.finish_grad_sync()
-        tiny.ddp.finish_grad_sync()  # idempotent, as upstream's
+        if hasattr(tiny.ddp.bucket_groups[0], "grad_reduce_finished"):  # upstream's, from 0.18 on
+            tiny.ddp.finish_grad_sync()  # idempotent
         assert all(group.grad_reduce_handle is None for group in tiny.groups)
         tiny.optimizer.step()
     megatron_patch.disable()
