@@ -40,15 +40,14 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, summary) in _COMMANDS.items():
         command = commands.add_parser(
-            name, help=summary, description=module.__doc__, formatter_class=_Formatter
+            name,
+            help=summary,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser
-
-
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the line breaks of a module's docstring."""
 
 
 def _run(argv: list[str] | None) -> int:
