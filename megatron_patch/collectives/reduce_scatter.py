@@ -12,33 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_patch.collectives.buffers import BufferPool
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.quantization.blocks import BlockLayout
 from megatron_patch.quantization.reference import decompress_reduce
 
 
-class BufferPool:
-    """uint8 buffers, reused by shape: in steady state an exchange allocates nothing."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.nbytes = 0
-        self._free: dict[tuple[int, int], list[torch.Tensor]] = {}
-
-    def take(self, rows: int, columns: int) -> torch.Tensor:
-        """A buffer of [rows, columns], contents undefined."""
-        free = self._free.setdefault((rows, columns), [])
-        if free:
-            return free.pop()
-        self.nbytes += rows * columns
-        return torch.empty(rows, columns, dtype=torch.uint8, device=self.device)
-
-    def give(self, buffer: torch.Tensor) -> None:
-        """Hand a buffer back; its next user must run after this one's work on the same stream."""
-        self._free[(buffer.shape[0], buffer.shape[1])].append(buffer)
-
-
-class ExchangeHandle:
+class ReduceScatterHandle:
     """The rest of an exchange: `wait` finishes the all-to-all and writes the reduced shard. Once only."""
 
     def __init__(
@@ -79,8 +59,8 @@ def start_reduce_scatter(
     group: dist.ProcessGroup,
     average: bool,
     pool: BufferPool,
-) -> ExchangeHandle:
-    """Compress `gradient` [N*S] and send it; the handle's `wait` writes this rank's shard to `output` [S].
+) -> ReduceScatterHandle:
+    """Compress `gradient` [B] and send it; the handle's `wait` writes this rank's shard to `output` [S].
 
     `output` may be a view into `gradient` (Megatron's is): it is written only after the gradient was read.
     With `average` the sum is divided by N, as ReduceOp.AVG does.
@@ -90,4 +70,4 @@ def start_reduce_scatter(
     receive = pool.take(layout.shards, layout.payload_bytes)
     sender.compress(gradient, send)
     work = dist.all_to_all_single(receive, send, group=group, async_op=True)
-    return ExchangeHandle(work, send, receive, pool, layout, output, layout.shards if average else 1)
+    return ReduceScatterHandle(work, send, receive, pool, layout, output, layout.shards if average else 1)

@@ -42,11 +42,11 @@ class _Int8Storage:
         self.scales = torch.zeros(layout.shards, layout.blocks, dtype=torch.bfloat16, device=device)
 
     def load(self) -> torch.Tensor:
-        return dequantize(self.layout.cut(self.codes), self.scales.float())
+        return dequantize(self.layout.cut(self.codes.view(-1)), self.scales.float())
 
     def store(self, error: torch.Tensor, keep: torch.Tensor) -> None:
         codes, scales = quantize(error, self.layout)
-        codes = torch.where(keep[..., None], self.layout.cut(self.codes).to(torch.int8), codes)
+        codes = torch.where(keep[..., None], self.layout.cut(self.codes.view(-1)).to(torch.int8), codes)
         self.codes.copy_(self.layout.join(codes))
         self.scales.copy_(torch.where(keep, self.scales.float(), scales))
 
@@ -65,7 +65,7 @@ class _FloatStorage:
         self.values = torch.zeros(layout.shards, layout.shard_size, dtype=dtype, device=device)
 
     def load(self) -> torch.Tensor:
-        return self.layout.cut(self.values)
+        return self.layout.cut(self.values.view(-1))
 
     def store(self, error: torch.Tensor, keep: torch.Tensor) -> None:
         self.values.copy_(self.layout.join(torch.where(keep[..., None], self.load(), error)))

@@ -22,6 +22,8 @@ STATISTICS = ("signal", "noise", "gradient", "error", "non_finite_blocks")
 class Sender:
     """Compresses one bucket's gradient for its N owners; holds the bucket's error state on this rank.
 
+    The owner of a shard that sends the reduced shard to all is a Sender too, of a layout with one shard.
+
     Args:
         config: method, rounding, beta, error dtype; `config.compresses` must hold.
         layout: the bucket's cut.
@@ -43,7 +45,7 @@ class Sender:
 
     @torch.no_grad()
     def compress(self, gradient: torch.Tensor, payload: torch.Tensor) -> None:
-        """Read g, [N*S] of fp32, bf16 or fp16; write `payload`, uint8 [N, payload_bytes]; update e."""
+        """Read g, [B] of fp32, bf16 or fp16; write `payload`, uint8 [N, payload_bytes]; update e."""
         g = self.layout.cut(gradient)
         error = self.error.decode() if self.error is not None else None
         h = g if error is None else g + error
@@ -55,10 +57,10 @@ class Sender:
 
         finite = torch.isfinite(scales)
         sent = dequantize(codes, torch.where(finite, scales, 0.0))
-        # A short block's fill is no element: at 1 bit it decodes to s, but nothing was lost there.
+        # Fill is no element: at 1 bit it decodes to s, but nothing was lost there.
         lost = torch.where(finite[..., None], h - sent, 0.0)
         if self.layout.bits == 1:
-            lost = self.layout.cut(self.layout.join(lost).reshape(-1))
+            lost = self.layout.cut(self.layout.flat(lost))
         if self.error is not None and error is not None:
             self.error.update(error, lost, keep=~finite)
         self._measure(g, error, h, lost, finite)

@@ -11,9 +11,8 @@ embedding and layer-norm all-reduces of finalize_model_grads (tiny, within a mod
 from __future__ import annotations
 
 import functools
-import logging
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,38 +24,45 @@ from packaging.version import Version
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.integration import optimizer_step
+from megatron_patch.integration.announcement import announce
 from megatron_patch.integration.bucket_group import BucketGroupSeam
 from megatron_patch.integration.compressor import Compressor
 from megatron_patch.integration.refusals import refuse_chunk
-
-logger = logging.getLogger(__name__)
 
 SUPPORTED = (Version("0.17"), Version("0.20"))
 """megatron-core releases that the seam's tests run on: from the first, below the second."""
 
 
-class _Attachment:
-    """One attached DDP instance: its compressor and its bucket groups' seams."""
+class Attachment:
+    """One attached DDP instance: its compressor and the seams of its bucket groups, dense before expert."""
 
     def __init__(self, chunk: Any, config: CompressionConfig) -> None:
         groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
         buckets = [bucket for group in groups for bucket in group.buckets]
         device = buckets[0].grad_data.device if buckets else torch.device("cpu")
         self.compressor = Compressor(config, device)
-        self.seams = [BucketGroupSeam(group, self.compressor) for group in groups]
+        self.seams = [
+            BucketGroupSeam(group, self.compressor, expert=place >= len(chunk.bucket_groups))
+            for place, group in enumerate(groups)
+        ]
 
     def detach(self) -> None:
         for seam in self.seams:
             seam.detach()
 
 
-_attachments: WeakKeyDictionary[Any, _Attachment] = WeakKeyDictionary()
+_attachments: WeakKeyDictionary[Any, Attachment] = WeakKeyDictionary()
 _MARK = "_megatron_loco_original"
+
+
+def attachment_of(chunk: Any) -> Attachment | None:
+    """What is attached to a DDP instance; None where nothing is."""
+    return _attachments.get(chunk)
 
 
 def compressor_of(chunk: Any) -> Compressor | None:
     """The compression state of an attached DDP instance; None where nothing is attached."""
-    attachment = _attachments.get(chunk)
+    attachment = attachment_of(chunk)
     return attachment.compressor if attachment is not None else None
 
 
@@ -86,8 +92,9 @@ def attach(chunks: Sequence[Any] | Any, config: CompressionConfig | None = None)
                 "compression is attached to this model already, with other options; disable() first"
             )
     for chunk in new:  # only now: a refused chunk leaves the others as they were
-        _attachments[chunk] = _Attachment(chunk, config)
-        _log(chunk, _attachments[chunk])
+        _attachments[chunk] = Attachment(chunk, config)
+    if new:
+        announce(new[0], config, [seam for chunk in new for seam in _attachments[chunk].seams])
     optimizer_step.listen(_end_step)
     return chunks
 
@@ -120,11 +127,10 @@ def disable() -> None:
     optimizer_step.stop_listening()
 
 
-def _end_step(chunks: Iterable[Any], successful: bool, loss_scale_factor: float) -> None:
-    for chunk in chunks:
-        compressor = compressor_of(chunk)
-        if compressor is not None:
-            compressor.end_step(successful, loss_scale_factor)
+def _end_step(optimizer: Any, successful: bool, loss_scale_factor: float) -> None:
+    for chunk, attachment in list(_attachments.items()):
+        if optimizer_step.updates(optimizer, chunk):
+            attachment.compressor.end_step(successful, loss_scale_factor)
 
 
 @functools.cache
@@ -136,20 +142,3 @@ def _warn_of_unknown_release() -> None:
             f"this is {megatron.core.__version__}",
             stacklevel=3,
         )
-
-
-def _log(chunk: Any, attachment: _Attachment) -> None:
-    config, compressor = attachment.compressor.config, attachment.compressor
-    compressed = [s.layout for s in compressor.senders]
-    lines = [
-        f"megatron-loco: {config.method}, {config.bits} bits, block {config.block_size}, beta {config.beta}, "
-        f"error {config.error_dtype if config.has_memory else 'not kept'}: {len(compressed)} buckets with "
-        f"{sum(layout.numel for layout in compressed):,} gradient elements, "
-        f"{compressor.error_bytes:,} bytes of error state on this rank"
-    ]
-    idle = [seam for seam in attachment.seams if not seam.compresses]
-    if idle and config.compresses:
-        lines.append(f"megatron-loco: {len(idle)} bucket groups are not compressed: one rank has it all")
-    if chunk.dp_cp_group.rank() == 0:
-        for line in lines:
-            logger.warning(line) if idle and config.compresses else logger.info(line)

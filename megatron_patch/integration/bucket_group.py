@@ -1,43 +1,53 @@
-"""The seam: one Megatron bucket group's reduce-scatter goes out in low bits.
+"""The seam: one Megatron bucket group's gradients go out in low bits.
 
 `_ParamAndGradBucketGroup.start_grad_sync` (megatron.core.distributed.param_and_grad_buffer) does much that
 must stay upstream's: draining predecessors, NaN checks, gradient_scaling_factor, streams, CUDA-graph events.
-It then calls the module global `dist_reduce_scatter_func` once per bucket, in order. So the method is
-overridden on the INSTANCE, and only for the length of the original call the global is ours.
+Then it calls a collective per bucket, in order:
 
-Why not one layer down (torch.distributed.reduce_scatter_tensor)? Other users of it would be hit. Why not one
-layer up (the whole method)? It differs between releases.
+    distributed optimizer                  `dist_reduce_scatter_func`, a global of that module
+      with several instances of it         and `torch.distributed.all_reduce` of the shard, between instances
+    replicated optimizer                   `torch.distributed.all_reduce` of the bucket
 
-Two traps, each with a test: inside `_coalescing_manager` an all-to-all runs at once while upstream's own
-collectives are deferred, and the manager's `wait()` knows nothing of our handle, so `grad_reduce_handle` is
-replaced after the call. And the first batch is dispatched in `finish_grad_sync`, later ones from backward
-hooks: both go through this method.
+So the method is overridden on the INSTANCE. For the length of the original call the module's two globals
+(`dist_reduce_scatter_func`, and `torch` by a view of it) only write down what they are asked for; after it,
+the same collectives run in low bits, and where upstream left a handle it gets ours.
+
+Why not one layer down (torch.distributed itself)? Other users of it would be hit. Why not one layer up (the
+whole method)? It differs between releases. Why after the call and not within? Upstream calls within
+`_coalescing_manager`, where an all-to-all runs at once while an all-gather waits for the manager's end.
+
+The first batch is dispatched in `finish_grad_sync`, later ones from backward hooks: both go through here.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 
-from megatron_patch.collectives.reduce_scatter import ExchangeHandle
+from megatron_patch.collectives.all_reduce import SenderAndOwner
+from megatron_patch.compensation.sender import Sender
 from megatron_patch.integration.compressor import Compressor
 from megatron_patch.integration.wire import stock_gradients
 
-_GLOBAL = "dist_reduce_scatter_func"
 _REPLAYING = (RerunState.RERUNNING_IN_PLACE, RerunState.RERUNNING_FROM_CHECKPOINT)
+
+
+class _Handle(Protocol):
+    def wait(self) -> Any: ...
 
 
 class _AllHandles:
     """Stands where upstream keeps a bucket group's one handle (`grad_reduce_handle`)."""
 
-    def __init__(self, handles: list[ExchangeHandle]) -> None:
+    def __init__(self, handles: Sequence[_Handle]) -> None:
         self._handles = handles
 
     def wait(self) -> None:
@@ -45,33 +55,85 @@ class _AllHandles:
             handle.wait()
 
 
+@dataclass
+class _Asked:
+    """The collectives that upstream asked for, one per bucket, as (output, input) and (tensor); not run."""
+
+    reduce_scatter: list[tuple[torch.Tensor, torch.Tensor]]
+    all_reduce: list[torch.Tensor]
+    average: bool = False
+
+
+class _View:
+    """A module with some of its names replaced; every other name is the module's own."""
+
+    def __init__(self, module: Any, **replaced: Any) -> None:
+        self.__dict__.update(replaced, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
 @contextmanager
-def _substituted(function: Callable[..., Any]) -> Iterator[None]:
-    original = getattr(param_and_grad_buffer, _GLOBAL)
-    setattr(param_and_grad_buffer, _GLOBAL, function)
+def _noting() -> Iterator[_Asked]:
+    """Within the block, upstream's gradient collectives are written down instead of run."""
+    asked = _Asked([], [])
+
+    def reduce_scatter(output: torch.Tensor, input: torch.Tensor, op: Any = None, **_: Any) -> None:
+        asked.reduce_scatter.append((output, input))
+        asked.average = op == dist.ReduceOp.AVG
+
+    def all_reduce(tensor: torch.Tensor, op: Any = None, **_: Any) -> None:
+        asked.all_reduce.append(tensor)
+        asked.average = op == dist.ReduceOp.AVG
+
+    module: Any = param_and_grad_buffer
+    before = module.dist_reduce_scatter_func, module.torch
+    module.dist_reduce_scatter_func = reduce_scatter
+    module.torch = _View(before[1], distributed=_View(before[1].distributed, all_reduce=all_reduce))
     try:
-        yield
+        yield asked
     finally:
-        setattr(param_and_grad_buffer, _GLOBAL, original)
+        module.dist_reduce_scatter_func, module.torch = before
 
 
 class BucketGroupSeam:
     """Overrides `start_grad_sync` of one bucket group until `detach`.
 
+    `group` is Megatron's `_ParamAndGradBucketGroup`. `reduce_scatter` and `all_reduce` hold the state of its
+    two possible collectives, one entry per bucket; either is empty where the group has no such collective,
+    or has it within a single rank.
+
     Args:
-        bucket_group: Megatron's `_ParamAndGradBucketGroup`, of the distributed optimizer.
-        compressor: the chunk's state; one sender per bucket is allocated in it.
+        bucket_group: Megatron's bucket group.
+        compressor: the chunk's state, in which the senders are allocated.
+        expert: whether the parameters are experts', reduced over the expert-data-parallel group.
     """
 
-    def __init__(self, bucket_group: Any, compressor: Compressor) -> None:
-        self._group = bucket_group
+    def __init__(self, bucket_group: Any, compressor: Compressor, expert: bool = False) -> None:
+        self.group = bucket_group
+        self.expert = expert
         self._compressor = compressor
-        self._process_group: dist.ProcessGroup = bucket_group.intra_distributed_optimizer_instance_group
-        self._senders = (
-            [compressor.add_bucket(b.grad_data.numel(), self._process_group) for b in bucket_group.buckets]
-            if compressor.config.compresses and self._process_group.size() > 1
-            else []
-        )
+        config = bucket_group.ddp_config
+        self.scatter_group: dist.ProcessGroup | None = None
+        self.reduce_group: dist.ProcessGroup | None = None
+        if not config.use_distributed_optimizer:
+            self.reduce_group = bucket_group.data_parallel_group
+        else:
+            self.scatter_group = bucket_group.intra_distributed_optimizer_instance_group
+            if config.num_distributed_optimizer_instances > 1:
+                self.reduce_group = bucket_group.inter_distributed_optimizer_instance_group
+
+        shards = self.scatter_group.size() if self.scatter_group is not None else 1
+        sizes = [bucket.grad_data.numel() for bucket in bucket_group.buckets]
+        self.reduce_scatter: list[Sender] = []
+        self.all_reduce: list[SenderAndOwner] = []
+        if compressor.config.compresses:
+            if (ranks := self.scatter_group) is not None and ranks.size() > 1:
+                self.reduce_scatter = [compressor.add_reduce_scatter(n, ranks) for n in sizes]
+            if (ranks := self.reduce_group) is not None and ranks.size() > 1:
+                self.all_reduce = [compressor.add_all_reduce(n // shards, ranks) for n in sizes]
+
         self._step_of_last_exchange = -1
         self._original = bucket_group.start_grad_sync
 
@@ -83,51 +145,80 @@ class BucketGroupSeam:
 
     @property
     def compresses(self) -> bool:
-        """Whether this group's gradients leave in low bits (not with a single rank, or method none)."""
-        return bool(self._senders)
+        """Whether any of this group's gradients leave in low bits (not with method none)."""
+        return bool(self.reduce_scatter or self.all_reduce)
+
+    def collectives(self) -> Iterator[tuple[str, int, list[int]]]:
+        """(what and over which group, its ranks, elements of each bucket) of the gradients' collectives."""
+        name = "expert data parallel" if self.expert else "data parallel"
+        sizes = [bucket.grad_data.numel() for bucket in self.group.buckets]
+        if self.scatter_group is not None:
+            yield f"{name} reduce-scatter", self.scatter_group.size(), sizes
+            sizes = [size // self.scatter_group.size() for size in sizes]
+        if self.reduce_group is not None:
+            where = "" if self.scatter_group is None else " between optimizer instances"
+            yield f"{name} all-reduce{where}", self.reduce_group.size(), sizes
 
     def detach(self) -> None:
         """Give the bucket group its own method back."""
-        del self._group.start_grad_sync
+        del self.group.start_grad_sync
 
     def _start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        group = self._group
+        group = self.group
         if group.is_first_batch and group.grad_reduce_handle is not None:
             return  # upstream's own early return: this batch was dispatched already
         self._notice_repetition()
         if not self.compresses or force_all_reduce or not self._compressor.active:
-            self._count_uncompressed(bool(force_all_reduce))
+            self._compressor.count(stock_gradients(group, bool(force_all_reduce)))
+            if self.compresses:
+                self._compressor.events.uncompressed_syncs += 1
             self._original(force_all_reduce=force_all_reduce)
             return
 
-        handles: list[ExchangeHandle] = []
-
-        def reduce_scatter(
-            output: torch.Tensor,
-            input: torch.Tensor,
-            op: Any = dist.ReduceOp.SUM,
-            group: dist.ProcessGroup | None = None,
-            async_op: bool = False,
-        ) -> ExchangeHandle | None:
-            sender = self._senders[len(handles)]
-            average = op == dist.ReduceOp.AVG
-            handle = self._compressor.exchange(sender, input, output, group or self._process_group, average)
-            handles.append(handle)
-            if async_op:
-                return handle
-            handle.wait()
-            return None
-
-        with _substituted(reduce_scatter):
+        with _noting() as asked:
             self._original(force_all_reduce=force_all_reduce)
-        if len(handles) != len(self._senders):
+        self._check(asked)
+        with self._stream():
+            handles = self._start(asked)
+            if group.grad_reduce_handle is not None:
+                group.grad_reduce_handle = _AllHandles(handles)
+            else:
+                _AllHandles(handles).wait()
+
+    def _start(self, asked: _Asked) -> Sequence[_Handle]:
+        """Run what was asked for; the last collective of each bucket may still be under way."""
+        run, average = self._compressor, asked.average
+        handles: list[_Handle] = []
+        if (ranks := self.scatter_group) is not None:
+            handles += [
+                run.reduce_scatter(sender, gradient, output, ranks, average)
+                for sender, (output, gradient) in zip(self.reduce_scatter, asked.reduce_scatter, strict=False)
+            ]
+        if (ranks := self.reduce_group) is not None:
+            _AllHandles(handles).wait()  # an instance's sum, which the all-reduce between instances needs
+            handles = [
+                run.all_reduce(parts, tensor, ranks, average)
+                for parts, tensor in zip(self.all_reduce, asked.all_reduce, strict=False)
+            ]
+        return handles
+
+    def _stream(self) -> AbstractContextManager[Any]:
+        """The CUDA stream on which upstream runs this group's collectives."""
+        config = self.group.ddp_config
+        if config.num_distributed_optimizer_instances > 1 and config.overlap_grad_reduce:
+            return torch.cuda.stream(self.group.communication_stream)
+        return nullcontext()
+
+    def _check(self, asked: _Asked) -> None:
+        buckets = len(self.group.buckets)
+        expected = (buckets if self.scatter_group else 0, buckets if self.reduce_group else 0)
+        found = (len(asked.reduce_scatter), len(asked.all_reduce))
+        if found != expected:
             raise RuntimeError(
-                "megatron-loco: start_grad_sync of megatron.core.distributed.param_and_grad_buffer reduced "
-                f"{len(handles)} of {len(self._senders)} buckets through {_GLOBAL}: "
-                "this release of megatron-core is not supported"
+                "megatron-loco: start_grad_sync of megatron.core.distributed.param_and_grad_buffer asked for "
+                f"{found[0]} reduce-scatters and {found[1]} all-reduces through the module's globals, not "
+                f"{expected[0]} and {expected[1]}: this release of megatron-core is not supported"
             )
-        if group.grad_reduce_handle is not None:
-            group.grad_reduce_handle = _AllHandles(handles)
 
     def _notice_repetition(self) -> None:
         """Tell the compressor of a backward pass that runs again within one optimizer step."""
@@ -138,8 +229,3 @@ class BucketGroupSeam:
             else:
                 compressor.exchanged_twice()
         self._step_of_last_exchange = compressor.steps_seen
-
-    def _count_uncompressed(self, force_all_reduce: bool) -> None:
-        self._compressor.count(stock_gradients(self._group, all_reduce=force_all_reduce))
-        if self.compresses:
-            self._compressor.events.uncompressed_syncs += 1

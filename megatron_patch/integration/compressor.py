@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from megatron_patch.collectives.reduce_scatter import BufferPool, ExchangeHandle, start_reduce_scatter
+from megatron_patch.collectives.all_reduce import AllReduceHandle, SenderAndOwner, start_all_reduce
+from megatron_patch.collectives.buffers import BufferPool
+from megatron_patch.collectives.reduce_scatter import ReduceScatterHandle, start_reduce_scatter
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.integration.wire import Wire
@@ -61,6 +63,7 @@ class Compressor:
         self.device = device
         self.pool = BufferPool(device)
         self.senders: list[Sender] = []
+        """All of the chunk's, in the order of their allocation: the owners of all-reduced shards too."""
         self.steps = 0
         self.steps_seen = 0
         self.events = Events()
@@ -80,27 +83,44 @@ class Compressor:
         """Memory of all error states on this rank, in bytes."""
         return sum(sender.error.nbytes for sender in self.senders if sender.error is not None)
 
-    def add_bucket(self, numel: int, group: dist.ProcessGroup) -> Sender:
-        """Allocate the sender of a bucket of `numel` elements that is exchanged over `group`."""
-        layout = BlockLayout.of(numel, group.size(), self.config.bits, self.config.block_size)
+    def add_reduce_scatter(self, numel: int, group: dist.ProcessGroup) -> Sender:
+        """Allocate the state of the reduce-scatter of `numel` elements over `group`."""
+        return self._add(BlockLayout.of(numel, group.size(), self.config.bits, self.config.block_size))
+
+    def add_all_reduce(self, numel: int, group: dist.ProcessGroup) -> SenderAndOwner:
+        """Allocate the state of the all-reduce of `numel` elements over `group`."""
+        sender = self.add_reduce_scatter(numel, group)
+        return SenderAndOwner(sender, self._add(sender.layout.shard(group.rank())))
+
+    def _add(self, layout: BlockLayout) -> Sender:
         stream = dist.get_rank() * 4096 + len(self.senders)
         self.senders.append(Sender(self.config, layout, self.device, stream))
         return self.senders[-1]
 
-    def exchange(
+    def reduce_scatter(
         self,
         sender: Sender,
         gradient: torch.Tensor,
         output: torch.Tensor,
         group: dist.ProcessGroup,
         average: bool,
-    ) -> ExchangeHandle:
+    ) -> ReduceScatterHandle:
         """Start the compressed reduce-scatter of one bucket; counts it."""
-        handle = start_reduce_scatter(sender, gradient, output, group, average, self.pool)
-        peers = sender.layout.shards - 1
+        self._count_payloads(sender)
+        return start_reduce_scatter(sender, gradient, output, group, average, self.pool)
+
+    def all_reduce(
+        self, parts: SenderAndOwner, data: torch.Tensor, group: dist.ProcessGroup, average: bool
+    ) -> AllReduceHandle:
+        """Start the compressed all-reduce of `data`, in place; counts it."""
+        self._count_payloads(parts.sender)
+        self._count_payloads(parts.owner, peers=group.size() - 1)
+        return start_all_reduce(parts, data, group, average, self.pool)
+
+    def _count_payloads(self, sender: Sender, peers: int | None = None) -> None:
+        peers = sender.layout.shards - 1 if peers is None else peers
         self.count(Wire(peers * sender.layout.payload_bytes, peers * sender.layout.shard_size))
         self._used.append(sender)
-        return handle
 
     def count(self, wire: Wire) -> None:
         """Count bytes sent to other ranks in this step, compressed or not."""

@@ -17,7 +17,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -110,9 +110,9 @@ def _nothing() -> Callable[..., None]:
     return _answer(None)
 
 
-@contextlib.contextmanager
-def _null_context(*args: object, **kwargs: object) -> Iterator[None]:
-    yield
+def _null_context(*args: object, **kwargs: object) -> contextlib.nullcontext[None]:
+    # Not a generator's context: several optimizer instances enter one torch.cuda.stream(...) twice.
+    return contextlib.nullcontext()
 
 
 def _get_rng_state(*args: object, **kwargs: object) -> torch.Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import runpy
 import sys
@@ -67,6 +68,7 @@ def _run(script: str, flags: list[str]) -> None:
         config = config_from_arguments(args)
         output = Path(args.compression_output) if args.compression_output else None
         if args.compression_attach:
+            _show_log()
             enable(config)
         installed.append(RunMetrics(config, args.compression_attach, output))
         installed[0].install()
@@ -82,6 +84,17 @@ def _run(script: str, flags: list[str]) -> None:
         arguments.add_megatron_arguments = original
     for metrics in installed:
         metrics.finish()
+
+
+def _show_log() -> None:
+    """Have what compression logs appear, whatever the script's own level is: a few lines per run."""
+    logger = logging.getLogger("megatron_patch")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
 
 
 def _tell(error: UserError) -> int:

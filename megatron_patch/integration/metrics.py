@@ -133,8 +133,8 @@ class RunMetrics:
         return [
             group
             for chunk in self._model
-            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups
-            if getattr(chunk.ddp_config, "use_distributed_optimizer", False)
+            for kind in ("bucket_groups", "expert_parallel_bucket_groups")  # FSDP has neither
+            for group in getattr(chunk, kind, [])
         ]
 
     def _compression_record(self) -> dict[str, Any]:

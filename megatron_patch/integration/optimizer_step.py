@@ -1,41 +1,57 @@
 """How a step ended: Megatron's optimizers tell the compressors of their model chunks.
 
 `MegatronOptimizer.step()` returns (successful, grad_norm, zeros). The outermost step of a training
-iteration is ChainedOptimizer's (what get_megatron_optimizer returns), or DistributedOptimizer's own, which it
-inherits from MixedPrecisionOptimizer: those two methods are wrapped on their classes, since optimizers are
-built long after `attach`. Upstream's loop, schedule and arithmetic stay untouched.
+iteration is ChainedOptimizer's (what get_megatron_optimizer returns), or that of a single optimizer, which
+has it from MixedPrecisionOptimizer (DistributedOptimizer too) or FP32Optimizer: those methods are wrapped on
+their classes, since optimizers are built long after `attach`. Upstream's loop, schedule and arithmetic stay
+untouched.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron.core.optimizer.optimizer import ChainedOptimizer, MixedPrecisionOptimizer
+import torch
+from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer, MixedPrecisionOptimizer
 
-StepListener = Callable[[list[Any], bool, float], None]
-"""Called with the optimizer's model chunks, whether the step succeeded, and the factor by which it changed
+StepListener = Callable[[Any, bool, float], None]
+"""Called with the optimizer, whether the step succeeded, and the factor by which it changed
 the loss scale (1.0 without one: bf16, fp32)."""
 
-_CLASSES = (ChainedOptimizer, MixedPrecisionOptimizer)
+_CLASSES = (ChainedOptimizer, MixedPrecisionOptimizer, FP32Optimizer)
 _MARK = "_megatron_loco_original"
 
 
-def model_chunks(optimizer: Any) -> list[Any]:
-    """The DDP-wrapped model chunks that a Megatron optimizer updates, each once."""
-    found: list[Any] = []
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        for chunk in getattr(part, "model_chunks", []):
-            if not any(chunk is other for other in found):
-                found.append(chunk)
-    return found
+def updates(optimizer: Any, chunk: Any) -> bool:
+    """Whether a Megatron optimizer updates parameters of a DDP-wrapped model chunk."""
+    return any(
+        any(known is chunk for known in getattr(part, "model_chunks", []))
+        or any(parameter in chunk.param_to_bucket_group for parameter in _model_parameters(part))
+        for part in _parts(optimizer)
+    )
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _model_parameters(part: Any) -> Iterator[torch.nn.Parameter]:
+    """The model's parameters that a replicated optimizer updates (a distributed one knows its chunks)."""
+    if hasattr(part, "float16_groups"):  # its param_groups hold fp32 copies
+        groups = part.float16_groups + part.fp32_from_fp32_groups
+    elif isinstance(part, FP32Optimizer) and part.optimizer is not None:
+        groups = [group["params"] for group in part.optimizer.param_groups]
+    else:
+        groups = []
+    return itertools.chain.from_iterable(groups)
 
 
 def _loss_scale(optimizer: Any) -> float:
     """The loss scale of the next backward pass; 1.0 without a gradient scaler (bf16, fp32)."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    if not any(getattr(part, "grad_scaler", None) is not None for part in parts):
+    if not any(getattr(part, "grad_scaler", None) is not None for part in _parts(optimizer)):
         return 1.0
     return float(optimizer.get_loss_scale())
 
@@ -50,7 +66,7 @@ def listen(listener: StepListener) -> None:
         def step(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
             before = _loss_scale(self)
             result = _original(self, *args, **kwargs)
-            listener(model_chunks(self), bool(result[0]), _loss_scale(self) / before)
+            listener(self, bool(result[0]), _loss_scale(self) / before)
             return result
 
         wrapped = functools.wraps(original)(step)

@@ -27,8 +27,7 @@ def refuse_flags(args: Any) -> None:
         _refuse("use_torch_fsdp2", True, "Torch-FSDP2 does its own exchange; leave it out")
     _refuse_settings(
         fp32_accumulation=getattr(args, "ddp_reduce_scatter_with_fp32_accumulation", False),
-        distributed_optimizer=getattr(args, "use_distributed_optimizer", False),
-        cuda_graph=getattr(args, "cuda_graph_impl", None),
+        cuda_graphs=args,
     )
     optimizer = getattr(args, "optimizer", "adam")
     if optimizer not in ("adam", "sgd"):
@@ -51,21 +50,21 @@ def refuse_chunk(chunk: Any) -> None:
         )
     _refuse_settings(
         fp32_accumulation=getattr(chunk.ddp_config, "reduce_scatter_with_fp32_accumulation", False),
-        distributed_optimizer=chunk.ddp_config.use_distributed_optimizer,
-        cuda_graph=getattr(chunk.config, "cuda_graph_impl", None),
+        cuda_graphs=chunk.config,
     )
 
 
-def _refuse_settings(fp32_accumulation: bool, distributed_optimizer: bool, cuda_graph: str | None) -> None:
+def _refuse_settings(fp32_accumulation: bool, cuda_graphs: Any) -> None:
     if fp32_accumulation:
         _refuse(
             "ddp_reduce_scatter_with_fp32_accumulation",
             True,
             "both replace the reduce-scatter, and compression sums in fp32 anyway; leave it out",
         )
-    if not distributed_optimizer:
-        _refuse(
-            "use_distributed_optimizer", False, "it works inside the distributed optimizer; set it to true"
-        )
-    if cuda_graph == "full_iteration":
-        _refuse("cuda_graph_impl", cuda_graph, "it would freeze the step counter; use local or none")
+    graph = "full_iteration"
+    why = "it would freeze the step counter; graph layers instead, or none"
+    if getattr(cuda_graphs, "cuda_graph_impl", None) == graph:
+        _refuse("cuda_graph_impl", graph, why)
+    scopes = getattr(cuda_graphs, "cuda_graph_scope", None) or []  # where 0.17 has it: a list of enums
+    if any(getattr(scope, "name", scope) == graph for scope in scopes):
+        _refuse("cuda_graph_scope", graph, why)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 
 @dataclass
 class Wire:
@@ -28,23 +30,33 @@ class Wire:
         return 8 * self.nbytes / self.elements if self.elements else 0.0
 
 
-def _sharded(bucket_group: Any, name: str) -> Wire:
-    ranks = bucket_group.intra_distributed_optimizer_instance_size
+def _exchange(buffer: torch.Tensor | None, ranks: int, times: int = 1) -> Wire:
+    if buffer is None:
+        return Wire()
+    elements = times * buffer.numel() * (ranks - 1) / ranks
+    return Wire(elements * buffer.element_size(), elements)
+
+
+def stock_gradients(bucket_group: Any, force_all_reduce: bool = False) -> Wire:
+    """Megatron's own gradient exchange of a bucket group, once."""
+    config = bucket_group.ddp_config
     total = Wire()
     for bucket in bucket_group.buckets:
-        buffer = getattr(bucket, name)
-        if buffer is not None:
-            elements = buffer.numel() * (ranks - 1) / ranks
-            total.add(Wire(elements * buffer.element_size(), elements))
+        if not config.use_distributed_optimizer:
+            total.add(_exchange(bucket.grad_data, bucket_group.data_parallel_group.size(), times=2))
+            continue
+        ranks = bucket_group.intra_distributed_optimizer_instance_size
+        total.add(_exchange(bucket.grad_data, ranks, times=2 if force_all_reduce else 1))
+        if config.num_distributed_optimizer_instances > 1:
+            instances = bucket_group.inter_distributed_optimizer_instance_group.size()
+            total.add(_exchange(bucket.grad_data[: bucket.grad_data.numel() // ranks], instances, times=2))
     return total
 
 
-def stock_gradients(bucket_group: Any, all_reduce: bool = False) -> Wire:
-    """Megatron's own gradient exchange of a distributed optimizer's bucket group, once."""
-    wire = _sharded(bucket_group, "grad_data")
-    return Wire(2 * wire.nbytes, 2 * wire.elements) if all_reduce else wire
-
-
 def weights(bucket_group: Any) -> Wire:
-    """The all-gather of a bucket group's updated parameters, once a step."""
-    return _sharded(bucket_group, "param_data")
+    """The all-gather of a bucket group's updated parameters, once a step; none if they are replicated."""
+    total = Wire()
+    if bucket_group.ddp_config.use_distributed_optimizer:
+        for bucket in bucket_group.buckets:
+            total.add(_exchange(bucket.param_data, bucket_group.intra_distributed_optimizer_instance_size))
+    return total

@@ -48,7 +48,7 @@ def block_scales(h: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
     largest = h.abs().amax(dim=-1)
     if layout.bits == 1:
         total = h.abs().sum(dim=-1, dtype=torch.float64)
-        wanted = (total / layout.lengths(h.device)).to(torch.float32)
+        wanted = (total / layout.lengths(h.device).clamp(min=1)).to(torch.float32)
     else:
         wanted = largest / levels(layout.bits)
     finite = torch.isfinite(largest)

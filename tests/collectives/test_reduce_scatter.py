@@ -29,7 +29,8 @@ def exchange(options: dict[str, Any], dtype: str, average: bool, aliased: bool, 
     import torch
     import torch.distributed as dist
 
-    from megatron_patch.collectives.reduce_scatter import BufferPool, start_reduce_scatter
+    from megatron_patch.collectives.buffers import BufferPool
+    from megatron_patch.collectives.reduce_scatter import start_reduce_scatter
     from megatron_patch.compensation.sender import Sender
     from megatron_patch.config import CompressionConfig
     from megatron_patch.quantization.blocks import BlockLayout
@@ -74,7 +75,8 @@ def two_in_flight() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from megatron_patch.collectives.reduce_scatter import BufferPool, start_reduce_scatter
+    from megatron_patch.collectives.buffers import BufferPool
+    from megatron_patch.collectives.reduce_scatter import start_reduce_scatter
     from megatron_patch.compensation.sender import Sender
     from megatron_patch.config import CompressionConfig
     from megatron_patch.quantization.blocks import BlockLayout
@@ -115,7 +117,8 @@ def wire_bytes(bits: int, numel: int, tries: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from megatron_patch.collectives import reduce_scatter as module
+    from megatron_patch.collectives.buffers import BufferPool
+    from megatron_patch.collectives.reduce_scatter import start_reduce_scatter
     from megatron_patch.compensation.sender import Sender
     from megatron_patch.config import CompressionConfig
     from megatron_patch.quantization.blocks import BlockLayout
@@ -144,9 +147,9 @@ def wire_bytes(bits: int, numel: int, tries: int) -> dict[str, Any]:
     try:
         generator = torch.Generator().manual_seed(dist.get_rank())
         bucket = torch.randn(numel, generator=generator)
-        pool = module.BufferPool(device)
+        pool = BufferPool(device)
         shard = torch.empty(layout.shard_size)
-        module.start_reduce_scatter(sender, bucket, shard, dist.group.WORLD, False, pool).wait()
+        start_reduce_scatter(sender, bucket, shard, dist.group.WORLD, False, pool).wait()
     finally:
         dist.all_to_all_single = inner
     return {

@@ -6,6 +6,7 @@ All on Megatron's real DDP, buckets and distributed optimizer (tiny_model.py), 4
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 from typing import Any
 
@@ -138,13 +139,13 @@ def test_method_none_is_bit_identical_to_stock_megatron(pool, model):
 
 
 def attach_and_disable() -> dict[str, Any]:
-    from megatron.core.optimizer.optimizer import ChainedOptimizer, MixedPrecisionOptimizer
+    from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer, MixedPrecisionOptimizer
 
     import megatron_patch
     from megatron_patch import CompressionConfig, UserError
     from megatron_patch.integration.attach import compressor_of
 
-    classes = (ChainedOptimizer, MixedPrecisionOptimizer)
+    classes = (ChainedOptimizer, MixedPrecisionOptimizer, FP32Optimizer)
     stock_steps = [cls.step for cls in classes]
     tiny, _ = built(SEVERAL, None)
     config = CompressionConfig(bits=2)
@@ -253,7 +254,6 @@ def refusals() -> dict[str, Any]:
     function = param_and_grad_buffer.dist_reduce_scatter_func
     for name, ddp in (
         ("reduce_scatter_with_fp32_accumulation", {"reduce_scatter_with_fp32_accumulation": True}),
-        ("use_distributed_optimizer", {"use_distributed_optimizer": False}),
     ):
         chunk = build(ddp=ddp).ddp
         param_and_grad_buffer.dist_reduce_scatter_func = function  # Megatron sets it for the whole process
@@ -262,9 +262,15 @@ def refusals() -> dict[str, Any]:
         except megatron_patch.UserError as error:
             answers[name] = str(error)
         assert compressor_of(chunk) is None
-    graphs = build().ddp
+    graphs, older_graphs = build().ddp, build().ddp
     graphs.config.cuda_graph_impl = "full_iteration"
-    for name, chunk in (("cuda_graph_impl", graphs), ("Linear", torch.nn.Linear(2, 2))):
+    older_graphs.config.cuda_graph_impl = "local"
+    older_graphs.config.cuda_graph_scope = [enum.Enum("CudaGraphScope", ["full_iteration"]).full_iteration]
+    for name, chunk in (
+        ("cuda_graph_impl", graphs),
+        ("cuda_graph_scope", older_graphs),
+        ("Linear", torch.nn.Linear(2, 2)),
+    ):
         try:
             megatron_patch.attach([chunk])
         except megatron_patch.UserError as error:
@@ -277,8 +283,8 @@ def test_what_cannot_be_served_is_refused_by_name(pool):
     (answers,) = pool.run(refusals, world_size=1)
     assert set(answers) == {
         "reduce_scatter_with_fp32_accumulation",
-        "use_distributed_optimizer",
         "cuda_graph_impl",
+        "cuda_graph_scope",
         "Linear",
     }
     for name, message in answers.items():
@@ -307,7 +313,7 @@ def unsupported_release() -> list[str]:
 
     import megatron_patch
 
-    stock = param_and_grad_buffer.dist_reduce_scatter_func
+    stock = param_and_grad_buffer.dist_reduce_scatter_func, param_and_grad_buffer.torch
     tiny, _ = built({}, None)
     (group,) = tiny.groups
     answers = []
@@ -318,7 +324,7 @@ def unsupported_release() -> list[str]:
             tiny.exchange(tiny.random_gradients(0))
         except (RuntimeError, ZeroDivisionError) as error:
             answers.append(str(error))
-        assert param_and_grad_buffer.dist_reduce_scatter_func is stock
+        assert (param_and_grad_buffer.dist_reduce_scatter_func, param_and_grad_buffer.torch) == stock
         megatron_patch.disable()
     return answers
 
@@ -326,7 +332,8 @@ def unsupported_release() -> list[str]:
 def test_a_release_that_bypasses_the_seam_is_an_error_and_the_global_is_always_restored(pool):
     for unsupported, raised in pool.run(unsupported_release):
         assert "megatron.core.distributed.param_and_grad_buffer" in unsupported
-        assert "0 of 1 buckets" in unsupported
+        assert "0 reduce-scatters and 0 all-reduces" in unsupported
+        assert "not 1 and 0" in unsupported
         assert "division" in raised
 
 
@@ -637,13 +644,13 @@ def accumulated(model: dict[str, Any], microbatches: int, steps: int) -> dict[st
 
     tiny, compressor = built(model, {"bits": 4})
     calls = [0]
-    exchange = compressor.exchange
+    exchange = compressor.reduce_scatter
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
         return exchange(*args, **kwargs)
 
-    compressor.exchange = counting
+    compressor.reduce_scatter = counting
     report: dict[str, Any] = {"shards": [], "errors": [], "gradients": [], "calls": []}
     for step in range(steps):
         tiny.ddp.zero_grad_buffer()
@@ -690,13 +697,13 @@ def dispatch_times() -> dict[str, Any]:
     tiny, compressor = built(SEVERAL, {"bits": 4})
     phases: list[list[str]] = []
     phase = ["backward"]
-    exchange = compressor.exchange
+    exchange = compressor.reduce_scatter
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         phases[-1].append(phase[0])
         return exchange(*args, **kwargs)
 
-    compressor.exchange = noting
+    compressor.reduce_scatter = noting
     handles = []
     for step in range(3):
         phases.append([])
@@ -818,18 +825,27 @@ def simulate(reports: list[Any], bucket: int, ranks: list[int], steps: int) -> l
     return shards
 
 
-def test_two_optimizer_instances_are_compressed_inside_and_summed_between(pool):
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+def test_two_optimizer_instances_are_compressed_inside_and_between(pool, overlap):
     steps = 5
-    reports = pool.run(grouped, {"instances": 2}, steps)
-    groups = sorted({tuple(report["groups"][0]) for report in reports})
-    assert [len(group) for group in groups] == [2, 2]
-    assert reports[0]["shards per bucket"] == [2]
-    simulated = [simulate(reports, 0, list(group), steps) for group in groups]
-    for step in range(steps):
-        total = simulated[0][step] + simulated[1][step]
-        for group in groups:
-            for place, rank in enumerate(group):
-                assert np.array_equal(reports[rank]["shards"][step][0].numpy(), total[place])
+    reports = pool.run(grouped, {"instances": 2, "overlap": overlap}, steps)
+    instances = sorted({tuple(report["groups"][0]) for report in reports})
+    assert [len(instance) for instance in instances] == [2, 2]
+    assert reports[0]["shards per bucket"] == [2, 2, 1], "scatter inside, then sender and owner between"
+    inside = [simulate(reports, 0, list(instance), steps) for instance in instances]
+    size = inside[0][0].shape[1]
+    for place, peers in enumerate(zip(*instances, strict=True)):
+        senders = LoCoSimulation(2, size, bits=4, reset_interval=3)
+        owners = [LoCoSimulation(1, size // 2, bits=4, reset_interval=3) for _ in peers]
+        for step in range(steps):
+            sums = senders.step(np.stack([instance[step][place] for instance in inside]))
+            held = [owner.step(half[None]) for owner, half in zip(owners, sums.shards, strict=True)]
+            for index, rank in enumerate(peers):
+                errors = reports[rank]["errors"][step]
+                assert np.array_equal(errors[1].numpy(), sums.errors[index])
+                assert np.array_equal(errors[2].numpy(), held[index].errors[0])
+                shard = np.concatenate([owner.sent[0] for owner in held])
+                assert np.array_equal(reports[rank]["shards"][step][0].numpy(), shard)
 
 
 def test_experts_are_compressed_over_their_own_ranks(pool):

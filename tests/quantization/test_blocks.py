@@ -17,54 +17,63 @@ SHARDS = st.integers(1, 8)
 SIZES = st.integers(1, 700)
 
 
-def blocks_by_hand(shards: int, size: int, block: int) -> list[list[list[int]]]:
-    """Positions in the bucket of the elements of each block of each shard."""
+NUMELS = st.integers(1, 4000)
+
+
+def blocks_by_hand(numel: int, shards: int, block_size: int | str) -> list[list[list[int]]]:
+    """Positions in the bucket of the elements of each block of each shard; the last shards may lack some."""
+    size = math.ceil(numel / shards)
+    block = size if block_size == "shard" else block_size
     return [
         [
-            list(range(j * size + start, j * size + min(start + block, size)))
+            list(range(min(j * size + start, numel), min(j * size + min(start + block, size), numel)))
             for start in range(0, size, block)
         ]
         for j in range(shards)
     ]
 
 
-@given(SHARDS, SIZES, BITS, BLOCKS)
+@given(NUMELS, SHARDS, BITS, BLOCKS)
 @settings(max_examples=80, deadline=None)
-def test_no_block_crosses_a_shard_and_every_element_is_in_one(shards, size, bits, block_size):
-    layout = BlockLayout.of(shards * size, shards, bits, block_size)
-    block = size if block_size == "shard" else block_size
-    by_hand = blocks_by_hand(shards, size, block)
-    assert (layout.shards, layout.shard_size, layout.numel) == (shards, size, shards * size)
+def test_no_block_crosses_a_shard_and_every_element_is_in_one(numel, shards, bits, block_size):
+    layout = BlockLayout.of(numel, shards, bits, block_size)
+    by_hand = blocks_by_hand(numel, shards, block_size)
+    assert (layout.shards, layout.shard_size, layout.numel) == (shards, math.ceil(numel / shards), numel)
     assert layout.blocks == len(by_hand[0])
+    assert sum(len(places) for blocks in by_hand for places in blocks) == numel
 
     # Elements are numbered from 1: a zero in the cut is fill.
-    cut = layout.cut(torch.arange(1, shards * size + 1, dtype=torch.float64))
+    cut = layout.cut(torch.arange(1, numel + 1, dtype=torch.float64))
     assert cut.dtype == torch.float32
-    assert cut.shape == (shards, layout.blocks, block)
+    assert cut.shape == (shards, layout.blocks, layout.block)
     for shard in range(shards):
         for index, places in enumerate(by_hand[shard]):
             row = cut[shard, index].tolist()
             assert row[: len(places)] == [place + 1 for place in places]
             assert not any(row[len(places) :])
-    assert layout.lengths(torch.device("cpu")).tolist() == [len(places) for places in by_hand[0]]
+        alone = layout.shard(shard)
+        assert alone.numel == sum(len(places) for places in by_hand[shard])
+        assert (alone.shards, alone.payload_bytes) == (1, layout.payload_bytes)
+    lengths = [[len(places) for places in blocks] for blocks in by_hand]
+    assert layout.lengths(torch.device("cpu")).tolist() == lengths
 
 
 @given(
-    SHARDS, SIZES, BITS, BLOCKS, st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int8])
+    NUMELS, SHARDS, BITS, BLOCKS, st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int8])
 )
 @settings(max_examples=100, deadline=None)
-def test_join_undoes_cut(shards, size, bits, block_size, dtype):
-    layout = BlockLayout.of(shards * size, shards, bits, block_size)
-    values = torch.arange(shards * size).remainder(100).to(dtype)
-    joined = layout.join(layout.cut(values))
-    assert joined.shape == (shards, size)
-    assert torch.equal(joined, values.view(shards, size).float())
-    assert torch.equal(layout.join(layout.cut(values)[:1]), joined[:1])
-
-
-def test_a_bucket_that_does_not_divide_is_refused():
-    with pytest.raises(ValueError, match="10 elements does not divide among 4 ranks"):
-        BlockLayout.of(10, 4, 4, 128)
+def test_flat_and_join_undo_cut(numel, shards, bits, block_size, dtype):
+    layout = BlockLayout.of(numel, shards, bits, block_size)
+    values = torch.arange(numel).remainder(100).to(dtype)
+    cut = layout.cut(values)
+    assert torch.equal(layout.flat(cut), values.float())
+    joined = layout.join(cut)
+    assert joined.shape == (shards, layout.shard_size)
+    assert torch.equal(joined.reshape(-1)[:numel], values.float())
+    assert torch.equal(layout.join(cut[:1]), joined[:1])
+    for shard, row in enumerate(joined):
+        alone = layout.shard(shard)
+        assert torch.equal(alone.flat(alone.cut(row[: alone.numel])), row[: alone.numel])
 
 
 @given(SHARDS, SIZES, BITS, BLOCKS)

@@ -1,0 +1,86 @@
+"""The low-bit all-reduce: a reduce-scatter and an all-gather of quantized shards, an error state for each.
+
+    senders:  h = g + e            -> payloads to the owners    e <- beta*e + (1-beta)*(h - s*q)
+    owners:   x = sum of s_n*q_n      (fp32, divided by N where Megatron asked for the average)
+              H = x + E            -> one payload to all        E <- beta*E + (1-beta)*(H - S*Q)
+    all:      g <- S*Q of every shard, the owner's own included: every rank holds the same bits
+
+The senders' part is the flat reduce-scatter; the owner then is the sender of its one shard (the "worker" and
+"server" errors of 1-bit Adam, arXiv 2102.02888, algorithm 1, with LoCo's moving average). At 4 bits, and
+8.25 bits an element in all, it moves about a quarter of a bf16 all-reduce.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_patch.collectives.buffers import BufferPool
+from megatron_patch.collectives.reduce_scatter import ReduceScatterHandle, start_reduce_scatter
+from megatron_patch.compensation.sender import Sender
+from megatron_patch.quantization.reference import read_payload
+
+
+@dataclass(frozen=True)
+class SenderAndOwner:
+    """A rank's two parts in the all-reduce of one bucket: it sends N shards and owns one of them.
+
+    `owner.layout` is `sender.layout.shard(rank)`.
+    """
+
+    sender: Sender
+    owner: Sender
+
+
+class AllReduceHandle:
+    """The rest of an all-reduce: `wait` ends the reduce-scatter and runs the all-gather. Once only."""
+
+    def __init__(
+        self,
+        scatter: ReduceScatterHandle,
+        reduced: torch.Tensor,
+        parts: SenderAndOwner,
+        data: torch.Tensor,
+        group: dist.ProcessGroup,
+        pool: BufferPool,
+    ) -> None:
+        self._scatter = scatter
+        self._reduced: torch.Tensor | None = reduced
+        self._parts = parts
+        self._data = data
+        self._group = group
+        self._pool = pool
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Block (on CUDA: the current stream) until `data` holds the sum, or the average, on every rank."""
+        if self._reduced is None:
+            return
+        reduced, self._reduced = self._reduced, None
+        self._scatter.wait()
+        layout, owner = self._parts.sender.layout, self._parts.owner
+        send = self._pool.take(1, layout.payload_bytes)
+        receive = self._pool.take(layout.shards, layout.payload_bytes)
+        owner.compress(_as_fp32(reduced)[: owner.layout.numel], send)
+        dist.all_gather_into_tensor(receive, send, group=self._group)
+        self._data.copy_(read_payload(receive, layout).reshape(-1)[: layout.numel])
+        for buffer in (reduced, send, receive):
+            self._pool.give(buffer)
+
+
+def start_all_reduce(
+    parts: SenderAndOwner, data: torch.Tensor, group: dist.ProcessGroup, average: bool, pool: BufferPool
+) -> AllReduceHandle:
+    """Compress and send `data` [B] of fp32, bf16 or fp16; the handle's `wait` replaces it by what all hold.
+
+    With `average` the sum is divided by N, as ReduceOp.AVG does.
+    """
+    reduced = pool.take(1, 4 * parts.sender.layout.shard_size)
+    scatter = start_reduce_scatter(parts.sender, data, _as_fp32(reduced), group, average, pool)
+    return AllReduceHandle(scatter, reduced, parts, data, group, pool)
+
+
+def _as_fp32(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer.view(-1).view(torch.float32)
