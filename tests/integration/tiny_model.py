@@ -39,9 +39,12 @@ class Tiny:
         return [bucket for group in self.groups for bucket in group.buckets]
 
     def shards(self) -> list[torch.Tensor]:
-        """This rank's part of every bucket's gradients, as the optimizer reads it; copies."""
+        """This rank's part of every bucket's gradients (all of it, if replicated); copies."""
         found = []
         for group in self.groups:
+            if not group.ddp_config.use_distributed_optimizer:
+                found += [bucket.grad_data.clone() for bucket in group.buckets]
+                continue
             ranks = group.intra_distributed_optimizer_instance_size
             rank = group.intra_distributed_optimizer_instance_rank
             for bucket in group.buckets:
