@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron_patch.collectives.buffers import BufferPool
 from megatron_patch.collectives.reduce_scatter import ReduceScatterHandle, start_reduce_scatter
 from megatron_patch.compensation.sender import Sender
-from megatron_patch.quantization.reference import read_payload
+from megatron_patch.quantization.kernels import decompress
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class AllReduceHandle:
         receive = self._pool.take(layout.shards, layout.payload_bytes)
         owner.compress(_as_fp32(reduced)[: owner.layout.numel], send)
         dist.all_gather_into_tensor(receive, send, group=self._group)
-        self._data.copy_(read_payload(receive, layout).reshape(-1)[: layout.numel])
+        decompress(receive, layout, self._data)
         for buffer in (reduced, send, receive):
             self._pool.give(buffer)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_patch.collectives.buffers import BufferPool
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.quantization.blocks import BlockLayout
-from megatron_patch.quantization.reference import decompress_reduce
+from megatron_patch.quantization.kernels import decompress_reduce
 
 
 class ReduceScatterHandle:

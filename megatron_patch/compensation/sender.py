@@ -13,6 +13,7 @@ import torch
 from megatron_patch.compensation.moving_average import MovingAverageError
 from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization.blocks import BlockLayout
+from megatron_patch.quantization.kernels import fused
 from megatron_patch.quantization.reference import dequantize, quantize, write_payload
 
 STATISTICS = ("signal", "noise", "gradient", "error", "non_finite_blocks")
@@ -46,12 +47,24 @@ class Sender:
     @torch.no_grad()
     def compress(self, gradient: torch.Tensor, payload: torch.Tensor) -> None:
         """Read g, [B] of fp32, bf16 or fp16; write `payload`, uint8 [N, payload_bytes]; update e."""
+        noise = None
+        if self.generator is not None:
+            shape = (self.layout.shards, self.layout.blocks, self.layout.block)
+            noise = torch.rand(shape, generator=self.generator, device=gradient.device)
+        kernels = fused(gradient.device)
+        if kernels is None:
+            self._compress_in_torch(gradient, payload, noise)
+            return
+        tensors, beta = ({}, 0.0) if self.error is None else (self.error.tensors(), self.error.beta)
+        kernels.compress(gradient, payload, self.layout, tensors, beta, noise, self.statistics)
+
+    def _compress_in_torch(
+        self, gradient: torch.Tensor, payload: torch.Tensor, noise: torch.Tensor | None
+    ) -> None:
+        """The reference of what the fused kernels do."""
         g = self.layout.cut(gradient)
         error = self.error.decode() if self.error is not None else None
         h = g if error is None else g + error
-        noise = None
-        if self.generator is not None:
-            noise = torch.rand(h.shape, generator=self.generator, device=h.device)
         codes, scales = quantize(h, self.layout, noise)
         write_payload(codes, scales, self.layout, payload)
 

@@ -239,9 +239,9 @@ def _stand_in_for_distributed() -> None:
     dist.init_process_group = dropping(dist.init_process_group, "device_id")
     dist.barrier = dropping(dist.barrier, "device_ids")
 
-    original = dist.all_to_all_single
+    original_exchange, original_gather = dist.all_to_all_single, dist.all_gather
 
-    @functools.wraps(original)
+    @functools.wraps(original_exchange)
     def all_to_all_single(
         output: torch.Tensor,
         input: torch.Tensor,
@@ -254,11 +254,28 @@ def _stand_in_for_distributed() -> None:
         def as_list(sizes: Any) -> Any:
             return sizes if sizes is None else [int(size) for size in sizes]
 
-        return original(
+        return original_exchange(
             output, input, as_list(output_split_sizes), as_list(input_split_sizes), *args, **kwargs
         )
 
+    @functools.wraps(original_gather)
+    def all_gather(
+        tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        # Parts of different sizes, which gloo refuses: the tokens of each expert-tensor-parallel rank in
+        # tensor_parallel.mappings._gather_along_first_dim.
+        sizes = [part.numel() for part in tensor_list]
+        if async_op or len(set(sizes)) == 1:
+            return original_gather(tensor_list, tensor, group=group, async_op=async_op)
+        received = tensor.new_empty(sum(sizes))
+        sent = tensor.detach().reshape(-1).repeat(len(sizes))
+        original_exchange(received, sent, sizes, [tensor.numel()] * len(sizes), group=group)
+        for part, values in zip(tensor_list, received.split(sizes), strict=True):
+            part.copy_(values.view_as(part))
+        return None
+
     dist.all_to_all_single = all_to_all_single
+    dist.all_gather = all_gather
 
 
 def _sequence_parallel_norm(

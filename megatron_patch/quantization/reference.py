@@ -21,6 +21,7 @@ import torch
 from megatron_patch.quantization.blocks import BlockLayout
 from megatron_patch.quantization.packing import pack, unpack
 
+_BF16_NAN = 0x7FC0
 _FP32_MAX = torch.finfo(torch.float32).max
 
 
@@ -89,7 +90,9 @@ def write_payload(
     end = layout.code_bytes + 2 * layout.blocks
     payload[:, : packed.shape[1]] = packed
     payload[:, packed.shape[1] : layout.code_bytes] = 0
-    payload[:, layout.code_bytes : end] = scales.to(torch.bfloat16).view(torch.uint8)
+    stored = scales.to(torch.bfloat16).view(torch.int16)
+    stored.masked_fill_(torch.isnan(scales), _BF16_NAN)  # which of its bit patterns torch writes varies
+    payload[:, layout.code_bytes : end] = stored.view(torch.uint8)
     payload[:, end:] = 0
 
 
@@ -107,11 +110,13 @@ def read_payload(payload: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
 def decompress_reduce(
     payloads: torch.Tensor, layout: BlockLayout, output: torch.Tensor, divisor: int = 1
 ) -> None:
-    """Sum the N senders' payloads of one shard in fp32, in rank order, into `output` [S] of any float dtype.
+    """Sum the N senders' payloads of one shard in fp32, in rank order, into `output` of any float dtype.
 
-    `payloads` is uint8 [N, payload_bytes]; `divisor` is N where Megatron asked for the average, else 1.
+    `payloads` is uint8 [N, payload_bytes], `output` is [S], or less in a short shard; `divisor` is N where
+    Megatron asked for the average, else 1.
     """
     total = read_payload(payloads[:1], layout)[0]
     for sender in range(1, payloads.shape[0]):
         total = total + read_payload(payloads[sender : sender + 1], layout)[0]
+    total = total[: output.numel()]
     output.copy_(total if divisor == 1 else total / divisor)

@@ -1,0 +1,149 @@
+"""The CPU kernels: kernels.cpp, compiled when the package is built (hatch_build.py), called through ctypes.
+
+`compress` and `decompress_reduce` do in one pass over memory what compensation/sender.py and
+quantization/reference.py do in some twenty, bit for bit. The library has one variant of the code per
+instruction set (baseline, AVX2, AVX-512) and runs the widest that the processor has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from megatron_patch.quantization.blocks import BlockLayout
+
+LIBRARY = Path(__file__).with_name("libmegatron_loco.so")
+
+_FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_ERRORS = {torch.int8: 1, torch.bfloat16: 2, torch.float32: 3}
+
+
+_LAYOUT = ("numel", "shards", "shard_size", "bits", "block", "blocks", "code_bytes", "payload_bytes")
+
+
+class _Layout(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int64) for name in _LAYOUT)
+
+
+class _CompressArguments(ctypes.Structure):
+    _fields_ = (
+        ("layout", _Layout),
+        ("gradient", ctypes.c_void_p),
+        ("gradient_type", ctypes.c_int64),
+        ("error", ctypes.c_void_p),
+        ("error_scales", ctypes.c_void_p),
+        ("error_type", ctypes.c_int64),
+        ("old_weight", ctypes.c_float),
+        ("new_weight", ctypes.c_float),
+        ("noise", ctypes.c_void_p),
+        ("payload", ctypes.c_void_p),
+        ("statistics", ctypes.c_void_p),
+    )
+
+
+class _DecompressArguments(ctypes.Structure):
+    _fields_ = (
+        ("layout", _Layout),
+        ("payloads", ctypes.c_void_p),
+        ("senders", ctypes.c_int64),
+        ("output", ctypes.c_void_p),
+        ("length", ctypes.c_int64),
+        ("output_type", ctypes.c_int64),
+        ("divisor", ctypes.c_float),
+    )
+
+
+@functools.cache
+def variants() -> tuple[str, ...]:
+    """The instruction sets this processor can run, the fastest last; empty where nothing was compiled."""
+    library = _library()
+    if library is None:
+        return ()
+    count = library.megatron_loco_variants()
+    return tuple(library.megatron_loco_variant_name(index).decode() for index in range(count))
+
+
+def compress(
+    gradient: torch.Tensor,
+    payload: torch.Tensor,
+    layout: BlockLayout,
+    error: Mapping[str, torch.Tensor],
+    beta: float,
+    noise: torch.Tensor | None,
+    statistics: torch.Tensor,
+    variant: int = -1,
+) -> None:
+    """Steps 1 to 4 of DESIGN section 4 for one bucket, in place.
+
+    Args:
+        gradient: [B] of fp32, bf16 or fp16.
+        payload: uint8 [N, payload_bytes]; every byte is written.
+        error: MovingAverageError.tensors(); empty for none. Updated.
+        beta: weight of the old error.
+        noise: fp32 [N, blocks, b] in [0, 1) for stochastic rounding.
+        statistics: fp64 [5], written as compensation.sender.STATISTICS.
+        variant: index into `variants()`.
+    """
+    values = error.get("codes", error.get("values"))
+    scales = error.get("scales")
+    arguments = _CompressArguments(
+        layout=_layout(layout),
+        gradient=_pointer(gradient),
+        gradient_type=_FLOATS[gradient.dtype],
+        error=None if values is None else _pointer(values),
+        error_scales=None if scales is None else _pointer(scales),
+        error_type=0 if values is None else _ERRORS[values.dtype],
+        old_weight=beta,
+        new_weight=1 - beta,
+        noise=None if noise is None else _pointer(noise),
+        payload=_pointer(payload),
+        statistics=_pointer(statistics),
+    )
+    _loaded().megatron_loco_compress(variant % len(variants()), ctypes.byref(arguments))
+
+
+def decompress_reduce(
+    payloads: torch.Tensor, layout: BlockLayout, output: torch.Tensor, divisor: int = 1, variant: int = -1
+) -> None:
+    """quantization.reference.decompress_reduce."""
+    arguments = _DecompressArguments(
+        layout=_layout(layout),
+        payloads=_pointer(payloads),
+        senders=payloads.shape[0],
+        output=_pointer(output),
+        length=min(output.numel(), layout.shard_size),
+        output_type=_FLOATS[output.dtype],
+        divisor=divisor,
+    )
+    _loaded().megatron_loco_decompress_reduce(variant % len(variants()), ctypes.byref(arguments))
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    if not LIBRARY.is_file():
+        return None
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+    except OSError:  # compiled for another kind of machine
+        return None
+    library.megatron_loco_variant_name.restype = ctypes.c_char_p
+    return library
+
+
+def _loaded() -> ctypes.CDLL:
+    library = _library()
+    assert library is not None, "ask variants() first"
+    return library
+
+
+def _layout(layout: BlockLayout) -> _Layout:
+    return _Layout(*(getattr(layout, name) for name in _LAYOUT))
+
+
+def _pointer(tensor: torch.Tensor) -> int:
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()

@@ -1,0 +1,34 @@
+// The interface of the native kernels: plain pointers, called from quantization/native.py through ctypes.
+#pragma once
+#include <cstdint>
+
+// How a bucket is cut: quantization/blocks.py.
+struct Layout {
+  int64_t numel, shards, shard_size, bits, block, blocks, code_bytes, payload_bytes;
+};
+
+enum FloatType : int64_t { FP32 = 0, BF16 = 1, FP16 = 2 };
+enum ErrorType : int64_t { ERROR_NONE = 0, ERROR_INT8 = 1, ERROR_BF16 = 2, ERROR_FP32 = 3 };
+
+struct CompressArguments {
+  Layout layout;
+  const void *gradient;    // [numel] of gradient_type
+  int64_t gradient_type;
+  void *error;             // [shards, shard_size] of error_type; changed in place
+  uint16_t *error_scales;  // bf16 [shards, blocks], for ERROR_INT8; changed in place
+  int64_t error_type;
+  float old_weight, new_weight;  // beta and 1 - beta
+  const float *noise;      // [shards, blocks, block] in [0, 1) for stochastic rounding, or null
+  uint8_t *payload;        // [shards, payload_bytes]; every byte is written
+  double *statistics;      // [5]: sums of h^2, r^2, g^2, e^2 over finite blocks; blocks that are not
+};
+
+struct DecompressArguments {
+  Layout layout;
+  const uint8_t *payloads;  // [senders, payload_bytes], each of the same shard
+  int64_t senders;
+  void *output;             // [length] of output_type
+  int64_t length;           // at most shard_size
+  int64_t output_type;
+  float divisor;            // 1 for a sum
+};
