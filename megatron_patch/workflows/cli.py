@@ -13,12 +13,13 @@ from typing import NoReturn
 
 from megatron_patch import __version__
 from megatron_patch.errors import UserError
-from megatron_patch.workflows import compare, doctor, prepare_data, train
+from megatron_patch.workflows import bench, compare, doctor, prepare_data, train
 from megatron_patch.workflows.launcher import RankFailed
 
 _COMMANDS = {
     "train": (train, "run one configuration"),
     "compare": (compare, "run a configuration with several methods and compare them"),
+    "bench": (bench, "measure this machine: the kernels' speed"),
     "prepare-data": (prepare_data, "turn text into a Megatron data set"),
     "doctor": (doctor, "print what is installed, and what is missing for what"),
 }

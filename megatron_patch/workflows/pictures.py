@@ -12,12 +12,7 @@ def draw_comparison(
     path: Path, curves: dict[str, list[dict[str, Any]]], summaries: dict[str, dict[str, Any]]
 ) -> None:
     """Training loss against step, and bytes sent per step (gradients and weights), as a PNG at `path`."""
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # Megatron lets every INFO line through
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = _pyplot()
     figure, (losses, wire) = plt.subplots(1, 2, figsize=(10, 4), width_ratios=(3, 2), layout="constrained")
     styles = itertools.cycle(("-", "--", ":", "-."))
     for name, records in curves.items():
@@ -42,3 +37,34 @@ def draw_comparison(
     wire.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.12), ncols=2)
     figure.savefig(path, dpi=140)
     plt.close(figure)
+
+
+def draw_kernels(path: Path, result: dict[str, Any]) -> None:
+    """Elements per second of each way to compress, as bars beside the bound that memcpy sets; a PNG."""
+    plt = _pyplot()
+    rates = {name: rate for name, rate in result["elements_per_second"].items() if name != "native"}
+    names = sorted(rates, key=lambda name: rates[name])
+    figure, axes = plt.subplots(figsize=(8, 0.6 * len(names) + 1.6), layout="constrained")
+    bars = axes.barh(
+        [name.replace("_", " ") for name in names], [rates[name] / 1e6 for name in names], height=0.6
+    )
+    axes.bar_label(bars, fmt=" {:,.0f}")
+    bound = 2 * result["memcpy_bytes_per_second"] / result["bytes_per_element"] / 1e6
+    axes.axvline(
+        bound, color="black", linestyle="--", linewidth=1, label=f"memory bound by memcpy: {bound:,.0f}"
+    )
+    axes.set_xlabel(f"M elements per second, compress to {result['bits']} bits, {result['dtype']} gradients")
+    axes.margins(x=0.12)
+    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0))
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
+
+
+def _pyplot() -> Any:
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # Megatron lets every INFO line through
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

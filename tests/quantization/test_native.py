@@ -86,7 +86,8 @@ def test_codes_scales_and_errors_are_the_reference_s_bits(
         sent.fill_(0xA5)
         wanted.fill_(0x5A)
         kept = gradient.clone()
-        mine.compress(gradient, sent) if variant < 0 else with_variant(mine, gradient, sent, variant)
+        with native.using(variant):
+            mine.compress(gradient, sent)
         with_torch(theirs, gradient, wanted)
         assert same(gradient, kept), "the gradient is read only"
         assert same(sent, wanted)
@@ -96,20 +97,6 @@ def test_codes_scales_and_errors_are_the_reference_s_bits(
         assert mine.statistics[4] == theirs.statistics[4]
         smallest = 1e-20 * float(theirs.statistics[:4].max())  # beside the largest, it does not matter
         torch.testing.assert_close(mine.statistics[:4], theirs.statistics[:4], rtol=1e-5, atol=smallest)
-
-
-def with_variant(sender: Sender, gradient: torch.Tensor, payload: torch.Tensor, variant: int) -> None:
-    """Sender.compress with one variant of the code instead of the fastest."""
-    compress = native.compress
-
-    def chosen(*arguments: Any) -> None:
-        compress(*arguments, variant=variant)
-
-    native.compress = chosen
-    try:
-        sender.compress(gradient, payload)
-    finally:
-        native.compress = compress
 
 
 @given(
@@ -137,7 +124,8 @@ def test_the_reduced_shard_is_the_reference_s_bits(
     length = max(size - short, 1)
     divisor = senders if average else 1
     found, wanted = (torch.full((length + 8,), 7.0, dtype=dtype) for _ in range(2))
-    native.decompress_reduce(payloads, layout, found[:length], divisor, variant=variant)
+    with native.using(variant):
+        native.decompress_reduce(payloads, layout, found[:length], divisor)
     reference.decompress_reduce(payloads, layout, wanted[:length], divisor)
     assert torch.equal(found.isnan(), wanted.isnan())
     assert same(found.nan_to_num(), wanted.nan_to_num())

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -75,7 +76,6 @@ def compress(
     beta: float,
     noise: torch.Tensor | None,
     statistics: torch.Tensor,
-    variant: int = -1,
 ) -> None:
     """Steps 1 to 4 of DESIGN section 4 for one bucket, in place.
 
@@ -86,7 +86,6 @@ def compress(
         beta: weight of the old error.
         noise: fp32 [N, blocks, b] in [0, 1) for stochastic rounding.
         statistics: fp64 [5], written as compensation.sender.STATISTICS.
-        variant: index into `variants()`.
     """
     values = error.get("codes", error.get("values"))
     scales = error.get("scales")
@@ -103,11 +102,11 @@ def compress(
         payload=_pointer(payload),
         statistics=_pointer(statistics),
     )
-    _loaded().megatron_loco_compress(variant % len(variants()), ctypes.byref(arguments))
+    _loaded().megatron_loco_compress(_variant(), ctypes.byref(arguments))
 
 
 def decompress_reduce(
-    payloads: torch.Tensor, layout: BlockLayout, output: torch.Tensor, divisor: int = 1, variant: int = -1
+    payloads: torch.Tensor, layout: BlockLayout, output: torch.Tensor, divisor: int = 1
 ) -> None:
     """quantization.reference.decompress_reduce."""
     arguments = _DecompressArguments(
@@ -119,7 +118,25 @@ def decompress_reduce(
         output_type=_FLOATS[output.dtype],
         divisor=divisor,
     )
-    _loaded().megatron_loco_decompress_reduce(variant % len(variants()), ctypes.byref(arguments))
+    _loaded().megatron_loco_decompress_reduce(_variant(), ctypes.byref(arguments))
+
+
+@contextmanager
+def using(variant: int) -> Iterator[None]:
+    """Run `variants()[variant]` instead of the fastest: for tests and benchmarks."""
+    global _chosen
+    before, _chosen = _chosen, variant
+    try:
+        yield
+    finally:
+        _chosen = before
+
+
+_chosen: int | None = None
+
+
+def _variant() -> int:
+    return len(variants()) - 1 if _chosen is None else _chosen
 
 
 @functools.cache
