@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_patch.collectives.buffers import BufferPool
 from megatron_patch.collectives.reduce_scatter import ReduceScatterHandle, start_reduce_scatter
+from megatron_patch.collectives.workspace import Workspace
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.quantization.kernels import decompress
 
@@ -44,14 +44,14 @@ class AllReduceHandle:
         parts: SenderAndOwner,
         data: torch.Tensor,
         group: dist.ProcessGroup,
-        pool: BufferPool,
+        workspace: Workspace,
     ) -> None:
         self._scatter = scatter
         self._reduced: torch.Tensor | None = reduced
         self._parts = parts
         self._data = data
         self._group = group
-        self._pool = pool
+        self._workspace = workspace
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -61,25 +61,27 @@ class AllReduceHandle:
         reduced, self._reduced = self._reduced, None
         self._scatter.wait()
         layout, owner = self._parts.sender.layout, self._parts.owner
-        send = self._pool.take(1, layout.payload_bytes)
-        receive = self._pool.take(layout.shards, layout.payload_bytes)
-        owner.compress(_as_fp32(reduced)[: owner.layout.numel], send)
+        send = self._workspace.take(1, layout.payload_bytes)
+        receive = self._workspace.take(layout.shards, layout.payload_bytes)
+        with self._workspace.timed():
+            owner.compress(_as_fp32(reduced)[: owner.layout.numel], send)
         dist.all_gather_into_tensor(receive, send, group=self._group)
-        decompress(receive, layout, self._data)
+        with self._workspace.timed():
+            decompress(receive, layout, self._data)
         for buffer in (reduced, send, receive):
-            self._pool.give(buffer)
+            self._workspace.give(buffer)
 
 
 def start_all_reduce(
-    parts: SenderAndOwner, data: torch.Tensor, group: dist.ProcessGroup, average: bool, pool: BufferPool
+    parts: SenderAndOwner, data: torch.Tensor, group: dist.ProcessGroup, average: bool, workspace: Workspace
 ) -> AllReduceHandle:
     """Compress and send `data` [B] of fp32, bf16 or fp16; the handle's `wait` replaces it by what all hold.
 
     With `average` the sum is divided by N, as ReduceOp.AVG does.
     """
-    reduced = pool.take(1, 4 * parts.sender.layout.shard_size)
-    scatter = start_reduce_scatter(parts.sender, data, _as_fp32(reduced), group, average, pool)
-    return AllReduceHandle(scatter, reduced, parts, data, group, pool)
+    reduced = workspace.take(1, 4 * parts.sender.layout.shard_size)
+    scatter = start_reduce_scatter(parts.sender, data, _as_fp32(reduced), group, average, workspace)
+    return AllReduceHandle(scatter, reduced, parts, data, group, workspace)
 
 
 def _as_fp32(buffer: torch.Tensor) -> torch.Tensor:

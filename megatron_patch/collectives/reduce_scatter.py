@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_patch.collectives.buffers import BufferPool
+from megatron_patch.collectives.workspace import Workspace
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.quantization.blocks import BlockLayout
 from megatron_patch.quantization.kernels import decompress_reduce
@@ -26,14 +26,14 @@ class ReduceScatterHandle:
         work: Any,
         send: torch.Tensor,
         receive: torch.Tensor,
-        pool: BufferPool,
+        workspace: Workspace,
         layout: BlockLayout,
         output: torch.Tensor,
         divisor: int,
     ) -> None:
         self._work = work
         self._buffers: tuple[torch.Tensor, torch.Tensor] | None = (send, receive)
-        self._pool = pool
+        self._workspace = workspace
         self._layout = layout
         self._output = output
         self._divisor = divisor
@@ -47,9 +47,10 @@ class ReduceScatterHandle:
         self._buffers = None
         if self._work is not None:
             self._work.wait()
-        decompress_reduce(receive, self._layout, self._output, self._divisor)
-        self._pool.give(send)
-        self._pool.give(receive)
+        with self._workspace.timed():
+            decompress_reduce(receive, self._layout, self._output, self._divisor)
+        self._workspace.give(send)
+        self._workspace.give(receive)
 
 
 def start_reduce_scatter(
@@ -58,7 +59,7 @@ def start_reduce_scatter(
     output: torch.Tensor,
     group: dist.ProcessGroup,
     average: bool,
-    pool: BufferPool,
+    workspace: Workspace,
 ) -> ReduceScatterHandle:
     """Compress `gradient` [B] and send it; the handle's `wait` writes this rank's shard to `output` [S].
 
@@ -66,8 +67,11 @@ def start_reduce_scatter(
     With `average` the sum is divided by N, as ReduceOp.AVG does.
     """
     layout = sender.layout
-    send = pool.take(layout.shards, layout.payload_bytes)
-    receive = pool.take(layout.shards, layout.payload_bytes)
-    sender.compress(gradient, send)
+    send = workspace.take(layout.shards, layout.payload_bytes)
+    receive = workspace.take(layout.shards, layout.payload_bytes)
+    with workspace.timed():
+        sender.compress(gradient, send)
     work = dist.all_to_all_single(receive, send, group=group, async_op=True)
-    return ReduceScatterHandle(work, send, receive, pool, layout, output, layout.shards if average else 1)
+    return ReduceScatterHandle(
+        work, send, receive, workspace, layout, output, layout.shards if average else 1
+    )

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from megatron_patch.collectives.all_reduce import AllReduceHandle, SenderAndOwner, start_all_reduce
-from megatron_patch.collectives.buffers import BufferPool
 from megatron_patch.collectives.reduce_scatter import ReduceScatterHandle, start_reduce_scatter
+from megatron_patch.collectives.workspace import Workspace
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.integration.wire import Wire
@@ -46,6 +47,8 @@ class StepReport:
     wire: Wire = field(default_factory=Wire)
     statistics: torch.Tensor | None = None
     """fp64 [5], summed over buckets, as compensation.sender.STATISTICS; None: nothing was compressed."""
+    compression_seconds: Callable[[], float] = float
+    """Time spent in compressing and decompressing; on CUDA, asking waits for it."""
 
 
 class Compressor:
@@ -61,7 +64,7 @@ class Compressor:
     def __init__(self, config: CompressionConfig, device: torch.device) -> None:
         self.config = config
         self.device = device
-        self.pool = BufferPool(device)
+        self.workspace = Workspace(device)
         self.senders: list[Sender] = []
         """All of the chunk's, in the order of their allocation: the owners of all-reduced shards too."""
         self.steps = 0
@@ -107,7 +110,7 @@ class Compressor:
     ) -> ReduceScatterHandle:
         """Start the compressed reduce-scatter of one bucket; counts it."""
         self._count_payloads(sender)
-        return start_reduce_scatter(sender, gradient, output, group, average, self.pool)
+        return start_reduce_scatter(sender, gradient, output, group, average, self.workspace)
 
     def all_reduce(
         self, parts: SenderAndOwner, data: torch.Tensor, group: dist.ProcessGroup, average: bool
@@ -115,7 +118,7 @@ class Compressor:
         """Start the compressed all-reduce of `data`, in place; counts it."""
         self._count_payloads(parts.sender)
         self._count_payloads(parts.owner, peers=group.size() - 1)
-        return start_all_reduce(parts, data, group, average, self.pool)
+        return start_all_reduce(parts, data, group, average, self.workspace)
 
     def _count_payloads(self, sender: Sender, peers: int | None = None) -> None:
         peers = sender.layout.shards - 1 if peers is None else peers
@@ -148,7 +151,7 @@ class Compressor:
     def end_step(self, successful: bool, loss_scale_factor: float = 1.0) -> None:
         """The optimizer's step is over. It changed fp16's loss scale by a factor: the errors carry it too."""
         statistics = torch.stack([sender.statistics for sender in self._used]).sum(0) if self._used else None
-        self.report = StepReport(self._wire, statistics)
+        self.report = StepReport(self._wire, statistics, self.workspace.lap())
         self._wire, self._used, self._replaying = Wire(), [], False
         self.steps_seen += 1
         if successful:

@@ -57,6 +57,7 @@ class RunMetrics:
         self._evaluating = ""
         self._losses: dict[str, float] = {}
         self._last: dict[str, Any] = {}
+        self._compression_seconds: list[float] = []
         self._steps = 0
         self._wires: dict[str, dict[str, float]] = {}
 
@@ -139,10 +140,12 @@ class RunMetrics:
 
     def _compression_record(self) -> dict[str, Any]:
         gradients, weights = wire.Wire(), wire.Wire()
+        seconds = 0.0
         sums = torch.zeros(len(STATISTICS), dtype=torch.float64)
         compressors = self._compressors()
         for compressor in compressors:
             gradients.add(compressor.report.wire)
+            seconds += compressor.report.compression_seconds()
             if compressor.report.statistics is not None:
                 sums += compressor.report.statistics.cpu()
         for group in self._bucket_groups():
@@ -153,7 +156,7 @@ class RunMetrics:
             [
                 sums,
                 torch.tensor(
-                    [gradients.nbytes, gradients.elements, weights.nbytes, weights.elements],
+                    [gradients.nbytes, gradients.elements, weights.nbytes, weights.elements, seconds],
                     dtype=torch.float64,
                 ),
             ]
@@ -161,7 +164,7 @@ class RunMetrics:
         if "nccl" in dist.get_backend():
             totals = totals.cuda()
         dist.all_reduce(totals)
-        *sums_, grad_bytes, grad_elements, weight_bytes, weight_elements = totals.tolist()
+        *sums_, grad_bytes, grad_elements, weight_bytes, weight_elements, seconds = totals.tolist()
         signal, noise, gradient, error, non_finite = sums_
         ranks = dist.get_world_size()
         self._wires = {
@@ -174,7 +177,9 @@ class RunMetrics:
                 ("weight_wire", weight_bytes, weight_elements),
             )
         }
+        self._compression_seconds.append(seconds / ranks)
         return {
+            "compression_seconds": seconds / ranks,
             "gradient_wire_bytes": grad_bytes / ranks,
             "weight_wire_bytes": weight_bytes / ranks,
             "compression_snr_db": 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None,
@@ -187,6 +192,7 @@ class RunMetrics:
             f"compression/{name}": record[name]
             for name in (
                 "gradient_wire_bytes",
+                "compression_seconds",
                 "compression_snr_db",
                 "compensation_norm_ratio",
                 "non_finite_blocks",
@@ -220,9 +226,8 @@ class RunMetrics:
         if self._output is None or not self._writes():
             return
         peak, error_bytes = memory.tolist()
-        timed = self._seconds[_WARM_UP_STEPS:] or self._seconds
         args = get_args()
-        median = stats.median(timed)
+        median = _median(self._seconds)
         events = [c.describe() for c in self._compressors()]
         summary = {
             "method": self._config.method if self._attached else "stock",
@@ -232,6 +237,7 @@ class RunMetrics:
             "train_loss": self._last["loss"],
             **{"valid_loss": None, **self._losses},
             "step_seconds": {"median": median},
+            "compression_seconds_per_step": _median(self._compression_seconds),
             "tokens_per_second": args.global_batch_size * args.seq_length / median,
             **self._wires,
             "compensation_bytes": int(error_bytes),
@@ -244,6 +250,10 @@ class RunMetrics:
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         partial.replace(path)
+
+
+def _median(seconds: list[float]) -> float:
+    return stats.median(seconds[_WARM_UP_STEPS:] or seconds)
 
 
 def _number(value: Any) -> float | None:

@@ -29,8 +29,8 @@ def exchange(options: dict[str, Any], dtype: str, average: bool, aliased: bool, 
     import torch
     import torch.distributed as dist
 
-    from megatron_patch.collectives.buffers import BufferPool
     from megatron_patch.collectives.reduce_scatter import start_reduce_scatter
+    from megatron_patch.collectives.workspace import Workspace
     from megatron_patch.compensation.sender import Sender
     from megatron_patch.config import CompressionConfig
     from megatron_patch.quantization.blocks import BlockLayout
@@ -40,7 +40,7 @@ def exchange(options: dict[str, Any], dtype: str, average: bool, aliased: bool, 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device("cpu")
     layout = BlockLayout.of(ranks * SHARD, ranks, config.bits, config.block_size)
-    sender, pool = Sender(config, layout, device, stream=rank), BufferPool(device)
+    sender, workspace = Sender(config, layout, device, stream=rank), Workspace(device)
     kept = []
     compress = sender.compress
 
@@ -55,7 +55,7 @@ def exchange(options: dict[str, Any], dtype: str, average: bool, aliased: bool, 
         before = bucket.clone()
         own = slice(rank * SHARD, (rank + 1) * SHARD)
         output = bucket[own] if aliased else torch.full((SHARD,), 77.0, dtype=bucket.dtype)
-        handle = start_reduce_scatter(sender, bucket, output, dist.group.WORLD, average, pool)
+        handle = start_reduce_scatter(sender, bucket, output, dist.group.WORLD, average, workspace)
         handle.wait()
         after = output.clone()
         handle.wait()  # once only: a second wait changes nothing
@@ -65,7 +65,7 @@ def exchange(options: dict[str, Any], dtype: str, average: bool, aliased: bool, 
         report["shards"].append(output.float())
         if sender.error is not None:
             report["errors"].append(layout.join(sender.error.decode()).reshape(-1))
-        report["nbytes"].append(pool.nbytes)
+        report["nbytes"].append(workspace.nbytes)
     report["expected_nbytes"] = 2 * ranks * layout.payload_bytes
     return report
 
@@ -75,8 +75,8 @@ def two_in_flight() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from megatron_patch.collectives.buffers import BufferPool
     from megatron_patch.collectives.reduce_scatter import start_reduce_scatter
+    from megatron_patch.collectives.workspace import Workspace
     from megatron_patch.compensation.sender import Sender
     from megatron_patch.config import CompressionConfig
     from megatron_patch.quantization.blocks import BlockLayout
@@ -84,7 +84,7 @@ def two_in_flight() -> dict[str, Any]:
     device = torch.device("cpu")
     config = CompressionConfig(method="naive", bits=8)
     layout = BlockLayout.of(RANKS * SHARD, RANKS, 8, 128)
-    pool = BufferPool(device)
+    workspace = Workspace(device)
     senders = [Sender(config, layout, device) for _ in range(2)]
     nbytes, errors = [], []
     for step in range(3):
@@ -93,12 +93,12 @@ def two_in_flight() -> dict[str, Any]:
         ]
         outputs = [torch.empty(SHARD) for _ in range(2)]
         handles = [
-            start_reduce_scatter(sender, bucket, output, dist.group.WORLD, False, pool)
+            start_reduce_scatter(sender, bucket, output, dist.group.WORLD, False, workspace)
             for sender, bucket, output in zip(senders, buckets, outputs, strict=True)
         ]
         for handle in reversed(handles):
             handle.wait()
-        nbytes.append(pool.nbytes)
+        nbytes.append(workspace.nbytes)
         for bucket, output in zip(buckets, outputs, strict=True):
             dist.all_reduce(bucket)
             exact = bucket[dist.get_rank() * SHARD : (dist.get_rank() + 1) * SHARD]
@@ -117,8 +117,8 @@ def wire_bytes(bits: int, numel: int, tries: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from megatron_patch.collectives.buffers import BufferPool
     from megatron_patch.collectives.reduce_scatter import start_reduce_scatter
+    from megatron_patch.collectives.workspace import Workspace
     from megatron_patch.compensation.sender import Sender
     from megatron_patch.config import CompressionConfig
     from megatron_patch.quantization.blocks import BlockLayout
@@ -147,9 +147,9 @@ def wire_bytes(bits: int, numel: int, tries: int) -> dict[str, Any]:
     try:
         generator = torch.Generator().manual_seed(dist.get_rank())
         bucket = torch.randn(numel, generator=generator)
-        pool = BufferPool(device)
+        workspace = Workspace(device)
         shard = torch.empty(layout.shard_size)
-        start_reduce_scatter(sender, bucket, shard, dist.group.WORLD, False, pool).wait()
+        start_reduce_scatter(sender, bucket, shard, dist.group.WORLD, False, workspace).wait()
     finally:
         dist.all_to_all_single = inner
     return {

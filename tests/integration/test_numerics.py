@@ -73,7 +73,7 @@ def train(model: dict[str, Any], compression: dict[str, Any], how: str) -> dict[
                     if sender.error is not None
                 ],
                 "shards": [shard.float() for shard in shards],
-                "pool": compressor.pool.nbytes,
+                "pool": compressor.workspace.nbytes,
             }
         )
     report = {

@@ -1,0 +1,103 @@
+"""The low-bit all-reduce on real process groups: both phases against the simulation, ragged shards too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from collectives.test_reduce_scatter import gradient_of
+from simulation.all_reduce_float64 import AllReduceAgreement
+
+RANKS = 4
+STEPS = 5
+
+
+def all_reduce(options: dict[str, Any], numel: int, dtype: str, average: bool) -> dict[str, Any]:
+    """Several all-reduces of one bucket: what was sent and remembered in both phases, what all ranks hold."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_patch.collectives.all_reduce import SenderAndOwner, start_all_reduce
+    from megatron_patch.collectives.workspace import Workspace
+    from megatron_patch.compensation.sender import Sender
+    from megatron_patch.config import CompressionConfig
+    from megatron_patch.quantization.blocks import BlockLayout
+    from megatron_patch.quantization.reference import read_payload
+
+    config, device = CompressionConfig(**options), torch.device("cpu")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    layout = BlockLayout.of(numel, ranks, config.bits, config.block_size)
+    parts = SenderAndOwner(Sender(config, layout, device), Sender(config, layout.shard(rank), device))
+    workspace = Workspace(device)
+    report: dict[str, Any] = {"sent": [], "errors": [], "owned": [], "owner_errors": [], "held": []}
+
+    def record(sender: Sender, name: str) -> None:
+        compress = sender.compress
+
+        def compress_and_keep(gradient: torch.Tensor, payload: torch.Tensor) -> None:
+            compress(gradient, payload)
+            report[name].append(read_payload(payload, sender.layout).reshape(-1)[: sender.layout.numel])
+
+        sender.compress = compress_and_keep
+
+    record(parts.sender, "sent")
+    record(parts.owner, "owned")
+    report["nbytes"] = []
+    for step in range(STEPS):
+        data = torch.from_numpy(gradient_of(rank, step, numel)).to(getattr(torch, dtype))
+        handle = start_all_reduce(parts, data, dist.group.WORLD, average, workspace)
+        handle.wait()
+        handle.wait()  # once only
+        report["held"].append(data.float())
+        report["nbytes"].append(workspace.nbytes)
+        for name, sender in (("errors", parts.sender), ("owner_errors", parts.owner)):
+            if sender.error is not None:
+                report[name].append(sender.layout.flat(sender.error.decode()))
+    return report
+
+
+@pytest.mark.parametrize(
+    ("options", "numel", "dtype", "average"),
+    [
+        ({"bits": 4}, 1096, "float32", False),
+        ({"bits": 4}, 1001, "bfloat16", True),
+        ({"bits": 8, "block_size": 64}, 777, "float32", True),
+        ({"bits": 2, "error_beta": 0.5, "error_dtype": "fp32"}, 1003, "float16", False),
+        ({"bits": 1, "error_dtype": "bf16"}, 1001, "float32", True),
+        ({"bits": 1, "block_size": "shard"}, 1001, "float32", False),
+        ({"bits": 4, "method": "naive"}, 300, "float32", False),
+        ({"bits": 4, "block_size": 16}, 5, "float32", True),  # shards of 2, 2, 1 and 0 elements
+    ],
+)
+def test_both_phases_and_what_every_rank_holds(pool, options, numel, dtype, average):
+    reports = pool.run(all_reduce, options, numel, dtype, average)
+    memory = options.get("method") != "naive"
+    agreement = AllReduceAgreement(
+        RANKS,
+        numel,
+        bits=options["bits"],
+        block_size=options.get("block_size", 128),
+        beta=options.get("error_beta", 0.8),
+        error_dtype=options.get("error_dtype", "int8"),
+        memory=memory,
+        average=average,
+        gradient_dtype={"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[dtype],
+    )
+    owners = range(len(agreement.owners))  # an empty shard has none
+    for step in range(STEPS):
+        held = agreement.exchange(
+            np.stack([gradient_of(rank, step, numel) for rank in range(RANKS)]),
+            sent=np.stack([report["sent"][step].numpy() for report in reports]),
+            owned=[reports[owner]["owned"][step].numpy() for owner in owners],
+        )
+        agreement.end_step(
+            errors=np.stack([report["errors"][step].numpy() for report in reports]) if memory else None,
+            owner_errors=[reports[owner]["owner_errors"][step].numpy() for owner in owners]
+            if memory
+            else None,
+        )
+        for report in reports:
+            assert np.array_equal(report["held"][step].numpy(), reports[0]["held"][step].numpy())
+            assert ((report["held"][step].numpy() == held) | agreement.touched).all()
+            assert len(set(report["nbytes"])) == 1, "buffers come back"
