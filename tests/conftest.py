@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+# Read as Triton is imported, which torch may do; `make test-gpu` sets it to 0.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from collections.abc import Iterator
 
 import pytest

@@ -51,17 +51,20 @@ class Sender:
         if self.generator is not None:
             shape = (self.layout.shards, self.layout.blocks, self.layout.block)
             noise = torch.rand(shape, generator=self.generator, device=gradient.device)
-        kernels = fused(gradient.device)
+        kernels = fused(gradient.device, self.layout)
         if kernels is None:
-            self._compress_in_torch(gradient, payload, noise)
+            self.compress_in_torch(gradient, payload, noise)
             return
         tensors, beta = ({}, 0.0) if self.error is None else (self.error.tensors(), self.error.beta)
         kernels.compress(gradient, payload, self.layout, tensors, beta, noise, self.statistics)
 
-    def _compress_in_torch(
+    def compress_in_torch(
         self, gradient: torch.Tensor, payload: torch.Tensor, noise: torch.Tensor | None
     ) -> None:
-        """The reference of what the fused kernels do."""
+        """`compress` by the torch reference, which the fused kernels must match bit for bit.
+
+        `noise`, fp32 [N, blocks, b] in [0, 1), asks for stochastic rounding.
+        """
         g = self.layout.cut(gradient)
         error = self.error.decode() if self.error is not None else None
         h = g if error is None else g + error

@@ -6,6 +6,8 @@ so that ranks may differ in what they run. MEGATRON_LOCO_KERNELS=torch takes the
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 from types import ModuleType
 
@@ -17,27 +19,43 @@ from megatron_patch.quantization.blocks import BlockLayout
 VARIABLE = "MEGATRON_LOCO_KERNELS"
 
 
-def fused(device: torch.device) -> ModuleType | None:
-    """The kernels of a device; None: the torch reference."""
+def fused(device: torch.device, layout: BlockLayout | None = None) -> ModuleType | None:
+    """The kernels for buckets cut by `layout` on a device; None: the torch reference."""
     if os.environ.get(VARIABLE, "auto") == "torch":
         return None
-    return native if device.type == "cpu" and native.variants() else None
+    if device.type == "cpu":
+        return native if native.variants() else None
+    kernels = _triton() if device.type == "cuda" else None
+    return kernels if kernels is not None and (layout is None or kernels.supports(layout)) else None
+
+
+@functools.cache
+def _triton() -> ModuleType | None:
+    # Imported where a GPU is used only: Triton takes a while.
+    try:
+        return importlib.import_module("megatron_patch.quantization.triton_kernels")
+    except ImportError:
+        return None
 
 
 def describe(device: torch.device) -> str:
     """The kernels of a device in words, for logs and `doctor`."""
-    if fused(device) is native:
+    kernels = fused(device)
+    if kernels is native:
         return f"native ({native.variants()[-1]})"
-    if device.type == "cpu" and not native.variants():
-        return "torch reference: no compiler was there when the package was built (about 15 times slower)"
-    return "torch reference"
+    if kernels is not None:
+        return "triton"
+    if os.environ.get(VARIABLE, "auto") == "torch":
+        return f"torch reference ({VARIABLE} asks for it)"
+    missing = "no compiler was there when the package was built" if device.type == "cpu" else "no Triton"
+    return f"torch reference: {missing} (about 15 times slower)"
 
 
 def decompress_reduce(
     payloads: torch.Tensor, layout: BlockLayout, output: torch.Tensor, divisor: int = 1
 ) -> None:
     """Sum N senders' payloads of one shard: reference.decompress_reduce, fused where possible."""
-    kernels = fused(output.device)
+    kernels = fused(output.device, layout)
     (kernels or reference).decompress_reduce(payloads, layout, output, divisor)
 
 

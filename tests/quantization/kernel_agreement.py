@@ -1,0 +1,138 @@
+"""What every fused kernel must do, on any device: the torch reference's bits.
+
+`kernels` is a module with compress and decompress_reduce, as megatron_patch.quantization.native.
+"""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from megatron_patch.compensation.sender import Sender
+from megatron_patch.config import CompressionConfig
+from megatron_patch.quantization import reference
+from megatron_patch.quantization.blocks import BlockLayout
+from megatron_patch.quantization.kernels import VARIABLE
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+BITS = st.sampled_from([8, 4, 2, 1])
+BETAS = st.sampled_from([0.0, 0.5, 0.8])
+ERROR_DTYPES = st.sampled_from(["int8", "bf16", "fp32", None])
+KINDS = st.sampled_from(["plain", "not finite", "huge", "tiny", "ties"])
+SEEDS = st.integers(0, 1000)
+
+
+def gradient_of(numel: int, seed: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
+    """Random numbers whose size varies, with stretches of zeros; `kind` adds what may go wrong."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.exp(-8 * torch.rand(-(-numel // 40), generator=generator)).repeat_interleave(40)[:numel]
+    size[torch.rand(numel, generator=generator) < 0.1] = 0
+    values = torch.randn(numel, generator=generator) * size
+    somewhere = torch.randint(numel, (3,), generator=generator)
+    if kind == "not finite":
+        values[somewhere] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    elif kind == "huge":
+        values *= 3e38 / values.abs().max().clamp(min=1e-30)
+    elif kind == "tiny":
+        values *= 1e-40
+    elif kind == "ties":
+        values = torch.randint(-7, 8, (numel,), generator=generator) / 2.0
+    return values.to(dtype)
+
+
+def sender_of(
+    layout: BlockLayout,
+    device: torch.device,
+    error_dtype: str | None = None,
+    beta: float = 0.0,
+    **options: Any,
+) -> Sender:
+    """A sender of `layout`; without an error where `error_dtype` is None."""
+    if error_dtype is not None:
+        options |= {"method": "loco", "error_dtype": error_dtype, "error_beta": beta}
+    return Sender(CompressionConfig(**({"method": "naive", "bits": layout.bits} | options)), layout, device)
+
+
+def with_torch(sender: Sender, gradient: torch.Tensor, payload: torch.Tensor) -> None:
+    """Sender.compress by the reference."""
+    os.environ[VARIABLE] = "torch"
+    try:
+        sender.compress(gradient, payload)
+    finally:
+        del os.environ[VARIABLE]
+
+
+def same(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bits."""
+    return torch.equal(mine.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+
+
+def check_compress(
+    kernels: ModuleType,
+    layout: BlockLayout,
+    *,
+    dtype: torch.dtype,
+    error_dtype: str | None,
+    beta: float,
+    stochastic: bool,
+    kind: str,
+    seed: int,
+    device: torch.device,
+) -> None:
+    """Three exchanges of one bucket, the second with gradients of `kind`."""
+    mine, theirs = (sender_of(layout, device, error_dtype, beta) for _ in range(2))
+    shape = (layout.shards, layout.payload_bytes)
+    sent, wanted = (torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(2))
+    for step in range(3):
+        gradient = gradient_of(layout.numel, seed + step, dtype, kind if step == 1 else "plain").to(device)
+        kept = gradient.clone()
+        sent.fill_(0xA5)
+        wanted.fill_(0x5A)
+        noise = None
+        if stochastic and layout.bits > 1:
+            generator = torch.Generator(device).manual_seed(seed + step)
+            noise = torch.rand(
+                (layout.shards, layout.blocks, layout.block), generator=generator, device=device
+            )
+        error = {} if mine.error is None else mine.error.tensors()
+        kernels.compress(gradient, sent, layout, error, beta, noise, mine.statistics)
+        theirs.compress_in_torch(gradient, wanted, noise)
+        assert same(gradient, kept), "the gradient is read only"
+        assert same(sent, wanted)
+        if theirs.error is not None:
+            for name, tensor in error.items():
+                assert same(tensor, theirs.error.tensors()[name]), name
+        assert mine.statistics[4] == theirs.statistics[4]
+        smallest = 1e-20 * float(theirs.statistics[:4].max())  # beside the largest, it does not matter
+        torch.testing.assert_close(mine.statistics[:4], theirs.statistics[:4], rtol=1e-5, atol=smallest)
+
+
+def check_decompress_reduce(
+    kernels: ModuleType,
+    layout: BlockLayout,
+    senders: int,
+    *,
+    dtype: torch.dtype,
+    average: bool,
+    kind: str,
+    short: int,
+    seed: int,
+    device: torch.device,
+) -> None:
+    """The sum of several senders' shards, `layout` being that of one, the last `short` elements left out."""
+    payloads = torch.empty(senders, layout.payload_bytes, dtype=torch.uint8, device=device)
+    for index in range(senders):
+        gradient = gradient_of(layout.numel, seed + index, torch.float32, kind if index == 0 else "plain")
+        sender_of(layout, device).compress_in_torch(gradient.to(device), payloads[index : index + 1], None)
+    length = max(layout.shard_size - short, 1)
+    divisor = senders if average else 1
+    found, wanted = (torch.full((length + 8,), 7.0, dtype=dtype, device=device) for _ in range(2))
+    kernels.decompress_reduce(payloads, layout, found[:length], divisor)
+    reference.decompress_reduce(payloads, layout, wanted[:length], divisor)
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert same(found.nan_to_num(), wanted.nan_to_num())
+    assert (found[length:] == 7).all(), "nothing is written beyond the shard"

@@ -1,0 +1,97 @@
+"""The Triton kernels without a GPU: the reference's bits in the interpreter, and compiled for a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quantization.kernel_agreement import (
+    BETAS,
+    BITS,
+    DTYPES,
+    ERROR_DTYPES,
+    KINDS,
+    SEEDS,
+    check_compress,
+    check_decompress_reduce,
+)
+
+from megatron_patch.quantization import triton_kernels
+from megatron_patch.quantization.blocks import BlockLayout
+
+CPU = torch.device("cpu")
+BLOCKS = st.sampled_from([16, 64, 128, 1024])
+
+
+def shapes() -> st.SearchStrategy[tuple[int, int]]:
+    """(elements, shards): any, and some whose blocks all have a multiple of 16."""
+    return st.one_of(
+        st.tuples(st.integers(1, 2500), st.integers(1, 5)),
+        st.sampled_from([(1024, 1), (4096, 4), (2048, 2), (3120, 3)]),
+    )
+
+
+@given(
+    shape=shapes(),
+    bits=BITS,
+    block_size=BLOCKS,
+    dtype=DTYPES,
+    error_dtype=ERROR_DTYPES,
+    beta=BETAS,
+    stochastic=st.booleans(),
+    kind=KINDS,
+    seed=SEEDS,
+)
+@settings(max_examples=80, deadline=None)
+def test_codes_scales_and_errors_are_the_reference_s_bits(shape, bits, block_size, **options):
+    check_compress(triton_kernels, BlockLayout.of(*shape, bits, block_size), device=CPU, **options)
+
+
+@given(
+    size=st.integers(1, 1500),
+    senders=st.integers(1, 9),
+    bits=BITS,
+    block_size=BLOCKS,
+    dtype=DTYPES,
+    average=st.booleans(),
+    kind=KINDS,
+    short=st.integers(0, 20),
+    seed=SEEDS,
+)
+@settings(max_examples=60, deadline=None)
+def test_the_reduced_shard_is_the_reference_s_bits(size, senders, bits, block_size, **options):
+    layout = BlockLayout.of(size, 1, bits, block_size)
+    check_decompress_reduce(triton_kernels, layout, senders, device=CPU, **options)
+
+
+def test_one_scale_for_a_shard_is_left_to_the_reference():
+    assert triton_kernels.supports(BlockLayout.of(10_000, 2, 4, 128))
+    assert not triton_kernels.supports(BlockLayout.of(10_000, 2, 4, "shard"))
+    assert not triton_kernels.supports(BlockLayout.of(2 * 8192, 2, 4, 8192))
+
+
+def test_they_compile_for_a_hopper_gpu_with_wide_loads_and_nothing_fused():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_for_gpu.py")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 12
+    for line in lines:
+        name, fused, wide, _, stack = line.split()
+        assert fused == "fused=0", f"{name}: {line}"
+        assert stack == "stack=0", f"{name}: {line}"
+        if name.startswith("compress") and "aligned" in name:
+            assert int(wide.partition("=")[2]) > 0, line
