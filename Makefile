@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test test-slow lint format lock clean
+.PHONY: help setup pretrain test test-compat test-slow lint format lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,6 +22,9 @@ pretrain: $(READY) ## train the tiny LLaMA uncompressed and with 4-bit LoCo, and
 test: $(READY) ## the tests (at most 10 minutes on 2 cores)
 	@$(BIN)/python -m pytest -m "not slow"
 
+test-compat: $(READY) ## the seam's tests on the older megatron-core releases that are supported
+	@bash tools/compat.sh "$(VENV)"
+
 test-slow: $(READY) ## the tests that take minutes each
 	@$(BIN)/python -m pytest -m slow
 
@@ -37,4 +40,4 @@ lock: $(READY) ## resolve requirements.lock anew
 	  --extra dev pyproject.toml requirements.in -o requirements.lock
 
 clean: ## remove the environment and the runs
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) .compat runs .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,8 +1,8 @@
 """Runs Megatron's engine a few times in one process that imports it once; called by test_engine.py.
 
-    python engine_runs.py FOLDER
+    python engine_runs.py FOLDER [NAME ...]
 
-Each run forks two ranks that train the same tiny LLaMA for a few steps. `stock` is Megatron's engine
+Each run forks its ranks, which train a tiny LLaMA or MoE for a few steps. `stock` is Megatron's engine
 without megatron_patch (but for what stands in for CUDA); the others go through megatron_patch.launch.
 """
 
@@ -14,6 +14,7 @@ import runpy
 import socket
 import sys
 import traceback
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,13 +27,23 @@ MODEL = [
     *("--seq-length", "32", "--max-position-embeddings", "32", "--micro-batch-size", "2"),
     *("--global-batch-size", "8", "--lr", "1e-3", "--train-iters", str(STEPS), "--eval-iters", "1"),
     *("--eval-interval", "100", "--log-interval", "1", "--num-workers", "0", "--split", "90,10,0"),
-    *("--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights"),
+    *("--swiglu", "--disable-bias-linear"),
     *("--normalization", "RMSNorm", "--position-embedding-type", "rope"),
     *("--attention-dropout", "0", "--hidden-dropout", "0", "--use-distributed-optimizer"),
     *("--tokenizer-type", "NullTokenizer", "--vocab-size", "257", "--mock-data"),
 ]
-OVERLAP = ["--overlap-grad-reduce", "--ddp-bucket-size", "30000"]
-BF16 = ["--bf16"]
+UNTIED = ["--untie-embeddings-and-output-weights"]
+OVERLAP = [*UNTIED, "--overlap-grad-reduce", "--ddp-bucket-size", "30000"]
+BF16 = [*UNTIED, "--bf16"]
+# Every parallelism leaves two ranks that hold the same parameters: otherwise nothing is exchanged.
+EXPERTS = [
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "64"),
+    *("--moe-aux-loss-coeff", "0.01", "--moe-token-dispatcher-type", "alltoall"),
+    *("--expert-model-parallel-size", "2", *UNTIED),
+]
+PARALLEL = [  # embeddings and output weights are tied, over two pipeline stages
+    *("--tensor-model-parallel-size", "2", "--sequence-parallel", "--pipeline-model-parallel-size", "2"),
+]
 
 
 def cpu_flags() -> list[str]:
@@ -44,41 +55,57 @@ def cpu_flags() -> list[str]:
     return flags
 
 
-RUNS: dict[str, tuple[bool, list[str]]] = {
-    "stock": (False, []),
-    "none": (True, ["--compression-method", "none"]),
-    "stock-overlap": (False, OVERLAP),
-    "none-overlap": (True, [*OVERLAP, "--compression-method", "none"]),
-    "stock-bf16": (False, BF16),
-    "none-bf16": (True, [*BF16, "--compression-method", "none"]),
-    "unattached": (True, ["--no-compression-attach"]),
-    "loco": (True, ["--compression-bits", "4"]),
-    "loco-again": (True, ["--compression-bits", "4"]),
-    "loco-overlap": (True, [*OVERLAP, "--compression-bits", "4"]),
-    "loco-late": (True, ["--compression-start-step", "100"]),
-    "raises": (True, ["--train-iters", "nonsense"]),
+@dataclass(frozen=True)
+class Run:
+    """Flags over MODEL, the ones of ours (None: stock Megatron, without us), and the number of ranks."""
+
+    flags: list[str] = field(default_factory=lambda: UNTIED)
+    ours: list[str] | None = None
+    ranks: int = RANKS
+
+
+NONE, LOCO = ["--compression-method", "none"], ["--compression-bits", "4"]
+RUNS: dict[str, Run] = {
+    "stock": Run(),
+    "none": Run(ours=NONE),
+    "stock-overlap": Run(OVERLAP),
+    "none-overlap": Run(OVERLAP, NONE),
+    "stock-bf16": Run(BF16),
+    "none-bf16": Run(BF16, NONE),
+    "unattached": Run(ours=["--no-compression-attach"]),
+    "loco": Run(ours=LOCO),
+    "loco-again": Run(ours=LOCO),
+    "loco-overlap": Run(OVERLAP, LOCO),
+    "loco-late": Run(ours=["--compression-start-step", "100"]),
+    "stock-experts": Run(EXPERTS, ranks=4),
+    "none-experts": Run(EXPERTS, NONE, ranks=4),
+    "loco-experts": Run(EXPERTS, LOCO, ranks=4),
+    "stock-parallel": Run(PARALLEL, ranks=8),
+    "none-parallel": Run(PARALLEL, NONE, ranks=8),
+    "loco-parallel": Run(PARALLEL, LOCO, ranks=8),
+    "raises": Run(ours=["--train-iters", "nonsense"]),
 }
 
 
 def rank_main(name: str, rank: int, port: int, folder: Path) -> int:
-    through_launch, flags = RUNS[name]
+    asked = RUNS[name]
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(RANKS),
-        LOCAL_WORLD_SIZE=str(RANKS),
+        WORLD_SIZE=str(asked.ranks),
+        LOCAL_WORLD_SIZE=str(asked.ranks),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
     import torch
 
     torch.set_num_threads(1)
-    argv = [*MODEL, *cpu_flags(), *flags, "--tensorboard-dir", str(folder / "tensorboard")]
-    if through_launch:
+    argv = [*MODEL, *cpu_flags(), *asked.flags, "--tensorboard-dir", str(folder / "tensorboard")]
+    if asked.ours is not None:
         from megatron_patch.integration.launch import main
 
         ours = ["--compression-device", "cpu", "--compression-output", str(folder)]
-        status = main([SCRIPT, *argv, *ours])
+        status = main([SCRIPT, *argv, *asked.ours, *ours])
     else:
         sys.argv = [SCRIPT, *argv]
         runpy.run_path(SCRIPT, run_name="__main__")
@@ -97,7 +124,7 @@ def run(name: str, out: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     pids = []
-    for rank in range(RANKS):
+    for rank in range(RUNS[name].ranks):
         pid = os.fork()
         if pid == 0:
             status = 1
@@ -123,8 +150,12 @@ if __name__ == "__main__":
     from megatron_patch.integration import cpu_device
 
     cpu_device.install()
-    for module in ("megatron.training.argument_utils", "torch.utils.tensorboard"):
-        importlib.import_module(module)  # once, before the ranks are forked
+    for module in (  # once, before the ranks are forked
+        "megatron.training.argument_utils",
+        "megatron.core.tokenizers.text",  # imports transformers: a second for every rank
+        "torch.utils.tensorboard",
+    ):
+        importlib.import_module(module)
 
-    for each in RUNS:
+    for each in sys.argv[2:] or RUNS:
         run(each, Path(sys.argv[1]))

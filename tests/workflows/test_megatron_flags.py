@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import pytest
 
@@ -69,6 +70,20 @@ def test_the_tiny_llama_passes_megatrons_own_validation(parser: argparse.Argumen
     assert (args.compression_method, args.compression_bits) == ("loco", 4)
 
 
+@pytest.mark.parametrize("recipe", sorted(LLAMA.parent.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_model_recipe_passes_megatrons_own_validation(
+    recipe: Path, parser: argparse.ArgumentParser
+) -> None:
+    run = configuration.load(recipe, CPU)
+    args = megatron_flags.check(run, flags(run, parser), parser)
+    assert args.compression_method == "loco"
+
+
+def test_a_replicated_optimizer_is_not_refused(parser: argparse.ArgumentParser) -> None:
+    run = configuration.load(LLAMA, [*CPU, "megatron.use_distributed_optimizer=false"])
+    assert megatron_flags.check(run, flags(run, parser), parser).use_distributed_optimizer is False
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -80,7 +95,6 @@ def test_the_tiny_llama_passes_megatrons_own_validation(parser: argparse.Argumen
             ["megatron.ddp_reduce_scatter_with_fp32_accumulation=true"],
             ["ddp_reduce_scatter_with_fp32_accumulation", "compression"],
         ),
-        (["megatron.use_distributed_optimizer=false"], ["use_distributed_optimizer", "set it to true"]),
         (["megatron.optimizer=muon"], ["optimizer", "'muon'"]),
         (
             ["megatron.num_attention_heads=5"],
