@@ -7,6 +7,8 @@ reset makes both histories equal again. Everything else must agree exactly.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from simulation.loco_float64 import LoCoSimulation, StepResult
@@ -19,6 +21,8 @@ class Agreement:
         self.simulation = simulation
         self.forks = forks
         self.forked = np.zeros((simulation.ranks, simulation.numel), dtype=bool)
+        self.touched = np.zeros(simulation.numel, dtype=bool)
+        """Where the last exchange's sum is not the simulation's, since a sender's block has forked."""
         self.steps = 0
 
     def check(
@@ -31,10 +35,24 @@ class Agreement:
     ) -> StepResult:
         """Step the simulation and compare what is given; returns the simulation's own result.
 
-        `sent` is s*q and `errors` decode(e), both [ranks, numel]; `shards` is [ranks, numel/ranks].
+        `sent` is s*q and `errors` decode(e), both [ranks, numel]; `shards` is [ranks, S].
         """
+        result = self.exchange(gradients, sent=sent, tells=errors, shards=shards)
+        self.end_step(errors=errors)
+        return replace(result, errors=self.simulation.errors())
+
+    def exchange(
+        self,
+        gradients: np.ndarray,
+        *,
+        sent: np.ndarray | None = None,
+        tells: np.ndarray | None = None,
+        shards: np.ndarray | None = None,
+    ) -> StepResult:
+        """The exchange alone: `check` is this, then `end_step`. Without `sent`, the errors after the step
+        tell which ties went the other way."""
         simulation = self.simulation
-        result = simulation.step(gradients)
+        result = simulation.exchange(gradients)
         self.steps += 1
         where = f"step {self.steps}"
         scales = self._per_element(result.scales)
@@ -46,47 +64,56 @@ class Agreement:
             assert not unexplained.any(), _first(where, "sent", unexplained, sent, wanted)
             off = np.abs(np.where(differs, sent.astype(np.float64) - wanted, 0))
             assert np.all(off <= 3 * scales), f"{where}: sent is off by more than neighbouring codes are"
-            self._fork(differs)
-        elif errors is None:
-            self._fork(result.near_tie)
+            self.fork(differs)
+        elif tells is None:
+            self.fork(result.near_tie)
         else:
             # Where a tie went the other way, the error tells; blocks without a tie must agree.
-            other = ~_same(errors, result.errors.astype(np.float32))
-            self._fork(result.near_tie & self._block_has(other))
+            other = ~_same(tells, result.errors.astype(np.float32)) & tells.any()
+            self.fork(result.near_tie & self._block_has(other))
 
-        if errors is not None:
-            differs = ~_same(errors, result.errors.astype(np.float32)) & ~self.forked
-            assert not differs.any(), _first(where, "error", differs, errors, result.errors)
-
+        self.touched = self.forked.any(axis=0)
         if shards is not None:
-            # Every owner's part of all ranks' flags: [ranks, owners, shard] -> [owners, shard]
-            touched = self.forked.reshape(simulation.ranks, simulation.ranks, -1).any(axis=0)
-            differs = ~_same(shards, result.shards) & ~touched
+            touched = np.zeros(simulation.ranks * simulation.shard_size, dtype=bool)
+            touched[: simulation.numel] = self.touched
+            differs = ~_same(shards, result.shards) & ~touched.reshape(shards.shape)
             assert not differs.any(), _first(where, "shard", differs, shards, result.shards)
 
         assert self.forked.mean() <= self.forks, f"{where}: {self.forked.mean():.1%} of the elements forked"
-        if simulation.reset_interval and simulation.steps % simulation.reset_interval == 0:
-            self.forked[:] = False
         return result
 
-    def _fork(self, differs: np.ndarray) -> None:
+    def end_step(
+        self,
+        *,
+        errors: np.ndarray | None = None,
+        successful: bool = True,
+        loss_scale_factor: float = 1.0,
+    ) -> None:
+        """The optimizer's step, and the `errors` after it."""
+        self.simulation.end_step(successful=successful, loss_scale_factor=loss_scale_factor)
+        wanted = self.simulation.errors().astype(np.float32)
+        if errors is not None:
+            differs = ~_same(errors, wanted) & ~self.forked
+            assert not differs.any(), _first(f"step {self.steps}", "error", differs, errors, wanted)
+        if not wanted.any():  # cleared: both histories are equal again
+            self.forked[:] = False
+
+    def fork(self, differs: np.ndarray) -> None:
         """Mark the whole block of every element that differs."""
         self.forked |= self._block_has(differs)
 
     def _block_has(self, flags: np.ndarray) -> np.ndarray:
         """True in the whole block of every flagged element."""
-        found, flags = np.zeros_like(flags), self._by_shard(flags)
-        for start, stop in self.simulation.blocks:
-            self._by_shard(found)[:, :, start:stop] = flags[:, :, start:stop].any(axis=2, keepdims=True)
+        found = np.zeros_like(flags)
+        for _, _, here in self.simulation.places:
+            found[:, here] = flags[:, here].any(axis=1, keepdims=True)
         return found
 
-    def _by_shard(self, values: np.ndarray) -> np.ndarray:
-        return values.reshape(self.simulation.ranks, self.simulation.ranks, self.simulation.shard_size)
-
     def _per_element(self, scales: np.ndarray) -> np.ndarray:
-        lengths = [stop - start for start, stop in self.simulation.blocks]
-        repeated = np.repeat(np.nan_to_num(scales.astype(np.float64)), lengths, axis=2)
-        return repeated.reshape(self.simulation.ranks, self.simulation.numel)
+        repeated = np.zeros((self.simulation.ranks, self.simulation.numel))
+        for shard, block, here in self.simulation.places:
+            repeated[:, here] = np.nan_to_num(scales[:, shard, block, None].astype(np.float64))
+        return repeated
 
 
 def _same(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:

@@ -2,12 +2,14 @@
 
 The idea of one step, for N ranks that each hold a gradient of B elements:
 
-    for every sender n, shard j (B/N elements) and block (b elements, never across a shard):
+    for every sender n, shard j (S = B/N elements) and block (b elements, never across a shard):
         h  = g + e                       what the sender wants to say, in fp32
         s  = max|h| / L, rounded up      one bf16 scale per block; mean|h| for 1 bit
         q  = round(h / s)                the code that travels, in [-L, L]
         e <- beta*e + (1-beta)*(h - s*q) what was lost, kept in 8 bits
     for every shard j, at its owner: g_j = sum over n of s_n*q_n
+
+Where N does not divide B, S = ceil(B/N) and the last shards are short or empty.
 
 It is written from the text alone, imports nothing of the project and loops plainly over ranks, shards and
 blocks: slow, and meant to be read beside the text. What the text defines as an fp32 or bf16 value is
@@ -17,7 +19,7 @@ implementation (the mean for 1 bit) and the values handed back are float64.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -151,6 +153,11 @@ class _Memory:
         else:
             self.values = target.copy()
 
+    def rescale(self, factor: float) -> None:
+        """e <- factor * e; a power of two, as loss scales are, loses nothing."""
+        self.scale = bf16_nearest(self.scale * np.float32(factor))[()]
+        self.values = self.values * np.float32(factor)
+
 
 # --- all ranks -------------------------------------------------------------------------------------------
 
@@ -163,15 +170,16 @@ class StepResult:
     scales: np.ndarray  # float32 [ranks, shards, blocks], every value a bf16
     sent: np.ndarray  # float64 [ranks, numel], s*q
     errors: np.ndarray  # float64 [ranks, numel], decode(e) after the step (and after a reset)
-    shards: np.ndarray  # float32 [ranks, numel/ranks], what each owner gives its optimizer
+    shards: np.ndarray  # float32 [ranks, S], what each owner gives its optimizer; zeros after a short one
     near_tie: np.ndarray  # bool [ranks, numel], where a code may differ by one
 
 
 class LoCoSimulation:
     """All ranks of a data-parallel group and one bucket, stepped together.
 
-    `gradients` are rounded to `gradient_dtype` on entry, as a bucket of that dtype would hold them.
-    `memory=False` is quantization alone: the error is always zero.
+    `gradients` are rounded to `gradient_dtype` on entry, as a bucket of that dtype would hold them, and what
+    the owners reduce to `reduced_dtype` (the same unless given). `memory=False` is quantization alone: the
+    error is always zero. `step` is `exchange`, then `end_step` for a step that the optimizer did not skip.
     """
 
     def __init__(
@@ -187,15 +195,16 @@ class LoCoSimulation:
         memory: bool = True,
         average: bool = False,
         gradient_dtype: str = "fp32",
+        reduced_dtype: str | None = None,
     ):
-        if numel % ranks:
-            raise ValueError(f"{numel} elements cannot be cut into {ranks} equal shards")
         if bits not in (8, 4, 2, 1):
             raise ValueError(f"bits {bits!r}: one of 8, 4, 2, 1")
         if error_dtype not in ("int8", "bf16", "fp32"):
             raise ValueError(f"error dtype {error_dtype!r}: one of int8, bf16, fp32")
-        if gradient_dtype not in ("fp32", "bf16", "fp16"):
-            raise ValueError(f"gradient dtype {gradient_dtype!r}: one of fp32, bf16, fp16")
+        reduced_dtype = reduced_dtype or gradient_dtype
+        for dtype in (gradient_dtype, reduced_dtype):
+            if dtype not in ("fp32", "bf16", "fp16"):
+                raise ValueError(f"gradient dtype {dtype!r}: one of fp32, bf16, fp16")
         self.ranks = ranks
         self.numel = numel
         self.bits = bits
@@ -204,9 +213,10 @@ class LoCoSimulation:
         self.memory = memory
         self.average = average
         self.gradient_dtype = gradient_dtype
+        self.reduced_dtype = reduced_dtype
         self.steps = 0
 
-        self.shard_size = numel // ranks
+        self.shard_size = -(-numel // ranks)
         if block_size == "shard":
             block_size = self.shard_size
         elif not isinstance(block_size, int) or block_size < 16 or block_size & (block_size - 1):
@@ -216,15 +226,27 @@ class LoCoSimulation:
             (start, min(start + block_size, self.shard_size))
             for start in range(0, self.shard_size, block_size)
         ]
-        self._memories = {
-            (rank, shard, block): _Memory(stop - start, error_dtype)
-            for rank in range(ranks)
-            for shard in range(ranks)
+        # (shard, block, its elements) of every block that has any.
+        self.places = [
+            (shard, block, slice(base + start, min(base + stop, numel)))
+            for shard, base in enumerate(range(0, ranks * self.shard_size, self.shard_size or 1))
             for block, (start, stop) in enumerate(self.blocks)
+            if base + start < numel
+        ]
+        self._memories = {
+            (rank, shard, block): _Memory(here.stop - here.start, error_dtype)
+            for rank in range(ranks)
+            for shard, block, here in self.places
         }
 
     def step(self, gradients: np.ndarray) -> StepResult:
-        """One exchange of `gradients` [ranks, numel]: every rank sends, every owner reduces its shard."""
+        """One exchange of `gradients` [ranks, numel] in a step that the optimizer makes."""
+        result = self.exchange(gradients)
+        self.end_step()
+        return replace(result, errors=self.errors())
+
+    def exchange(self, gradients: np.ndarray) -> StepResult:
+        """Every rank sends its row of `gradients`, every owner reduces its shard."""
         if gradients.shape != (self.ranks, self.numel):
             raise ValueError(f"gradients {gradients.shape}, expected {(self.ranks, self.numel)}")
         gradients = round_to_gradient_dtype(gradients, self.gradient_dtype)
@@ -234,28 +256,30 @@ class LoCoSimulation:
         near_tie = np.zeros((self.ranks, self.numel), dtype=bool)
 
         for rank in range(self.ranks):
-            for shard in range(self.ranks):
-                for block, (start, stop) in enumerate(self.blocks):
-                    here = slice(shard * self.shard_size + start, shard * self.shard_size + stop)
-                    h, s, q = self._send_block((rank, shard, block), gradients[rank, here])
-                    codes[rank, here] = q
-                    scales[rank, shard, block] = s
-                    sent[rank, here] = np.float64(s) * q.astype(np.float64)
-                    near_tie[rank, here] = block_near_ties(h, s, self.bits)
+            for shard, block, here in self.places:
+                h, s, q = self._send_block((rank, shard, block), gradients[rank, here])
+                codes[rank, here] = q
+                scales[rank, shard, block] = s
+                sent[rank, here] = np.float64(s) * q.astype(np.float64)
+                near_tie[rank, here] = block_near_ties(h, s, self.bits)
+        return StepResult(codes, scales, sent, self.errors(), self._reduce(sent), near_tie)
 
-        shards = self._reduce(sent)
-        self.steps += 1
-        if self.reset_interval and self.steps % self.reset_interval == 0:
+    def end_step(self, *, successful: bool = True, loss_scale_factor: float = 1.0) -> None:
+        """What the optimizer's step does to the errors: a skipped one (and every T-th other) clears them,
+        a change of the loss scale by a factor changes them by it."""
+        self.steps += successful
+        if not successful or (self.reset_interval and self.steps % self.reset_interval == 0):
             for memory in self._memories.values():
                 memory.reset()
-        return StepResult(codes, scales, sent, self.errors(), shards, near_tie)
+        for memory in self._memories.values():
+            memory.rescale(loss_scale_factor)
 
     def errors(self) -> np.ndarray:
         """decode(e) of every rank, float64 [ranks, numel]."""
         errors = np.zeros((self.ranks, self.numel), dtype=np.float64)
-        for (rank, shard, block), memory in self._memories.items():
-            start, stop = self.blocks[block]
-            errors[rank, shard * self.shard_size + start : shard * self.shard_size + stop] = memory.read()
+        for rank in range(self.ranks):
+            for shard, block, here in self.places:
+                errors[rank, here] = self._memories[rank, shard, block].read()
         return errors
 
     def _send_block(
@@ -282,7 +306,8 @@ class LoCoSimulation:
                 here = slice(owner * self.shard_size, (owner + 1) * self.shard_size)
                 for sender in range(self.ranks):
                     # s*q has at most 8+7 significant bits: exact in fp32.
-                    shards[owner] += sent[sender, here].astype(np.float32)
+                    part = sent[sender, here].astype(np.float32)
+                    shards[owner, : len(part)] += part
             if self.average:
                 shards /= np.float32(self.ranks)
-        return round_to_gradient_dtype(shards, self.gradient_dtype)
+        return round_to_gradient_dtype(shards, self.reduced_dtype)

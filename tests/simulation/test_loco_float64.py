@@ -387,8 +387,6 @@ def test_zeros(bits):
 
 
 def test_impossible_settings_are_refused():
-    with pytest.raises(ValueError, match="equal shards"):
-        LoCoSimulation(3, 64, bits=4)
     with pytest.raises(ValueError, match="bits"):
         LoCoSimulation(2, 64, bits=3)
     with pytest.raises(ValueError, match="block size"):

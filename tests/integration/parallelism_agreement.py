@@ -1,0 +1,309 @@
+"""Compares models that Megatron trained under some parallelism with the simulation, parameter by parameter.
+
+    own gradients of all ranks     as recording.py wrote them down, before Megatron scaled them
+      x scaling                    Scaling, stated here from DESIGN section 4 and not read from Megatron
+      -> exchange                  over the ranks that Layout names, simulated in float64 (tests/simulation)
+      -> finalize_model_grads      sums over tensor-parallel ranks and pipeline ends, division by tokens
+      -> Adam                      in float64
+      = parameters                 compared on every rank after every step
+
+Elements whose block forked through a rounding tie (simulation/agreement.py) are left out from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from simulation.adam_float64 import AdamOptions, AdamSimulation
+from simulation.agreement import Agreement
+from simulation.all_reduce_float64 import AllReduceAgreement
+from simulation.loco_float64 import LoCoSimulation, round_to_gradient_dtype
+
+DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
+MOST_FORKED = 0.02
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which ranks hold what. Megatron's order: tensor-parallel ranks are neighbours, then context-, expert-
+    and data-parallel ones; pipeline stages are furthest apart."""
+
+    world: int
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    expert_tp: int | None = None
+    instances: int = 1
+    distributed: bool = True
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel ranks of dense parameters, context-parallel ones included."""
+        return self.world // (self.tp * self.pp)
+
+    def stage(self, rank: int) -> int:
+        return rank * self.pp // self.world
+
+    def slice_of(self, rank: int, expert: bool) -> tuple[int, ...]:
+        """Equal on two ranks that hold the same part of the model's (expert) parameters."""
+        if expert:
+            expert_tp = self.tp if self.expert_tp is None else self.expert_tp
+            return (rank % expert_tp, rank // expert_tp % self.ep, self.stage(rank))
+        return (rank % self.tp, self.stage(rank))
+
+    def groups(self, expert: bool) -> list[list[list[int]]]:
+        """The ranks that exchange gradients; each group as rows, one per optimizer instance.
+
+        A rank whose optimizer is replicated is an instance of its own.
+        """
+        members: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world):
+            members.setdefault(self.slice_of(rank, expert), []).append(rank)
+        rows = []
+        for ranks in members.values():
+            length = len(ranks) // self.instances if self.distributed else 1
+            rows.append([ranks[start : start + length] for start in range(0, len(ranks), length)])
+        return rows
+
+    def tensor_peers(self, rank: int) -> list[int]:
+        first = rank - rank % self.tp
+        return list(range(first, first + self.tp))
+
+    def pipeline_ends(self, rank: int) -> list[int]:
+        """The first and the last stage's rank of this rank's pipeline."""
+        apart = self.world // self.pp
+        return [rank % apart, rank % apart + self.world - apart]
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What a gradient is multiplied by before its exchange, and whether the exchange then averages."""
+
+    layout: Layout
+    average: bool = False
+    per_token: bool = False
+
+    def factor(self, expert: bool) -> float:
+        """The mean over all replicas of the data: experts too, though fewer ranks exchange them."""
+        if self.per_token:
+            return 1.0
+        if self.average:
+            group = sum(len(row) for row in self.layout.groups(expert)[0])
+            return group / self.layout.replicas
+        return 1 / self.layout.replicas
+
+
+class _BucketAgreement:
+    """One bucket and the ranks that exchange it: a reduce-scatter in each row, all-reduces between rows."""
+
+    def __init__(self, rows: list[list[int]], bucket: dict[str, Any], average: bool, options: dict[str, Any]):
+        self.rows = rows
+        self.columns = [list(column) for column in zip(*rows, strict=True)]
+        self.dtype = DTYPES[bucket["dtype"]]
+        options = {"average": average, "gradient_dtype": self.dtype, **options}
+        ranks, numel = len(rows[0]), bucket["numel"]
+        self.scatter = [Agreement(LoCoSimulation(ranks, numel, **options)) for _ in rows if ranks > 1]
+        between = len(rows) > 1
+        self.reduce = [
+            AllReduceAgreement(len(rows), numel // ranks, **options) for _ in self.columns if between
+        ]
+        self.touched = np.zeros(numel, dtype=bool)
+
+    def exchange(self, steps: list[dict[str, Any]], place: int, factor: float) -> np.ndarray:
+        """What the optimizer gets of the bucket's gradient, fp32 [numel]; `steps` by rank."""
+
+        def sent(ranks: list[int], part: str) -> list[np.ndarray]:
+            return [steps[rank]["sent"][place][part].numpy() for rank in ranks]
+
+        shards, touched = [], []  # by row: [ranks of the row, elements of a shard]
+        for index, row in enumerate(self.rows):
+            own = np.stack([steps[rank]["gradients"][place].numpy() for rank in row])
+            # Megatron scales in the buffer, so in the buffer's dtype.
+            gradients = round_to_gradient_dtype(own * np.float32(factor), self.dtype)
+            if self.scatter:
+                agreement = self.scatter[index]
+                gradients = agreement.exchange(gradients, sent=np.stack(sent(row, "scatter"))).shards
+                touched.append(agreement.touched.reshape(gradients.shape))
+            else:
+                touched.append(np.zeros(gradients.shape, dtype=bool))
+            shards.append(gradients)
+        if not self.reduce:
+            self.touched = touched[0].reshape(-1)
+            return shards[0].reshape(-1)
+        parts = []
+        for index, (column, agreement) in enumerate(zip(self.columns, self.reduce, strict=True)):
+            agreement.senders.fork(np.stack([of_row[index] for of_row in touched]))
+            owned = [owned for owned in sent(column, "owner") if len(owned)]
+            parts.append(
+                agreement.exchange(
+                    np.stack([of_row[index] for of_row in shards]),
+                    sent=np.stack(sent(column, "reduce")),
+                    owned=owned,
+                )
+            )
+        self.touched = np.concatenate([agreement.touched for agreement in self.reduce])
+        return np.concatenate(parts)
+
+    def end_step(self, steps: list[dict[str, Any]], place: int, **ending: Any) -> None:
+        """The optimizer's step, and the errors that every rank then holds."""
+
+        def errors(ranks: list[int], part: str) -> list[np.ndarray]:
+            return [steps[rank]["errors"][place][part].numpy() for rank in ranks]
+
+        for row, agreement in zip(self.rows, self.scatter, strict=False):
+            agreement.end_step(errors=np.stack(errors(row, "scatter")), **ending)
+        for column, agreement in zip(self.columns, self.reduce, strict=False):
+            agreement.end_step(
+                errors=np.stack(errors(column, "reduce")),
+                owner_errors=[error for error in errors(column, "owner") if len(error)],
+                **ending,
+            )
+
+
+class Comparison:
+    """All ranks' reports, simulated from their own gradients; `check` compares every step."""
+
+    def __init__(
+        self,
+        reports: list[dict[str, Any]],
+        layout: Layout,
+        scaling: Scaling,
+        adam: AdamOptions,
+        options: dict[str, Any],
+    ):
+        self.reports, self.layout, self.scaling = reports, layout, scaling
+        self.exchanges = [
+            (_BucketAgreement(rows, bucket, scaling.average, options), rows, place, bucket)
+            for expert in (False, True)
+            for rows in layout.groups(expert)
+            for place, bucket in enumerate(reports[rows[0][0]]["buckets"])
+            if bucket["expert"] == expert
+        ]
+        self.adams = {
+            (rank, name): AdamSimulation(initial.numpy(), adam, decays=marks["dimensions"] > 1)
+            for rank, report in enumerate(reports)
+            for name, initial in report["initial"].items()
+            for marks in [report["parameters"][name]]
+        }
+        self.left_out = {key: np.zeros(adam.value.size, dtype=bool) for key, adam in self.adams.items()}
+
+    def check(self) -> None:
+        """Every step of every rank."""
+        for step in range(len(self.reports[0]["steps"])):
+            self._check(step)
+
+    def _check(self, number: int) -> None:
+        steps = [report["steps"][number] for report in self.reports]
+        gradients = self._finalized(self._exchanged(steps), steps)
+        successful = all(np.isfinite(gradient).all() for gradient in gradients.values())
+        assert {step["successful"] for step in steps} == {successful}, f"step {number}: skipped, or not"
+        scale, next_scale = steps[0]["loss_scale"], steps[0]["next_loss_scale"]
+        for exchange, _, place, _ in self.exchanges:
+            exchange.end_step(steps, place, successful=successful, loss_scale_factor=next_scale / scale)
+        for (rank, name), adam in self.adams.items():
+            if successful:
+                adam.step(gradients[rank, name].astype(np.float64) / scale)
+            self._compare(f"step {number}, rank {rank}, {name}", rank, name, steps[rank]["weights"][name])
+        share = sum(out.sum() for out in self.left_out.values()) / sum(o.size for o in self.left_out.values())
+        assert share <= MOST_FORKED, f"step {number}: {share:.1%} of the parameters forked"
+
+    def _compare(self, where: str, rank: int, name: str, weights: Any) -> None:
+        adam, real = self.adams[rank, name], weights.numpy().astype(np.float64)
+        dtype = DTYPES[self.reports[rank]["parameters"][name]["dtype"]]
+        off = np.where(self.left_out[rank, name], 0.0, np.abs(real - adam.value))
+        bound = adam.bound(dtype)
+        worst = int(np.argmax(off - bound))
+        assert off[worst] <= bound[worst], (
+            f"{where}[{worst}]: {real[worst]!r}, simulated {adam.value[worst]!r}, off by {off[worst]:.2e} "
+            f"where {bound[worst]:.2e} is rounding ({np.sum(off > bound)} of {off.size} differ)"
+        )
+
+    def _exchanged(self, steps: list[dict[str, Any]]) -> dict[tuple[int, str], np.ndarray]:
+        """Every parameter's gradient after the exchange, by rank and name."""
+        gradients = {}
+        for exchange, rows, place, bucket in self.exchanges:
+            reduced = exchange.exchange(steps, place, self.scaling.factor(bucket["expert"]))
+            for rank in (rank for row in rows for rank in row):
+                for name, (start, end) in self.reports[rank]["buckets"][place]["parameters"].items():
+                    gradients[rank, name] = reduced[start:end]
+                    self.left_out[rank, name] |= exchange.touched[start:end]
+        return gradients
+
+    def _finalized(
+        self, gradients: dict[tuple[int, str], np.ndarray], steps: list[dict[str, Any]]
+    ) -> dict[tuple[int, str], np.ndarray]:
+        """What Megatron's finalize_model_grads does after the exchange."""
+        dtypes = {
+            name: DTYPES[bucket["dtype"]]
+            for report in self.reports
+            for bucket in report["buckets"]
+            for name in bucket["parameters"]
+        }
+        for combine, copies in (*self._tensor_copies(), *self._tied_copies()):
+            total = combine([gradients[copy].astype(np.float64) for copy in copies])
+            left_out = np.any([self.left_out[copy] for copy in copies], axis=0)
+            for copy in copies:
+                gradients[copy] = round_to_gradient_dtype(total, dtypes[copy[1]])
+                self.left_out[copy] = left_out.copy()
+        if self.scaling.per_token:
+            # One rank of each group of tensor and pipeline peers counts.
+            data = [row_rank for row in self.layout.groups(expert=False)[0] for row_rank in row]
+            share = np.float32(1) / np.float32(sum(steps[rank]["tokens"] for rank in data))
+            gradients = {
+                key: round_to_gradient_dtype(gradient * share, dtypes[key[1]])
+                for key, gradient in gradients.items()
+            }
+        return gradients
+
+    def _tensor_copies(self) -> Iterator[tuple[Any, list[tuple[int, str]]]]:
+        """Parameters that tensor-parallel ranks all hold, each with its part of the gradient."""
+        if self.layout.tp == 1:
+            return
+        for rank in range(0, self.layout.world, self.layout.tp):
+            for name, marks in self.reports[rank]["parameters"].items():
+                copies = [(peer, name) for peer in self.layout.tensor_peers(rank)]
+                if marks["tensor_average"]:
+                    yield _mean, copies
+                elif marks["sequence_parallel"]:
+                    yield _sum, copies
+
+    def _tied_copies(self) -> Iterator[tuple[Any, list[tuple[int, str]]]]:
+        """The embedding of the first stage and the output layer of the last, where they are one weight."""
+        if self.layout.pp == 1:
+            return
+        for rank in range(self.layout.world // self.layout.pp):
+            copies = [
+                (end, name)
+                for end in self.layout.pipeline_ends(rank)
+                for name, marks in self.reports[end]["parameters"].items()
+                if marks["tied"]
+            ]
+            if copies:
+                assert len(copies) == 2
+                yield _sum, copies
+
+
+def _sum(parts: list[np.ndarray]) -> np.ndarray:
+    return np.sum(parts, axis=0)
+
+
+def _mean(parts: list[np.ndarray]) -> np.ndarray:
+    return np.sum(parts, axis=0) / len(parts)
+
+
+def copies(reports: list[dict[str, Any]], layout: Layout) -> list[list[tuple[int, str]]]:
+    """Which parameters, as (rank, name), are copies of one another and must stay equal."""
+    found: dict[Any, list[tuple[int, str]]] = {}
+    for rank, report in enumerate(reports):
+        for name, marks in report["parameters"].items():
+            key: Any = (name, layout.slice_of(rank, marks["expert"]))
+            if marks["tied"]:
+                key = ("tied", rank % layout.tp)
+            elif not marks["expert"] and not marks["tensor_parallel"]:
+                key = (name, layout.stage(rank))
+            found.setdefault(key, []).append((rank, name))
+    return [ranks_and_names for ranks_and_names in found.values() if len(ranks_and_names) > 1]

@@ -1,0 +1,130 @@
+"""Compressed training of real Megatron models under every parallelism, against float64.
+
+Every case trains a tiny GPT (gpt_model.py) with several microbatches a step. From each rank's own gradients the
+simulation computes what every parameter on every rank must be after every step (parallelism_agreement.py), so a
+wrong group, scaling factor, shard, error state or order of reductions shows as a wrong parameter. Adam's eps is
+as large as the gradients, or a constant factor would not show.
+
+In the same run each model is trained with 8 bits and uncompressed: the difference is recorded and bounded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gpt_model import BETAS, EPSILON, LEARNING_RATE, WEIGHT_DECAY
+from parallelism_agreement import Comparison, Layout, Scaling, copies
+from simulation.adam_float64 import AdamOptions
+
+STEPS = 6
+EIGHT_BITS = {"bits": 8, "error_dtype": "fp32"}
+ADAM = AdamOptions(LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY)
+
+OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 1500}
+BF16 = {"dtype": "bf16", "ddp": {"grad_reduce_in_fp32": False}}
+REPLICATED = {"use_distributed_optimizer": False}
+MOE = {"experts": 4, "ep": 2}
+
+# name: (ranks, model, compression)
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "tp2-dp2": (4, {"tp": 2}, {"bits": 4}),
+    "tp2-sp-dp2": (4, {"tp": 2, "sequence_parallel": True}, {"bits": 4, "reset_interval": 4}),
+    "pp2-dp2-tied": (4, {"pp": 2, "tied": True}, {"bits": 4}),
+    "pp2-vpp2-dp2": (4, {"pp": 2, "vpp": 2, "layers": 4}, {"bits": 8, "block_size": 64}),
+    "tp2-pp2-dp2": (
+        8,
+        {"tp": 2, "pp": 2, "sequence_parallel": True, "tied": True},
+        {"bits": 4, "reset_interval": 3},
+    ),
+    "ep2-dp4-alltoall": (4, MOE, {"bits": 4, "block_size": 64}),
+    "ep2-dp4-allgather": (4, MOE | {"dispatcher": "allgather"}, {"bits": 2}),
+    "ep2-dp4-shared-experts": (4, MOE | {"shared_experts": 24}, {"bits": 4}),
+    "ep2-dp4-average": (4, MOE | {"ddp": {"average_in_collective": True}}, {"bits": 4}),
+    "tp2-sp-ep2-dp2": (4, MOE | {"tp": 2, "expert_tp": 1, "sequence_parallel": True}, {"bits": 4}),
+    "expert-tp2-ep2-dp8": (8, MOE | {"expert_tp": 2, "dispatcher": "allgather"}, {"bits": 4}),
+    "instances2-dp2-tp2": (8, {"tp": 2, "instances": 2}, {"bits": 4, "reset_interval": 4}),
+    "instances2-dp2-tp2-overlap": (8, {"tp": 2, "instances": 2, "ddp": OVERLAP}, {"bits": 4}),
+    "instances2-ep2-average": (
+        8,
+        MOE | {"instances": 2, "ddp": {"average_in_collective": True}},
+        {"bits": 8, "block_size": 64},
+    ),
+    "replicated-dp4": (4, {"ddp": REPLICATED}, {"bits": 4, "reset_interval": 4}),
+    "replicated-dp4-overlap": (4, {"ddp": REPLICATED | OVERLAP}, {"bits": 2}),
+    "replicated-tp2-dp2": (4, {"tp": 2, "ddp": REPLICATED | {"average_in_collective": True}}, {"bits": 4}),
+    "dp4-overlap": (4, {"ddp": OVERLAP | {"overlap_param_gather": True}}, {"bits": 4, "reset_interval": 4}),
+    "dp4-average": (4, {"microbatches": 3, "ddp": {"average_in_collective": True}}, {"bits": 2}),
+    "dp4-per-token-loss": (4, {"per_token_loss": True}, {"bits": 4}),
+    "tp2-dp2-bf16": (4, BF16 | {"tp": 2, "sequence_parallel": True}, {"bits": 4}),
+    "replicated-dp4-bf16": (4, BF16 | {"ddp": BF16["ddp"] | REPLICATED}, {"bits": 4}),
+    "dp4-fp16-loss-scale": (
+        4,
+        {
+            "dtype": "fp16",
+            "ddp": {"grad_reduce_in_fp32": False},
+            "optimizer": {"initial_loss_scale": 2.0**10, "loss_scale_window": 4, "hysteresis": 1},
+        },
+        {"bits": 4},
+    ),
+}
+
+
+def train_case(model: dict[str, Any], compression: dict[str, Any]) -> dict[str, Any]:
+    """In a worker: the record of compressed training, and the weights of two others."""
+    from gpt_model import build
+    from recording import recorded, trained
+
+    report = recorded(build(**model), compression, STEPS)
+    report["eight_bits"] = trained(build(**model), EIGHT_BITS, STEPS)
+    report["uncompressed"] = trained(build(**model), None, STEPS)
+    return report
+
+
+def layout_of(ranks: int, model: dict[str, Any]) -> Layout:
+    sizes = {key: model[key] for key in ("tp", "pp", "ep", "expert_tp", "instances") if key in model}
+    return Layout(
+        ranks, distributed=model.get("ddp", {}).get("use_distributed_optimizer", True), **sizes
+    )
+
+
+def compare(
+    reports: list[dict[str, Any]],
+    layout: Layout,
+    model: dict[str, Any],
+    compression: dict[str, Any],
+    adam: AdamOptions = ADAM,
+) -> None:
+    """The parameters of all ranks and steps against the simulation's."""
+    average = model.get("ddp", {}).get("average_in_collective", False)
+    scaling = Scaling(layout, average=average, per_token=model.get("per_token_loss", False))
+    comparison = Comparison(reports, layout, scaling, adam, compression)
+    comparison.check()
+    # Few bits may round all of a small parameter's gradient to zero.
+    moved = [
+        np.abs(simulated.value - reports[rank]["initial"][name].numpy()).max() > adam.lr / 10
+        for (rank, name), simulated in comparison.adams.items()
+    ]
+    assert np.mean(moved) > 0.75, "little was compared"
+
+
+def distance(reports: list[dict[str, Any]], mine: str, theirs: str) -> float:
+    """How far two trainings ended from one another, in units of the way that the second one went."""
+
+    def squares(a: str, b: str) -> float:
+        pairs = [(report[a][name], report[b][name]) for report in reports for name in report[a]]
+        return sum(float(((x.double() - y.double()) ** 2).sum()) for x, y in pairs)
+
+    return (squares(mine, theirs) / squares("initial", theirs)) ** 0.5
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parameters_are_the_simulated_ones(pool, name, record_property):
+    ranks, model, compression = CASES[name]
+    reports = pool.run(train_case, model, compression, world_size=ranks)
+    compare(reports, layout_of(ranks, model), model, compression)
+    off = distance(reports, "eight_bits", "uncompressed")
+    record_property("distance of 8 bits to uncompressed training", off)
+    print(name, off)
+    assert 0 < off < 0.1
