@@ -5,14 +5,16 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test test-compat test-slow lint format lock clean
+.PHONY: help setup pretrain test test-compat test-gpu test-slow lint format lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) ## create .venv with the locked dependencies
 
-$(READY): requirements.lock pyproject.toml tools/setup.sh
+KERNELS := hatch_build.py $(wildcard megatron_patch/quantization/native/*.cpp megatron_patch/quantization/native/*.h)
+
+$(READY): requirements.lock pyproject.toml tools/setup.sh $(KERNELS)
 	@bash tools/setup.sh "$(VENV)"
 	@touch $@
 
@@ -24,6 +26,9 @@ test: $(READY) ## the tests (at most 10 minutes on 2 cores)
 
 test-compat: $(READY) ## the seam's tests on the older megatron-core releases that are supported
 	@bash tools/compat.sh "$(VENV)"
+
+test-gpu: $(READY) ## the kernels' tests on a GPU
+	@TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/gpu
 
 test-slow: $(READY) ## the tests that take minutes each
 	@$(BIN)/python -m pytest -m slow
