@@ -4,7 +4,7 @@
 
 Per gradient dtype: compress at 4 bits (block 128, 8-bit error) by the Triton kernel, by the torch reference
 and by torch.compile of it; decompress_reduce of 8 and of 64 senders. Bytes are those that must move (6.55 an
-element for compress from fp32); the yardstick is a large device-to-device copy, read and written bytes counted.
+element for compress from fp32); the yardstick is a large copy on the device, read and written bytes counted.
 Inputs rotate, so that no cache serves one run with the last one's data. Times are medians of CUDA events.
 
 `--device cpu` with TRITON_INTERPRET=1 and few elements shows that the script runs; its times mean nothing.
