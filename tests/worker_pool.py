@@ -260,7 +260,11 @@ def _tear_down() -> str | None:
     """Forget the run: Megatron's globals, the process groups, torch's modes. Returns what went wrong."""
     import torch
     from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
-    from megatron.core.transformer.moe import moe_logging
+
+    try:
+        from megatron.core.transformer.moe import moe_logging
+    except ImportError:  # 0.17
+        moe_logging = None
 
     def destroy_groups() -> None:
         if torch.distributed.is_initialized():

@@ -6,8 +6,8 @@
     gpt.update()                                     # the optimizer
 
 What `megatron.training` does around a model is done the same way here, in the same order: virtual chunks,
-bucketing, Float16Module, the schedule's hooks, finalize_model_grads, OptimizerParamScheduler. A second `build`
-in one run keeps the process groups and starts from the same weights.
+bucketing, Float16Module, the schedule's hooks, finalize_model_grads, OptimizerParamScheduler. A second
+`build` in one run keeps the process groups and starts from the same weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEARNING_RATE = 1e-2
 WEIGHT_DECAY = 0.1
 BETAS = (0.9, 0.95)
 EPSILON = 1e-2
-"""Adam's eps, of the gradients' size: with the usual 1e-8 a gradient off by a constant factor trains alike."""
+"""Adam's eps, as large as gradients are: with 1e-8 a gradient off by a constant factor would train alike."""
 
 
 @dataclass
@@ -107,15 +107,15 @@ class GPT:
             self.scheduler.step(increment=1)
         return successful
 
-
     @contextlib.contextmanager
     def _hooked(self) -> Iterator[None]:
-        """The schedule's hooks in the configuration, as megatron.training.train sets them.
+        """The schedule's hooks in the configuration, as megatron.training.train sets them, for one pass.
 
-        Left there, they would tie model and optimizer into a cycle that Python does not collect, and the
-        worker's process groups with them.
+        What a pass leaves behind is dropped after it: through autograd's graph and DDP's hooks it would keep
+        the model, and with it the worker's process groups and their threads, beyond the end of a run.
         """
         from megatron.core.distributed import finalize_model_grads
+        from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
         config = self.config
         config.grad_scale_func = self.optimizer.scale_loss
@@ -124,6 +124,12 @@ class GPT:
             config.no_sync_func = _one_or_all([chunk.no_sync for chunk in self.chunks])
         yield
         config.grad_scale_func = config.finalize_model_grads_func = config.no_sync_func = None
+        RotaryEmbedding.forward.cache_clear()
+        for module in (module for chunk in self.chunks for module in chunk.modules()):
+            dispatcher = getattr(module, "token_dispatcher", None)
+            for name, value in vars(dispatcher).items() if dispatcher else ():
+                if isinstance(value, torch.Tensor):
+                    setattr(dispatcher, name, value.detach())
 
 
 def _one_or_all(items: list[Any]) -> Any:

@@ -177,7 +177,7 @@ class Comparison:
     ):
         self.reports, self.layout, self.scaling = reports, layout, scaling
         self.exchanges = [
-            (_BucketAgreement(rows, bucket, scaling.average, options), rows, place, bucket)
+            (_BucketAgreement(rows, bucket, scaling.average, options), place, bucket)
             for expert in (False, True)
             for rows in layout.groups(expert)
             for place, bucket in enumerate(reports[rows[0][0]]["buckets"])
@@ -202,7 +202,7 @@ class Comparison:
         successful = all(np.isfinite(gradient).all() for gradient in gradients.values())
         assert {step["successful"] for step in steps} == {successful}, f"step {number}: skipped, or not"
         scale, next_scale = steps[0]["loss_scale"], steps[0]["next_loss_scale"]
-        for exchange, _, place, _ in self.exchanges:
+        for exchange, place, _ in self.exchanges:
             exchange.end_step(steps, place, successful=successful, loss_scale_factor=next_scale / scale)
         for (rank, name), adam in self.adams.items():
             if successful:
@@ -225,9 +225,9 @@ class Comparison:
     def _exchanged(self, steps: list[dict[str, Any]]) -> dict[tuple[int, str], np.ndarray]:
         """Every parameter's gradient after the exchange, by rank and name."""
         gradients = {}
-        for exchange, rows, place, bucket in self.exchanges:
+        for exchange, place, bucket in self.exchanges:
             reduced = exchange.exchange(steps, place, self.scaling.factor(bucket["expert"]))
-            for rank in (rank for row in rows for rank in row):
+            for rank in (rank for row in exchange.rows for rank in row):
                 for name, (start, end) in self.reports[rank]["buckets"][place]["parameters"].items():
                     gradients[rank, name] = reduced[start:end]
                     self.left_out[rank, name] |= exchange.touched[start:end]
@@ -251,7 +251,7 @@ class Comparison:
                 self.left_out[copy] = left_out.copy()
         if self.scaling.per_token:
             # One rank of each group of tensor and pipeline peers counts.
-            data = [row_rank for row in self.layout.groups(expert=False)[0] for row_rank in row]
+            data = [rank for row in self.layout.groups(expert=False)[0] for rank in row]
             share = np.float32(1) / np.float32(sum(steps[rank]["tokens"] for rank in data))
             gradients = {
                 key: round_to_gradient_dtype(gradient * share, dtypes[key[1]])

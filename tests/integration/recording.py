@@ -3,9 +3,9 @@
 A model is anything with `chunks` (Megatron's DDP), `parameters` by name, `backward(step)`, `update()`,
 `gather()`, `loss_scale` and `tokens(step)`: gpt_model.GPT, and tiny_training.TinyTraining.
 
-Per step and bucket: this rank's own gradient, as it was before Megatron scaled it; what each sender sent; its
-error after the optimizer's step. Per step: the parameters. `start_grad_sync` is wrapped on the instance, around
-the product's own override; the senders' `compress` likewise.
+Per step and bucket: this rank's own gradient, as it was before Megatron scaled it; what each sender sent;
+its error after the optimizer's step. Per step: the parameters. `start_grad_sync` is wrapped on the instance,
+around the product's own override; the senders' `compress` likewise.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def recorded(model: Any, compression: dict[str, Any], steps: int) -> dict[str, A
     recorder = _Recorder(model)
     report: dict[str, Any] = {
         "buckets": recorder.describe(),
-        "parameters": {name: _marks(model, name, p) for name, p in model.parameters.items()},
+        "parameters": described(model),
         "initial": weights(model),
         "steps": [],
     }
@@ -55,13 +55,17 @@ def recorded(model: Any, compression: dict[str, Any], steps: int) -> dict[str, A
         record |= {"successful": model.update(), "next_loss_scale": model.loss_scale}
         report["steps"].append(record | recorder.record())
     model.gather()
-    report["steps"][-1]["weights"] = weights(model)
+    report["compressed"] = report["steps"][-1]["weights"] = weights(model)
     megatron_patch.disable()
     return report
 
 
-def _marks(model: Any, name: str, parameter: torch.nn.Parameter) -> dict[str, Any]:
-    """How Megatron treats a parameter, by the marks that its modules set."""
+def described(model: Any) -> dict[str, dict[str, Any]]:
+    """How Megatron treats each parameter, by the marks that its modules set."""
+    return {name: _marks(parameter) for name, parameter in model.parameters.items()}
+
+
+def _marks(parameter: torch.nn.Parameter) -> dict[str, Any]:
     return {
         "dtype": str(parameter.dtype),
         "dimensions": parameter.dim(),

@@ -1,11 +1,15 @@
 """Compressed training of real Megatron models under every parallelism, against float64.
 
-Every case trains a tiny GPT (gpt_model.py) with several microbatches a step. From each rank's own gradients the
-simulation computes what every parameter on every rank must be after every step (parallelism_agreement.py), so a
-wrong group, scaling factor, shard, error state or order of reductions shows as a wrong parameter. Adam's eps is
-as large as the gradients, or a constant factor would not show.
+Every case trains a tiny GPT (gpt_model.py) with several microbatches a step. From each rank's own gradients
+the simulation computes what every parameter on every rank must be after every step, so a wrong group, scaling
+factor, shard, error state or order of reductions shows as a wrong parameter (parallelism_agreement.py).
+Adam's eps is as large as the gradients, or a constant factor would not show.
 
 In the same run each model is trained with 8 bits and uncompressed: the difference is recorded and bounded.
+
+Not on CPU: Megatron's local attention refuses context parallelism, so that is tested on the parameters of
+tiny_model.py; experts are Megatron's sequential ones, since its grouped ones need Transformer Engine; and
+gloo cannot gather uneven parts, which expert tensor parallelism needs with the all-to-all dispatcher.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 1500}
 BF16 = {"dtype": "bf16", "ddp": {"grad_reduce_in_fp32": False}}
 REPLICATED = {"use_distributed_optimizer": False}
 MOE = {"experts": 4, "ep": 2}
+FP16 = {"dtype": "fp16", "ddp": {"grad_reduce_in_fp32": False}}
 
 # name: (ranks, model, compression)
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -42,10 +47,12 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "ep2-dp4-allgather": (4, MOE | {"dispatcher": "allgather"}, {"bits": 2}),
     "ep2-dp4-shared-experts": (4, MOE | {"shared_experts": 24}, {"bits": 4}),
     "ep2-dp4-average": (4, MOE | {"ddp": {"average_in_collective": True}}, {"bits": 4}),
+    "ep4-dp4": (4, {"experts": 4, "ep": 4}, {"bits": 4}),  # nobody to exchange experts' gradients with
     "tp2-sp-ep2-dp2": (4, MOE | {"tp": 2, "expert_tp": 1, "sequence_parallel": True}, {"bits": 4}),
     "expert-tp2-ep2-dp8": (8, MOE | {"expert_tp": 2, "dispatcher": "allgather"}, {"bits": 4}),
     "instances2-dp2-tp2": (8, {"tp": 2, "instances": 2}, {"bits": 4, "reset_interval": 4}),
     "instances2-dp2-tp2-overlap": (8, {"tp": 2, "instances": 2, "ddp": OVERLAP}, {"bits": 4}),
+    "instances4-dp4": (4, {"instances": 4}, {"bits": 4}),  # nothing to reduce-scatter
     "instances2-ep2-average": (
         8,
         MOE | {"instances": 2, "ddp": {"average_in_collective": True}},
@@ -59,13 +66,14 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "dp4-per-token-loss": (4, {"per_token_loss": True}, {"bits": 4}),
     "tp2-dp2-bf16": (4, BF16 | {"tp": 2, "sequence_parallel": True}, {"bits": 4}),
     "replicated-dp4-bf16": (4, BF16 | {"ddp": BF16["ddp"] | REPLICATED}, {"bits": 4}),
-    "dp4-fp16-loss-scale": (
+    "dp4-fp16-scale-grows": (
         4,
-        {
-            "dtype": "fp16",
-            "ddp": {"grad_reduce_in_fp32": False},
-            "optimizer": {"initial_loss_scale": 2.0**10, "loss_scale_window": 4, "hysteresis": 1},
-        },
+        FP16 | {"optimizer": {"initial_loss_scale": 2.0**10, "loss_scale_window": 3}},
+        {"bits": 4},
+    ),
+    "dp4-fp16-scale-shrinks": (
+        4,
+        FP16 | {"optimizer": {"initial_loss_scale": 2.0**18, "loss_scale_window": 2, "hysteresis": 1}},
         {"bits": 4},
     ),
 }
@@ -84,9 +92,7 @@ def train_case(model: dict[str, Any], compression: dict[str, Any]) -> dict[str, 
 
 def layout_of(ranks: int, model: dict[str, Any]) -> Layout:
     sizes = {key: model[key] for key in ("tp", "pp", "ep", "expert_tp", "instances") if key in model}
-    return Layout(
-        ranks, distributed=model.get("ddp", {}).get("use_distributed_optimizer", True), **sizes
-    )
+    return Layout(ranks, distributed=model.get("ddp", {}).get("use_distributed_optimizer", True), **sizes)
 
 
 def compare(
@@ -109,7 +115,7 @@ def compare(
     assert np.mean(moved) > 0.75, "little was compared"
 
 
-def distance(reports: list[dict[str, Any]], mine: str, theirs: str) -> float:
+def distance(reports: list[dict[str, Any]], mine: str, theirs: str = "uncompressed") -> float:
     """How far two trainings ended from one another, in units of the way that the second one went."""
 
     def squares(a: str, b: str) -> float:
@@ -119,12 +125,114 @@ def distance(reports: list[dict[str, Any]], mine: str, theirs: str) -> float:
     return (squares(mine, theirs) / squares("initial", theirs)) ** 0.5
 
 
+def loss_scales(report: dict[str, Any]) -> list[float]:
+    return [step["loss_scale"] for step in report["steps"]] + [report["steps"][-1]["next_loss_scale"]]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_parameters_are_the_simulated_ones(pool, name, record_property):
     ranks, model, compression = CASES[name]
     reports = pool.run(train_case, model, compression, world_size=ranks)
     compare(reports, layout_of(ranks, model), model, compression)
-    off = distance(reports, "eight_bits", "uncompressed")
-    record_property("distance of 8 bits to uncompressed training", off)
-    print(name, off)
-    assert 0 < off < 0.1
+
+    off = {bits: distance(reports, bits) for bits in ("compressed", "eight_bits")}
+    record_property("distance to uncompressed training", off)
+    assert 0 < off["eight_bits"] < 0.05
+    if compression["bits"] < 8:
+        assert off["eight_bits"] < off["compressed"], "fewer bits are as good: the bound says nothing"
+
+    skipped = [not step["successful"] for step in reports[0]["steps"]]
+    if name == "dp4-fp16-scale-grows":
+        assert loss_scales(reports[0])[-1] == 4 * loss_scales(reports[0])[0]
+    if name == "dp4-fp16-scale-shrinks":
+        assert any(skipped)
+        assert len(set(loss_scales(reports[0]))) > 1
+    else:
+        assert not any(skipped)
+
+
+# --- context parallelism ---------------------------------------------------------------------------------
+
+CONTEXT = Layout(8, tp=2, cp=2, ep=2)
+
+
+def train_context_parallel(average: bool, compression: dict[str, Any]) -> dict[str, Any]:
+    """In a worker: parameters of which some are experts', over dp-cp groups of 4 and expert groups of 2."""
+    from megatron.core import parallel_state
+    from recording import recorded
+    from tiny_model import build
+    from tiny_training import TinyTraining
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=CONTEXT.tp,
+        context_parallel_size=CONTEXT.cp,
+        expert_model_parallel_size=CONTEXT.ep,
+    )
+    adam = {"lr": LEARNING_RATE, "adam_beta1": BETAS[0], "adam_beta2": BETAS[1], "adam_eps": EPSILON}
+    tiny = build(experts=(1, 3), expert_parallel=CONTEXT.ep, average=average, optimizer=adam)
+    return recorded(TinyTraining(tiny), compression, STEPS)
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_context_parallel_ranks_are_replicas(pool, average):
+    compression = {"bits": 4, "reset_interval": 4}
+    reports = pool.run(train_context_parallel, average, compression, world_size=CONTEXT.world)
+    adam = AdamOptions(LEARNING_RATE, BETAS, EPSILON)
+    compare(reports, CONTEXT, {"ddp": {"average_in_collective": average}}, compression, adam)
+
+
+# --- what must stay equal --------------------------------------------------------------------------------
+
+
+def train_for_long(model: dict[str, Any], compression: dict[str, Any]) -> dict[str, Any]:
+    """In a worker: 50 steps; the weights and what the parameters are."""
+    from gpt_model import build
+    from recording import described, trained
+
+    gpt = build(**model)
+    return {"parameters": described(gpt), "weights": trained(gpt, compression, 50)}
+
+
+# Without sequence parallelism nothing sums the gradients of norms and biases over tensor-parallel ranks after
+# the exchange: equal gradients are expected to have stayed equal. A block's scale depends on its neighbours
+# in the bucket, which differ between these ranks.
+DRIFTS = pytest.mark.xfail(strict=True, reason="copies on tensor-parallel ranks are quantized differently")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("tp2-dp2", marks=DRIFTS),
+        pytest.param("replicated-tp2-dp2", marks=DRIFTS),
+        "tp2-sp-ep2-dp2",
+        "pp2-dp2-tied",
+        "ep2-dp4-shared-experts",
+    ],
+)
+def test_copies_of_a_parameter_stay_equal(pool, name):
+    ranks, model, compression = CASES[name]
+    reports = pool.run(train_for_long, model, compression, world_size=ranks)
+    apart = []
+    for (rank, name), *others in copies(reports, layout_of(ranks, model)):
+        mine = reports[rank]["weights"][name]
+        for other, its_name in others:
+            off = float((mine - reports[other]["weights"][its_name]).abs().max())
+            if off:
+                apart.append(f"{name} of rank {rank}, {its_name} of rank {other}: {off:.1e}")
+    assert not apart
+
+
+def train_twice(model: dict[str, Any], compression: dict[str, Any]) -> list[dict[str, Any]]:
+    from gpt_model import build
+    from recording import trained
+
+    return [trained(build(**model), compression, STEPS) for _ in range(2)]
+
+
+@pytest.mark.parametrize("name", ["dp4-overlap", "replicated-dp4-overlap", "tp2-sp-ep2-dp2"])
+def test_the_same_seed_gives_the_same_bits(pool, name):
+    ranks, model, compression = CASES[name]
+    stochastic = compression | {"rounding": "stochastic"}
+    for first, second in pool.run(train_twice, model, stochastic, world_size=ranks):
+        for parameter, values in first.items():
+            assert np.array_equal(values.numpy(), second[parameter].numpy()), parameter

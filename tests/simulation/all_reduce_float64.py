@@ -26,20 +26,28 @@ def owners(ranks: int, numel: int, **options: Any) -> list[LoCoSimulation]:
 
 
 class AllReduceAgreement:
-    """Checks real ranks that all-reduce one bucket against the two phases; options as LoCoSimulation's.
+    """Checks real ranks that all-reduce one bucket against the two phases; options as LoCoSimulation's,
+    `forks` as Agreement's.
 
     `touched` are the elements that the last exchange left undecided: a block forked at a sender or an owner.
     """
 
     def __init__(
-        self, ranks: int, numel: int, *, average: bool = False, gradient_dtype: str = "fp32", **options: Any
+        self,
+        ranks: int,
+        numel: int,
+        *,
+        average: bool = False,
+        gradient_dtype: str = "fp32",
+        forks: float = 0.02,
+        **options: Any,
     ):
         self.ranks, self.dtype = ranks, gradient_dtype
         first = LoCoSimulation(
             ranks, numel, average=average, gradient_dtype=gradient_dtype, reduced_dtype="fp32", **options
         )
-        self.senders = Agreement(first)
-        self.owners = [Agreement(second) for second in owners(ranks, numel, **options)]
+        self.senders = Agreement(first, forks)
+        self.owners = [Agreement(second, forks) for second in owners(ranks, numel, **options)]
         self.touched = np.zeros(numel, dtype=bool)
 
     def exchange(

@@ -1,0 +1,133 @@
+"""The simulated all-reduce and optimizer from first principles, and ragged cuts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from simulation.adam_float64 import AdamOptions, AdamSimulation
+from simulation.all_reduce_float64 import AllReduceAgreement, owners
+from simulation.loco_float64 import LoCoSimulation
+
+RAGGED = [(1, 5), (3, 100), (4, 13), (4, 5), (4, 9), (2, 257)]
+
+
+def gradients(ranks: int, numel: int, step: int = 0) -> np.ndarray:
+    return np.random.default_rng(step).standard_normal((ranks, numel)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("ranks", "numel"), RAGGED)
+def test_ragged_cuts_cover_every_element_once_and_no_block_crosses_a_shard(ranks, numel):
+    simulation = LoCoSimulation(ranks, numel, bits=4, block_size=16)
+    size = -(-numel // ranks)
+    covered = np.concatenate([np.arange(numel)[here] for _, _, here in simulation.places])
+    assert np.array_equal(covered, np.arange(numel))
+    for shard, block, here in simulation.places:
+        assert here.start == shard * size + 16 * block
+        assert here.stop <= min((shard + 1) * size, numel)
+    result = simulation.step(gradients(ranks, numel))
+    assert result.shards.shape == (ranks, size)
+    assert np.array_equal(result.shards.reshape(-1)[:numel], result.sent.astype(np.float32).sum(axis=0))
+    assert not result.shards.reshape(-1)[numel:].any()
+
+
+@pytest.mark.parametrize(("ranks", "numel"), RAGGED)
+def test_short_shards_are_sent_as_a_bucket_of_their_own_would_be(ranks, numel):
+    size = -(-numel // ranks)
+    whole = LoCoSimulation(ranks, numel, bits=4, block_size=16)
+    alone = [
+        LoCoSimulation(1, min(size, numel - start), bits=4, block_size=16) for start in range(0, numel, size)
+    ]
+    for step in range(3):
+        values = gradients(ranks, numel, step)
+        sent = whole.step(values).sent[0]
+        parts = [
+            one.step(values[:1, start : start + size]).sent[0]
+            for one, start in zip(alone, range(0, numel, size), strict=True)
+        ]
+        assert np.array_equal(sent, np.concatenate(parts))
+
+
+@pytest.mark.parametrize(("ranks", "numel"), RAGGED)
+@pytest.mark.parametrize("average", [False, True])
+def test_all_ranks_get_the_sum_within_both_phases_steps(ranks, numel, average):
+    agreement = AllReduceAgreement(ranks, numel, bits=8, block_size=16, average=average, forks=1.0)
+    assert sum(owner.simulation.numel for owner in agreement.owners) == numel
+    values = gradients(ranks, numel)
+    reduced = agreement.exchange(values)
+    exact = values.astype(np.float64).sum(axis=0) / (ranks if average else 1)
+    # Each phase is off by half a scale: of each sender's largest, and then of the sum's largest.
+    step = np.abs(values).max() / 127 * (1 + 2**-7) / 2
+    bound = step * (1 if average else ranks) + (np.abs(exact).max() + step * ranks) / 127 * (1 + 2**-7) / 2
+    assert np.abs(reduced - exact).max() <= bound
+    assert np.abs(reduced - exact).max() > 0
+
+
+def test_owners_remember_what_the_second_phase_lost():
+    """With beta = 0 and exact errors both phases telescope: in all, nothing is lost but the last errors."""
+    ranks, numel = 3, 100
+    options = {"bits": 2, "block_size": 16, "beta": 0.0, "error_dtype": "fp32"}
+    agreement = AllReduceAgreement(ranks, numel, forks=1.0, **options)
+    total, received = np.zeros(numel), np.zeros(numel)
+    for step in range(40):
+        values = gradients(ranks, numel, step)
+        total += values.astype(np.float64).sum(axis=0)
+        received += agreement.exchange(values)
+        agreement.end_step()
+    left = agreement.senders.simulation.errors().sum(axis=0)
+    left += np.concatenate([owner.simulation.errors()[0] for owner in agreement.owners])
+    assert np.allclose(received + left, total, rtol=0, atol=1e-3)
+    assert np.abs(received - total).max() > 0.1
+
+
+def test_the_owners_sum_is_not_rounded_to_the_gradient_dtype():
+    agreement = AllReduceAgreement(2, 32, bits=8, block_size=16, gradient_dtype="bf16")
+    assert agreement.senders.simulation.reduced_dtype == "fp32"
+    reduced = agreement.exchange(gradients(2, 32))
+    assert not (reduced.view(np.uint32) & 0xFFFF).any(), "what ranks hold is bf16"
+
+
+def test_resets_and_skipped_steps_clear_both_phases():
+    for ending, reset_interval in (({}, 1), ({"successful": False}, 0)):
+        agreement = AllReduceAgreement(2, 40, bits=2, block_size=16, reset_interval=reset_interval)
+        agreement.exchange(gradients(2, 40))
+        simulations = [agreement.senders.simulation, *(owner.simulation for owner in agreement.owners)]
+        assert all(simulation.errors().any() for simulation in simulations)
+        agreement.end_step(**ending)
+        assert not any(simulation.errors().any() for simulation in simulations)
+
+
+def test_empty_shards_have_no_owner():
+    assert [owner.numel for owner in owners(4, 5, bits=4)] == [2, 2, 1]
+
+
+@pytest.mark.parametrize("error_dtype", ["int8", "bf16", "fp32"])
+def test_errors_follow_the_loss_scale(error_dtype):
+    small, large = (LoCoSimulation(2, 64, bits=4, error_dtype=error_dtype) for _ in range(2))
+    values = gradients(2, 64)
+    small.exchange(values)
+    small.end_step(loss_scale_factor=4.0)
+    large.exchange(4 * values)
+    large.end_step()
+    assert np.array_equal(small.errors(), large.errors())
+    assert small.errors().any()
+
+
+@pytest.mark.parametrize("decays", [False, True])
+def test_adam_is_torch_s_adamw_and_the_bound_holds_for_fp32(decays):
+    options = AdamOptions(lr=1e-2, betas=(0.9, 0.95), eps=1e-2, weight_decay=0.1)
+    initial = gradients(1, 2000)[0]
+    simulations = {dtype: AdamSimulation(initial, options, decays=decays) for dtype in ("float64", "float32")}
+    for dtype, simulation in simulations.items():
+        parameter = torch.nn.Parameter(torch.from_numpy(initial).to(getattr(torch, dtype)))
+        optimizer = torch.optim.AdamW(
+            [parameter], lr=1e-2, betas=options.betas, eps=1e-2, weight_decay=0.1 if decays else 0.0
+        )
+        for step in range(1, 6):
+            gradient = gradients(1, 2000, step)[0] * 0.03
+            parameter.grad = torch.from_numpy(gradient).to(parameter.dtype)
+            optimizer.step()
+            simulation.step(gradient.astype(np.float64))
+            off = np.abs(parameter.detach().numpy().astype(np.float64) - simulation.value)
+            assert np.all(off <= (1e-14 if dtype == "float64" else simulation.bound("fp32")))
