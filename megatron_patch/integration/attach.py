@@ -4,6 +4,8 @@
 `enable` makes every DistributedDataParallel that is built from now on attach itself. What is attached, and
 what is not and why, is logged once. What the seam cannot serve is refused (refusals.py), never silently off.
 
+Unsplit parameters of tensor-parallel ranks are kept equal by a mark that Megatron acts on (duplicates.py).
+
 Left unpatched: Megatron-FSDP and Torch-FSDP2 (they do not pass this seam), parameter all-gathers, the
 embedding and layer-norm all-reduces of finalize_model_grads (tiny, within a model-parallel group).
 """
@@ -23,7 +25,7 @@ from packaging.version import Version
 
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
-from megatron_patch.integration import optimizer_step
+from megatron_patch.integration import duplicates, optimizer_step
 from megatron_patch.integration.announcement import announce
 from megatron_patch.integration.bucket_group import BucketGroupSeam
 from megatron_patch.integration.compressor import Compressor
@@ -45,10 +47,12 @@ class Attachment:
             BucketGroupSeam(group, self.compressor, expert=place >= len(chunk.bucket_groups))
             for place, group in enumerate(groups)
         ]
+        self._marked = duplicates.mark(chunk) if config.compresses else []
 
     def detach(self) -> None:
         for seam in self.seams:
             seam.detach()
+        duplicates.unmark(self._marked)
 
 
 _attachments: WeakKeyDictionary[Any, Attachment] = WeakKeyDictionary()

@@ -9,12 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantization.kernel_agreement import (
-    BETAS,
     BITS,
-    DTYPES,
-    ERROR_DTYPES,
-    KINDS,
-    SEEDS,
+    COMPRESS,
+    DECOMPRESS,
     check_compress,
     check_decompress_reduce,
 )
@@ -35,12 +32,7 @@ BLOCKS = st.sampled_from([16, 64, 128, 1024, 4096])
     shards=st.integers(1, 9),
     bits=BITS,
     block_size=BLOCKS,
-    dtype=DTYPES,
-    error_dtype=ERROR_DTYPES,
-    beta=BETAS,
-    stochastic=st.booleans(),
-    kind=KINDS,
-    seed=SEEDS,
+    **COMPRESS,
 )
 @settings(max_examples=300, deadline=None)
 def test_codes_scales_and_errors_are_the_reference_s_bits(numel, shards, bits, block_size, **options):
@@ -49,16 +41,11 @@ def test_codes_scales_and_errors_are_the_reference_s_bits(numel, shards, bits, b
 
 @given(
     size=st.integers(1, 100_000),
-    senders=st.integers(1, 64),
     bits=BITS,
     block_size=BLOCKS,
-    dtype=DTYPES,
-    average=st.booleans(),
-    kind=KINDS,
-    short=st.integers(0, 20),
-    seed=SEEDS,
+    **DECOMPRESS,
 )
 @settings(max_examples=200, deadline=None)
-def test_the_reduced_shard_is_the_reference_s_bits(size, senders, bits, block_size, **options):
+def test_the_reduced_shard_is_the_reference_s_bits(size, bits, block_size, **options):
     layout = BlockLayout.of(size, 1, bits, block_size)
-    check_decompress_reduce(triton_kernels, layout, senders, device=GPU, **options)
+    check_decompress_reduce(triton_kernels, layout, device=GPU, **options)

@@ -260,16 +260,16 @@ class Comparison:
         return gradients
 
     def _tensor_copies(self) -> Iterator[tuple[Any, list[tuple[int, str]]]]:
-        """Parameters that tensor-parallel ranks all hold, each with its part of the gradient."""
+        """Parameters of which tensor-parallel ranks all hold a copy."""
         if self.layout.tp == 1:
             return
         for rank in range(0, self.layout.world, self.layout.tp):
             for name, marks in self.reports[rank]["parameters"].items():
                 copies = [(peer, name) for peer in self.layout.tensor_peers(rank)]
-                if marks["tensor_average"]:
-                    yield _mean, copies
-                elif marks["sequence_parallel"]:
+                if marks["sequence_parallel"]:
                     yield _sum, copies
+                elif not marks["tensor_parallel"] and not marks["expert"]:
+                    yield _mean, copies  # the same gradient on all, but for how it was rounded
 
     def _tied_copies(self) -> Iterator[tuple[Any, list[tuple[int, str]]]]:
         """The embedding of the first stage and the output layer of the last, where they are one weight."""

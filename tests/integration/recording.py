@@ -73,7 +73,6 @@ def _marks(parameter: torch.nn.Parameter) -> dict[str, Any]:
         "tensor_parallel": bool(getattr(parameter, "tensor_model_parallel", False)),
         "expert": not getattr(parameter, "allreduce", True),
         "tied": bool(getattr(parameter, "shared_embedding", False)),
-        "tensor_average": bool(getattr(parameter, "average_gradients_across_tp_domain", False)),
     }
 
 

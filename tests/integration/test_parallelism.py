@@ -22,7 +22,7 @@ from gpt_model import BETAS, EPSILON, LEARNING_RATE, WEIGHT_DECAY
 from parallelism_agreement import Comparison, Layout, Scaling, copies
 from simulation.adam_float64 import AdamOptions
 
-STEPS = 6
+STEPS = 5
 EIGHT_BITS = {"bits": 8, "error_dtype": "fp32"}
 ADAM = AdamOptions(LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY)
 
@@ -143,7 +143,7 @@ def test_parameters_are_the_simulated_ones(pool, name, record_property):
 
     skipped = [not step["successful"] for step in reports[0]["steps"]]
     if name == "dp4-fp16-scale-grows":
-        assert loss_scales(reports[0])[-1] == 4 * loss_scales(reports[0])[0]
+        assert loss_scales(reports[0])[-1] == 2 * loss_scales(reports[0])[0]
     if name == "dp4-fp16-scale-shrinks":
         assert any(skipped)
         assert len(set(loss_scales(reports[0]))) > 1
@@ -193,17 +193,11 @@ def train_for_long(model: dict[str, Any], compression: dict[str, Any]) -> dict[s
     return {"parameters": described(gpt), "weights": trained(gpt, compression, 50)}
 
 
-# Without sequence parallelism nothing sums the gradients of norms and biases over tensor-parallel ranks after
-# the exchange: equal gradients are expected to have stayed equal. A block's scale depends on its neighbours
-# in the bucket, which differ between these ranks.
-DRIFTS = pytest.mark.xfail(strict=True, reason="copies on tensor-parallel ranks are quantized differently")
-
-
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("tp2-dp2", marks=DRIFTS),
-        pytest.param("replicated-tp2-dp2", marks=DRIFTS),
+        "tp2-dp2",
+        "replicated-tp2-dp2",
         "tp2-sp-ep2-dp2",
         "pp2-dp2-tied",
         "ep2-dp4-shared-experts",

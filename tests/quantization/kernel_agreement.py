@@ -18,12 +18,28 @@ from megatron_patch.quantization import reference
 from megatron_patch.quantization.blocks import BlockLayout
 from megatron_patch.quantization.kernels import VARIABLE
 
-DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 BITS = st.sampled_from([8, 4, 2, 1])
-BETAS = st.sampled_from([0.0, 0.5, 0.8])
-ERROR_DTYPES = st.sampled_from(["int8", "bf16", "fp32", None])
-KINDS = st.sampled_from(["plain", "not finite", "huge", "tiny", "ties"])
 SEEDS = st.integers(0, 1000)
+_DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+_KINDS = st.sampled_from(["plain", "not finite", "huge", "tiny", "ties"])
+COMPRESS = {
+    "dtype": _DTYPES,
+    "error_dtype": st.sampled_from(["int8", "bf16", "fp32", None]),
+    "beta": st.sampled_from([0.0, 0.5, 0.8]),
+    "stochastic": st.booleans(),
+    "kind": _KINDS,
+    "seed": SEEDS,
+}
+"""What `check_compress` takes beside kernels, layout and device."""
+DECOMPRESS = {
+    "senders": st.integers(1, 9),
+    "dtype": _DTYPES,
+    "average": st.booleans(),
+    "kind": _KINDS,
+    "short": st.integers(0, 20),
+    "seed": SEEDS,
+}
+"""The same of `check_decompress_reduce`."""
 
 
 def gradient_of(numel: int, seed: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
@@ -114,8 +130,8 @@ def check_compress(
 def check_decompress_reduce(
     kernels: ModuleType,
     layout: BlockLayout,
-    senders: int,
     *,
+    senders: int,
     dtype: torch.dtype,
     average: bool,
     kind: str,

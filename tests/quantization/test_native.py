@@ -7,11 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantization.kernel_agreement import (
-    BETAS,
     BITS,
-    DTYPES,
-    ERROR_DTYPES,
-    KINDS,
+    COMPRESS,
+    DECOMPRESS,
     SEEDS,
     check_compress,
     check_decompress_reduce,
@@ -35,13 +33,8 @@ BLOCKS = st.sampled_from([16, 64, 128, 1024, "shard"])
     shards=st.integers(1, 5),
     bits=BITS,
     block_size=BLOCKS,
-    dtype=DTYPES,
-    error_dtype=ERROR_DTYPES,
-    beta=BETAS,
-    stochastic=st.booleans(),
-    kind=KINDS,
-    seed=SEEDS,
     variant=VARIANTS,
+    **COMPRESS,
 )
 @settings(max_examples=300, deadline=None)
 def test_codes_scales_and_errors_are_the_reference_s_bits(
@@ -53,22 +46,15 @@ def test_codes_scales_and_errors_are_the_reference_s_bits(
 
 @given(
     size=st.integers(1, 1500),
-    senders=st.integers(1, 9),
     bits=BITS,
     block_size=BLOCKS,
-    dtype=DTYPES,
-    average=st.booleans(),
-    kind=KINDS,
-    short=st.integers(0, 20),
-    seed=SEEDS,
     variant=VARIANTS,
+    **DECOMPRESS,
 )
 @settings(max_examples=200, deadline=None)
-def test_the_reduced_shard_is_the_reference_s_bits(size, senders, bits, block_size, variant, **options):
+def test_the_reduced_shard_is_the_reference_s_bits(size, bits, block_size, variant, **options):
     with native.using(variant):
-        check_decompress_reduce(
-            native, BlockLayout.of(size, 1, bits, block_size), senders, device=CPU, **options
-        )
+        check_decompress_reduce(native, BlockLayout.of(size, 1, bits, block_size), device=CPU, **options)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2, 1])

@@ -11,12 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantization.kernel_agreement import (
-    BETAS,
     BITS,
-    DTYPES,
-    ERROR_DTYPES,
-    KINDS,
-    SEEDS,
+    COMPRESS,
+    DECOMPRESS,
     check_compress,
     check_decompress_reduce,
 )
@@ -40,12 +37,7 @@ def shapes() -> st.SearchStrategy[tuple[int, int]]:
     shape=shapes(),
     bits=BITS,
     block_size=BLOCKS,
-    dtype=DTYPES,
-    error_dtype=ERROR_DTYPES,
-    beta=BETAS,
-    stochastic=st.booleans(),
-    kind=KINDS,
-    seed=SEEDS,
+    **COMPRESS,
 )
 @settings(max_examples=80, deadline=None)
 def test_codes_scales_and_errors_are_the_reference_s_bits(shape, bits, block_size, **options):
@@ -54,19 +46,14 @@ def test_codes_scales_and_errors_are_the_reference_s_bits(shape, bits, block_siz
 
 @given(
     size=st.integers(1, 1500),
-    senders=st.integers(1, 9),
     bits=BITS,
     block_size=BLOCKS,
-    dtype=DTYPES,
-    average=st.booleans(),
-    kind=KINDS,
-    short=st.integers(0, 20),
-    seed=SEEDS,
+    **DECOMPRESS,
 )
 @settings(max_examples=60, deadline=None)
-def test_the_reduced_shard_is_the_reference_s_bits(size, senders, bits, block_size, **options):
+def test_the_reduced_shard_is_the_reference_s_bits(size, bits, block_size, **options):
     layout = BlockLayout.of(size, 1, bits, block_size)
-    check_decompress_reduce(triton_kernels, layout, senders, device=CPU, **options)
+    check_decompress_reduce(triton_kernels, layout, device=CPU, **options)
 
 
 def test_one_scale_for_a_shard_is_left_to_the_reference():
