@@ -98,6 +98,7 @@ def test_metrics_and_summary_have_what_the_design_lists(runs: Path) -> None:
         assert line["tokens_per_second"] == pytest.approx(8 * 32 / line["step_seconds"])
         assert 15 < line["compression_snr_db"] < 25  # 4 bits, near-normal gradients: about 18 dB
         assert line["gradient_wire_bytes"] > 0
+        assert 0 < line["compression_seconds"] < line["step_seconds"]
         assert line["weight_wire_bytes"] > 0
     assert lines[0]["compensation_norm_ratio"] == 0
     assert 0 < lines[1]["compensation_norm_ratio"] < 0.3
@@ -108,6 +109,7 @@ def test_metrics_and_summary_have_what_the_design_lists(runs: Path) -> None:
     assert found["valid_loss"] > 0
     assert found["gradient_wire"]["bits_per_element"] <= 4.2
     assert found["weight_wire"]["bits_per_element"] == 32
+    assert 0 < found["compression_seconds_per_step"] < found["step_seconds"]["median"]
     elements = found["weight_wire"]["bytes_per_step"] / 4 * RANKS / (RANKS - 1)
     assert found["compensation_bytes"] == pytest.approx(elements * (1 + 1 / 64), rel=0.01)
     assert found["versions"]["megatron-core"]
