@@ -59,6 +59,7 @@ def _run(script: str, flags: list[str]) -> None:
     from megatron_patch.integration.arguments import after_parsing, config_from_arguments
     from megatron_patch.integration.attach import enable
     from megatron_patch.integration.metrics import RunMetrics
+    from megatron_patch.integration.refusals import refuse_flags
 
     installed: list[RunMetrics] = []
 
@@ -68,6 +69,8 @@ def _run(script: str, flags: list[str]) -> None:
         config = config_from_arguments(args)
         output = Path(args.compression_output) if args.compression_output else None
         if args.compression_attach:
+            if config.compresses:
+                refuse_flags(args)
             _show_log()
             enable(config)
         installed.append(RunMetrics(config, args.compression_attach, output))

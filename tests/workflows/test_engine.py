@@ -134,5 +134,12 @@ def test_tensorboard_has_the_compression_metrics(runs: Path) -> None:
     )
 
 
+def test_what_compression_cannot_serve_is_one_line_in_an_untouched_script_too(runs: Path) -> None:
+    assert (runs / "refused" / "exit").read_text() == "2 2"
+    told = [line for line in (runs / "refused" / "rank-0.log").read_text().splitlines() if "error:" in line]
+    assert len(told) == 1
+    assert told[0].startswith("megatron-loco: error: megatron.optimizer: 'muon'")
+
+
 def test_a_flag_that_megatron_refuses_ends_every_rank(runs: Path) -> None:
     assert (runs / "raises" / "exit").read_text() == "2 2"

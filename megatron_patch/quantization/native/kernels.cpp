@@ -85,8 +85,6 @@ float scale_of(float wanted) {  // rounded up to bf16
   return std::min(as_float((as_bits(wanted) + 0xffff) & 0xffff0000), largest_scale<bits>());
 }
 
-// The magnitudes of floats compare like the integers of their bits: NaN and Inf come out on top.
-
 // Sums of squares of one block. Added up in fp32 within the loops that have the values at hand anyway; where
 // a square would leave the range of fp32, again in fp64.
 struct Energies {
@@ -248,7 +246,8 @@ class Compress {
     if (a.error_type != ERROR_NONE) remember(shard, block, place, n);
   }
 
-  // h = g + e; returns the bits of the largest |h|.
+  // h = g + e; returns the bits of the largest |h|. The magnitudes of floats compare like the integers of their
+  // bits: NaN and Inf come out on top.
   static uint32_t add(const float *__restrict g, const float *__restrict e, int64_t n, float *__restrict h,
                       Energies &sum) {
     uint32_t largest = 0;
