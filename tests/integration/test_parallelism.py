@@ -170,6 +170,8 @@ def train_context_parallel(average: bool, compression: dict[str, Any]) -> dict[s
     )
     adam = {"lr": LEARNING_RATE, "adam_beta1": BETAS[0], "adam_beta2": BETAS[1], "adam_eps": EPSILON}
     tiny = build(experts=(1, 3), expert_parallel=CONTEXT.ep, average=average, optimizer=adam)
+    for parameter in tiny.parameters:
+        parameter.tensor_model_parallel = True  # every tensor-parallel rank has gradients of its own
     return recorded(TinyTraining(tiny), compression, STEPS)
 
 
