@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from quantization.kernel_agreement import (
     BITS,
@@ -35,6 +35,19 @@ BLOCKS = st.sampled_from([16, 64, 128, 1024, "shard"])
     block_size=BLOCKS,
     variant=VARIANTS,
     **COMPRESS,
+)
+@example(  # a gradient of -0 with a code of 0: what is lost is -0
+    numel=116,
+    shards=1,
+    bits=8,
+    block_size=16,
+    variant=0,
+    dtype=torch.float32,
+    error_dtype="bf16",
+    beta=0.0,
+    stochastic=False,
+    kind="tiny",
+    seed=0,
 )
 @settings(max_examples=300, deadline=None)
 def test_codes_scales_and_errors_are_the_reference_s_bits(

@@ -283,7 +283,7 @@ class Compress {
     float of_r = 0;
 #pragma omp simd reduction(+ : of_r)
     for (int64_t i = 0; i < n; ++i) {
-      float code = clamp<bits>(rounded(i));
+      float code = clamp<bits>(rounded(i)) + 0.0f;  // a code has no negative zero: -0 - 0*s stays -0
       q[i] = static_cast<int8_t>(code);
       r[i] = h[i] - code * scale;
       of_r += r[i] * r[i];
