@@ -21,8 +21,10 @@ __all__ = ["CompressionConfig", "UserError", "attach", "disable", "enable"]
 def enable(config: CompressionConfig | None = None) -> None:
     """Compress the gradients of every Megatron DistributedDataParallel built from now on."""
     from megatron_patch.integration import attach as seam
+    from megatron_patch.integration import checkpoint
 
     seam.enable(config)
+    checkpoint.install_where_present()
 
 
 def disable() -> None:
@@ -39,5 +41,7 @@ def attach(chunks: Any, config: CompressionConfig | None = None) -> Any:
         UserError: a configuration that compression cannot serve.
     """
     from megatron_patch.integration import attach as seam
+    from megatron_patch.integration import checkpoint
 
+    checkpoint.install_where_present(loaded_only=True)
     return seam.attach(chunks, config)

@@ -51,12 +51,21 @@ class CompressionConfig:
     reset_interval: int = _option(512, "optimizer steps after which the error is set to zero (0: never)")
     start_step: int = _option(0, "optimizer steps with Megatron's own exchange before compression starts")
     seed: int = _option(1234, "seed of stochastic rounding")
+    save_error: bool = _option(
+        True, "save the errors with every checkpoint (int8: 1.02 bytes an element of every sender)"
+    )
+    strict_load: bool = _option(
+        False, "refuse a checkpoint whose error state is damaged, instead of starting from zero"
+    )
 
     def __post_init__(self) -> None:
         self._check_choice("method", METHODS)
         self._check_choice("bits", BITS)
         self._check_choice("rounding", ROUNDINGS)
         self._check_choice("error_dtype", ERROR_DTYPES)
+        for name in ("save_error", "strict_load"):
+            if not isinstance(getattr(self, name), bool):
+                self._reject(name, "true or false")
         size = self.block_size
         if size != SHARD and not (_is_int(size) and int(size) >= 16 and int(size) & (int(size) - 1) == 0):
             self._reject("block_size", "a power of two from 16, or 'shard'")

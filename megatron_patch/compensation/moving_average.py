@@ -12,6 +12,7 @@ keeps its e: nothing of it was sent.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -88,7 +89,9 @@ class MovingAverageError:
     """
 
     def __init__(self, layout: BlockLayout, beta: float, dtype: str, device: torch.device) -> None:
+        self.layout = layout
         self.beta = beta
+        self.dtype = dtype
         self._storage: _Storage
         if dtype == "int8":
             self._storage = _Int8Storage(layout, device)
@@ -109,6 +112,20 @@ class MovingAverageError:
         # Two products and a sum, each rounded: no fused multiply-add, which kernels would have to mimic.
         average = lost if self.beta == 0 else error * self.beta + lost * (1 - self.beta)
         self._storage.store(average, keep)
+
+    def flat(self) -> torch.Tensor:
+        """decode(e) in the bucket's order and without fill, fp32 [B]."""
+        return self.layout.flat(self.decode())
+
+    def set(self, values: torch.Tensor) -> None:
+        """e <- encode(values), fp32 [B]."""
+        blocks = self.layout.cut(values)
+        self._storage.store(blocks, keep=torch.zeros_like(blocks[..., 0], dtype=torch.bool))
+
+    def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Put back what `tensors` gave, bit for bit; other names in `saved` are ignored."""
+        for name, tensor in self.tensors().items():
+            tensor.copy_(saved[name])
 
     def reset(self) -> None:
         """e <- 0."""

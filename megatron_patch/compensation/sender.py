@@ -41,8 +41,22 @@ class Sender:
             self.error = MovingAverageError(layout, config.beta, config.error_dtype, device)
         self.generator: torch.Generator | None = None
         if config.rounding == "stochastic":
-            self.generator = torch.Generator(device).manual_seed(config.seed + 1_000_003 * stream)
+            self.generator = torch.Generator(device)
+        self._seed = config.seed + 1_000_003 * stream
+        self.reseed(0)
         self.statistics = torch.zeros(len(STATISTICS), dtype=torch.float64, device=device)
+
+    def reseed(self, step: int) -> None:
+        """Start the random numbers of stochastic rounding anew, at an optimizer step: no two steps alike."""
+        if self.generator is not None:
+            self.generator.manual_seed(self._seed + 7_919 * step)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """All that the next steps depend on: the error's tensors, and the state of `generator`, uint8."""
+        tensors = {} if self.error is None else self.error.tensors()
+        if self.generator is not None:
+            tensors = {**tensors, "generator": self.generator.get_state()}
+        return tensors
 
     @torch.no_grad()
     def compress(self, gradient: torch.Tensor, payload: torch.Tensor) -> None:

@@ -17,15 +17,20 @@ def add_compression_arguments(parser: argparse.ArgumentParser) -> argparse.Argum
     """Add one flag per field of CompressionConfig, and the launch flags `attach`, `device` and `output`."""
     group = parser.add_argument_group("compression", "low-bit gradient communication (megatron-loco)")
     for option in dataclasses.fields(CompressionConfig):
+        flag, help = "--" + (PREFIX + option.name).replace("_", "-"), option.metadata["help"]
+        if isinstance(option.default, bool):
+            switch = argparse.BooleanOptionalAction
+            group.add_argument(flag, default=option.default, action=switch, help=help.replace("%", "%%"))
+            continue
         choices = option.metadata["choices"]
         shown = f" ({', '.join(map(str, choices))})" if choices else ""
         default = "" if option.default is None else f"; default {option.default}"
         group.add_argument(
-            "--" + (PREFIX + option.name).replace("_", "-"),
+            flag,
             default=option.default,
             type=_parser_of(option),
             metavar=option.name.upper(),
-            help=f"{option.metadata['help']}{shown}{default}".replace("%", "%%"),
+            help=f"{help}{shown}{default}".replace("%", "%%"),
         )
     group.add_argument(
         "--no-compression-attach",

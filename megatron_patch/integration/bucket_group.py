@@ -159,6 +159,11 @@ class BucketGroupSeam:
             where = "" if self.scatter_group is None else " between optimizer instances"
             yield f"{name} all-reduce{where}", self.reduce_group.size(), sizes
 
+    @property
+    def exchanged(self) -> bool:
+        """Whether this step's exchange has taken place, though the optimizer has not stepped yet."""
+        return self._step_of_last_exchange == self._compressor.steps_seen
+
     def detach(self) -> None:
         """Give the bucket group its own method back."""
         del self.group.start_grad_sync
@@ -223,7 +228,7 @@ class BucketGroupSeam:
     def _notice_repetition(self) -> None:
         """Tell the compressor of a backward pass that runs again within one optimizer step."""
         compressor = self._compressor
-        if self._step_of_last_exchange == compressor.steps_seen:
+        if self.exchanged:
             if get_rerun_state_machine().state in _REPLAYING:
                 compressor.replayed()
             else:

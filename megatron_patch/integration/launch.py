@@ -56,6 +56,7 @@ def _run(script: str, flags: list[str]) -> None:
         cpu_device.install()
     from megatron.training import arguments
 
+    from megatron_patch.integration import checkpoint
     from megatron_patch.integration.arguments import after_parsing, config_from_arguments
     from megatron_patch.integration.attach import enable
     from megatron_patch.integration.metrics import RunMetrics
@@ -76,12 +77,16 @@ def _run(script: str, flags: list[str]) -> None:
         installed.append(RunMetrics(config, args.compression_attach, output))
         installed[0].install()
 
+    checkpoint.install()  # before the script imports checkpoint functions by name
     original = arguments.add_megatron_arguments
     arguments.add_megatron_arguments = after_parsing(original, switch_on)
     saved, sys.argv = sys.argv, [script, *flags]
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
         runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:  # Megatron ends this way after --exit-interval, --exit-duration and SIGTERM
+        if end.code:
+            raise
     finally:
         sys.argv = saved
         arguments.add_megatron_arguments = original

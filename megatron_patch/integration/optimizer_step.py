@@ -49,7 +49,7 @@ def _model_parameters(part: Any) -> Iterator[torch.nn.Parameter]:
     return itertools.chain.from_iterable(groups)
 
 
-def _loss_scale(optimizer: Any) -> float:
+def loss_scale(optimizer: Any) -> float:
     """The loss scale of the next backward pass; 1.0 without a gradient scaler (bf16, fp32)."""
     if not any(getattr(part, "grad_scaler", None) is not None for part in _parts(optimizer)):
         return 1.0
@@ -64,9 +64,9 @@ def listen(listener: StepListener) -> None:
         original = cls.step
 
         def step(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
-            before = _loss_scale(self)
+            before = loss_scale(self)
             result = _original(self, *args, **kwargs)
-            listener(self, bool(result[0]), _loss_scale(self) / before)
+            listener(self, bool(result[0]), loss_scale(self) / before)
             return result
 
         wrapped = functools.wraps(original)(step)

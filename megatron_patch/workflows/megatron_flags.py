@@ -91,7 +91,11 @@ def compression_flags(config: CompressionConfig, attach: bool) -> list[str]:
     """The --compression-* flags that give this configuration."""
     flags = [] if attach else ["--no-compression-attach"]
     for name, value in config.as_dict().items():
-        flags += ["--" + (PREFIX + name).replace("_", "-"), str(value)]
+        flag = (PREFIX + name).replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", str(value)]
     return flags
 
 

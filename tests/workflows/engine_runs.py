@@ -1,6 +1,6 @@
-"""Runs Megatron's engine a few times in one process that imports it once; called by test_engine.py.
+"""Runs Megatron's engine a few times in one process that imports it once; called by `engine`.
 
-    python engine_runs.py FOLDER [NAME ...]
+    python engine_runs.py FOLDER [MODULE]        the runs of MODULE.RUNS, a folder for each; RUNS by default
 
 Each run forks its ranks, which train a tiny LLaMA or MoE for a few steps. `stock` is Megatron's engine
 without megatron_patch (but for what stands in for CUDA); the others go through megatron_patch.launch.
@@ -12,6 +12,7 @@ import importlib
 import os
 import runpy
 import socket
+import subprocess
 import sys
 import traceback
 from dataclasses import dataclass, field
@@ -57,11 +58,16 @@ def cpu_flags() -> list[str]:
 
 @dataclass(frozen=True)
 class Run:
-    """Flags over MODEL, the ones of ours (None: stock Megatron, without us), and the number of ranks."""
+    """Flags over MODEL, the ones of ours (None: stock Megatron, without us), and the number of ranks.
+
+    `{out}` in a flag stands for the folder above all runs' folders.
+    """
 
     flags: list[str] = field(default_factory=lambda: UNTIED)
     ours: list[str] | None = None
     ranks: int = RANKS
+    without: tuple[str, ...] = ()
+    """Switches of MODEL to leave out."""
 
 
 NONE, LOCO = ["--compression-method", "none"], ["--compression-bits", "4"]
@@ -88,8 +94,22 @@ RUNS: dict[str, Run] = {
 }
 
 
-def rank_main(name: str, rank: int, port: int, folder: Path) -> int:
-    asked = RUNS[name]
+def engine(folder: Path, module: str | None = None) -> Path:
+    """Run all of them in a process of its own, from a test; returns `folder`."""
+    done = subprocess.run(
+        [sys.executable, __file__, str(folder), *([module] if module else [])],
+        cwd=ROOT,
+        env={**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def rank_main(asked: Run, rank: int, port: int, folder: Path) -> int:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -101,7 +121,9 @@ def rank_main(name: str, rank: int, port: int, folder: Path) -> int:
     import torch
 
     torch.set_num_threads(1)
-    argv = [*MODEL, *cpu_flags(), *asked.flags, "--tensorboard-dir", str(folder / "tensorboard")]
+    flags = [flag.replace("{out}", str(folder.parent)) for flag in asked.flags]
+    model = [flag for flag in MODEL if flag not in asked.without]
+    argv = [*model, *cpu_flags(), *flags, "--tensorboard-dir", str(folder / "tensorboard")]
     if asked.ours is not None:
         from megatron_patch.integration.launch import main
 
@@ -118,14 +140,13 @@ def rank_main(name: str, rank: int, port: int, folder: Path) -> int:
     return status
 
 
-def run(name: str, out: Path) -> None:
-    folder = out / name
+def run(asked: Run, folder: Path) -> None:
     folder.mkdir(parents=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     pids = []
-    for rank in range(RUNS[name].ranks):
+    for rank in range(asked.ranks):
         pid = os.fork()
         if pid == 0:
             status = 1
@@ -133,7 +154,7 @@ def run(name: str, out: Path) -> None:
                 log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT)
                 os.dup2(log, 1)
                 os.dup2(log, 2)
-                status = rank_main(name, rank, port, folder)
+                status = rank_main(asked, rank, port, folder)
             except SystemExit as end:
                 status = end.code if isinstance(end.code, int) else 1
             except BaseException:
@@ -158,5 +179,7 @@ if __name__ == "__main__":
     ):
         importlib.import_module(module)
 
-    for each in sys.argv[2:] or RUNS:
-        run(each, Path(sys.argv[1]))
+    sys.path.insert(0, str(ROOT / "tests"))
+    asked = importlib.import_module(sys.argv[2]).RUNS if sys.argv[2:] else RUNS
+    for name, each in asked.items():
+        run(each, Path(sys.argv[1]) / name)

@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from workflows.engine_runs import RANKS, ROOT, RUNS, STEPS
-
-ENVIRONMENT = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+from workflows.engine_runs import RANKS, RUNS, STEPS, engine
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folders of all runs of engine_runs.py."""
-    folder = tmp_path_factory.mktemp("engine")
-    script = Path(__file__).with_name("engine_runs.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder)],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder
+    return engine(tmp_path_factory.mktemp("engine"))
 
 
 def losses(folder: Path) -> list[float]:

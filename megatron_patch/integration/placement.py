@@ -1,0 +1,119 @@
+"""Which elements of the model each error state of a rank is of.
+
+A checkpoint may be loaded under another parallelism or bucket size, so a saved error must say where its
+elements lie in the whole model. Megatron knows: `sharded_state_dict` of a module tells of every parameter
+which box of which global tensor this rank holds (megatron.core.dist_checkpointing.mapping.ShardedTensor).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+from megatron_patch.compensation.carry_over import ALL_REDUCE, OWNER, REDUCE_SCATTER, Part, Piece
+from megatron_patch.compensation.sender import Sender
+from megatron_patch.integration.attach import Attachment
+from megatron_patch.integration.bucket_group import BucketGroupSeam
+
+
+def parts_of(chunk: Any, attachment: Attachment) -> list[tuple[Sender, Part]]:
+    """Every sender of an attached DDP-wrapped chunk, and what its error state is of. Call on all ranks."""
+    pieces = _pieces_of_parameters(chunk)
+    return [found for seam in attachment.seams for found in _parts_of_group(seam, pieces)]
+
+
+def _parts_of_group(
+    seam: BucketGroupSeam, pieces: dict[torch.nn.Parameter, tuple[Piece, ...]]
+) -> Iterator[tuple[Sender, Part]]:
+    average = seam.group.ddp_config.average_in_collective
+    scatter, reduce = seam.scatter_group, seam.reduce_group
+    shards, shard = (scatter.size(), scatter.rank()) if scatter is not None else (1, 0)
+    copies, copy = (reduce.size(), reduce.rank()) if reduce is not None else (1, 0)
+    buckets = seam.group.buckets
+    placed = [
+        tuple(
+            dataclasses.replace(piece, start=piece.start + start)
+            for parameter, (start, _) in bucket.param_to_index.items()
+            for piece in pieces[parameter]
+        )
+        for bucket in buckets
+    ]
+    for place, sender in enumerate(seam.reduce_scatter):
+        numel = buckets[place].grad_data.numel()
+        index, senders = copy * shards + shard, copies * shards
+        yield sender, Part(REDUCE_SCATTER, placed[place], numel, 0, numel, index, senders, average)
+    for place, both in enumerate(seam.all_reduce):
+        whole = buckets[place].grad_data.numel()
+        layout = both.sender.layout
+        start = shard * layout.numel
+        yield both.sender, Part(ALL_REDUCE, placed[place], whole, start, layout.numel, copy, copies, average)
+        start = min(start + copy * layout.shard_size, whole)
+        yield both.owner, Part(OWNER, placed[place], whole, start, both.owner.layout.numel, 0, 1, average)
+
+
+def _pieces_of_parameters(chunk: Any) -> dict[torch.nn.Parameter, tuple[Piece, ...]]:
+    """For every parameter its pieces, with `start` counted from the parameter's first element."""
+    names = {parameter: name for name, parameter in chunk.module.named_parameters()}
+    parameters = {id(parameter): parameter for parameter in names}
+    pieces: dict[torch.nn.Parameter, tuple[Piece, ...]] = {}
+    for entry in nested_values(_sharded_state_dict(chunk)):
+        parameter = parameters.get(id(getattr(entry, "data", None)))
+        if parameter is not None and isinstance(entry, ShardedTensor | ShardedTensorFactory):
+            pieces[parameter] = tuple(_pieces(names[parameter], parameter, entry))
+    for parameter, name in names.items():
+        pieces.setdefault(parameter, (_local_piece(chunk, name, parameter),))
+    return pieces
+
+
+def _sharded_state_dict(chunk: Any) -> dict[str, Any]:
+    if not hasattr(chunk.module, "sharded_state_dict"):
+        return {}
+    found: dict[str, Any] = chunk.module.sharded_state_dict(metadata={"dp_cp_group": chunk.dp_cp_group})
+    return found
+
+
+def _pieces(
+    name: str, parameter: torch.nn.Parameter, entry: ShardedTensor | ShardedTensorFactory
+) -> Iterator[Piece]:
+    if isinstance(entry, ShardedTensor):
+        yield _piece(name, entry, 0, parameter.stride())
+        return
+    # A factory cuts a parameter in several tensors (SwiGLU's gate and up projections, say). Given the
+    # elements' numbers in place of their values, what it builds tells where every element went.
+    numbers = torch.arange(parameter.numel()).view(parameter.shape)
+    for built in nested_values(dataclasses.replace(entry, data=numbers).build()):
+        if isinstance(built, ShardedTensor) and built.data is not None and built.data.numel():
+            start = int(built.data.flatten()[0])
+            strides = tuple(
+                int(built.data.select(axis, 1).flatten()[0]) - start if size > 1 else 0
+                for axis, size in enumerate(built.data.shape)
+            )
+            if torch.equal(built.data, numbers.as_strided(built.data.shape, strides, start)):
+                yield _piece(name, built, start, strides)
+
+
+def _piece(name: str, tensor: ShardedTensor, start: int, strides: tuple[int, ...]) -> Piece:
+    prepended = tensor.prepend_axis_num
+    return Piece(
+        name=name,
+        key=tensor.key,
+        offset=tuple(tensor.global_offset),
+        shape=(*[1] * prepended, *tensor.local_shape),
+        start=start,
+        strides=(*[0] * prepended, *strides),
+    )
+
+
+def _local_piece(chunk: Any, name: str, parameter: torch.nn.Parameter) -> Piece:
+    """A parameter that Megatron tells nothing of: a tensor of its own for each model-parallel rank."""
+    groups = (chunk.tp_group, chunk.pp_group, chunk.ep_group)
+    ranks = (group[0].rank() if isinstance(group, list) else group.rank() for group in groups)
+    key = f"{name}@" + ".".join(map(str, ranks))
+    return Piece(
+        name, key, (0,) * parameter.dim(), tuple(parameter.shape), 0, tuple(parameter.detach().stride())
+    )

@@ -1,0 +1,56 @@
+"""What test_checkpoint.py has Megatron's engine run: every case whole, and again from the middle.
+
+NAME trains STEPS steps and saves after half of them, and at the end; NAME-resumed loads what was saved in
+the middle. 40 steps and 20 for the first case, 8 and 4 for the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from workflows.engine_runs import EXPERTS, OVERLAP, PARALLEL, UNTIED, Run
+
+STOCHASTIC = ["--compression-rounding", "stochastic"]
+LOCO = ["--compression-method", "loco", "--compression-bits", "4"]
+REPLICATED = [*UNTIED, "--overlap-grad-reduce"]
+TWO_INSTANCES = [*OVERLAP, "--num-distributed-optimizer-instances", "2"]
+FP16 = [*UNTIED, "--fp16", "--initial-loss-scale", "65536", "--loss-scale-window", "3"]
+
+CASES: dict[str, tuple[Run, int]] = {
+    "dense": (Run(OVERLAP, [*LOCO, *STOCHASTIC, "--compression-reset-interval", "17"]), 40),
+    "dense-bf16": (Run([*UNTIED, "--bf16"], [*LOCO, "--compression-error-dtype", "bf16"]), 8),
+    "dense-fp16": (Run(FP16, LOCO), 8),
+    "experts-bf16": (Run([*EXPERTS, "--bf16", "--overlap-grad-reduce"], [*LOCO, *STOCHASTIC], ranks=4), 8),
+    "parallel": (Run(PARALLEL, ["--compression-method", "error_feedback"], ranks=8), 8),
+    "two-instances": (Run(TWO_INSTANCES, [*LOCO, *STOCHASTIC], ranks=4), 8),
+    "replicated": (Run(REPLICATED, LOCO, without=("--use-distributed-optimizer",)), 8),
+    "late": (Run(ours=["--compression-method", "naive", *STOCHASTIC, "--compression-start-step", "6"]), 8),
+    "async": (Run([*OVERLAP, "--async-save"], [*LOCO, *STOCHASTIC]), 8),
+    "legacy-format": (Run([*OVERLAP, "--ckpt-format", "torch"], [*LOCO, *STOCHASTIC]), 8),
+}
+SWITCHES = {
+    "to-2-bits": ["--compression-bits", "2"],
+    "to-error-feedback": ["--compression-method", "error_feedback"],
+    "to-none": ["--compression-method", "none"],
+    "to-stock": None,
+    "finetuned": [*LOCO, *STOCHASTIC, "--finetune"],
+}
+
+
+def _runs() -> dict[str, Run]:
+    runs = {}
+    for name, (run, steps) in CASES.items():
+        flags = [*run.flags, "--train-iters", str(steps), "--save-interval", str(steps // 2)]
+        whole = [*flags, "--save", f"{{out}}/{name}/checkpoints"]
+        again = [*flags, "--save", f"{{out}}/{name}-resumed/checkpoints"]
+        again += ["--load", f"{{out}}/{name}/checkpoints", "--ckpt-step", str(steps // 2)]
+        runs[name] = dataclasses.replace(run, flags=whole)
+        runs[f"{name}-resumed"] = dataclasses.replace(run, flags=again)
+    source = ["--load", "{out}/dense/checkpoints", "--ckpt-step", "20", "--train-iters", "40"]
+    source += ["--exit-interval", "24"]
+    for name, ours in SWITCHES.items():
+        runs[name] = Run([*OVERLAP, *source], ours)
+    return runs
+
+
+RUNS = _runs()

@@ -1,0 +1,140 @@
+"""Megatron's engine goes on from a checkpoint with error states as if it had never stopped."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from integration.resume_runs import CASES
+from workflows.engine_runs import engine
+
+SAME = ("loss", "grad_norm", "gradient_wire_bytes", "compression_snr_db", "compensation_norm_ratio")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders of all runs of resume_runs.py."""
+    return engine(tmp_path_factory.mktemp("resume"), "integration.resume_runs")
+
+
+def _log(folder: Path) -> str:
+    return "\n".join(path.read_text() for path in sorted(folder.glob("rank-*.log")))
+
+
+def _records(folder: Path) -> dict[int, dict[str, Any]]:
+    assert set((folder / "exit").read_text().split()) == {"0"}, _log(folder)[-3000:]
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return {record["step"]: record for record in map(json.loads, lines)}
+
+
+def _manifest(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / "compression" / "manifest.json").read_text())
+
+
+def _content(checkpoint: Path) -> dict[str, Any]:
+    """Every tensor that Megatron saved: weights, Adam's moments, random states."""
+    import torch
+    from megatron.core import dist_checkpointing
+
+    if not (checkpoint / "metadata.json").exists():  # the legacy format
+        return {
+            f"{path}.{name}": value
+            for path in sorted(checkpoint.glob("mp_rank_*/*.pt"))
+            for name, value in _tensors(torch.load(path, weights_only=False))
+        }
+    return dict(dist_checkpointing.load_plain_tensors(str(checkpoint)))
+
+
+def _tensors(value: Any, name: str = "") -> Any:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _tensors(item, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for key, item in enumerate(value):
+            yield from _tensors(item, f"{name}.{key}")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_is_the_undisturbed_one(runs: Path, case: str) -> None:
+    """Losses, gradient norms, weights, moments and error states, bit for bit."""
+    import torch
+
+    steps = CASES[case][1]
+    whole, resumed = _records(runs / case), _records(runs / f"{case}-resumed")
+    assert list(resumed) == list(range(steps // 2 + 1, steps + 1))
+    for step, record in resumed.items():
+        for name in (
+            "loss",
+            "grad_norm",
+            "gradient_wire_bytes",
+            "compression_snr_db",
+            "compensation_norm_ratio",
+        ):
+            assert record[name] == whole[step][name], (step, name)
+    ends = [runs / name / "checkpoints" / f"iter_{steps:07d}" for name in (case, f"{case}-resumed")]
+    before, after = (_content(end) for end in ends)
+    assert before.keys() == after.keys()
+    assert sum(tensor.numel() for tensor in before.values() if isinstance(tensor, torch.Tensor)) > 100_000
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
+    first, second = (_manifest(end) for end in ends)
+    assert first["id"] != second["id"]
+    assert first["ranks"] == second["ranks"]  # with the checksums of all error states
+    assert any(rank["file"] for rank in first["ranks"])
+    assert (first["steps"], first["events"]) == (second["steps"], second["events"])
+    kept = "restored exactly" if "naive" not in (CASES[case][0].ours or []) else "step counters restored"
+    assert kept in _log(runs / f"{case}-resumed")
+
+
+def test_what_is_restored_matters(runs: Path) -> None:
+    """Without the error states, the runs above would not agree."""
+    whole, without = _records(runs / "dense"), _records(runs / "finetuned")
+    assert "errors start from zero: --finetune" in _log(runs / "finetuned")
+    assert without[2]["loss"] != whole[22]["loss"]
+    assert without[1]["compensation_norm_ratio"] == 0
+
+
+def test_saving_disturbs_nothing(runs: Path) -> None:
+    assert _manifest(runs / "dense" / "checkpoints" / "iter_0000020")["steps"] == 20
+    assert not list((runs / "dense" / "checkpoints").glob(".compression*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("to-2-bits", "error states restored exactly"),
+        ("to-error-feedback", "errors start from zero: the checkpoint is of method loco"),
+        ("to-none", "method none"),
+    ],
+)
+def test_another_method_or_bits_go_on_from_a_checkpoint(runs: Path, name: str, line: str) -> None:
+    records, log = _records(runs / name), _log(runs / name)
+    assert list(records) == [21, 22, 23, 24]
+    assert line in log
+    assert ("errors" in log.replace("errors in", "")) == (name != "to-none")
+
+
+def test_stock_megatron_loads_a_checkpoint_of_ours(runs: Path) -> None:
+    assert set((runs / "to-stock" / "exit").read_text().split()) == {"0"}, _log(runs / "to-stock")[-3000:]
+    log = _log(runs / "to-stock")
+    assert "successfully loaded checkpoint" in log
+    assert "megatron-loco" not in log
+
+
+def test_the_error_state_costs_a_byte_an_element(runs: Path) -> None:
+    """At most 1.1 bytes for every gradient element of every data-parallel rank."""
+    manifest = _manifest(runs / "two-instances" / "checkpoints" / "iter_0000004")
+    for layout in manifest["layouts"]:
+        elements = sum(bucket["numel"] for bucket in layout["buckets"])
+        for rank in manifest["ranks"]:
+            generators = 5056 * len(layout["states"])
+            assert rank["file"]["nbytes"] - generators <= 1.5 * 1.1 * elements
+    plain = _manifest(runs / "replicated" / "checkpoints" / "iter_0000004")
+    assert re.fullmatch(r"rank-0000\d\.safetensors", plain["ranks"][1]["file"]["file"])
