@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -35,24 +34,34 @@ def _manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def _content(checkpoint: Path) -> dict[str, Any]:
-    """Every tensor that Megatron saved: weights, Adam's moments, random states."""
+    """Every tensor that Megatron saved: weights, Adam's moments, the tracker's random states.
+
+    Not torch's own random state: a DataLoader draws from it as it begins, so on CPU, where it stands for
+    CUDA's as well, it is not what it was. It matters to dropout alone.
+    """
     import torch
-    from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
     if not (checkpoint / "metadata.json").exists():  # the legacy format
         return {
-            f"{path}.{name}": value
+            f"{path.parent.name}{name}": value
             for path in sorted(checkpoint.glob("mp_rank_*/*.pt"))
             for name, value in _tensors(torch.load(path, weights_only=False))
         }
-    return dict(dist_checkpointing.load_plain_tensors(str(checkpoint)))
+    found: dict[str, Any] = {}
+    reader = FileSystemReader(checkpoint)
+    _load_state_dict(found, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return dict(_tensors(found))
 
 
 def _tensors(value: Any, name: str = "") -> Any:
     import torch
 
     if isinstance(value, torch.Tensor):
-        yield name, value
+        if not name.endswith(("torch_rng_state", "cuda_rng_state")):
+            yield name, value
     elif isinstance(value, dict):
         for key, item in value.items():
             yield from _tensors(item, f"{name}.{key}")
@@ -118,7 +127,7 @@ def test_another_method_or_bits_go_on_from_a_checkpoint(runs: Path, name: str, l
     records, log = _records(runs / name), _log(runs / name)
     assert list(records) == [21, 22, 23, 24]
     assert line in log
-    assert ("errors" in log.replace("errors in", "")) == (name != "to-none")
+    assert ("megatron-loco: iteration 20:" in log) == (name != "to-none")
 
 
 def test_stock_megatron_loads_a_checkpoint_of_ours(runs: Path) -> None:
@@ -130,11 +139,10 @@ def test_stock_megatron_loads_a_checkpoint_of_ours(runs: Path) -> None:
 
 def test_the_error_state_costs_a_byte_an_element(runs: Path) -> None:
     """At most 1.1 bytes for every gradient element of every data-parallel rank."""
-    manifest = _manifest(runs / "two-instances" / "checkpoints" / "iter_0000004")
-    for layout in manifest["layouts"]:
-        elements = sum(bucket["numel"] for bucket in layout["buckets"])
-        for rank in manifest["ranks"]:
-            generators = 5056 * len(layout["states"])
-            assert rank["file"]["nbytes"] - generators <= 1.5 * 1.1 * elements
-    plain = _manifest(runs / "replicated" / "checkpoints" / "iter_0000004")
-    assert re.fullmatch(r"rank-0000\d\.safetensors", plain["ranks"][1]["file"]["file"])
+    manifest = _manifest(runs / "dense" / "checkpoints" / "iter_0000020")
+    elements = sum(bucket["numel"] for bucket in manifest["layouts"][0]["buckets"])
+    generators = 5056 * len(manifest["layouts"][0]["states"])
+    assert elements > 100_000
+    assert len(manifest["ranks"]) == 2
+    for rank in manifest["ranks"]:
+        assert rank["file"]["nbytes"] - generators <= 1.1 * elements

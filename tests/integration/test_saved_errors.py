@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import os
+import resource
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator
@@ -290,14 +291,16 @@ def test_another_encoding_keeps_the_values(pool: Any, tmp_path: Path, change: di
 
 
 @pytest.mark.parametrize(
-    "parallel", [{}, {"tp": 2}, {"pp": 2}, {"instances": 2}, {"ep": 2, **MOE}, BUCKETS], ids=str
+    ("parallel", "change"),
+    [
+        *(({}, change) for change in ({}, {"bits": 2}, {"error_beta": 0.3}, {"reset_interval": 3})),
+        *((parallel, {}) for parallel in ({"tp": 2}, {"pp": 2}, {"instances": 2}, {"ep": 2, **MOE}, BUCKETS)),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("change", [{}, {"bits": 2}, {"error_beta": 0.3}, {"reset_interval": 3}], ids=str)
 def test_the_same_layout_is_restored_exactly(
     pool: Any, tmp_path: Path, parallel: dict[str, Any], change: dict[str, Any]
 ) -> None:
-    if change and parallel:
-        pytest.skip("options that do not touch the layout: once is enough")
     old = pool.run(save, str(tmp_path), parallel, {}, world_size=4)
     reports = pool.run(load, str(tmp_path), parallel, change, world_size=4)
     assert "error states restored exactly" in reports[0][2][0]
@@ -441,3 +444,58 @@ def test_a_checkpoint_without_errors_says_so(pool: Any, tmp_path: Path) -> None:
     states, _, lines = pool.run(load, str(tmp_path / "none"), {}, {}, world_size=2)[0]
     assert not any(errors.any() for *_, errors in states)
     assert "they were not saved (compression.save_error: false)" in lines[0]
+
+
+@contextlib.contextmanager
+def _full_disk(after: int) -> Iterator[None]:
+    """No file of this process grows beyond `after` bytes: writing more fails as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (after, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def save_where_it_fails(folder: str, rank: int, compression: dict[str, Any]) -> tuple[str, list[str]]:
+    """In a worker: a save while the disk of one rank is full; the refusal, and what is left on disk."""
+    import torch
+
+    import megatron_patch
+    from megatron_patch.integration.saved_errors import ErrorSave
+
+    gpt = _build({}, compression)
+    full = torch.distributed.get_rank() == rank
+    refusal = ""
+    try:
+        saving = ErrorSave(gpt.chunks, Path(folder, "iter_0000007"), 7, gpt.optimizer)
+        with _full_disk(1000) if full else contextlib.nullcontext():
+            saving.write()
+            saving.complete()
+    except megatron_patch.UserError as error:
+        refusal = str(error)
+    torch.distributed.barrier()
+    megatron_patch.disable()
+    return refusal, sorted(path.name for path in Path(folder).rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("rank", "compression"),
+    [(0, {}), (1, {}), (0, {"save_error": False})],
+    ids=["rank 0's file", "rank 1's file", "the manifest"],
+)
+def test_a_full_disk_is_told_by_every_rank_and_leaves_nothing(
+    pool: Any, tmp_path: Path, rank: int, compression: dict[str, Any]
+) -> None:
+    for refusal, left in pool.run(save_where_it_fails, str(tmp_path), rank, compression, world_size=2):
+        assert f"the error state of rank {rank} could not be saved below {tmp_path}" in refusal
+        assert "File too large" in refusal
+        assert "the last complete checkpoint is still the latest" in refusal
+        assert left == []
+
+
+def test_a_folder_that_cannot_be_made_is_told_too(pool: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for refusal, _ in pool.run(save_where_it_fails, str(tmp_path / "file"), 9, {}, world_size=2):
+        assert "the error state of rank 0 could not be saved" in refusal
+        assert "Not a directory" in refusal
