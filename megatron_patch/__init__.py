@@ -30,8 +30,10 @@ def enable(config: CompressionConfig | None = None) -> None:
 def disable() -> None:
     """Undo `enable` and detach every model: Megatron's own exchange from the next step on."""
     from megatron_patch.integration import attach as seam
+    from megatron_patch.integration import checkpoint
 
     seam.disable()
+    checkpoint.uninstall()
 
 
 def attach(chunks: Any, config: CompressionConfig | None = None) -> Any:

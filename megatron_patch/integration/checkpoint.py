@@ -52,15 +52,27 @@ def install() -> None:
             continue
         wrapped = functools.wraps(original)(functools.partial(wrapper, original))
         setattr(wrapped, _MARK, original)
-        for module in (checkpointing, sys.modules.get("megatron.training.training")):
-            if getattr(module, name, None) is original:
-                setattr(module, name, wrapped)
+        _replace(name, original, wrapped)
 
 
 def install_where_present(loaded_only: bool = False) -> None:
     """`install` where megatron.training is installed (`loaded_only`: imported); the core works without."""
     if _MODULE in sys.modules or (not loaded_only and importlib.util.find_spec("megatron.training")):
         install()
+
+
+def uninstall() -> None:
+    """Give Megatron its own functions back."""
+    for name in _WRAPPERS:
+        wrapped = getattr(sys.modules.get(_MODULE), name, None)
+        if hasattr(wrapped, _MARK):
+            _replace(name, wrapped, getattr(wrapped, _MARK))
+
+
+def _replace(name: str, before: Any, after: Any) -> None:
+    for module in (_MODULE, "megatron.training.training"):
+        if getattr(sys.modules.get(module), name, None) is before:
+            setattr(sys.modules[module], name, after)
 
 
 def _bound(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

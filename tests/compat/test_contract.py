@@ -270,6 +270,60 @@ def test_megatron_s_parser_takes_more_flags(pool):
     assert failed(pool.run(parsed, world_size=1)) == []
 
 
+# --- checkpoints: integration/checkpoint.py, placement.py ------------------------------------------------
+
+
+def checkpointing() -> Claims:
+    import inspect
+
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+    from megatron.training import async_utils, training
+    from megatron.training import checkpointing as module
+
+    save, load = (inspect.unwrap(f) for f in (module.save_checkpoint, module.load_checkpoint))
+    source = inspect.getsource(save)
+    barrier = source.find("torch.distributed.barrier()")
+    tracker = source.find("get_checkpoint_tracker_filename(save_dir)")
+    wanted = {"iteration", "model", "optimizer", "non_persistent_ckpt", "release"}
+    schedule = inspect.signature(async_utils.schedule_async_save)
+    base = inspect.getsource(inspect.unwrap(module._load_base_checkpoint))
+    return {
+        "save_checkpoint takes " + ", ".join(sorted(wanted)): wanted
+        <= set(inspect.signature(save).parameters),
+        "load_checkpoint takes ddp_model and optimizer": {"ddp_model", "optimizer"}
+        <= set(inspect.signature(load).parameters),
+        "save_checkpoint looks names up in its module": save.__globals__ is vars(module),
+        "save_checkpoint asks for the tracker's name after a barrier": 0 < barrier < tracker,
+        "save_checkpoint schedules by the global schedule_async_save": "schedule_async_save"
+        in save.__code__.co_names,
+        "schedule_async_save takes async_request": list(schedule.parameters) == ["async_request"],
+        "AsyncRequest.finalize_fns is a list": AsyncRequest(None, (), []).finalize_fns == [],
+        "load_checkpoint loads by the global _load_base_checkpoint": "_load_base_checkpoint"
+        in load.__code__.co_names,
+        "_load_base_checkpoint returns state, name, release, type": (
+            "return state_dict, checkpoint_name, release, ckpt_type" in base
+        ),
+        "training.training has them by name": (
+            inspect.unwrap(training.save_checkpoint) is save
+            and inspect.unwrap(training.load_checkpoint) is load
+        ),
+        "checkpointing._NON_PERSISTENT_CKPT_SUBDIR": isinstance(module._NON_PERSISTENT_CKPT_SUBDIR, str),
+        "get_checkpoint_name(folder, iteration, release, return_base_dir)": (
+            module.get_checkpoint_name("f", 7, release=False, return_base_dir=True) == "f/iter_0000007"
+        ),
+        "ShardedTensor tells key, place and shape": {
+            *("key", "data", "local_shape", "global_offset", "prepend_axis_num")
+        }
+        <= set(ShardedTensor.__dataclass_fields__),
+        "ShardedTensorFactory.build() builds from data": callable(ShardedTensorFactory.build),
+    }
+
+
+def test_checkpoints_are_saved_and_loaded_as_the_hooks_expect(pool):
+    assert failed(pool.run(checkpointing, world_size=1)) == []
+
+
 # --- the supported range ---------------------------------------------------------------------------------
 
 

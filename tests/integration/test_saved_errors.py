@@ -499,3 +499,33 @@ def test_a_folder_that_cannot_be_made_is_told_too(pool: Any, tmp_path: Path) -> 
     for refusal, _ in pool.run(save_where_it_fails, str(tmp_path / "file"), 9, {}, world_size=2):
         assert "the error state of rank 0 could not be saved" in refusal
         assert "Not a directory" in refusal
+
+
+def hooked() -> list[bool]:
+    """In a worker: whether Megatron's functions are wrapped, at each turn of enable, attach and disable."""
+    from gpt_model import build
+    from megatron.training import checkpointing, training
+
+    import megatron_patch
+
+    stock = checkpointing.save_checkpoint, training.load_checkpoint
+    found = []
+
+    def look() -> None:
+        now = checkpointing.save_checkpoint, training.load_checkpoint
+        found.append(now[0] is not stock[0] and now[1] is not stock[1])
+
+    megatron_patch.enable()
+    look()
+    megatron_patch.enable()
+    megatron_patch.disable()
+    look()
+    megatron_patch.attach(build().chunks)
+    look()
+    megatron_patch.disable()
+    look()
+    return [*found, (checkpointing.save_checkpoint, training.load_checkpoint) == stock]
+
+
+def test_switching_on_hooks_into_checkpoints_and_switching_off_out(pool: Any) -> None:
+    assert pool.run(hooked, world_size=1) == [[True, False, True, False, True]]
