@@ -7,9 +7,9 @@ a state that is new looks for its own elements among them:
     as many senders as before     sender n takes what sender n held
     another number of senders     every new sender starts from the mean of what the old ones held
 
-so that what the senders together owe to an element of the reduced gradient stays owed: with e_n in the units
-of the exchange, sum_n e_n where Megatron asks for the sum, their mean where it asks for the average. Elements
-that nobody held start from zero.
+so that what the senders together owe to an element of the reduced gradient stays owed: sum_n w_n*e_n, where
+w_n is the weight of what sender n sends (1 where Megatron asks for the sum, 1/N for the average).
+Elements that nobody held start from zero.
 """
 
 from __future__ import annotations
@@ -47,45 +47,63 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Position:
+    """Elements of a bucket: `rows` stretches of `length`, the first at `start`, `stride` apart."""
+
+    start: int
+    length: int
+    rows: int = 1
+    stride: int = 0
+
+    @property
+    def numel(self) -> int:
+        """How many elements there are."""
+        return self.rows * self.length
+
+    def of(self, bucket: torch.Tensor) -> torch.Tensor:
+        """These elements as a view of a bucket, [B] -> [rows, length]."""
+        return bucket.as_strided((self.rows, self.length), (self.stride, 1), self.start)
+
+
+@dataclass(frozen=True)
 class Part:
-    """What one error state is of: elements [start, start + numel) of a bucket, and which sender's.
+    """What one error state is of: some elements of a bucket, as one of several who send them.
 
     `kind` is REDUCE_SCATTER or ALL_REDUCE for a sender, OWNER for the owner of an all-reduced shard. Every
-    element has `senders` senders of that kind, of which this is number `index`; the exchange averages them
-    (`average`) or sums them.
+    element has `senders` of that kind, of which this is number `index`; the exchange gives each of them
+    `weight` in the reduced gradient.
     """
 
     kind: str
     pieces: tuple[Piece, ...]
     bucket_numel: int
-    start: int
-    numel: int
+    position: Position
     index: int
     senders: int
-    average: bool
+    weight: float
 
     @property
     def share(self) -> float:
-        """What the exchange makes of the mean of all senders' errors: that, or `senders` times that."""
-        return 1.0 if self.average else float(self.senders)
+        """What the exchange makes of errors of 1 in all senders."""
+        return self.senders * self.weight
 
     def in_bucket(self, values: torch.Tensor) -> torch.Tensor:
         """[numel] -> [bucket_numel], zero elsewhere."""
         bucket = values.new_zeros(self.bucket_numel)
-        bucket[self.start : self.start + self.numel] = values
+        self.of(bucket).copy_(values.view(self.position.rows, -1))
         return bucket
 
     def of(self, bucket: torch.Tensor) -> torch.Tensor:
-        """[bucket_numel] -> [numel], a view."""
-        return bucket[self.start : self.start + self.numel]
+        """[bucket_numel] -> [rows, length], a view."""
+        return self.position.of(bucket)
 
 
 SavedState = tuple[Part, Callable[[], torch.Tensor]]
-"""A saved error state, and what reads and decodes it, fp32 [numel]."""
+"""A saved error state, and what reads and decodes it, fp32 [position.numel]."""
 
 
 def carry_over(new: Sequence[Part], saved: Iterable[SavedState]) -> Iterator[tuple[torch.Tensor, int]]:
-    """For each of a rank's new states its error, fp32 [numel] on CPU, and how many elements nobody held.
+    """For each of a rank's new states its error, fp32 [numel] on CPU, and the number of elements nobody held.
 
     `new` are all states of the rank: what was of a kind that it has no more (another number of optimizer
     instances, say) goes to the first kind that it has.
@@ -114,7 +132,7 @@ def _carry_over_one(
             if not pairs:
                 continue
             values = old.in_bucket(read() * (old.share / new.share))
-            held = old.in_bucket(torch.ones(old.numel))
+            held = old.in_bucket(torch.ones(old.position.numel))
             for (piece, here), (other, there) in pairs:
                 piece.of(sums)[here] += other.of(values)[there]
                 piece.of(holders)[here] += other.of(held)[there]
@@ -123,7 +141,7 @@ def _carry_over_one(
     wanted = torch.zeros_like(found)
     for piece in new.pieces:
         piece.of(wanted).fill_(True)
-    return new.of(total), int((new.of(wanted) & ~new.of(found)).sum())
+    return new.of(total).flatten(), int((new.of(wanted) & ~new.of(found)).sum())
 
 
 _Slices = tuple[slice, ...]

@@ -15,7 +15,7 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from megatron_patch.compensation.carry_over import ALL_REDUCE, OWNER, REDUCE_SCATTER, Part, Piece
+from megatron_patch.compensation.carry_over import ALL_REDUCE, OWNER, REDUCE_SCATTER, Part, Piece, Position
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.integration.attach import Attachment
 from megatron_patch.integration.bucket_group import BucketGroupSeam
@@ -30,10 +30,10 @@ def parts_of(chunk: Any, attachment: Attachment) -> list[tuple[Sender, Part]]:
 def _parts_of_group(
     seam: BucketGroupSeam, pieces: dict[torch.nn.Parameter, tuple[Piece, ...]]
 ) -> Iterator[tuple[Sender, Part]]:
-    average = seam.group.ddp_config.average_in_collective
     scatter, reduce = seam.scatter_group, seam.reduce_group
     shards, shard = (scatter.size(), scatter.rank()) if scatter is not None else (1, 0)
     copies, copy = (reduce.size(), reduce.rank()) if reduce is not None else (1, 0)
+    average = seam.group.ddp_config.average_in_collective
     buckets = seam.group.buckets
     placed = [
         tuple(
@@ -43,17 +43,23 @@ def _parts_of_group(
         )
         for bucket in buckets
     ]
-    for place, sender in enumerate(seam.reduce_scatter):
+
+    def part(kind: str, place: int, position: Position, index: int, senders: int, weight: float) -> Part:
         numel = buckets[place].grad_data.numel()
+        return Part(kind, placed[place], numel, position, index, senders, weight)
+
+    for place, sender in enumerate(seam.reduce_scatter):
+        whole = Position(0, buckets[place].grad_data.numel())
         index, senders = copy * shards + shard, copies * shards
-        yield sender, Part(REDUCE_SCATTER, placed[place], numel, 0, numel, index, senders, average)
+        weight = 1 / senders if average else 1.0
+        yield sender, part(REDUCE_SCATTER, place, whole, index, senders, weight)
     for place, both in enumerate(seam.all_reduce):
-        whole = buckets[place].grad_data.numel()
         layout = both.sender.layout
-        start = shard * layout.numel
-        yield both.sender, Part(ALL_REDUCE, placed[place], whole, start, layout.numel, copy, copies, average)
-        start = min(start + copy * layout.shard_size, whole)
-        yield both.owner, Part(OWNER, placed[place], whole, start, both.owner.layout.numel, 0, 1, average)
+        start, end = shard * layout.numel, (shard + 1) * layout.numel
+        weight = 1 / copies if average else 1.0
+        yield both.sender, part(ALL_REDUCE, place, Position(start, layout.numel), copy, copies, weight)
+        start = min(start + copy * layout.shard_size, end)
+        yield both.owner, part(OWNER, place, Position(start, both.owner.layout.numel), 0, 1, 1.0)
 
 
 def _pieces_of_parameters(chunk: Any) -> dict[torch.nn.Parameter, tuple[Piece, ...]]:

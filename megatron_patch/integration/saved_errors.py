@@ -389,4 +389,4 @@ class _Reader:
 
 
 def _read_later(tensors: RankTensors, number: int, part: Any, storage: Storage) -> Any:
-    return lambda: sidecar.decode(tensors.of(number), part.numel, storage)
+    return lambda: sidecar.decode(tensors.of(number), part.position.numel, storage)

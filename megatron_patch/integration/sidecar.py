@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megatron_patch.compensation.carry_over import Part, Piece
+from megatron_patch.compensation.carry_over import Part, Piece, Position
 from megatron_patch.compensation.moving_average import MovingAverageError
 from megatron_patch.quantization.blocks import BlockLayout
 
@@ -56,21 +56,22 @@ class RankLayout:
 
     def without_positions(self) -> RankLayout:
         """What data-parallel peers have in common."""
+        nowhere = Position(0, 0)
         return RankLayout(
-            tuple((dataclasses.replace(p, start=0, numel=0, index=0), storage) for p, storage in self.states)
+            tuple((dataclasses.replace(p, position=nowhere, index=0), storage) for p, storage in self.states)
         )
 
     @property
     def positions(self) -> list[list[int]]:
-        """(start, numel, index) of every state's Part."""
-        return [[part.start, part.numel, part.index] for part, _ in self.states]
+        """Of every state the fields of its Part's Position, and its index."""
+        return [[*dataclasses.astuple(part.position), part.index] for part, _ in self.states]
 
     def at(self, positions: list[list[int]]) -> RankLayout:
         """The layout of the rank that has these positions."""
         return RankLayout(
             tuple(
-                (dataclasses.replace(part, start=start, numel=numel, index=index), storage)
-                for (part, storage), (start, numel, index) in zip(self.states, positions, strict=True)
+                (dataclasses.replace(part, position=Position(*position), index=index), storage)
+                for (part, storage), (*position, index) in zip(self.states, positions, strict=True)
             )
         )
 
@@ -87,7 +88,7 @@ class RankLayout:
                     "kind": part.kind,
                     "bucket": buckets.index((part.pieces, part.bucket_numel)),
                     "senders": part.senders,
-                    "average": part.average,
+                    "weight": part.weight,
                     **dataclasses.asdict(storage),
                 }
                 for part, storage in self.states
@@ -101,8 +102,8 @@ class RankLayout:
         numels = [bucket["numel"] for bucket in content["buckets"]]
         states = []
         for state in content["states"]:
-            kind, bucket, senders, average = (state.pop(n) for n in ("kind", "bucket", "senders", "average"))
-            part = Part(kind, pieces[bucket], numels[bucket], 0, 0, 0, senders, average)
+            kind, bucket, senders, weight = (state.pop(n) for n in ("kind", "bucket", "senders", "weight"))
+            part = Part(kind, pieces[bucket], numels[bucket], Position(0, 0), 0, senders, weight)
             states.append((part, Storage(**state)))
         return RankLayout(tuple(states))
 

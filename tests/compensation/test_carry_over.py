@@ -16,6 +16,7 @@ from megatron_patch.compensation.carry_over import (
     REDUCE_SCATTER,
     Part,
     Piece,
+    Position,
     carry_over,
 )
 
@@ -58,18 +59,32 @@ def _elements(part: Part) -> Iterator[tuple[int, Element]]:
     """(place in the part, element) of everything that a part is of."""
     for piece in part.pieces:
         for index in itertools.product(*map(range, piece.shape)):
-            place = piece.start + sum(i * s for i, s in zip(index, piece.strides, strict=True)) - part.start
-            if 0 <= place < part.numel:
+            in_bucket = piece.start + sum(i * s for i, s in zip(index, piece.strides, strict=True))
+            place = _place(part.position, in_bucket)
+            if place is not None:
                 yield place, (piece.key, tuple(o + i for o, i in zip(piece.offset, index, strict=True)))
 
 
+def _place(position: Position, in_bucket: int) -> int | None:
+    for row in range(position.rows):
+        place = in_bucket - position.start - row * position.stride
+        if 0 <= place < position.length:
+            return row * position.length + place
+    return None
+
+
 def _senders(kind: str, buckets: list[tuple[tuple[Piece, ...], int]], n: int, average: bool) -> list[Part]:
-    return [Part(kind, *bucket, 0, bucket[1], index, n, average) for bucket in buckets for index in range(n)]
+    weight = 1 / n if average else 1.0
+    return [
+        Part(kind, pieces, numel, Position(0, numel), index, n, weight)
+        for pieces, numel in buckets
+        for index in range(n)
+    ]
 
 
 def _random_errors(rng: random.Random, parts: list[Part]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
-    return [torch.randn(part.numel, generator=generator) for part in parts]
+    return [torch.randn(part.position.numel, generator=generator) for part in parts]
 
 
 def _owed(parts: list[Part], errors: list[torch.Tensor]) -> dict[Element, float]:
@@ -77,7 +92,7 @@ def _owed(parts: list[Part], errors: list[torch.Tensor]) -> dict[Element, float]
     owed: dict[Element, float] = defaultdict(float)
     for part, error in zip(parts, errors, strict=True):
         for place, element in _elements(part):
-            owed[element] += float(error[place]) / (part.senders if part.average else 1)
+            owed[element] += float(error[place]) * part.weight
     return owed
 
 
@@ -115,7 +130,7 @@ def test_as_many_senders_keep_their_own(seed: int) -> None:
         assert missing == 0
         for place, element in _elements(part):
             assert float(values[place]) == pytest.approx(own[part.index, element])
-        gaps = torch.ones(part.numel, dtype=torch.bool)
+        gaps = torch.ones(part.position.numel, dtype=torch.bool)
         gaps[[place for place, _ in _elements(part)]] = False
         assert not values[gaps].any()
 
@@ -126,14 +141,15 @@ def test_shards_and_owners_go_to_who_takes_over() -> None:
     bucket = _buckets(rng)[0]
     numel = bucket[1] + bucket[1] % 2
     half = numel // 2
-    old = [Part(REDUCE_SCATTER, bucket[0], numel, 0, numel, index, 4, False) for index in range(4)]
+    whole = Position(0, numel)
+    new = [Part(REDUCE_SCATTER, bucket[0], numel, whole, index, 4, 1.0) for index in range(4)]
+    old = list(new)
     for shard in range(2):
-        old += [Part(ALL_REDUCE, bucket[0], numel, shard * half, half, index, 2, False) for index in range(2)]
-        old += [
-            Part(OWNER, bucket[0], numel, shard * half, half // 2, 0, 1, False),
-            Part(OWNER, bucket[0], numel, shard * half + half // 2, half - half // 2, 0, 1, False),
-        ]
-    new = [Part(REDUCE_SCATTER, bucket[0], numel, 0, numel, index, 4, False) for index in range(4)]
+        start = shard * half
+        mine = Position(start, half)
+        old += [Part(ALL_REDUCE, bucket[0], numel, mine, index, 2, 1.0) for index in range(2)]
+        old.append(Part(OWNER, bucket[0], numel, Position(start, half // 2), 0, 1, 1.0))
+        old.append(Part(OWNER, bucket[0], numel, Position(start + half // 2, half - half // 2), 0, 1, 1.0))
     errors = _random_errors(rng, old)
     saved = [(part, lambda error=error: error) for part, error in zip(old, errors, strict=True)]
     found = [values for values, _ in carry_over(new, saved)]
@@ -150,8 +166,8 @@ def test_elements_that_nobody_held_are_counted_and_start_from_zero() -> None:
     piece = Piece("w", "w", (0, 0), (4, 6), 2, (6, 1))
     held = Piece("w", "w", (1, 0), (2, 6), 0, (6, 1))
     other = Piece("v", "v", (0,), (3,), 12, (1,))
-    new = Part(REDUCE_SCATTER, (piece,), 30, 0, 30, 0, 1, False)
-    old = Part(REDUCE_SCATTER, (held, other), 15, 0, 15, 0, 1, False)
+    new = Part(REDUCE_SCATTER, (piece,), 30, Position(0, 30), 0, 1, 1.0)
+    old = Part(REDUCE_SCATTER, (held, other), 15, Position(0, 15), 0, 1, 1.0)
     ((values, missing),) = carry_over([new], [(old, lambda: torch.ones(15))])
     assert missing == 12
     assert values.view(5, 6)[:, :].sum() == 12
