@@ -16,6 +16,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import queue
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -303,6 +304,26 @@ def _stand_in_for_megatron() -> None:
 
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
         dataset_utils.compile_helpers = _nothing()
+
+    # A queue in a process of its own, which is spawned: with a script in the place of __main__ that imports
+    # Megatron once more, 5 seconds and 700 MB for every rank at its first save, and outlives a killed rank.
+    # Without async_save, queue and writer are in this very process.
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    spawned = filesystem_async.get_write_results_queue
+    here: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def get_write_results_queue(mp_mode: str = "spawn") -> Any:
+        from megatron.training import global_vars
+
+        in_background = getattr(global_vars._GLOBAL_ARGS, "async_save", False)
+        return spawned(mp_mode) if in_background else here
+
+    filesystem_async.get_write_results_queue = get_write_results_queue
+
+    from megatron_patch.integration import torch_adam
+
+    torch_adam.install()
 
     # Undefined without Transformer Engine in some releases, and tested against None before use.
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
