@@ -5,7 +5,8 @@ begins, and with which model), `training_log` (called on every rank after every 
 `evaluate_and_print_results` with its `evaluate` (the validation loss). Nothing they compute is changed.
 
 The last rank writes: it is the one with the loss and with Megatron's TensorBoard writer. Compression
-statistics are sums over ranks, reduced in one small all-reduce per LOGGED step.
+statistics are sums over ranks, reduced in one small all-reduce per LOGGED step. A run that goes on from a
+checkpoint logs again what the attempt that died had logged after it: those lines go when the first one comes.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import platform
 import resource
 import statistics as stats
 import time
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -59,7 +61,6 @@ class RunMetrics:
         self._last: dict[str, Any] = {}
         self._compression_seconds: list[float] = []
         self._steps = 0
-        self._wires: dict[str, dict[str, float]] = {}
 
     def install(self) -> None:
         """Wrap the functions of megatron.training.training, for the rest of this process."""
@@ -92,6 +93,7 @@ class RunMetrics:
         self._started = time.perf_counter()
 
     def _before_evaluation(self, arguments: dict[str, Any]) -> None:
+        self._model = arguments["model"]  # a run that was ended after its last step makes none
         self._evaluating = "test_loss" if "test set" in str(arguments["prefix"]) else "valid_loss"
 
     def _after_evaluation(self, result: Any) -> None:
@@ -122,7 +124,7 @@ class RunMetrics:
             return
         if self._output is not None:
             if self._file is None:
-                self._file = (self._output / "metrics.jsonl").open("a", encoding="utf-8")
+                self._file = _continue(self._output / "metrics.jsonl", step)
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
         self._show(record, step)
@@ -167,21 +169,13 @@ class RunMetrics:
         *sums_, grad_bytes, grad_elements, weight_bytes, weight_elements, seconds = totals.tolist()
         signal, noise, gradient, error, non_finite = sums_
         ranks = dist.get_world_size()
-        self._wires = {
-            name: {
-                "bytes_per_step": nbytes / ranks,
-                "bits_per_element": wire.Wire(nbytes, elements).bits_per_element,
-            }
-            for name, nbytes, elements in (
-                ("gradient_wire", grad_bytes, grad_elements),
-                ("weight_wire", weight_bytes, weight_elements),
-            )
-        }
         self._compression_seconds.append(seconds / ranks)
         return {
             "compression_seconds": seconds / ranks,
             "gradient_wire_bytes": grad_bytes / ranks,
+            "gradient_wire_bits_per_element": wire.Wire(grad_bytes, grad_elements).bits_per_element,
             "weight_wire_bytes": weight_bytes / ranks,
+            "weight_wire_bits_per_element": wire.Wire(weight_bytes, weight_elements).bits_per_element,
             "compression_snr_db": 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None,
             "compensation_norm_ratio": math.sqrt(error / gradient) if gradient > 0 else None,
             "non_finite_blocks": int(non_finite),
@@ -211,7 +205,7 @@ class RunMetrics:
 
     def finish(self) -> None:
         """Write summary.json; every rank must call it: memory is reduced over ranks."""
-        if not dist.is_initialized() or not self._last:
+        if not dist.is_initialized():
             return
         memory = torch.tensor(
             [_peak_memory(), sum(c.error_bytes for c in self._compressors())], dtype=torch.float64
@@ -225,31 +219,62 @@ class RunMetrics:
             writer.flush()  # a forked rank ends without the interpreter's exit handlers
         if self._output is None or not self._writes():
             return
+        earlier = [] if self._last else [record for record, _ in _read(self._output / "metrics.jsonl")]
+        last = self._last or (earlier[-1] if earlier else None)
+        if last is None:
+            return
         peak, error_bytes = memory.tolist()
         args = get_args()
-        median = _median(self._seconds)
+        median = _median(self._seconds or [record["step_seconds"] for record in earlier])
         events = [c.describe() for c in self._compressors()]
         summary = {
             "method": self._config.method if self._attached else "stock",
             "bits": self._config.bits if self._attached and self._config.compresses else None,
             "world_size": dist.get_world_size(),
-            "steps": self._steps,
-            "train_loss": self._last["loss"],
+            "steps": self._steps or args.iteration,
+            "train_loss": last["loss"],
             **{"valid_loss": None, **self._losses},
             "step_seconds": {"median": median},
-            "compression_seconds_per_step": _median(self._compression_seconds),
+            "compression_seconds_per_step": _median(
+                self._compression_seconds or [record["compression_seconds"] for record in earlier]
+            ),
             "tokens_per_second": args.global_batch_size * args.seq_length / median,
-            **self._wires,
+            **{
+                name: {
+                    "bytes_per_step": last[f"{name}_bytes"],
+                    "bits_per_element": last[f"{name}_bits_per_element"],
+                }
+                for name in ("gradient_wire", "weight_wire")
+            },
             "compensation_bytes": int(error_bytes),
             "peak_memory_bytes": int(peak),
             "events": events[0] if events else {},
             "device": _device_name(),
             "versions": _versions(),
         }
-        path = self._output / "summary.json"
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
+        _replace(self._output / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def _continue(path: Path, step: int) -> TextIO:
+    """Open metrics.jsonl for the lines of `step` on: what an attempt that died logged from there on goes."""
+    _replace(path, "".join(line + "\n" for record, line in _read(path) if record["step"] < step))
+    return path.open("a", encoding="utf-8")
+
+
+def _read(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """The records of metrics.jsonl and their lines; not the last one, if a kill tore it."""
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            yield json.loads(line), line
+        except ValueError:
+            return
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file that is whole at every moment."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def _median(seconds: list[float]) -> float:

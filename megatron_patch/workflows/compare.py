@@ -33,7 +33,7 @@ _COLUMNS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megatron-loco compare`."""
-    train.add_arguments(parser)
+    train.add_run_arguments(parser)
     parser.add_argument(
         "--methods", default="none,loco", metavar="A,B", help="names in configs/methods, the baseline first"
     )
@@ -51,8 +51,7 @@ def run(args: argparse.Namespace) -> int:
         name: configuration.load(path, args.overrides, and_files=[recipe]) for name, recipe in recipes.items()
     }
     for name in names:
-        if (out / name / "config.yaml").exists() and not args.overwrite:
-            train.claim_folder(out / name, overwrite=False)
+        train.check_folder(out / name, args.overwrite)
     prepared = {name: train.prepare_run(one, out / name) for name, one in runs.items()}
     width = max(map(len, names))
     summaries = {

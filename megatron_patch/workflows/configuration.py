@@ -41,6 +41,8 @@ class Launch:
     """host:port of the first node, for nnodes > 1."""
     script: str = "pretrain_scripts/pretrain_gpt.py"
     """The training script, relative to the repository or an absolute path."""
+    max_restarts: int = 0
+    """How often all ranks are started again, from the last checkpoint, after one of them has died."""
 
     @property
     def world_size(self) -> int:
@@ -161,7 +163,7 @@ def _launch(section: dict[str, Any], where: str) -> Launch:
     launch = Launch(**section)
     if launch.device not in ("cuda", "cpu"):
         raise UserError(f"{where}: launch.device: {launch.device!r} must be cuda or cpu")
-    for name, least in (("nproc_per_node", 1), ("nnodes", 1), ("node_rank", 0)):
+    for name, least in (("nproc_per_node", 1), ("nnodes", 1), ("node_rank", 0), ("max_restarts", 0)):
         value = getattr(launch, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise UserError(f"{where}: launch.{name}: {value!r} must be a whole number, {least} or more")

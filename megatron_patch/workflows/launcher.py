@@ -1,19 +1,22 @@
-"""Starts a run's ranks, watches them, and tells which one failed first.
+"""Starts a run's ranks, watches them, tells which one failed first, and starts them again if asked to.
 
 On GPUs, and on several nodes, the ranks are started by torchrun. On the CPU of one machine they are forked
 from this process, which has imported Megatron already to check the flags: that import takes 7 to 20 seconds
 of processor time, and four ranks on two cores would pay it four times over. Either way every rank runs
 `megatron_patch.launch SCRIPT FLAGS`, writes to FOLDER/logs, and a rank that dies takes the others with it.
+With `launch.max_restarts` all ranks are then started again, and Megatron goes on from the last checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,11 +28,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_patch.errors import UserError
+from megatron_patch.workflows import checkpoints
 from megatron_patch.workflows.configuration import Launch
 
 _POLL_SECONDS = 0.1
 _LAST_WORDS_SECONDS = 2.0
 _PR_SET_PDEATHSIG = 1
+_USER_MISTAKE = 2
+"""Exit status of a rank that found a mistake of the user's: started again, it would find it again."""
 # How the end of a peer looks from the other side of a socket: an effect, never the cause.
 _CONNECTION_LOST = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket closed|peer", re.IGNORECASE
@@ -71,36 +77,67 @@ class Job:
             ]
         else:
             command += ["--standalone"]
+        if launch.max_restarts:
+            command += [f"--max-restarts={launch.max_restarts}"]
         return [*command, "-m", "megatron_patch.launch", str(self.script), *self.flags]
 
-    def command_text(self) -> str:
-        """The command as a user would type it."""
-        variables = ""
+    def variables(self) -> dict[str, str]:
+        """The environment variables that go with `torchrun`."""
+        found = {}
         if self.launch.device == "cpu":
             from megatron_patch.integration.cpu_device import CPU_ENVIRONMENT
 
-            variables = (
-                " ".join(f"{k}={v}" for k, v in {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1"}.items()) + " "
-            )
-        return variables + shlex.join(self.torchrun()) + "\n"
+            found = {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+        if self.launch.max_restarts:
+            # Else ranks that are started again find the addresses of the dead ones: pytorch/pytorch#135712.
+            found["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        return found
+
+    def command_text(self) -> str:
+        """The command as a user would type it."""
+        variables = [f"{name}={value}" for name, value in self.variables().items()]
+        return " ".join([*variables, shlex.join(self.torchrun())]) + "\n"
 
 
-def start(job: Job, tick: Callable[[], None]) -> None:
-    """Run the job to its end, calling `tick` a few times a second.
+def start(job: Job, tick: Callable[[], None], say: Callable[[str], None]) -> None:
+    """Run the job to its end, calling `tick` a few times a second and `say` with a line about every restart.
 
     Raises:
-        RankFailed: a rank died or raised; all others have been ended.
+        RankFailed: a rank died or raised, and no restart was left; all others have been ended.
         UserError: a rank found a mistake of the user's.
         KeyboardInterrupt: after all ranks have been ended.
     """
     job.logs.mkdir(parents=True, exist_ok=True)
     if job.launch.device == "cpu" and job.launch.nnodes == 1:
-        _run_forked(job, tick)
+        _run_forked(job, tick, say)
     else:
-        _run_torchrun(job, tick)
+        _run_torchrun(job, tick, say)
 
 
-def _run_forked(job: Job, tick: Callable[[], None]) -> None:
+def _run_forked(job: Job, tick: Callable[[], None], say: Callable[[str], None]) -> None:
+    for restart in itertools.count(1):
+        ended = _run_ranks(job, tick)
+        if not any(ended.values()):
+            return
+        failure = first_failure(job, ended)
+        if restart > job.launch.max_restarts or _USER_MISTAKE in ended.values():
+            raise failure
+        _note_restart(job, restart, failure, say)
+
+
+def _note_restart(job: Job, restart: int, failure: Exception, say: Callable[[str], None]) -> None:
+    """Tell of a restart, in the logs too, and clear away what belonged to the attempt that failed."""
+    line = f"restart {restart} of {job.launch.max_restarts}: {str(failure).splitlines()[0]}"
+    for log in job.logs.glob("rank-*.log"):
+        with log.open("a", encoding="utf-8") as stream:
+            stream.write(f"\n{line}\n")
+    shutil.rmtree(job.failures, ignore_errors=True)
+    checkpoints.mend(job.folder)
+    say(line)
+
+
+def _run_ranks(job: Job, tick: Callable[[], None]) -> dict[int, int]:
+    """Fork all ranks and wait for their end, or end them all after the first failure; exit codes by rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -114,18 +151,17 @@ def _run_forked(job: Job, tick: Callable[[], None]) -> None:
             tick()
             time.sleep(_POLL_SECONDS)
         deadline = time.monotonic() + _LAST_WORDS_SECONDS
-        while ranks and time.monotonic() < deadline:  # others may be writing the real cause
+        # Others may be writing the real cause, unless that was a kill.
+        while ranks and min(ended.values()) >= 0 and time.monotonic() < deadline:
             _reap(ranks, ended)
             time.sleep(_POLL_SECONDS)
     finally:
         for pid in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            _kill_group(pid)
         for pid in ranks:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-    if any(ended.values()):
-        raise first_failure(job, ended)
+    return ended
 
 
 def _reap(ranks: dict[int, int], ended: dict[int, int]) -> None:
@@ -133,17 +169,25 @@ def _reap(ranks: dict[int, int], ended: dict[int, int]) -> None:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             ended[ranks.pop(pid)] = os.waitstatus_to_exitcode(status)
+            _kill_group(pid)
+
+
+def _kill_group(pid: int) -> None:
+    """End a rank and its own children, e.g. the process that an asynchronous checkpoint writer talks to."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _fork_rank(job: Job, rank: int, port: int) -> int:
     pid = os.fork()
     if pid:
+        os.setpgid(pid, pid)  # here too: the group must be there before anyone ends it
         return pid
     status = 1
     try:
         os.setpgid(0, 0)  # Ctrl-C reaches the parent, which ends the ranks
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        log = os.open(job.logs / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        log = os.open(job.logs / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -174,19 +218,25 @@ def _fork_rank(job: Job, rank: int, port: int) -> int:
         os._exit(status)
 
 
-def _run_torchrun(job: Job, tick: Callable[[], None]) -> None:
-    environment = {**os.environ, "MEGATRON_LOCO_FAILURES": str(job.failures)}
+def _run_torchrun(job: Job, tick: Callable[[], None], say: Callable[[str], None]) -> None:
+    environment = {**os.environ, **job.variables(), "MEGATRON_LOCO_FAILURES": str(job.failures)}
     command = [sys.executable, "-m", "torch.distributed.run", *job.torchrun()[1:]]
     position = command.index("-m", 2)
     command[position:position] = ["--redirects=3", f"--log-dir={job.logs}"]
-    with (job.logs / "torchrun.log").open("wb") as log:
+    attempts = set(job.logs.glob("*/attempt_*"))
+    with (job.logs / "torchrun.log").open("ab") as log:
+        begin = log.tell()
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
         )
         try:
-            while process.poll() is None:
+            while process.poll() is None and not _user_mistakes(job):
                 tick()
                 time.sleep(_POLL_SECONDS)
+                for new in set(job.logs.glob("*/attempt_*")) - attempts:
+                    attempts.add(new)
+                    if restart := int(new.name.removeprefix("attempt_")):
+                        _note_restart(job, restart, first_failure(job, _torchrun_ended(job, begin)), say)
         finally:
             if process.poll() is None:
                 process.terminate()  # torchrun ends its ranks on SIGTERM
@@ -194,17 +244,24 @@ def _run_torchrun(job: Job, tick: Callable[[], None]) -> None:
                     process.wait(30)
                 process.kill()
     if process.returncode:
-        summary = (job.logs / "torchrun.log").read_text(encoding="utf-8", errors="replace")
-        found = re.findall(r"rank\s*:\s*(\d+).*?\n\s*exitcode\s*:\s*(-?\d+)", summary)
-        raise first_failure(job, {int(rank): int(code) for rank, code in found} or {0: process.returncode})
+        raise first_failure(job, _torchrun_ended(job, begin))
+
+
+def _torchrun_ended(job: Job, begin: int) -> dict[int, int]:
+    """Exit codes in torchrun's log from byte `begin` on: its last summary, else the rank it saw fail last."""
+    text = (job.logs / "torchrun.log").read_bytes()[begin:].decode(errors="replace")
+    found = re.findall(r"rank\s*:\s*(\d+).*?\n\s*exitcode\s*:\s*(-?\d+)", text)
+    if not found:  # a restart has no summary
+        failed = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", text)
+        found = [(local_rank, code) for code, local_rank in failed[-1:]]
+    return {int(rank): int(code) for rank, code in found} or {0: 1}
 
 
 def first_failure(job: Job, ended: dict[int, int]) -> Exception:
     """The first cause: a killed rank, else the earliest error that is no lost connection."""
+    for mistake in _user_mistakes(job):
+        return mistake
     records = list(_read_failures(job.failures))
-    for record in records:
-        if record.get("user"):
-            return UserError(record["error"])
     for rank, code in sorted(ended.items()):
         if code < 0 and code != -signal.SIGTERM:
             return RankFailed(f"rank {rank} was killed by {signal.Signals(-code).name}{_where(job, rank)}")
@@ -217,6 +274,10 @@ def first_failure(job: Job, ended: dict[int, int]) -> Exception:
         )
     rank, code = next((rank, code) for rank, code in ended.items() if code)
     return RankFailed(f"rank {rank} ended with exit status {code}{_where(job, rank)}\n{_tail(job, rank)}")
+
+
+def _user_mistakes(job: Job) -> list[UserError]:
+    return [UserError(record["error"]) for record in _read_failures(job.failures) if record["user"]]
 
 
 def _read_failures(folder: Path) -> Iterator[dict]:

@@ -2,6 +2,9 @@
 
 On a terminal the line is redrawn in place; elsewhere a plain line comes about every tenth of the run. There
 is no refreshing thread: ranks are forked from this process, and a fork must not meet a held lock.
+
+A run that goes on from a checkpoint writes its metrics.jsonl anew (integration/metrics.py): a file that was
+there before is left alone until it is replaced, and the time left comes from the steps made since.
 """
 
 from __future__ import annotations
@@ -17,16 +20,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 
 class StepProgress:
-    """Follows `metrics`, a metrics.jsonl that a run appends to, up to `steps`; call `tick` often."""
+    """Follows `metrics`, a metrics.jsonl that a run appends to, from step `done` to `steps`; `tick` often."""
 
-    def __init__(self, label: str, steps: int, metrics: Path) -> None:
+    def __init__(self, label: str, steps: int, metrics: Path, done: int = 0) -> None:
         self._label = label
         self._steps = steps
         self._path = metrics
-        self._position = 0
         self._last: dict[str, Any] = {}
-        self._first: tuple[float, int] | None = None
-        self._printed = 0
+        self._printed = done
+        self._begin()
         self._console = Console(stderr=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -37,7 +39,13 @@ class StepProgress:
             console=self._console,
             auto_refresh=False,
         )
-        self._task = self._progress.add_task(label, total=max(steps, 1), shown="starting")
+        self._task = self._progress.add_task(label, total=max(steps, 1), completed=done, shown="starting")
+
+    def _begin(self) -> None:
+        """Wait for a metrics file other than the one that is there now."""
+        self._position = 0
+        self._first: tuple[float, int] | None = None
+        self._stale = self._path.stat().st_ino if self._path.exists() else None
 
     def __enter__(self) -> StepProgress:
         if self._console.is_terminal:
@@ -50,6 +58,12 @@ class StepProgress:
         self.tick()
         if self._console.is_terminal:
             self._progress.stop()
+
+    def say(self, line: str) -> None:
+        """Show a line of its own; what it tells of has all ranks started again."""
+        self._begin()
+        self._progress.update(self._task, shown="starting again")
+        self._console.print(f"{self._label}: {line}", highlight=False, soft_wrap=True)
 
     def tick(self) -> None:
         """Read what is new and show it."""
@@ -65,7 +79,7 @@ class StepProgress:
             )
 
     def _read(self) -> bool:
-        if not self._path.exists():
+        if not self._path.exists() or self._path.stat().st_ino == self._stale:
             return False
         with self._path.open("rb") as stream:
             stream.seek(self._position)

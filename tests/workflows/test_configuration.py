@@ -52,6 +52,8 @@ BAD = {
     "compression: 4": ["compression", "4", "mapping"],
     "launch: {device: tpu}": ["launch.device", "'tpu'", "cuda or cpu"],
     "launch: {nproc_per_node: 0}": ["launch.nproc_per_node", "0", "1 or more"],
+    "launch: {max_restarts: -1}": ["launch.max_restarts", "-1", "whole number, 0 or more"],
+    "launch: {max_restarts: 1.5}": ["launch.max_restarts", "1.5", "whole number"],
     "launch: {nnodes: 2}": ["launch.nnodes", "2", "rdzv_endpoint"],
     "data: {source: stdlib}": ["data.source", "data.path"],
     "data: {path: 3}": ["data.path", "3", "text"],

@@ -112,7 +112,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
 def test_torchrun_starts_the_ranks_where_they_are_not_forked(tmp_path: Path) -> None:
     flags = [*MODEL, *cpu_flags(), "--compression-device", "cpu", "--compression-output", str(tmp_path)]
     job = launcher.Job(Launch(device="cuda", nproc_per_node=1), Path(SCRIPT), flags, tmp_path)
-    launcher.start(job, tick=lambda: None)
+    launcher.start(job, tick=lambda: None, say=print)
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == STEPS
 
 
