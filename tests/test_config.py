@@ -53,6 +53,11 @@ REFUSED = [
     ({"error_dtype": "fp16"}, "error_dtype", ", ".join(ERROR_DTYPES)),
     ({"error_dtype": 8}, "error_dtype", ", ".join(ERROR_DTYPES)),
     *[
+        ({name: value}, name, "true or false")
+        for name in ("save_error", "strict_load")
+        for value in ("yes", 1, None)
+    ],
+    *[
         ({name: value}, name, WHOLE)
         for name in ("reset_interval", "start_step", "seed")
         for value in (-1, 1.5, 2.0, True, "10", None)
@@ -111,6 +116,8 @@ def test_the_defaults_are_those_of_the_design():
         "reset_interval": 512,
         "start_step": 0,
         "seed": 1234,
+        "save_error": True,
+        "strict_load": False,
     }
 
 

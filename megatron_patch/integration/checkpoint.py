@@ -4,7 +4,8 @@
       get_checkpoint_tracker_filename     after all ranks' barrier, before the checkpoint is announced as the
                                           latest: the staging folder moves into the checkpoint's
       schedule_async_save                 with --async-save: both happen when Megatron finalizes the save
-    load_checkpoint                     after it: the states are put back
+    load_checkpoint                     before it: a torn tracker is mended (tracker.py); after it: the states
+                                        are put back
       _load_base_checkpoint               tells which folder was loaded, and its arguments
 
 All are globals of that module, by which upstream itself calls them (0.17 to 0.19); megatron.training.training
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_patch.integration import tracker
 from megatron_patch.integration.attach import compressor_of
 from megatron_patch.integration.saved_errors import Checkpoint, ErrorSave, restore
 
@@ -108,6 +110,9 @@ def _save_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     _saving = saving
     try:
         return original(*args, **kwargs)
+    except BaseException:
+        saving.discard()  # it may be the disk that is full
+        raise
     finally:
         _saving = None
 
@@ -173,9 +178,13 @@ def _load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     global _loaded
     from megatron.training import get_args
 
+    asked, flags = _bound(original, args, kwargs), get_args()
+    folder = getattr(flags, asked["load_arg"])
+    if folder is not None and dist.get_rank() == 0:
+        tracker.mend(Path(folder))
+    dist.barrier()
     _loaded = None
     result = original(*args, **kwargs)
-    asked, flags = _bound(original, args, kwargs), get_args()
     chunks = _compressed(asked["ddp_model"])
     loaded, _loaded = _loaded, None
     if not chunks or loaded is None:

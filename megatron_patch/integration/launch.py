@@ -56,7 +56,7 @@ def _run(script: str, flags: list[str]) -> None:
         cpu_device.install()
     from megatron.training import arguments
 
-    from megatron_patch.integration import checkpoint
+    from megatron_patch.integration import checkpoint, torch_adam
     from megatron_patch.integration.arguments import after_parsing, config_from_arguments
     from megatron_patch.integration.attach import enable
     from megatron_patch.integration.metrics import RunMetrics
@@ -73,6 +73,7 @@ def _run(script: str, flags: list[str]) -> None:
             if config.compresses:
                 refuse_flags(args)
             _show_log()
+            torch_adam.install()
             enable(config)
         installed.append(RunMetrics(config, args.compression_attach, output))
         installed[0].install()

@@ -192,11 +192,15 @@ class ErrorSave:
         """On one rank, after `complete` and before the checkpoint is announced: move it into place."""
         sidecar.publish(self._staging, self.checkpoint / sidecar.FOLDER)
 
+    def discard(self) -> None:
+        """Remove what is not in place."""
+        if dist.get_rank() == 0:
+            shutil.rmtree(self._staging, ignore_errors=True)
+
     def _refuse(self, problems: list[tuple[int, str | None]]) -> None:
         for rank, problem in problems:
             if problem is not None:
-                if dist.get_rank() == 0:
-                    shutil.rmtree(self._staging, ignore_errors=True)
+                self.discard()
                 raise UserError(
                     f"the error state of rank {rank} could not be saved below {self.checkpoint.parent}: "
                     f"{problem}; the last complete checkpoint is still the latest"
@@ -288,11 +292,14 @@ class _Reader:
 
     def _read_manifest(self) -> None:
         self._manifest = manifest = sidecar.read_manifest(self._folder)
-        if self._checkpoint.id not in (None, manifest["id"]):
+        if self._checkpoint.id not in (None, manifest.get("id")):
             raise Damaged(f"{self._folder} is of another checkpoint")
-        shared = [RankLayout.from_json(layout) for layout in manifest["layouts"]]
-        self._layouts = [shared[rank["layout"]].at(rank["positions"]) for rank in manifest["ranks"]]
-        self._files = [rank["file"] and RankFile(**rank["file"]) for rank in manifest["ranks"]]
+        try:
+            shared = [RankLayout.from_json(layout) for layout in manifest["layouts"]]
+            self._layouts = [shared[rank["layout"]].at(rank["positions"]) for rank in manifest["ranks"]]
+            self._files = [rank["file"] and RankFile(**rank["file"]) for rank in manifest["ranks"]]
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise Damaged(f"{self._folder} holds what this release does not know: {error!r}") from error
 
     def apply(self, exact: bool, loss_scale: float) -> str:
         """Put the state back as far as it goes; returns what happened. Call on all ranks."""

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_patch.errors import UserError
-from megatron_patch.workflows import checkpoints
 from megatron_patch.workflows.configuration import Launch
 
 _POLL_SECONDS = 0.1
@@ -132,7 +131,6 @@ def _note_restart(job: Job, restart: int, failure: Exception, say: Callable[[str
         with log.open("a", encoding="utf-8") as stream:
             stream.write(f"\n{line}\n")
     shutil.rmtree(job.failures, ignore_errors=True)
-    checkpoints.mend(job.folder)
     say(line)
 
 

@@ -125,7 +125,6 @@ def check_folder(folder: Path, overwrite: bool, resume: bool = False) -> None:
         UserError: it holds a run already, and neither `overwrite` nor `resume` was asked for; it holds
             checkpoints, which only `resume` may use; or it holds none to resume from.
     """
-    checkpoints.mend(folder)
     step = checkpoints.latest_step(folder)
     if resume and step is None:
         raise UserError(

@@ -52,6 +52,7 @@ def _runs() -> dict[str, Run]:
     source += ["--exit-interval", "24"]
     for name, ours in SWITCHES.items():
         runs[name] = Run([*OVERLAP, *source], ours)
+    runs["to-4-ranks"] = Run([*OVERLAP, *source], [*LOCO, *STOCHASTIC], ranks=4)
     return runs
 
 

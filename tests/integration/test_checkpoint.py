@@ -121,9 +121,15 @@ def test_saving_disturbs_nothing(runs: Path) -> None:
         ("to-2-bits", "error states restored exactly"),
         ("to-error-feedback", "errors start from zero: the checkpoint is of method loco"),
         ("to-none", "method none"),
+        (
+            "to-4-ranks",
+            "another layout (data 2 -> 4): where their number changed, senders start from the mean",
+        ),
     ],
 )
-def test_another_method_or_bits_go_on_from_a_checkpoint(runs: Path, name: str, line: str) -> None:
+def test_another_method_bits_or_number_of_ranks_goes_on_from_a_checkpoint(
+    runs: Path, name: str, line: str
+) -> None:
     records, log = _records(runs / name), _log(runs / name)
     assert list(records) == [21, 22, 23, 24]
     assert line in log

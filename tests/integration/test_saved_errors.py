@@ -360,6 +360,10 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "manifest is a list": (lambda f: (f / "manifest.json").write_text("[1]"), "manifest.json is damaged"),
     "all missing": (shutil.rmtree, "manifest.json is missing"),
     "another checkpoint's": (lambda f: _rewrite_manifest(f, id="0" * 32), "is of another checkpoint"),
+    "unknown content": (
+        lambda f: _rewrite_manifest(f, layouts=[{"buckets": [], "states": [{"kind": "sum"}]}]),
+        "holds what this release does not know: KeyError",
+    ),
     "a later format": (
         lambda f: _rewrite_manifest(f, format=99),
         "format 99; this release reads format 1",

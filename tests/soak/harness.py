@@ -151,7 +151,6 @@ class Runs:
         restarts = self._random.randint(len(plan) // 2, len(plan))
         try:
             while True:
-                checkpoints.mend(folder)
                 before, resume = board.killed, checkpoints.latest_step(folder) is not None
                 tally.resumed += resume
                 try:

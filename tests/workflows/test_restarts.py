@@ -138,10 +138,9 @@ def test_a_mistake_of_the_users_and_an_interrupt_start_nothing_again(
     assert len(attempts_of(tmp_path)) <= 2
 
 
-def write_checkpoint(folder: Path, step: int, tracker: str | None = None) -> None:
+def write_checkpoint(folder: Path, step: int) -> None:
     (checkpoints.checkpoints(folder) / f"iter_{step:07d}").mkdir(parents=True)
-    path = checkpoints.checkpoints(folder) / "latest_checkpointed_iteration.txt"
-    path.write_text(str(step) if tracker is None else tracker)
+    (checkpoints.checkpoints(folder) / "latest_checkpointed_iteration.txt").write_text(str(step))
 
 
 @pytest.mark.parametrize(
@@ -189,17 +188,6 @@ def test_what_resume_keeps(tmp_path: Path) -> None:
         assert (tmp_path / name).read_text() == name
     assert not (tmp_path / "failures").exists()
     assert not (tmp_path / "summary.json").exists()
-
-
-def test_a_tracker_file_emptied_by_a_kill_is_mended(tmp_path: Path) -> None:
-    checkpoints.mend(tmp_path)
-    assert checkpoints.latest_step(tmp_path) is None
-    write_checkpoint(tmp_path, 40)  # left unfinished by an earlier attempt, which reached step 40
-    os.utime(checkpoints.checkpoints(tmp_path) / "iter_0000040", (1, 1))
-    write_checkpoint(tmp_path, 20, tracker="")
-    assert checkpoints.latest_step(tmp_path) is None
-    checkpoints.mend(tmp_path)
-    assert checkpoints.latest_step(tmp_path) == 20
 
 
 @pytest.mark.slow
