@@ -17,6 +17,7 @@ METHODS = ("none", "naive", "error_feedback", "loco")
 BITS = (8, 4, 2, 1)
 ROUNDINGS = ("nearest", "stochastic")
 ERROR_DTYPES = ("int8", "bf16", "fp32")
+TOPOLOGIES = ("auto", "flat", "two_hop")
 SHARD = "shard"
 DEFAULT_ERROR_BETA = 0.8
 
@@ -51,6 +52,18 @@ class CompressionConfig:
     reset_interval: int = _option(512, "optimizer steps after which the error is set to zero (0: never)")
     start_step: int = _option(0, "optimizer steps with Megatron's own exchange before compression starts")
     seed: int = _option(1234, "seed of stochastic rounding")
+    topology: str = _option(
+        "auto",
+        "flat: every rank sends to every owner; two_hop: sum inside a node first, then send between nodes; "
+        "auto: two_hop where several of a group's ranks share a node and it spans several nodes",
+        TOPOLOGIES,
+    )
+    ranks_per_node: int | None = _option(
+        None, "ranks of the job on one node, numbered one after the other (default: LOCAL_WORLD_SIZE)"
+    )
+    intra_bits: int | None = _option(
+        None, "two_hop: bits inside the node (default: the gradient's own precision)", (8,)
+    )
     save_error: bool = _option(
         True, "save the errors with every checkpoint (int8: 1.02 bytes an element of every sender)"
     )
@@ -63,6 +76,12 @@ class CompressionConfig:
         self._check_choice("bits", BITS)
         self._check_choice("rounding", ROUNDINGS)
         self._check_choice("error_dtype", ERROR_DTYPES)
+        self._check_choice("topology", TOPOLOGIES)
+        if self.intra_bits is not None:
+            self._check_choice("intra_bits", (8,))
+        per_node = self.ranks_per_node
+        if per_node is not None and (not _is_int(per_node) or per_node < 1):
+            self._reject("ranks_per_node", "a whole number, 1 or more")
         for name in ("save_error", "strict_load"):
             if not isinstance(getattr(self, name), bool):
                 self._reject(name, "true or false")

@@ -9,10 +9,17 @@ import math
 import pytest
 
 import megatron_patch
-from megatron_patch.config import BITS, ERROR_DTYPES, METHODS, ROUNDINGS, CompressionConfig
+from megatron_patch.config import BITS, ERROR_DTYPES, METHODS, ROUNDINGS, TOPOLOGIES, CompressionConfig
 from megatron_patch.errors import UserError, nearest
 
-CHOICES = {"method": METHODS, "bits": BITS, "rounding": ROUNDINGS, "error_dtype": ERROR_DTYPES}
+CHOICES = {
+    "method": METHODS,
+    "bits": BITS,
+    "rounding": ROUNDINGS,
+    "error_dtype": ERROR_DTYPES,
+    "topology": TOPOLOGIES,
+    "intra_bits": (8,),
+}
 WHOLE = "a whole number, 0 or more"
 BLOCK = "a power of two from 16, or 'shard'"
 BETA = "from 0 up to but not including 1"
@@ -52,6 +59,9 @@ REFUSED = [
     ({"error_beta": 0.5, "method": "error_feedback"}, "error_beta", "0 with method error_feedback"),
     ({"error_dtype": "fp16"}, "error_dtype", ", ".join(ERROR_DTYPES)),
     ({"error_dtype": 8}, "error_dtype", ", ".join(ERROR_DTYPES)),
+    ({"topology": "two-hop"}, "topology", "auto, flat, two_hop"),
+    *[({"ranks_per_node": value}, "ranks_per_node", "1 or more") for value in (0, -8, 1.0, True, "8")],
+    *[({"intra_bits": value}, "intra_bits", "one of 8") for value in (4, 16, "8", True)],
     *[
         ({name: value}, name, "true or false")
         for name in ("save_error", "strict_load")
@@ -116,6 +126,9 @@ def test_the_defaults_are_those_of_the_design():
         "reset_interval": 512,
         "start_step": 0,
         "seed": 1234,
+        "topology": "auto",
+        "ranks_per_node": None,
+        "intra_bits": None,
         "save_error": True,
         "strict_load": False,
     }

@@ -79,8 +79,9 @@ def start_all_reduce(
 
     With `average` the sum is divided by N, as ReduceOp.AVG does.
     """
-    reduced = workspace.take(1, 4 * parts.sender.layout.shard_size)
-    scatter = start_reduce_scatter(parts.sender, data, _as_fp32(reduced), group, average, workspace)
+    reduced = workspace.take(1, 4 * parts.sender.layout.shard_size, "sums")
+    divisor = parts.sender.layout.shards if average else 1
+    scatter = start_reduce_scatter(parts.sender, data, _as_fp32(reduced), group, divisor, workspace)
     return AllReduceHandle(scatter, reduced, parts, data, group, workspace)
 
 

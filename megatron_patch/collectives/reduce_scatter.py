@@ -58,13 +58,13 @@ def start_reduce_scatter(
     gradient: torch.Tensor,
     output: torch.Tensor,
     group: dist.ProcessGroup,
-    average: bool,
+    divisor: int,
     workspace: Workspace,
 ) -> ReduceScatterHandle:
     """Compress `gradient` [B] and send it; the handle's `wait` writes this rank's shard to `output` [S].
 
     `output` may be a view into `gradient` (Megatron's is): it is written only after the gradient was read.
-    With `average` the sum is divided by N, as ReduceOp.AVG does.
+    The sum is divided by `divisor`: by N, as ReduceOp.AVG does, or by 1.
     """
     layout = sender.layout
     send = workspace.take(layout.shards, layout.payload_bytes)
@@ -72,6 +72,4 @@ def start_reduce_scatter(
     with workspace.timed():
         sender.compress(gradient, send)
     work = dist.all_to_all_single(receive, send, group=group, async_op=True)
-    return ReduceScatterHandle(
-        work, send, receive, workspace, layout, output, layout.shards if average else 1
-    )
+    return ReduceScatterHandle(work, send, receive, workspace, layout, output, divisor)

@@ -12,36 +12,52 @@ from contextlib import contextmanager
 
 import torch
 
+_Key = tuple[str, int]
+
 
 class Workspace:
-    """uint8 buffers, reused by shape and, on CUDA, by stream; and the time of the work between them.
+    """uint8 buffers, reused by use and, on CUDA, by stream; and the time of the work between them.
 
     A buffer goes to its next user without waiting for the last one's work, which is safe only on one and
-    the same stream: expert and dense bucket groups may run on different ones.
+    the same stream: expert and dense bucket groups may run on different ones. A buffer that is too small
+    gives way to a larger one, so that no more are kept than were ever in use at a time.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.nbytes = 0
-        self._free: dict[tuple[int, int, int], list[torch.Tensor]] = {}
+        """Bytes of all buffers, in use or not."""
+        self._free: dict[_Key, list[torch.Tensor]] = {}
+        self._taken: dict[int, tuple[_Key, torch.Tensor]] = {}
         self._seconds = 0.0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def take(self, rows: int, columns: int) -> torch.Tensor:
-        """A buffer of [rows, columns] for work on the current stream, contents undefined."""
-        free = self._free.get(self._key(rows, columns))
-        if free:
-            return free.pop()
-        self.nbytes += rows * columns
-        return torch.empty(rows, columns, dtype=torch.uint8, device=self.device)
+    def take(self, rows: int, columns: int, use: str = "payload") -> torch.Tensor:
+        """A buffer of [rows, columns] for work on the current stream, contents undefined.
+
+        Buffers of another `use`, which are of other sizes, are kept apart.
+        """
+        size, key = rows * columns, (use, self._stream())
+        free = self._free.setdefault(key, [])
+        fitting = [place for place, buffer in enumerate(free) if buffer.numel() >= size]
+        if fitting:
+            whole = free.pop(min(fitting, key=lambda place: free[place].numel()))
+        else:
+            if free:
+                self.nbytes -= free.pop().numel()
+            self.nbytes += size
+            whole = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._taken[whole.data_ptr()] = key, whole
+        return whole[:size].view(rows, columns)
 
     def give(self, buffer: torch.Tensor) -> None:
-        """Hand a buffer back; its last work must be on the current stream."""
-        self._free.setdefault(self._key(buffer.shape[0], buffer.shape[1]), []).append(buffer)
+        """Hand a buffer back; its last work must be on the stream that it was taken on."""
+        key, whole = self._taken.pop(buffer.data_ptr())
+        self._free[key].append(whole)
 
-    def _key(self, rows: int, columns: int) -> tuple[int, int, int]:
+    def _stream(self) -> int:
         on_cuda = self.device.type == "cuda"
-        return rows, columns, torch.cuda.current_stream(self.device).cuda_stream if on_cuda else 0
+        return torch.cuda.current_stream(self.device).cuda_stream if on_cuda else 0
 
     @contextmanager
     def timed(self) -> Iterator[None]:

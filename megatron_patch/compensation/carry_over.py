@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 REDUCE_SCATTER = "reduce_scatter"
+NODE_SUM = "node_sum"
 ALL_REDUCE = "all_reduce"
 OWNER = "owner"
 
@@ -69,7 +70,8 @@ class Position:
 class Part:
     """What one error state is of: some elements of a bucket, as one of several who send them.
 
-    `kind` is REDUCE_SCATTER or ALL_REDUCE for a sender, OWNER for the owner of an all-reduced shard. Every
+    `kind` is REDUCE_SCATTER or ALL_REDUCE for a sender, NODE_SUM for one that sends what its node has summed,
+    OWNER for the owner of an all-reduced shard. Every
     element has `senders` of that kind, of which this is number `index`; the exchange gives each of them
     `weight` in the reduced gradient.
     """
@@ -175,4 +177,4 @@ def _slices(piece: Piece, low: list[int], high: list[int]) -> _Slices:
 
 def _heir(kind: str, kinds: set[str]) -> str:
     """The kind of state that takes over what was of `kind`."""
-    return next(k for k in (kind, REDUCE_SCATTER, ALL_REDUCE, OWNER) if k in kinds)
+    return next(k for k in (kind, REDUCE_SCATTER, NODE_SUM, ALL_REDUCE, OWNER) if k in kinds)

@@ -32,6 +32,8 @@ def _lines(config: CompressionConfig, seams: Sequence[BucketGroupSeam]) -> Itera
     memory = f"beta {config.beta}, errors in {config.error_dtype}" if config.has_memory else "no errors kept"
     start = f", from step {config.start_step} on" if config.start_step else ""
     yield logging.INFO, f"{config.method}, {config.bits} bits, block {config.block_size}, {memory}{start}"
+    for reason in dict.fromkeys(seam.flat_because for seam in seams if seam.flat_because):
+        yield logging.WARNING, f"one hop, not two, for a group of ranks: {reason}"
     found: dict[tuple[str, int], list[int]] = {}
     for seam in seams:
         for collective, ranks, sizes in seam.collectives():

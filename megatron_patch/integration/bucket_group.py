@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,6 +33,8 @@ from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 
 from megatron_patch.collectives.all_reduce import SenderAndOwner
+from megatron_patch.collectives.topology import NoTwoHops, TwoHops, ranks_per_node, two_hops
+from megatron_patch.collectives.two_hop import TwoHopSender
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.integration.compressor import Compressor
 from megatron_patch.integration.wire import stock_gradients
@@ -47,12 +49,19 @@ class _Handle(Protocol):
 class _AllHandles:
     """Stands where upstream keeps a bucket group's one handle (`grad_reduce_handle`)."""
 
-    def __init__(self, handles: Sequence[_Handle]) -> None:
+    def __init__(self, handles: Sequence[_Handle], stream: torch.cuda.Stream | None = None) -> None:
         self._handles = handles
+        self._stream = stream
 
     def wait(self) -> None:
-        for handle in self._handles:
-            handle.wait()
+        if self._stream is None:
+            for handle in self._handles:
+                handle.wait()
+            return
+        with torch.cuda.stream(self._stream):
+            for handle in self._handles:
+                handle.wait()
+        torch.cuda.current_stream().wait_stream(self._stream)
 
 
 @dataclass
@@ -126,11 +135,19 @@ class BucketGroupSeam:
 
         shards = self.scatter_group.size() if self.scatter_group is not None else 1
         sizes = [bucket.grad_data.numel() for bucket in bucket_group.buckets]
-        self.reduce_scatter: list[Sender] = []
+        self.reduce_scatter: list[Sender | TwoHopSender] = []
         self.all_reduce: list[SenderAndOwner] = []
+        self.hops: TwoHops | None = None
+        self.flat_because: str | None = None
+        """Why the reduce-scatter goes without two hops, where that may not be what was meant."""
         if compressor.config.compresses:
             if (ranks := self.scatter_group) is not None and ranks.size() > 1:
-                self.reduce_scatter = [compressor.add_reduce_scatter(n, ranks) for n in sizes]
+                self.hops = self._hops(ranks)
+                for size in sizes:
+                    if self.hops is None:
+                        self.reduce_scatter.append(compressor.add_reduce_scatter(size, ranks))
+                    else:
+                        self.reduce_scatter.append(compressor.add_two_hops(size, self.hops))
             if (ranks := self.reduce_group) is not None and ranks.size() > 1:
                 self.all_reduce = [compressor.add_all_reduce(n // shards, ranks) for n in sizes]
 
@@ -143,6 +160,17 @@ class BucketGroupSeam:
 
         bucket_group.start_grad_sync = start_grad_sync
 
+    def _hops(self, group: dist.ProcessGroup) -> TwoHops | None:
+        config = self._compressor.config
+        if config.topology == "flat":
+            return None
+        try:
+            return two_hops(group, ranks_per_node(config.ranks_per_node))
+        except NoTwoHops as reason:
+            if reason.irregular or config.topology == "two_hop":
+                self.flat_because = str(reason)
+            return None
+
     @property
     def compresses(self) -> bool:
         """Whether any of this group's gradients leave in low bits (not with method none)."""
@@ -153,7 +181,8 @@ class BucketGroupSeam:
         name = "expert data parallel" if self.expert else "data parallel"
         sizes = [bucket.grad_data.numel() for bucket in self.group.buckets]
         if self.scatter_group is not None:
-            yield f"{name} reduce-scatter", self.scatter_group.size(), sizes
+            how = f" in two hops, {self.hops.nodes} nodes of {self.hops.local} ranks:" if self.hops else ""
+            yield f"{name} reduce-scatter{how}", self.scatter_group.size(), sizes
             sizes = [size // self.scatter_group.size() for size in sizes]
         if self.reduce_group is not None:
             where = "" if self.scatter_group is None else " between optimizer instances"
@@ -183,10 +212,11 @@ class BucketGroupSeam:
         with _noting() as asked:
             self._original(force_all_reduce=force_all_reduce)
         self._check(asked)
-        with self._stream():
+        stream = self._stream()
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
             handles = self._start(asked)
             if group.grad_reduce_handle is not None:
-                group.grad_reduce_handle = _AllHandles(handles)
+                group.grad_reduce_handle = _AllHandles(handles, stream)
             else:
                 _AllHandles(handles).wait()
 
@@ -207,12 +237,20 @@ class BucketGroupSeam:
             ]
         return handles
 
-    def _stream(self) -> AbstractContextManager[Any]:
-        """The CUDA stream on which upstream runs this group's collectives."""
-        config = self.group.ddp_config
-        if config.num_distributed_optimizer_instances > 1 and config.overlap_grad_reduce:
-            return torch.cuda.stream(self.group.communication_stream)
-        return nullcontext()
+    def _stream(self) -> torch.cuda.Stream | None:
+        """The CUDA stream on which this group's exchange runs, where it is not the current one.
+
+        With overlap it is one of its own: what is compressed, and what is waited for so that few buckets are
+        in flight, must not hold up the backward pass.
+        """
+        config, stream = self.group.ddp_config, self._compressor.stream
+        if not config.overlap_grad_reduce or stream is None:
+            return None
+        if config.num_distributed_optimizer_instances > 1:
+            upstreams: torch.cuda.Stream = self.group.communication_stream  # which has waited already
+            return upstreams
+        stream.wait_stream(torch.cuda.current_stream())
+        return stream
 
     def _check(self, asked: _Asked) -> None:
         buckets = len(self.group.buckets)

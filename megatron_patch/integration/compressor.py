@@ -8,7 +8,9 @@ the optimizer's seam (optimizer_step.py) tells it how a step ended; metrics.py r
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,6 +19,8 @@ import torch.distributed as dist
 
 from megatron_patch.collectives.all_reduce import AllReduceHandle, SenderAndOwner, start_all_reduce
 from megatron_patch.collectives.reduce_scatter import ReduceScatterHandle, start_reduce_scatter
+from megatron_patch.collectives.topology import TwoHops
+from megatron_patch.collectives.two_hop import TwoHopSender, start_two_hop_reduce_scatter
 from megatron_patch.collectives.workspace import Workspace
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
@@ -24,6 +28,9 @@ from megatron_patch.integration.wire import Wire
 from megatron_patch.quantization.blocks import BlockLayout
 
 logger = logging.getLogger(__name__)
+
+IN_FLIGHT = 2
+"""Exchanges of a chunk that may be under way at a time: so many buckets' payloads are held in memory."""
 
 
 @dataclass
@@ -49,6 +56,8 @@ class StepReport:
     """fp64 [5], summed over buckets, as compensation.sender.STATISTICS; None: nothing was compressed."""
     compression_seconds: Callable[[], float] = float
     """Time spent in compressing and decompressing; on CUDA, asking waits for it."""
+    inside_bytes: float = 0.0
+    """Bytes sent to ranks of the same node by the first of two hops; `wire` counts the second."""
 
 
 class Compressor:
@@ -73,6 +82,8 @@ class Compressor:
         self.report = StepReport()
         self._wire = Wire()
         self._used: list[Sender] = []
+        self._inside_bytes = 0.0
+        self._in_flight: deque[ReduceScatterHandle | AllReduceHandle] = deque()
         self._replaying = False
         self._warned = False
 
@@ -80,6 +91,11 @@ class Compressor:
     def active(self) -> bool:
         """Whether the next exchange is compressed: a method that does, from `start_step` on."""
         return self.config.compresses and self.steps >= self.config.start_step
+
+    @functools.cached_property
+    def stream(self) -> torch.cuda.Stream | None:
+        """Where overlapped exchanges run; None on CPU, where only gloo's threads run beside the caller."""
+        return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     @property
     def error_bytes(self) -> int:
@@ -89,6 +105,12 @@ class Compressor:
     def add_reduce_scatter(self, numel: int, group: dist.ProcessGroup) -> Sender:
         """Allocate the state of the reduce-scatter of `numel` elements over `group`."""
         return self._add(BlockLayout.of(numel, group.size(), self.config.bits, self.config.block_size))
+
+    def add_two_hops(self, numel: int, hops: TwoHops) -> TwoHopSender:
+        """Allocate the state of the two-hop reduce-scatter of `numel` elements."""
+        config = self.config
+        between = BlockLayout.of(numel // hops.local, hops.nodes, config.bits, config.block_size)
+        return TwoHopSender(hops, self._add(between), config, self.device)
 
     def add_all_reduce(self, numel: int, group: dist.ProcessGroup) -> SenderAndOwner:
         """Allocate the state of the all-reduce of `numel` elements over `group`."""
@@ -102,15 +124,29 @@ class Compressor:
 
     def reduce_scatter(
         self,
-        sender: Sender,
+        sender: Sender | TwoHopSender,
         gradient: torch.Tensor,
         output: torch.Tensor,
         group: dist.ProcessGroup,
         average: bool,
     ) -> ReduceScatterHandle:
-        """Start the compressed reduce-scatter of one bucket; counts it."""
-        self._count_payloads(sender)
-        return start_reduce_scatter(sender, gradient, output, group, average, self.workspace)
+        """Start the compressed reduce-scatter of one bucket; counts it, and ends one that began long ago."""
+        self._drain()
+        if isinstance(sender, TwoHopSender):
+            self._count_payloads(sender.sender)
+            self._inside_bytes += sender.inside_bytes(gradient)
+            handle = start_two_hop_reduce_scatter(sender, gradient, output, average, self.workspace)
+        else:
+            self._count_payloads(sender)
+            divisor = group.size() if average else 1
+            handle = start_reduce_scatter(sender, gradient, output, group, divisor, self.workspace)
+        self._in_flight.append(handle)
+        return handle
+
+    def _drain(self) -> None:
+        """Make room for one more exchange: end the oldest where that would be more than two."""
+        while len(self._in_flight) >= IN_FLIGHT:
+            self._in_flight.popleft().wait()
 
     def all_reduce(
         self, parts: SenderAndOwner, data: torch.Tensor, group: dist.ProcessGroup, average: bool
@@ -118,7 +154,10 @@ class Compressor:
         """Start the compressed all-reduce of `data`, in place; counts it."""
         self._count_payloads(parts.sender)
         self._count_payloads(parts.owner, peers=group.size() - 1)
-        return start_all_reduce(parts, data, group, average, self.workspace)
+        self._drain()
+        handle = start_all_reduce(parts, data, group, average, self.workspace)
+        self._in_flight.append(handle)
+        return handle
 
     def _count_payloads(self, sender: Sender, peers: int | None = None) -> None:
         peers = sender.layout.shards - 1 if peers is None else peers
@@ -136,7 +175,7 @@ class Compressor:
         self._replaying = True
         self.events.replays += 1
         self.clear_errors()
-        self._wire, self._used = Wire(), []
+        self._wire, self._used, self._inside_bytes = Wire(), [], 0.0
 
     def exchanged_twice(self) -> None:
         """A second exchange in one step: the loop's optimizer is not Megatron's. Count the step here."""
@@ -151,8 +190,9 @@ class Compressor:
     def end_step(self, successful: bool, loss_scale_factor: float = 1.0) -> None:
         """The optimizer's step is over. It changed fp16's loss scale by a factor: the errors carry it too."""
         statistics = torch.stack([sender.statistics for sender in self._used]).sum(0) if self._used else None
-        self.report = StepReport(self._wire, statistics, self.workspace.lap())
-        self._wire, self._used, self._replaying = Wire(), [], False
+        self.report = StepReport(self._wire, statistics, self.workspace.lap(), self._inside_bytes)
+        self._wire, self._used, self._inside_bytes, self._replaying = Wire(), [], 0.0, False
+        self._in_flight.clear()
         self.steps_seen += 1
         if successful:
             self.steps += 1

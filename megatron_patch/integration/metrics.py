@@ -142,12 +142,13 @@ class RunMetrics:
 
     def _compression_record(self) -> dict[str, Any]:
         gradients, weights = wire.Wire(), wire.Wire()
-        seconds = 0.0
+        seconds = inside = 0.0
         sums = torch.zeros(len(STATISTICS), dtype=torch.float64)
         compressors = self._compressors()
         for compressor in compressors:
             gradients.add(compressor.report.wire)
             seconds += compressor.report.compression_seconds()
+            inside += compressor.report.inside_bytes
             if compressor.report.statistics is not None:
                 sums += compressor.report.statistics.cpu()
         for group in self._bucket_groups():
@@ -158,7 +159,7 @@ class RunMetrics:
             [
                 sums,
                 torch.tensor(
-                    [gradients.nbytes, gradients.elements, weights.nbytes, weights.elements, seconds],
+                    [gradients.nbytes, gradients.elements, weights.nbytes, weights.elements, seconds, inside],
                     dtype=torch.float64,
                 ),
             ]
@@ -166,13 +167,14 @@ class RunMetrics:
         if "nccl" in dist.get_backend():
             totals = totals.cuda()
         dist.all_reduce(totals)
-        *sums_, grad_bytes, grad_elements, weight_bytes, weight_elements, seconds = totals.tolist()
+        *sums_, grad_bytes, grad_elements, weight_bytes, weight_elements, seconds, inside = totals.tolist()
         signal, noise, gradient, error, non_finite = sums_
         ranks = dist.get_world_size()
         self._compression_seconds.append(seconds / ranks)
         return {
             "compression_seconds": seconds / ranks,
             "gradient_wire_bytes": grad_bytes / ranks,
+            "gradient_intra_node_bytes": inside / ranks,
             "gradient_wire_bits_per_element": wire.Wire(grad_bytes, grad_elements).bits_per_element,
             "weight_wire_bytes": weight_bytes / ranks,
             "weight_wire_bits_per_element": wire.Wire(weight_bytes, weight_elements).bits_per_element,
@@ -208,7 +210,12 @@ class RunMetrics:
         if not dist.is_initialized():
             return
         memory = torch.tensor(
-            [_peak_memory(), sum(c.error_bytes for c in self._compressors())], dtype=torch.float64
+            [
+                _peak_memory(),
+                sum(c.error_bytes for c in self._compressors()),
+                sum(c.workspace.nbytes for c in self._compressors()),
+            ],
+            dtype=torch.float64,
         )
         if "nccl" in dist.get_backend():
             memory = memory.cuda()
@@ -223,7 +230,7 @@ class RunMetrics:
         last = self._last or (earlier[-1] if earlier else None)
         if last is None:
             return
-        peak, error_bytes = memory.tolist()
+        peak, error_bytes, buffer_bytes = memory.tolist()
         args = get_args()
         median = _median(self._seconds or [record["step_seconds"] for record in earlier])
         events = [c.describe() for c in self._compressors()]
@@ -247,6 +254,7 @@ class RunMetrics:
                 for name in ("gradient_wire", "weight_wire")
             },
             "compensation_bytes": int(error_bytes),
+            "buffer_bytes": int(buffer_bytes),
             "peak_memory_bytes": int(peak),
             "events": events[0] if events else {},
             "device": _device_name(),

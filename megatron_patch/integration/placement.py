@@ -15,7 +15,16 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from megatron_patch.compensation.carry_over import ALL_REDUCE, OWNER, REDUCE_SCATTER, Part, Piece, Position
+from megatron_patch.collectives.two_hop import TwoHopSender
+from megatron_patch.compensation.carry_over import (
+    ALL_REDUCE,
+    NODE_SUM,
+    OWNER,
+    REDUCE_SCATTER,
+    Part,
+    Piece,
+    Position,
+)
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.integration.attach import Attachment
 from megatron_patch.integration.bucket_group import BucketGroupSeam
@@ -49,6 +58,14 @@ def _parts_of_group(
         return Part(kind, placed[place], numel, position, index, senders, weight)
 
     for place, sender in enumerate(seam.reduce_scatter):
+        if isinstance(sender, TwoHopSender):
+            hops, size = sender.hops, sender.sender.layout.shard_size
+            node, local = divmod(shard, hops.local)
+            column = Position(local * size, size, hops.nodes, hops.local * size)
+            index, senders = copy * hops.nodes + node, copies * hops.nodes
+            weight = 1 / (copies * shards) if average else 1.0
+            yield sender.sender, part(NODE_SUM, place, column, index, senders, weight)
+            continue
         whole = Position(0, buckets[place].grad_data.numel())
         index, senders = copy * shards + shard, copies * shards
         weight = 1 / senders if average else 1.0

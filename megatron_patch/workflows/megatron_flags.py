@@ -92,6 +92,8 @@ def compression_flags(config: CompressionConfig, attach: bool) -> list[str]:
     flags = [] if attach else ["--no-compression-attach"]
     for name, value in config.as_dict().items():
         flag = (PREFIX + name).replace("_", "-")
+        if value is None:
+            continue
         if isinstance(value, bool):
             flags.append(f"--{flag}" if value else f"--no-{flag}")
         else:

@@ -55,7 +55,8 @@ def exchange(options: dict[str, Any], dtype: str, average: bool, aliased: bool, 
         before = bucket.clone()
         own = slice(rank * SHARD, (rank + 1) * SHARD)
         output = bucket[own] if aliased else torch.full((SHARD,), 77.0, dtype=bucket.dtype)
-        handle = start_reduce_scatter(sender, bucket, output, dist.group.WORLD, average, workspace)
+        divisor = ranks if average else 1
+        handle = start_reduce_scatter(sender, bucket, output, dist.group.WORLD, divisor, workspace)
         handle.wait()
         after = output.clone()
         handle.wait()  # once only: a second wait changes nothing
@@ -93,7 +94,7 @@ def two_in_flight() -> dict[str, Any]:
         ]
         outputs = [torch.empty(SHARD) for _ in range(2)]
         handles = [
-            start_reduce_scatter(sender, bucket, output, dist.group.WORLD, False, workspace)
+            start_reduce_scatter(sender, bucket, output, dist.group.WORLD, 1, workspace)
             for sender, bucket, output in zip(senders, buckets, outputs, strict=True)
         ]
         for handle in reversed(handles):
@@ -149,7 +150,7 @@ def wire_bytes(bits: int, numel: int, tries: int) -> dict[str, Any]:
         bucket = torch.randn(numel, generator=generator)
         workspace = Workspace(device)
         shard = torch.empty(layout.shard_size)
-        start_reduce_scatter(sender, bucket, shard, dist.group.WORLD, False, workspace).wait()
+        start_reduce_scatter(sender, bucket, shard, dist.group.WORLD, 1, workspace).wait()
     finally:
         dist.all_to_all_single = inner
     return {

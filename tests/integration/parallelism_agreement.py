@@ -12,6 +12,7 @@ Elements whose block forked through a rounding tie (simulation/agreement.py) are
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -97,16 +98,38 @@ class Scaling:
         return 1 / self.layout.replicas
 
 
+def by_node(row: list[int], per_node: int | None) -> list[list[int]]:
+    """The ranks of a row on each node, where they go in two hops; else each alone, which is one hop."""
+    nodes = [list(ranks) for _, ranks in itertools.groupby(row, key=lambda rank: rank // (per_node or 10**9))]
+    regular = len(nodes) > 1 and len(nodes[0]) > 1 and len({len(ranks) for ranks in nodes}) == 1
+    return nodes if regular else [[rank] for rank in row]
+
+
 class _BucketAgreement:
-    """One bucket and the ranks that exchange it: a reduce-scatter in each row, all-reduces between rows."""
+    """One bucket and the ranks that exchange it: a reduce-scatter in each row, all-reduces between rows.
+
+    A row's reduce-scatter is one for every place on a node: of the sums over each node's ranks.
+    """
 
     def __init__(self, rows: list[list[int]], bucket: dict[str, Any], average: bool, options: dict[str, Any]):
         self.rows = rows
         self.columns = [list(column) for column in zip(*rows, strict=True)]
         self.dtype = DTYPES[bucket["dtype"]]
+        self.average = average
         options = {"average": average, "gradient_dtype": self.dtype, **options}
+        per_node = options.pop("ranks_per_node", None)
+        options.pop("topology", None)
         ranks, numel = len(rows[0]), bucket["numel"]
-        self.scatter = [Agreement(LoCoSimulation(ranks, numel, **options)) for _ in rows if ranks > 1]
+        self.nodes = [by_node(row, per_node) for row in rows]
+        self.local = len(self.nodes[0][0])
+        self.scatter = [
+            [
+                Agreement(LoCoSimulation(len(nodes), numel // self.local, **options | {"average": False}))
+                for _ in range(self.local)
+            ]
+            for nodes in self.nodes
+            if ranks > 1
+        ]
         between = len(rows) > 1
         self.reduce = [
             AllReduceAgreement(len(rows), numel // ranks, **options) for _ in self.columns if between
@@ -124,12 +147,10 @@ class _BucketAgreement:
             own = np.stack([steps[rank]["gradients"][place].numpy() for rank in row])
             # Megatron scales in the buffer, so in the buffer's dtype.
             gradients = round_to_gradient_dtype(own * np.float32(factor), self.dtype)
+            forked = np.zeros(gradients.shape, dtype=bool)
             if self.scatter:
-                agreement = self.scatter[index]
-                gradients = agreement.exchange(gradients, sent=np.stack(sent(row, "scatter"))).shards
-                touched.append(agreement.touched.reshape(gradients.shape))
-            else:
-                touched.append(np.zeros(gradients.shape, dtype=bool))
+                gradients, forked = self._scatter(index, gradients, sent)
+            touched.append(forked)
             shards.append(gradients)
         if not self.reduce:
             self.touched = touched[0].reshape(-1)
@@ -148,14 +169,35 @@ class _BucketAgreement:
         self.touched = np.concatenate([agreement.touched for agreement in self.reduce])
         return np.concatenate(parts)
 
+    def _scatter(self, index: int, gradients: np.ndarray, sent: Any) -> tuple[np.ndarray, np.ndarray]:
+        """One row's shards, [ranks, S], in their order, and which elements forked."""
+        nodes, local = len(self.nodes[index]), self.local
+        ranks = nodes * local
+        by_place = gradients.reshape(nodes, local, nodes, local, -1)  # of node, rank; for node, rank, element
+        shards = np.empty((nodes, local, gradients.shape[1] // ranks), dtype=np.float32)
+        forked = np.empty(shards.shape, dtype=bool)
+        for place, agreement in enumerate(self.scatter[index]):
+            total = by_place[:, 0, :, place]
+            for other in range(1, local):
+                total = round_to_gradient_dtype(total + by_place[:, other, :, place], self.dtype)
+            senders = [on_node[place] for on_node in self.nodes[index]]
+            found = agreement.exchange(
+                total.reshape(nodes, -1), sent=np.stack(sent(senders, "scatter"))
+            ).shards
+            shards[:, place] = round_to_gradient_dtype(found / (ranks if self.average else 1), self.dtype)
+            forked[:, place] = agreement.touched.reshape(found.shape)
+        return shards.reshape(ranks, -1), forked.reshape(ranks, -1)
+
     def end_step(self, steps: list[dict[str, Any]], place: int, **ending: Any) -> None:
         """The optimizer's step, and the errors that every rank then holds."""
 
         def errors(ranks: list[int], part: str) -> list[np.ndarray]:
             return [steps[rank]["errors"][place][part].numpy() for rank in ranks]
 
-        for row, agreement in zip(self.rows, self.scatter, strict=False):
-            agreement.end_step(errors=np.stack(errors(row, "scatter")), **ending)
+        for nodes, agreements in zip(self.nodes, self.scatter, strict=False):
+            for local, agreement in enumerate(agreements):
+                senders = [ranks[local] for ranks in nodes]
+                agreement.end_step(errors=np.stack(errors(senders, "scatter")), **ending)
         for column, agreement in zip(self.columns, self.reduce, strict=False):
             agreement.end_step(
                 errors=np.stack(errors(column, "reduce")),

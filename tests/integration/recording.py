@@ -103,7 +103,8 @@ class _Recorder:
                     }
                     senders = {}
                     if seam.reduce_scatter:
-                        senders["scatter"] = seam.reduce_scatter[index]
+                        sender = seam.reduce_scatter[index]
+                        senders["scatter"] = getattr(sender, "sender", sender)  # of a node's sum, in two hops
                     if seam.all_reduce:
                         senders["reduce"] = seam.all_reduce[index].sender
                         senders["owner"] = seam.all_reduce[index].owner

@@ -24,6 +24,7 @@ CASES: dict[str, tuple[Run, int]] = {
     "experts-bf16": (Run([*EXPERTS, "--bf16", "--overlap-grad-reduce"], [*LOCO, *STOCHASTIC], ranks=4), 8),
     "parallel": (Run(PARALLEL, ["--compression-method", "error_feedback"], ranks=8), 8),
     "two-instances": (Run(TWO_INSTANCES, [*LOCO, *STOCHASTIC], ranks=4), 8),
+    "two-hops": (Run(OVERLAP, [*LOCO, *STOCHASTIC, "--compression-ranks-per-node", "2"], ranks=4), 8),
     "replicated": (Run(REPLICATED, LOCO, without=DISTRIBUTED), 8),
     "late": (Run(ours=["--compression-method", "naive", *STOCHASTIC, "--compression-start-step", "6"]), 8),
     "async": (Run([*OVERLAP, "--async-save"], [*LOCO, *STOCHASTIC]), 8),

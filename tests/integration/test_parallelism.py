@@ -66,6 +66,21 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "dp4-per-token-loss": (4, {"per_token_loss": True}, {"bits": 4}),
     "tp2-dp2-bf16": (4, BF16 | {"tp": 2, "sequence_parallel": True}, {"bits": 4}),
     "replicated-dp4-bf16": (4, BF16 | {"ddp": BF16["ddp"] | REPLICATED}, {"bits": 4}),
+    "two-hop-dp4": (4, {"ddp": OVERLAP}, {"bits": 4, "ranks_per_node": 2, "reset_interval": 4}),
+    "two-hop-dp4-average-bf16": (
+        4,
+        BF16 | {"ddp": BF16["ddp"] | {"average_in_collective": True}},
+        {"bits": 4, "ranks_per_node": 2, "topology": "two_hop"},
+    ),
+    "two-hop-tp2-pp2-dp2-on-a-node": (  # a group within a node has no second hop
+        8,
+        {"tp": 2, "pp": 2},
+        {"bits": 4, "ranks_per_node": 4},
+    ),
+    "two-hop-tp2-dp4": (8, {"tp": 2}, {"bits": 4, "ranks_per_node": 4}),
+    "two-hop-ep2-dp8": (8, MOE, {"bits": 4, "ranks_per_node": 4}),
+    "two-hop-instances2-dp4": (8, {"instances": 2}, {"bits": 4, "ranks_per_node": 2}),
+    "irregular-dp8": (8, {}, {"bits": 4, "ranks_per_node": 3}),
     "dp4-fp16-scale-grows": (
         4,
         FP16 | {"optimizer": {"initial_loss_scale": 2.0**10, "loss_scale_window": 3}},

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-KINDS = ("reduce_scatter", "all_reduce", "owner")
+KINDS = ("reduce_scatter", "node_sum", "all_reduce", "owner")
 
 
 def _number_weights(gpt: Any) -> None:
@@ -66,7 +66,12 @@ def _states(gpt: Any) -> list[tuple[str, int, Any, Any]]:
                 shards = seam.group.intra_distributed_optimizer_instance_size if seam.scatter_group else 1
                 shard = data_rank % shards
                 own = numbers.view(shards, -1)[shard]
-                if seam.reduce_scatter:
+                if seam.hops is not None:
+                    node, local = divmod(shard, seam.hops.local)
+                    column = numbers.view(seam.hops.nodes, seam.hops.local, -1)[:, local].flatten()
+                    node += seam.hops.nodes * (data_rank // shards)  # of which instance
+                    found.append(("node_sum", node, column, seam.reduce_scatter[place].sender.error.flat()))
+                elif seam.reduce_scatter:
                     error = seam.reduce_scatter[place].error.flat()
                     found.append(("reduce_scatter", data_rank, numbers, error))
                 if seam.all_reduce:
@@ -262,6 +267,40 @@ def test_what_an_instance_owes_is_not_lost(pool: Any, tmp_path: Path) -> None:
     assert compared > 5_000
 
 
+TWO_HOPS = {"ranks_per_node": 2}
+TOPOLOGIES = {
+    "flat -> two hops": (4, {}, {}, 4, {}, TWO_HOPS),
+    "two hops -> flat": (4, {}, TWO_HOPS, 4, {}, {}),
+    "two hops, other buckets": (4, {}, TWO_HOPS, 4, BUCKETS, TWO_HOPS),
+    "two hops, 2 -> 4 nodes": (4, {}, TWO_HOPS, 8, {}, TWO_HOPS),
+    "two hops, tensor parallel": (8, {"tp": 2}, {"ranks_per_node": 4}, 4, {}, TWO_HOPS),
+    "two hops, two instances -> one": (8, {"instances": 2}, TWO_HOPS, 4, {}, TWO_HOPS),
+}
+
+
+@pytest.mark.parametrize("case", TOPOLOGIES)
+def test_what_is_owed_stays_owed_under_another_topology(pool: Any, tmp_path: Path, case: str) -> None:
+    ranks, saved_as, compression, new_ranks, loaded_as, change = TOPOLOGIES[case]
+    saved = pool.run(save, str(tmp_path), saved_as, EXACT | compression, world_size=ranks)
+    reports = pool.run(load, str(tmp_path), loaded_as, EXACT | change, world_size=new_ranks)
+    old, new = _owed(saved), _owed([states for states, *_ in reports])
+    assert old.keys() == new.keys()
+    assert len(new) > 3_000
+    for number, owed in new.items():
+        assert owed == pytest.approx(old[number], rel=1e-4, abs=1e-5)
+    if "other buckets" in case:
+        assert "every sender keeps its own" in reports[0][2][0]
+
+
+def _owed(ranks: list[Any]) -> dict[float, float]:
+    """What sums of gradients are owed by all senders together."""
+    owed: dict[float, float] = defaultdict(float)
+    for elements in _by_element(ranks).values():
+        for number, senders in elements.items():
+            owed[number] += sum(_mean(errors) for errors in senders.values())
+    return owed
+
+
 def test_from_a_replicated_to_the_distributed_optimizer(pool: Any, tmp_path: Path) -> None:
     replicated = {"ddp": {"use_distributed_optimizer": False}}
     old = _by_element(pool.run(save, str(tmp_path), replicated, EXACT, world_size=2))
@@ -294,6 +333,7 @@ def test_another_encoding_keeps_the_values(pool: Any, tmp_path: Path, change: di
     ("parallel", "change"),
     [
         *(({}, change) for change in ({}, {"bits": 2}, {"error_beta": 0.3}, {"reset_interval": 3})),
+        ({}, TWO_HOPS),
         *((parallel, {}) for parallel in ({"tp": 2}, {"pp": 2}, {"instances": 2}, {"ep": 2, **MOE}, BUCKETS)),
     ],
     ids=str,
@@ -301,7 +341,8 @@ def test_another_encoding_keeps_the_values(pool: Any, tmp_path: Path, change: di
 def test_the_same_layout_is_restored_exactly(
     pool: Any, tmp_path: Path, parallel: dict[str, Any], change: dict[str, Any]
 ) -> None:
-    old = pool.run(save, str(tmp_path), parallel, {}, world_size=4)
+    topology = change if change == TWO_HOPS else {}
+    old = pool.run(save, str(tmp_path), parallel, topology, world_size=4)
     reports = pool.run(load, str(tmp_path), parallel, change, world_size=4)
     assert "error states restored exactly" in reports[0][2][0]
     assert [lines for _, _, lines in reports[1:]] == [[]] * 3

@@ -17,6 +17,7 @@ from simulation.loco_float64 import LoCoSimulation
 
 RANKS = 4
 SEVERAL = {"overlap": True, "bucket_size": 300}
+MANY = {"overlap": True, "bucket_size": 100}
 STOCK = None
 
 
@@ -861,3 +862,71 @@ def test_experts_are_compressed_over_their_own_ranks(pool):
                     assert np.array_equal(
                         reports[rank]["shards"][step][bucket].numpy(), simulated[step][place]
                     )
+
+
+# --- topology and memory ---------------------------------------------------------------------------------
+
+
+def announced(compression: dict[str, Any], several: bool = False) -> dict[str, Any]:
+    """What attaching says, and the bytes of buffers after three steps of a model of several buckets."""
+    lines: list[str] = []
+    logger = logging.getLogger("megatron_patch.integration.announcement")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        tiny, compressor = built(MANY if several else {}, compression)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    for step in range(3):
+        tiny.step(tiny.random_gradients(step))
+    payloads = [s.layout.shards * s.layout.payload_bytes for s in compressor.senders]
+    import megatron_patch
+
+    megatron_patch.disable()
+    return {
+        "lines": lines,
+        "buckets": len(payloads),
+        "largest": max(payloads),
+        "buffers": compressor.workspace.nbytes,
+    }
+
+
+TOPOLOGIES = {
+    "unknown": ({}, None),
+    "auto": ({"ranks_per_node": 2}, "in two hops, 2 nodes of 2 ranks: over 4 ranks"),
+    "asked for": ({"ranks_per_node": 2, "topology": "two_hop"}, "in two hops, 2 nodes of 2 ranks"),
+    "flat": ({"ranks_per_node": 2, "topology": "flat"}, None),
+    "one node": ({"ranks_per_node": 4}, None),
+    "one node, asked for": (
+        {"ranks_per_node": 4, "topology": "two_hop"},
+        "one hop, not two, for a group of ranks: all of its ranks are on one node",
+    ),
+    "irregular": (
+        {"ranks_per_node": 3},
+        "one hop, not two, for a group of ranks: its ranks lie irregularly on nodes of 3: 3 on node 0, 1 on",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_the_topology_is_said_and_so_is_why_not_two_hops(pool, name):
+    compression, line = TOPOLOGIES[name]
+    report, *others = pool.run(announced, compression)
+    assert all(other["lines"] == [] for other in others)
+    hops = [text for text in report["lines"] if "hop" in text]
+    assert len(hops) == (1 if line else 0)
+    if line:
+        assert line in hops[0]
+
+
+@pytest.mark.parametrize("topology", ["flat", "two_hop"])
+def test_two_buckets_payloads_are_held_at_most(pool, topology):
+    """Sending and receiving, for two buckets; in two hops, one node's sum beside them."""
+    for report in pool.run(announced, {"bits": 8, "ranks_per_node": 2, "topology": topology}, True):
+        assert report["buckets"] >= 4
+        sums = 4 * report["largest"] if topology == "two_hop" else 0
+        assert report["largest"] * 2 <= report["buffers"] <= 4 * report["largest"] + sums

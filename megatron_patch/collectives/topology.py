@@ -1,0 +1,98 @@
+"""Which ranks of a group share a node, and the groups for hops within a node and between nodes.
+
+A ring reduce-scatter carries every node's sum once over its link; a flat all-to-all carries every rank's own
+copy. With R of the group's ranks on a node, summing inside the node first cuts what leaves it R times.
+
+    node i, local rank j  =  rank n = i*R + j of the group
+    intra group of node i:          its R ranks
+    inter group of local rank j:    the j-th rank of every node
+
+Only that regular placement is served: the same R on every node, nodes one after the other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class TwoHops:
+    """A group of `nodes` x `local` ranks, and this rank's groups within its node and between nodes."""
+
+    nodes: int
+    local: int
+    intra: dist.ProcessGroup
+    inter: dist.ProcessGroup
+
+
+class NoTwoHops(Exception):
+    """A group that two hops do not serve, or not better than one; the text says why.
+
+    `irregular` is true where they would serve it if its ranks lay otherwise.
+    """
+
+    def __init__(self, why: str, irregular: bool = False) -> None:
+        super().__init__(why)
+        self.irregular = irregular
+
+
+def ranks_per_node(configured: int | None) -> int | None:
+    """Ranks on a node: as configured, else LOCAL_WORLD_SIZE, which torchrun sets; None: unknown."""
+    if configured is not None:
+        return configured
+    found = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(found) if found.isdigit() else None
+
+
+def split_by_node(ranks: Sequence[int], per_node: int | None) -> tuple[int, int]:
+    """(nodes, ranks of the group on each) of a group's global ranks in their order.
+
+    Raises:
+        NoTwoHops: a single node, one rank a node, or a placement that is not regular.
+    """
+    if per_node is None:
+        raise NoTwoHops("LOCAL_WORLD_SIZE does not tell the ranks of a node; set ranks_per_node")
+    nodes = [rank // per_node for rank in ranks]
+    distinct = list(dict.fromkeys(nodes))
+    local = len(ranks) // len(distinct)
+    if len(distinct) == 1:
+        raise NoTwoHops("all of its ranks are on one node")
+    if len(distinct) == len(ranks):
+        raise NoTwoHops("each of its ranks is on a node of its own")
+    if nodes != [node for node in distinct for _ in range(local)]:
+        counted = ", ".join(f"{nodes.count(node)} on node {node}" for node in distinct)
+        raise NoTwoHops(f"its ranks lie irregularly on nodes of {per_node}: {counted}", irregular=True)
+    return len(distinct), local
+
+
+_made: dict[tuple[int, ...], tuple[Any, Any]] = {}
+"""Groups by their ranks, each with the job's default group at that time: a later job makes its own."""
+
+
+def two_hops(group: dist.ProcessGroup, per_node: int | None) -> TwoHops:
+    """The hops of `group`; makes the groups that it needs. Every rank of `group` must call it.
+
+    Raises:
+        NoTwoHops: on every rank, as split_by_node.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    nodes, local = split_by_node(ranks, per_node)
+    node, place = divmod(group.rank(), local)
+    intra = _group(ranks[node * local : (node + 1) * local])
+    inter = _group(ranks[place::local])
+    return TwoHops(nodes, local, intra, inter)
+
+
+def _group(ranks: list[int]) -> Any:
+    key = tuple(ranks)
+    world, made = _made.get(key, (None, None))
+    if made is None or world is not dist.group.WORLD:
+        # Only members take part: ranks of other groups, which may have nothing to make, cannot be waited for.
+        made = dist.new_group(ranks, use_local_synchronization=True, group_desc="megatron-loco")
+        _made[key] = (dist.group.WORLD, made)
+    return made
