@@ -48,12 +48,12 @@ def _runs() -> dict[str, Run]:
         again = [*flags, "--save", f"{{out}}/{name}-resumed/checkpoints"]
         again += ["--load", f"{{out}}/{name}/checkpoints", "--ckpt-step", str(steps // 2)]
         runs[name] = dataclasses.replace(run, flags=whole)
-        runs[f"{name}-resumed"] = dataclasses.replace(run, flags=again)
+        runs[f"{name}-resumed"] = dataclasses.replace(run, flags=again, after=name)
     source = ["--load", "{out}/dense/checkpoints", "--ckpt-step", "20", "--train-iters", "40"]
     source += ["--exit-interval", "24"]
     for name, ours in SWITCHES.items():
-        runs[name] = Run([*OVERLAP, *source], ours)
-    runs["to-4-ranks"] = Run([*OVERLAP, *source], [*LOCO, *STOCHASTIC], ranks=4)
+        runs[name] = Run([*OVERLAP, *source], ours, after="dense")
+    runs["to-4-ranks"] = Run([*OVERLAP, *source], [*LOCO, *STOCHASTIC], ranks=4, after="dense")
     return runs
 
 

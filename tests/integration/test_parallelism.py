@@ -190,9 +190,10 @@ def train_context_parallel(average: bool, compression: dict[str, Any]) -> dict[s
     return recorded(TinyTraining(tiny), compression, STEPS)
 
 
-@pytest.mark.parametrize("average", [False, True])
-def test_context_parallel_ranks_are_replicas(pool, average):
-    compression = {"bits": 4, "reset_interval": 4}
+@pytest.mark.parametrize(("average", "per_node"), [(False, 8), (True, 8), (True, 4)])
+def test_context_parallel_ranks_are_replicas(pool, average, per_node):
+    """With 4 ranks on a node the dp-cp groups of 4 go in two hops; those of 2 experts' ranks in one."""
+    compression = {"bits": 4, "reset_interval": 4, "ranks_per_node": per_node}
     reports = pool.run(train_context_parallel, average, compression, world_size=CONTEXT.world)
     adam = AdamOptions(LEARNING_RATE, BETAS, EPSILON)
     compare(reports, CONTEXT, {"ddp": {"average_in_collective": average}}, compression, adam)

@@ -21,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "pretrain_scripts" / "pretrain_gpt.py")
 RANKS = 2
+MOST_RANKS = 4
 STEPS = 6
 
 MODEL = [
@@ -68,6 +69,8 @@ class Run:
     ranks: int = RANKS
     without: tuple[str, ...] = ()
     """Switches of MODEL to leave out."""
+    after: str | None = None
+    """The run that has to end first."""
 
 
 NONE, LOCO = ["--compression-method", "none"], ["--compression-bits", "4"]
@@ -140,12 +143,13 @@ def rank_main(asked: Run, rank: int, port: int, folder: Path) -> int:
     return status
 
 
-def run(asked: Run, folder: Path) -> None:
+def start(asked: Run, folder: Path) -> dict[int, int]:
+    """Fork the ranks of a run; their process ids, and ranks."""
     folder.mkdir(parents=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    pids = []
+    pids = {}
     for rank in range(asked.ranks):
         pid = os.fork()
         if pid == 0:
@@ -163,9 +167,28 @@ def run(asked: Run, folder: Path) -> None:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(status)
-        pids.append(pid)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    (folder / "exit").write_text(" ".join(map(str, codes)))
+        pids[pid] = rank
+    return pids
+
+
+def run_all(asked: dict[str, Run], out: Path) -> None:
+    """All runs, a few ranks at a time: while one run waits for the other's rank, another one computes."""
+    waiting = dict(asked)
+    running: dict[int, str] = {}
+    ranks: dict[int, int] = {}
+    codes: dict[str, dict[int, int]] = {}
+    while waiting or running:
+        for name, each in list(waiting.items()):
+            ready = each.after is None or (each.after in codes and each.after not in running.values())
+            if ready and (not running or len(running) + each.ranks <= MOST_RANKS):
+                codes[name] = {}
+                running |= dict.fromkeys(pids := start(waiting.pop(name), out / name), name)
+                ranks |= pids
+        pid, status = os.wait()
+        name = running.pop(pid)
+        codes[name][ranks.pop(pid)] = os.waitstatus_to_exitcode(status)
+        if name not in running.values():
+            (out / name / "exit").write_text(" ".join(str(code) for _, code in sorted(codes[name].items())))
 
 
 if __name__ == "__main__":
@@ -181,5 +204,4 @@ if __name__ == "__main__":
 
     sys.path.insert(0, str(ROOT / "tests"))
     asked = importlib.import_module(sys.argv[2]).RUNS if sys.argv[2:] else RUNS
-    for name, each in asked.items():
-        run(each, Path(sys.argv[1]) / name)
+    run_all(asked, Path(sys.argv[1]))
