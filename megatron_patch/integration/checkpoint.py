@@ -128,7 +128,7 @@ def _folder_to_save(asked: dict[str, Any]) -> Path | None:
             return None
         below = f"{base}/{checkpointing._NON_PERSISTENT_CKPT_SUBDIR}"
         base = flags.non_persistent_global_ckpt_dir or below
-    if "://" in str(base):
+    if base is None or "://" in str(base):
         return None
     return Path(
         checkpointing.get_checkpoint_name(
