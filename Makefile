@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test test-compat test-gpu test-slow soak lint format lock clean
+.PHONY: help setup pretrain test test-compat test-gpu test-slow bench-network soak lint format lock clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) ## create .venv with the locked dependencies
 
@@ -32,6 +32,9 @@ test-gpu: $(READY) ## the kernels' tests on a GPU
 
 test-slow: $(READY) ## the tests that take minutes each
 	@$(BIN)/python -m pytest -m slow
+
+bench-network: $(READY) ## training over slow links made of network namespaces (root; 5 minutes on 2 cores)
+	@$(BIN)/megatron-loco bench network --out runs/network
 
 soak: $(READY) ## kill runs 50 times, and see that they end bit for bit as if left alone
 	@$(BIN)/python -m tests.soak --kills 50

@@ -1,8 +1,9 @@
-"""`megatron-loco bench kernels`: how fast compression is on this machine, with memcpy as the yardstick.
+"""`megatron-loco bench`: measures this machine.
 
-One bucket on one core: compress (read gradient and error; write codes, scales and the new error) by the
-native kernel's variants and by the torch reference in pieces that fit the cache, and decompress_reduce of 8
-senders.
+`bench network` (network/): training over slow links. `bench kernels`: how fast compression is, with memcpy as
+the yardstick: one bucket on one core, compress (read gradient and error; write codes, scales and the new
+error) by the native kernel's variants and by the torch reference in pieces that fit the cache, and
+decompress_reduce of 8 senders.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rich.table import Table
 
 from megatron_patch.config import BITS, SHARD, CompressionConfig
 from megatron_patch.errors import UserError
+from megatron_patch.workflows.network import command as network
 
 _SENDERS = 8
 _PIECES = (1 << 14, 1 << 15, 1 << 16, 1 << 17)
@@ -29,7 +31,24 @@ _PIECES = (1 << 14, 1 << 15, 1 << 16, 1 << 17)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megatron-loco bench`."""
-    parser.add_argument("what", choices=["kernels"], help="kernels: compress and decompress_reduce")
+    kinds = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    kernels = kinds.add_parser("kernels", help="compress and decompress_reduce, beside memcpy")
+    _add_kernel_arguments(kernels)
+    over_links = kinds.add_parser(
+        "network",
+        help="training over slow links, made of network namespaces (root)",
+        description=network.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    network.add_arguments(over_links)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command line's way in; returns the exit status."""
+    return network.run(args) if args.what == "network" else _run_kernels(args)
+
+
+def _add_kernel_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bits", type=int, default=4, choices=BITS, help="bits per element; default 4")
     parser.add_argument("--block-size", default="128", help="elements per scale, or 'shard'; default 128")
     parser.add_argument(
@@ -43,8 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="write kernels.json and kernels.png here")
 
 
-def run(args: argparse.Namespace) -> int:
-    """The command line's way in; returns the exit status."""
+def _run_kernels(args: argparse.Namespace) -> int:
     size = args.block_size if args.block_size == SHARD else _number(args.block_size)
     config = CompressionConfig(bits=args.bits, block_size=size)
     if args.elements < _PIECES[-1]:

@@ -19,7 +19,7 @@ from megatron_patch.workflows.launcher import RankFailed
 _COMMANDS = {
     "train": (train, "run one configuration"),
     "compare": (compare, "run a configuration with several methods and compare them"),
-    "bench": (bench, "measure this machine: the kernels' speed"),
+    "bench": (bench, "measure this machine: the kernels' speed, training over slow links"),
     "prepare-data": (prepare_data, "turn text into a Megatron data set"),
     "doctor": (doctor, "print what is installed, and what is missing for what"),
 }

@@ -26,6 +26,7 @@ def records(folder: Path) -> list[tuple[int, float]]:
     return [(record["step"], record["loss"]) for record in map(json.loads, lines)]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_started_again_and_a_finished_run_resumed(tmp_path: Path) -> None:
     out = tmp_path / "run"
     settings = [f"megatron.train_iters={STEPS}", "megatron.save_interval=10", "launch.max_restarts=2"]

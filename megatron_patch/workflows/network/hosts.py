@@ -16,19 +16,22 @@ command that was killed.) To look into a running one: `nsenter --net --target PI
 
 The token bucket. Segmentation offload hands tbf packets of up to 64 KiB, and what is larger than its burst
 would be cut up or dropped: the burst is as small as that allows, since a burst is what an idle link lets
-through at once, or what 2 ms of the rate are, if that is more (a late timer must not waste tokens). The queue
-is long (QUEUE_BYTES): TCP fills it and is never told to slow down by a loss, so a transfer takes its bytes
-over the rate and hardly more.
+through at once, or what 1 ms of the rate is, if that is more (a late timer must not waste tokens). The queue
+is long (QUEUE_BYTES), so that nothing is lost in it. It must not fill up all the same: acknowledgements wait
+in it behind data, and streams that begin late behind those that began early. So every host's TCP has little
+in its own queue (tcp_limit_output_bytes) and on its way (tcp_rmem), as on a link with a queue of that size.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 
 from megatron_patch.errors import UserError
@@ -37,6 +40,11 @@ INTERFACE = "eth0"
 QUEUE_BYTES = 64 << 20
 _SMALLEST_BURST = 70_000
 """A packet of 64 KiB and the headers that tbf counts for the segments it stands for."""
+_TCP = {
+    "tcp_limit_output_bytes": "131072",
+    "tcp_rmem": "4096 131072 131072",
+    "tcp_slow_start_after_idle": "0",
+}
 _CLONE_NEWNET = 0x40000000
 _WAY_OUT = "run it as root, in a container with --privileged (or --cap-add NET_ADMIN,SYS_ADMIN)"
 
@@ -48,7 +56,7 @@ def address(host: int) -> str:
 
 def burst_bytes(rate_mbit: float) -> int:
     """What a link lets through at once after it was idle."""
-    return max(_SMALLEST_BURST, int(rate_mbit * 1e6 / 8 * 0.002))
+    return max(_SMALLEST_BURST, int(rate_mbit * 1e6 / 8 * 0.001))
 
 
 def shape_command(interface: str, rate_mbit: float | None) -> str:
@@ -96,6 +104,13 @@ class Namespace:
         if done.returncode:
             words = " ".join(done.stderr.split())
             raise UserError(f"bench network: `{program}` failed: {words}; {_WAY_OUT}")
+
+    def tune(self, settings: dict[str, str]) -> None:
+        """Settings of the namespace's own TCP, below net.ipv4; those that this kernel lacks stay out."""
+        with self.entered():
+            for name, value in settings.items():
+                with contextlib.suppress(FileNotFoundError, PermissionError):
+                    Path("/proc/sys/net/ipv4", name).write_text(value, encoding="ascii")
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -176,6 +191,7 @@ class Network:
             self.switch.run("ip", lines)
             lines = ["link set lo up", f"addr add {address(number)}/24 dev {INTERFACE}"]
             host.run("ip", [*lines, f"link set {INTERFACE} up"])
+            host.tune(_TCP)
 
     def shape(self, rate_mbit: float | None) -> None:
         """Every host's link, both ways; None: no limit."""

@@ -1,0 +1,91 @@
+"""What is compared, by name: stock Megatron, LoCo, and what a user of plain PyTorch would take.
+
+fp32_reduce_scatter     stock Megatron; gloo's own reduce-scatter moves twice the ideal bytes
+bf16_reduce_scatter     the same with bf16 gradients
+bf16_alltoall           Megatron's reduce_scatter_with_fp32_accumulation: the honest baseline
+loco8, loco4, loco2     LoCo, flat (also naive4, error_feedback4, loco1, ...)
+loco4_two_hop           LoCo within the host first, then between hosts (_intra8: int8 within the host)
+ddp_bf16                PyTorch DDP, its bf16 hook
+ddp_powersgd_rank4      PyTorch DDP, its PowerSGD hook with matrices of rank 4 (or any other)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_patch.config import CompressionConfig
+from megatron_patch.errors import UserError, nearest
+
+BASELINE = "bf16_alltoall"
+_STOCK = {"fp32_reduce_scatter": 32, "bf16_reduce_scatter": 16, BASELINE: 16}
+_KNOWN = (*_STOCK, "loco8", "loco4", "loco2", "loco4_two_hop", "ddp_bf16", "ddp_powersgd_rank4")
+_COMPRESSED = re.compile(r"(loco|naive|error_feedback)([8421])(_two_hop(_intra8)?)?")
+_POWERSGD = re.compile(r"ddp_powersgd_rank([1-9][0-9]{0,3})")
+
+
+@dataclass(frozen=True)
+class Method:
+    """One line of the comparison.
+
+    `name` is what the user wrote, `method`, `bits` and `topology` are what the rows say. `topology` is
+    "two_hop" where hosts sum first, else "flat": one exchange over all ranks. PowerSGD has no `bits`.
+    """
+
+    name: str
+    method: str
+    bits: int | None
+    topology: str = "flat"
+    intra_bits: int | None = None
+    powersgd_rank: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """One of stock, compressed and ddp."""
+        if self.method in _STOCK:
+            return "stock"
+        return "ddp" if self.method.startswith("ddp_") else "compressed"
+
+    @property
+    def guessed_bits(self) -> float:
+        """Bits a gradient element about costs on a host's link, for the time that a cell will take."""
+        if self.method.endswith("reduce_scatter") or self.method == "ddp_bf16":
+            return 2.0 * (self.bits or 16)
+        return 1.0 if self.bits is None else self.bits * (1 if self.kind == "stock" else 1.04)
+
+    def compression(self, ranks_per_host: int) -> CompressionConfig | None:
+        """The options to attach with; None: the seam is not touched.
+
+        Raises:
+            UserError: a topology that this version does not have.
+        """
+        if self.kind != "compressed":
+            return None
+        fields = {field.name for field in dataclasses.fields(CompressionConfig)}
+        if self.topology == "two_hop" and not {"topology", "ranks_per_node"} <= fields:
+            raise UserError(f"--methods: {self.name!r} needs compression.topology, which is not there yet")
+        wanted: dict[str, Any] = {"topology": self.topology}
+        if self.topology == "two_hop":
+            wanted |= {"ranks_per_node": ranks_per_host, "intra_bits": self.intra_bits}
+        options = {name: value for name, value in wanted.items() if name in fields and value is not None}
+        return CompressionConfig(method=self.method, bits=self.bits or 4, **options)
+
+
+def parse(name: str) -> Method:
+    """The method of a name.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    if name in _STOCK:
+        return Method(name, name, _STOCK[name])
+    if name == "ddp_bf16":
+        return Method(name, name, 16)
+    if found := _POWERSGD.fullmatch(name):
+        return Method(name, name, None, powersgd_rank=int(found[1]))
+    if found := _COMPRESSED.fullmatch(name):
+        topology = "two_hop" if found[3] else "flat"
+        return Method(name, found[1], int(found[2]), topology, intra_bits=8 if found[4] else None)
+    raise UserError(f"--methods: {name!r} must be one of {', '.join(_KNOWN)}{nearest(name, _KNOWN)}")

@@ -1,0 +1,171 @@
+"""From what ranks measured to rows: step and exchange, bytes, speed-ups, and what bytes alone would give.
+
+A row is one cell: a method at a rate and an accumulation count. Times of a step are the slowest rank's, and a
+row has the median over its steps. `byte_limit_speedup` is what bytes predict for the whole step:
+
+    limit(method) = U(method) + 8 * interface_bytes(method) / rate
+    byte_limit_speedup = limit(bf16_alltoall) / limit(method)
+
+U is the step of the same method and accumulation count on the same network without rate limits, measured in
+the same run just before: all arithmetic, compression included. interface_bytes are per step, those of the
+busiest host in its busier direction, by the interface's counters.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from megatron_patch.workflows.network.methods import BASELINE, Method
+
+NOTES = {
+    "step_seconds": "median over steps of the slowest rank's time, from barrier to barrier",
+    "exchange_seconds": "of that, the gradient exchange alone, after a barrier (overlap: what is not hidden)",
+    "gather_seconds": "of that, the all-gather of the updated weights (PyTorch DDP has none)",
+    "compute_seconds": "step_seconds less exchange_seconds and gather_seconds",
+    "gradient_bytes": "payload of gradients sent by one rank per step; gloo's reduce-scatter moves twice it",
+    "weight_bytes": "payload of weights sent by one rank per step",
+    "interface_bytes": "per step, by the interface's counters, of the busiest host in its busier direction "
+    "(headers counted once for each packet of up to 64 KiB)",
+    "loopback_bytes": "per step, what ranks of one host sent each other, unshaped; the busiest host",
+    "speedup_vs_bf16_alltoall": "ratio of step_seconds, same rate, accumulation, model and run",
+    "exchange_speedup_vs_bf16_alltoall": "ratio of exchange_seconds, likewise",
+    "unshaped_step_seconds": "step_seconds of the same method and accumulation without rate limits, same run",
+    "byte_limit_speedup": "ratio of unshaped_step_seconds + 8 * interface_bytes / rate (none with overlap)",
+    "rate_mbit": "of every host's link, in each direction, 10^6 bits per second; null: not shaped",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is measured once: a method at a rate (None: unshaped) and an accumulation count."""
+
+    method: Method
+    accumulation: int
+    rate_mbit: float | None
+
+
+def slowest_median(laps_of_ranks: Sequence[Sequence[float]]) -> float:
+    """The median over steps of the slowest rank's seconds."""
+    return statistics.median(max(times) for times in zip(*laps_of_ranks, strict=True))
+
+
+def row(
+    cell: Cell, hosts: int, ranks_per_host: int, unshaped_seconds: float, answers: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """The row of a cell, without what needs the baseline.
+
+    Args:
+        cell: what was measured.
+        hosts, ranks_per_host: where.
+        unshaped_seconds: of a step without rate limits.
+        answers: what the ranks answered to "measure" (rank.py).
+    """
+    steps = len(answers[0]["laps"])
+    step, exchange, gather = (
+        slowest_median([[lap[part] for lap in answer["laps"]] for answer in answers]) for part in range(3)
+    )
+    return {
+        "method": cell.method.method,
+        "name": cell.method.name,
+        "bits": cell.method.bits,
+        "topology": cell.method.topology,
+        "rate_mbit": cell.rate_mbit,
+        "hosts": hosts,
+        "ranks_per_host": ranks_per_host,
+        "accumulation": cell.accumulation,
+        "step_seconds": step,
+        "exchange_seconds": exchange,
+        "gather_seconds": gather,
+        "compute_seconds": step - exchange - gather,
+        "gradient_bytes": max(a["gradient_bytes"] for a in answers),
+        "weight_bytes": max(a["weight_bytes"] for a in answers),
+        "interface_bytes": max(max(a["sent"], a["received"]) for a in answers) / steps,
+        "loopback_bytes": max(a["loopback"] for a in answers) / steps,
+        "unshaped_step_seconds": unshaped_seconds,
+    }
+
+
+def byte_limit_seconds(row: dict[str, Any]) -> float:
+    """What a step takes by its bytes: the step without rate limits, and the bytes over the rate."""
+    return row["unshaped_step_seconds"] + 8 * row["interface_bytes"] / (row["rate_mbit"] * 1e6)
+
+
+def compare(rows: Sequence[dict[str, Any]], overlap: bool) -> None:
+    """Add the speed-ups over the baseline of the same rate and accumulation; None where there is none.
+
+    With overlap bytes travel while ranks compute: the two do not add up, and there is no byte limit.
+    """
+    baselines = {(r["rate_mbit"], r["accumulation"]): r for r in rows if r["method"] == BASELINE}
+    for one in rows:
+        one.update(
+            speedup_vs_bf16_alltoall=None, exchange_speedup_vs_bf16_alltoall=None, byte_limit_speedup=None
+        )
+        base = baselines.get((one["rate_mbit"], one["accumulation"]))
+        if base is None:
+            continue
+        one["speedup_vs_bf16_alltoall"] = base["step_seconds"] / one["step_seconds"]
+        if one["exchange_seconds"] > 0 and not overlap:
+            exchange = base["exchange_seconds"] / one["exchange_seconds"]
+            one["exchange_speedup_vs_bf16_alltoall"] = exchange
+        if one["rate_mbit"] is not None and not overlap:
+            one["byte_limit_speedup"] = byte_limit_seconds(base) / byte_limit_seconds(one)
+
+
+_COLUMNS = (
+    "method",
+    "Mbit/s",
+    "accum.",
+    "step (s)",
+    "exchange (s)",
+    "gradient MB",
+    "weight MB",
+    "interface MB",
+    "exchange speed-up",
+    "step speed-up",
+    "by bytes",
+)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The table on the terminal: bytes per step, speed-ups over the bf16 all-to-all."""
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for column in _COLUMNS:
+        shown.add_column(column, justify="left" if column == "method" else "right")
+    last = None
+    for one in rows:
+        if last not in (None, (one["accumulation"], one["rate_mbit"])):
+            shown.add_row()
+        last = one["accumulation"], one["rate_mbit"]
+        shown.add_row(*_texts(one))
+    return shown
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """The same table for a page."""
+    lines = ["| " + " | ".join(_COLUMNS) + " |", "|" + " --- |" * len(_COLUMNS)]
+    lines += ["| " + " | ".join(_texts(one)) + " |" for one in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _texts(one: dict[str, Any]) -> list[str]:
+    def ratio(name: str) -> str:
+        return "-" if one[name] is None else f"{one[name]:.2f} x"
+
+    return [
+        one["name"],
+        "unshaped" if one["rate_mbit"] is None else f"{one['rate_mbit']:g}",
+        str(one["accumulation"]),
+        f"{one['step_seconds']:.3f}",
+        f"{one['exchange_seconds']:.3f}",
+        f"{one['gradient_bytes'] / 1e6:.2f}",
+        f"{one['weight_bytes'] / 1e6:.2f}",
+        f"{one['interface_bytes'] / 1e6:.2f}",
+        ratio("exchange_speedup_vs_bf16_alltoall"),
+        ratio("speedup_vs_bf16_alltoall"),
+        ratio("byte_limit_speedup"),
+    ]
