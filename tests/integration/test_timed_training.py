@@ -1,4 +1,4 @@
-"""The training that benchmarks run: every exchange trains the same model, and the repairs change no number."""
+"""The training that benchmarks run: every exchange trains one model, and the repairs change no number."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_every_exchange_trains_the_same_model(pool: Any, overlap: bool) -> None:
     for method in ("fp32", "alltoall", "loco", "ddp_bf16", "ddp_powersgd"):
         ranks = pool.run(trained, method, overlap, world_size=2)
         assert torch.equal(ranks[0]["weights"], ranks[1]["weights"]), method
-        # Adam's first steps have the learning rate's size, 1e-4, whatever the gradient; bf16 adds its rounding.
+        # Adam's first steps are of the learning rate's size, 1e-4, whatever the gradient; bf16 rounds.
         assert (ranks[0]["weights"] - stock[0]["weights"]).abs().max() < 1.5e-3, method
         lap = ranks[0]["lap"]
         assert lap.step > lap.exchange + lap.gather, method
