@@ -12,6 +12,7 @@ Only that regular placement is served: the same R on every node, nodes one after
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,16 +84,26 @@ def two_hops(group: dist.ProcessGroup, per_node: int | None) -> TwoHops:
     ranks = dist.get_process_group_ranks(group)
     nodes, local = split_by_node(ranks, per_node)
     node, place = divmod(group.rank(), local)
-    intra = _group(ranks[node * local : (node + 1) * local])
-    inter = _group(ranks[place::local])
+    timeout = time_limit(group)
+    intra = _group(ranks[node * local : (node + 1) * local], timeout)
+    inter = _group(ranks[place::local], timeout)
     return TwoHops(nodes, local, intra, inter)
 
 
-def _group(ranks: list[int]) -> Any:
+def time_limit(group: dist.ProcessGroup) -> datetime.timedelta:
+    """How long a collective of `group` may take (Megatron's --distributed-timeout-minutes)."""
+    backend: Any = group._get_backend(group._device_types[0])
+    limit: datetime.timedelta = backend.options._timeout
+    return limit
+
+
+def _group(ranks: list[int], timeout: datetime.timedelta) -> Any:
     key = tuple(ranks)
     world, made = _made.get(key, (None, None))
     if made is None or world is not dist.group.WORLD:
         # Only members take part: ranks of other groups, which may have nothing to make, cannot be waited for.
-        made = dist.new_group(ranks, use_local_synchronization=True, group_desc="megatron-loco")
+        made = dist.new_group(
+            ranks, timeout=timeout, use_local_synchronization=True, group_desc="megatron-loco"
+        )
         _made[key] = (dist.group.WORLD, made)
     return made

@@ -33,12 +33,14 @@ from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 
 from megatron_patch.collectives.all_reduce import SenderAndOwner
+from megatron_patch.collectives.lost_ranks import naming_lost_ranks
 from megatron_patch.collectives.topology import NoTwoHops, TwoHops, ranks_per_node, two_hops
 from megatron_patch.collectives.two_hop import TwoHopSender
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.integration.compressor import Compressor
 from megatron_patch.integration.wire import stock_gradients
 
+_WHAT = "gradient exchange"
 _REPLAYING = (RerunState.RERUNNING_IN_PLACE, RerunState.RERUNNING_FROM_CHECKPOINT)
 
 
@@ -49,19 +51,26 @@ class _Handle(Protocol):
 class _AllHandles:
     """Stands where upstream keeps a bucket group's one handle (`grad_reduce_handle`)."""
 
-    def __init__(self, handles: Sequence[_Handle], stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(
+        self,
+        handles: Sequence[_Handle],
+        groups: Sequence[dist.ProcessGroup | None],
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
         self._handles = handles
+        self._groups = groups
         self._stream = stream
 
     def wait(self) -> None:
-        if self._stream is None:
-            for handle in self._handles:
-                handle.wait()
-            return
-        with torch.cuda.stream(self._stream):
-            for handle in self._handles:
-                handle.wait()
-        torch.cuda.current_stream().wait_stream(self._stream)
+        with naming_lost_ranks(_WHAT, *self._groups):
+            if self._stream is None:
+                for handle in self._handles:
+                    handle.wait()
+                return
+            with torch.cuda.stream(self._stream):
+                for handle in self._handles:
+                    handle.wait()
+            torch.cuda.current_stream().wait_stream(self._stream)
 
 
 @dataclass
@@ -213,12 +222,16 @@ class BucketGroupSeam:
             self._original(force_all_reduce=force_all_reduce)
         self._check(asked)
         stream = self._stream()
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
+        groups = self.scatter_group, self.reduce_group
+        with (
+            naming_lost_ranks(_WHAT, *groups),
+            nullcontext() if stream is None else torch.cuda.stream(stream),
+        ):
             handles = self._start(asked)
             if group.grad_reduce_handle is not None:
-                group.grad_reduce_handle = _AllHandles(handles, stream)
+                group.grad_reduce_handle = _AllHandles(handles, groups, stream)
             else:
-                _AllHandles(handles).wait()
+                _AllHandles(handles, groups).wait()
 
     def _start(self, asked: _Asked) -> Sequence[_Handle]:
         """Run what was asked for; the last collective of each bucket may still be under way."""
@@ -230,7 +243,8 @@ class BucketGroupSeam:
                 for sender, (output, gradient) in zip(self.reduce_scatter, asked.reduce_scatter, strict=False)
             ]
         if (ranks := self.reduce_group) is not None:
-            _AllHandles(handles).wait()  # an instance's sum, which the all-reduce between instances needs
+            for handle in handles:
+                handle.wait()  # an instance's sum, which the all-reduce between instances needs
             handles = [
                 run.all_reduce(parts, tensor, ranks, average)
                 for parts, tensor in zip(self.all_reduce, asked.all_reduce, strict=False)

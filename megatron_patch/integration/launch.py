@@ -10,6 +10,7 @@ them, compression is enabled for every DistributedDataParallel it builds.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ import runpy
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_patch.errors import UserError
@@ -40,13 +42,30 @@ def main(argv: list[str]) -> int:
     if not Path(script).is_file():
         return _tell(UserError(f"{script}: no such training script"))
     try:
-        _run(script, flags)
+        with _naming_lost_ranks():
+            _run(script, flags)
     except UserError as error:
         return _tell(error)
     except Exception as error:
         _leave_failure(error, user=False)
         raise
     return 0
+
+
+@contextlib.contextmanager
+def _naming_lost_ranks() -> Iterator[None]:
+    """As collectives/lost_ranks.py, for Megatron's own collectives too."""
+    try:
+        yield
+    except RuntimeError:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            from megatron_patch.collectives.lost_ranks import naming_lost_ranks
+
+            with naming_lost_ranks("a collective of the job"):
+                raise
+        raise
 
 
 def _run(script: str, flags: list[str]) -> None:

@@ -62,7 +62,7 @@ class DdpTraining(Training):
 
     def _exchange(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if not self.overlap:
-            self.together()
+            self.exchange_begins()
             self._started = time.perf_counter()
         return self._hook(state, bucket)
 
@@ -81,7 +81,7 @@ class DdpTraining(Training):
         if self._started is not None:
             self.lap.exchange = time.perf_counter() - self._started
             self._started = None
-            self.together()
+            self.exchange_ended()
         self._elements = sum(parameter.numel() for parameter in self._parameters)
         if self._powersgd is not None:
             total = self._powersgd.total_numel_after_compression

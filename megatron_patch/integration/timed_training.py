@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +41,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
+from megatron_patch.collectives.topology import time_limit
 from megatron_patch.config import CompressionConfig
 from megatron_patch.integration import wire
 from megatron_patch.integration.attach import attach, compressor_of, disable
@@ -75,12 +76,18 @@ class Lap:
     step: float = 0.0
     exchange: float = 0.0
     gather: float = 0.0
+    exchange_sent: int = 0
+    """Bytes, by `Training.counters`, while the exchange ran on all ranks; none with overlap."""
+    exchange_received: int = 0
 
 
 def initialize() -> None:
-    """Megatron's process groups, data-parallel only, over the default group. Idempotent."""
+    """Megatron's groups, data-parallel only, with the default group's time limit. Idempotent."""
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
+        world = dist.group.WORLD
+        assert world is not None
+        minutes: Any = time_limit(world).total_seconds() / 60  # Megatron says int; what it makes of it is not
+        parallel_state.initialize_model_parallel(distributed_timeout_minutes=minutes)
 
 
 class Training:
@@ -126,6 +133,9 @@ class Training:
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         self.module = Float16Module(self.config, model)
         self.model: Any = None
+        self.counters: Callable[[], Sequence[int]] | None = None
+        """(bytes sent, bytes received, ...) of an interface, where an exchange's bytes are asked for."""
+        self._counted: Sequence[int] = (0, 0)
 
     @property
     def gradient_bytes(self) -> float:
@@ -178,16 +188,33 @@ class Training:
         if not self.overlap:
             dist.barrier()
 
+    def exchange_begins(self) -> None:
+        """All ranks are ready for the exchange; not with overlap."""
+        self.together()
+        if self.counters is not None:
+            self._counted = self.counters()
+
+    def exchange_ended(self) -> None:
+        """The exchange is over on this rank: wait for the others, and count its bytes; not with overlap."""
+        self.together()
+        if self.counters is not None and not self.overlap:
+            sent, received, *_ = self.counters()
+            self.lap.exchange_sent += sent - self._counted[0]
+            self.lap.exchange_received += received - self._counted[1]
+
     def timed(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
         """`call`, its time added to a field of the lap."""
+        exchange = name == "exchange"
+        before = self.exchange_begins if exchange else self.together
+        after = self.exchange_ended if exchange else self.together
 
         @functools.wraps(call)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            self.together()
+            before()
             start = time.perf_counter()
             result = call(*args, **kwargs)
             setattr(self.lap, name, getattr(self.lap, name) + time.perf_counter() - start)
-            self.together()
+            after()
             return result
 
         return wrapped

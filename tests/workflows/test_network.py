@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +19,10 @@ import pytest
 
 from megatron_patch.errors import UserError
 from megatron_patch.workflows import cli
+from megatron_patch.workflows.launcher import RankFailed
 from megatron_patch.workflows.network import hosts, lifeline, methods, picture, rank, results, show
 from megatron_patch.workflows.network.command import ALL_METHODS, DEFAULT_METHODS, Plan, plan
+from megatron_patch.workflows.network.launch import Ranks
 from megatron_patch.workflows.network.results import Cell
 
 
@@ -106,6 +109,8 @@ def answer(step: float, exchange: float, sent: int = 0) -> dict[str, Any]:
         "sent": sent,
         "received": 3_000_000,
         "loopback": 30,
+        "exchange_sent": sent // 2,
+        "exchange_received": 1_500_000,
         "gradient_bytes": 5.0,
         "weight_bytes": 7.0,
     }
@@ -123,6 +128,7 @@ def test_a_row_is_the_slowest_rank_and_the_busiest_link():
     assert row["exchange_seconds"] == 1.0
     assert row["compute_seconds"] == pytest.approx(0.9)
     assert row["interface_bytes"] == 2_000_000
+    assert row["exchange_interface_bytes"] == 1_000_000
     assert row["loopback_bytes"] == 10
     assert (row["method"], row["bits"], row["topology"]) == ("bf16_alltoall", 16, "flat")
 
@@ -326,6 +332,7 @@ def test_two_methods_over_two_hosts(tmp_path: Path) -> None:
     # with one of them; the rest stays inside, where no rate holds.
     crossing = 2 * base["gradient_bytes"] * 2 / 3 + base["weight_bytes"]
     assert base["interface_bytes"] == pytest.approx(crossing, rel=0.1)
+    assert base["exchange_interface_bytes"] == pytest.approx(crossing - base["weight_bytes"], rel=0.1)
     assert base["loopback_bytes"] > 0.9 * (2 * base["gradient_bytes"] / 3 + base["weight_bytes"])
     assert base["step_seconds"] > 8 * base["interface_bytes"] / 50e6
     assert loco["speedup_vs_bf16_alltoall"] == base["step_seconds"] / loco["step_seconds"]
@@ -356,6 +363,28 @@ def test_nothing_is_left_when_the_command_is_ended(how: signal.Signals, tmp_path
     if how != signal.SIGKILL:
         assert list(temporary.iterdir()) == []
     assert "Traceback" not in said
+
+
+@pytest.mark.usefixtures("untouched")
+def test_a_cut_link_fails_every_rank_in_time_and_names_the_lost_one() -> None:
+    llama = {"layers": 1, "hidden": 64, "ffn": 128, "heads": 2, "vocabulary": 1024, "sequence": 8}
+    cell = {"method": "loco4", "buckets": 2, "ranks_per_host": 1, "overlap": False}
+    patience = 4.0
+    with lifeline.folder() as folder, hosts.Network(3) as network:
+        ranks = Ranks(network, 1, folder, patience)
+        with ranks:
+            ranks.ask(do="prepare", llama=llama | {"microbatch": 1}, accumulation=1, steps=2, **cell)
+            network.shape(5)  # a step is all exchange
+            threading.Timer(1.0, network.cut, [1]).start()
+            start = time.monotonic()
+            with pytest.raises(RankFailed, match=r"ExchangeFailed: .* rank \d"):
+                ranks.ask(do="measure", steps=100_000, accumulation=1)
+        assert time.monotonic() - start < 1.0 + 1.25 * patience + 20  # last words, and a busy machine
+        said = [(folder / f"host{number}.log").read_text() for number in range(3)]
+    for text in (said[0], said[2]):
+        assert "no answer from rank 1 within the time limit of 4 s" in text
+    assert "failed on rank 1" in said[1]
+    assert "it reaches neither the others nor the job's store at 10.77.0.1" in said[1]
 
 
 @pytest.mark.usefixtures("root")

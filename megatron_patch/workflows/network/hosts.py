@@ -201,6 +201,11 @@ class Network:
         ports = [shape_command(f"port{number}", rate_mbit) for number in range(len(self.hosts))]
         self.switch.run("tc", ports)
 
+    def cut(self, number: int) -> None:
+        """Pull a host's plug at the switch: nothing comes back, as when a cable breaks."""
+        assert self.switch is not None
+        self.switch.run("ip", [f"link set port{number} down"])
+
     def close(self) -> None:
         """Let go of the namespaces: the kernel removes each with the last process in it."""
         for namespace in [*self.hosts, *([self.switch] if self.switch else [])]:

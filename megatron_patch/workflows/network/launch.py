@@ -29,7 +29,7 @@ from megatron_patch.workflows.network import hosts, lifeline, rank
 
 _PORT = 29400
 _POLL_SECONDS = 0.2
-_LAST_WORDS_SECONDS = 2.0
+_LAST_WORDS_SECONDS = 5.0
 _CONNECTION_LOST = re.compile(r"connection (closed|reset|refused)|broken pipe|peer", re.IGNORECASE)
 
 
@@ -136,7 +136,7 @@ class Ranks:
 
     def _accept(self, listener: socket.socket) -> None:
         listener.settimeout(_POLL_SECONDS)
-        end = time.monotonic() + self._patience
+        end = time.monotonic() + rank.START_SECONDS
         while len(self._streams) < self.count:
             try:
                 connection, _ = listener.accept()
@@ -146,7 +146,7 @@ class Ranks:
                     found = len(self._streams)
                     raise RankFailed(
                         f"bench network: only {found} of {self.count} ranks started within "
-                        f"{self._patience:.0f} s; {self._last_words(0)}"
+                        f"{rank.START_SECONDS:.0f} s; {self._last_words(0)}"
                     ) from None
                 continue
             hello = json.loads(connection.makefile("r", encoding="utf-8").readline())
@@ -163,7 +163,7 @@ class Ranks:
     def _answers(self, what: str) -> list[dict[str, Any]]:
         """One line of every rank, by rank."""
         found: dict[int, dict[str, Any]] = {}
-        end = time.monotonic() + self._patience + 30
+        end = time.monotonic() + max(self._patience, rank.START_SECONDS) + 30
         with selectors.DefaultSelector() as selector:
             for number, stream in self._streams.items():
                 selector.register(stream, selectors.EVENT_READ, number)

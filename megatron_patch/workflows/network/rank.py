@@ -28,6 +28,8 @@ from megatron_patch.workflows.network.lifeline import die_with_parent
 CHANNEL = "MEGATRON_LOCO_NETWORK_CHANNEL"
 SECONDS = "MEGATRON_LOCO_NETWORK_SECONDS"
 """How long a collective may take before the run is given up."""
+START_SECONDS = 120.0
+"""How long ranks have to start and meet: they import Megatron at the same time, on few cores."""
 _WARM_UP = 3
 
 
@@ -42,6 +44,7 @@ def counters(interface: str, text: str) -> tuple[int, int]:
 
 
 def _read_counters() -> list[int]:
+    """Bytes sent and received by the host's interface, and sent within the host."""
     text = Path("/proc/self/net/dev").read_text(encoding="ascii")
     return [*counters("eth0", text), counters("lo", text)[0]]
 
@@ -75,6 +78,7 @@ class _Cells:
                 buckets=order["buckets"],
                 overlap=overlap,
             )
+        self.training.counters = _read_counters
         for _ in range(warm_up):
             self.training.step(1)
         laps = [self.training.step(order["accumulation"]) for _ in range(order["steps"])]
@@ -94,6 +98,8 @@ class _Cells:
             "sent": sent,
             "received": received,
             "loopback": loopback,
+            "exchange_sent": sum(lap.exchange_sent for lap in laps),
+            "exchange_received": sum(lap.exchange_received for lap in laps),
             "gradient_bytes": self.training.gradient_bytes,
             "weight_bytes": self.training.weight_bytes,
         }
@@ -113,7 +119,8 @@ def _start() -> None:
 
     cpu_device.install()
     patience = datetime.timedelta(seconds=float(os.environ[SECONDS]))
-    dist.init_process_group("gloo", timeout=patience)
+    dist.init_process_group("gloo", timeout=max(patience, datetime.timedelta(seconds=START_SECONDS)))
+    dist.distributed_c10d._set_pg_timeout(patience)
     from megatron_patch.integration import cpu_measuring, timed_training
 
     cpu_measuring.install()
@@ -136,16 +143,20 @@ def main() -> int:
     try:
         say(rank=rank, pid=os.getpid(), host=int(os.environ["GROUP_RANK"]))
         _start()
+        from megatron_patch.collectives.lost_ranks import naming_lost_ranks
+
         cells = _Cells()
         say(ready=True)
         for line in stream:
             order = json.loads(line)
             if order["do"] == "stop":
                 break
-            say(**(cells.prepare(order) if order["do"] == "prepare" else cells.measure(order)))
+            with naming_lost_ranks("a collective of the step"):
+                answer = cells.prepare(order) if order["do"] == "prepare" else cells.measure(order)
+            say(**answer)
     except Exception as error:
         traceback.print_exc()
-        summary = " ".join(traceback.format_exception_only(error)[-1].split())
+        summary = " ".join(f"{type(error).__name__}: {error}".split())
         say(error=summary, time=time.monotonic())
         return 1
     return 0

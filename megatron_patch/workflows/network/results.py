@@ -31,6 +31,7 @@ NOTES = {
     "weight_bytes": "payload of weights sent by one rank per step",
     "interface_bytes": "per step, by the interface's counters, of the busiest host in its busier direction "
     "(headers counted once for each packet of up to 64 KiB)",
+    "exchange_interface_bytes": "of that, during the gradient exchange alone (none with overlap)",
     "loopback_bytes": "per step, what ranks of one host sent each other, unshaped; the busiest host",
     "speedup_vs_bf16_alltoall": "ratio of step_seconds, same rate, accumulation, model and run",
     "exchange_speedup_vs_bf16_alltoall": "ratio of exchange_seconds, likewise",
@@ -85,6 +86,8 @@ def row(
         "gradient_bytes": max(a["gradient_bytes"] for a in answers),
         "weight_bytes": max(a["weight_bytes"] for a in answers),
         "interface_bytes": max(max(a["sent"], a["received"]) for a in answers) / steps,
+        "exchange_interface_bytes": max(max(a["exchange_sent"], a["exchange_received"]) for a in answers)
+        / steps,
         "loopback_bytes": max(a["loopback"] for a in answers) / steps,
         "unshaped_step_seconds": unshaped_seconds,
     }
@@ -125,6 +128,7 @@ _COLUMNS = (
     "gradient MB",
     "weight MB",
     "interface MB",
+    "of it exchange",
     "exchange speed-up",
     "step speed-up",
     "by bytes",
@@ -165,6 +169,7 @@ def _texts(one: dict[str, Any]) -> list[str]:
         f"{one['gradient_bytes'] / 1e6:.2f}",
         f"{one['weight_bytes'] / 1e6:.2f}",
         f"{one['interface_bytes'] / 1e6:.2f}",
+        f"{one['exchange_interface_bytes'] / 1e6:.2f}" if one["exchange_interface_bytes"] else "-",
         ratio("exchange_speedup_vs_bf16_alltoall"),
         ratio("speedup_vs_bf16_alltoall"),
         ratio("byte_limit_speedup"),
