@@ -13,13 +13,16 @@ from typing import Any
 
 from megatron_patch.errors import UserError, nearest
 
-METHODS = ("none", "naive", "error_feedback", "loco")
+METHODS = ("none", "naive", "error_feedback", "loco", "onebit_adam")
 BITS = (8, 4, 2, 1)
 ROUNDINGS = ("nearest", "stochastic")
 ERROR_DTYPES = ("int8", "bf16", "fp32")
 TOPOLOGIES = ("auto", "flat", "two_hop")
 SHARD = "shard"
+WARMUPS = ("auto", "fixed")
 DEFAULT_ERROR_BETA = 0.8
+DEFAULT_BITS = 4
+DEFAULT_RESET_INTERVAL = 512
 
 
 def _option(default: Any, help: str, choices: tuple[Any, ...] | None = None) -> Any:
@@ -37,10 +40,13 @@ class CompressionConfig:
     method: str = _option(
         "loco",
         "none: Megatron's own exchange; naive: quantize, no memory; error_feedback: add the whole last "
-        "error; loco: add a moving average of past errors",
+        "error; loco: add a moving average of past errors; onebit_adam: Adam's momentum in 1 bit, after a "
+        "warm-up",
         METHODS,
     )
-    bits: int = _option(4, "bits per gradient element on the wire", BITS)
+    bits: int = _option(
+        None, f"bits per gradient element on the wire (default {DEFAULT_BITS}; onebit_adam: 1)", BITS
+    )
     block_size: int | str = _option(
         128, "elements that share one scale: a power of two from 16, or 'shard' (one scale a shard)"
     )
@@ -49,8 +55,22 @@ class CompressionConfig:
         None, f"weight of the OLD error in the moving average, 0 <= beta < 1 (loco: {DEFAULT_ERROR_BETA})"
     )
     error_dtype: str = _option("int8", "how the error is stored between steps", ERROR_DTYPES)
-    reset_interval: int = _option(512, "optimizer steps after which the error is set to zero (0: never)")
+    reset_interval: int = _option(
+        None,
+        "optimizer steps after which the error is set to zero, 0: never "
+        f"(default {DEFAULT_RESET_INTERVAL}; onebit_adam: 0)",
+    )
     start_step: int = _option(0, "optimizer steps with Megatron's own exchange before compression starts")
+    warmup: str | None = _option(
+        None,
+        "onebit_adam: when Adam's variance is frozen and compression starts; auto: when it has settled, "
+        "fixed: after warmup_steps (default: fixed where warmup_steps is given, else auto)",
+        WARMUPS,
+    )
+    warmup_steps: int | None = _option(None, "onebit_adam: optimizer steps of plain Adam first")
+    error_compensation: bool = _option(
+        True, "onebit_adam: remember what was lost; off only to see what that is worth"
+    )
     seed: int = _option(1234, "seed of stochastic rounding")
     topology: str = _option(
         "auto",
@@ -73,6 +93,8 @@ class CompressionConfig:
 
     def __post_init__(self) -> None:
         self._check_choice("method", METHODS)
+        self._set_default("bits", 1 if self.momentum else DEFAULT_BITS)
+        self._set_default("reset_interval", 0 if self.momentum else DEFAULT_RESET_INTERVAL)
         self._check_choice("bits", BITS)
         self._check_choice("rounding", ROUNDINGS)
         self._check_choice("error_dtype", ERROR_DTYPES)
@@ -82,7 +104,7 @@ class CompressionConfig:
         per_node = self.ranks_per_node
         if per_node is not None and (not _is_int(per_node) or per_node < 1):
             self._reject("ranks_per_node", "a whole number, 1 or more")
-        for name in ("save_error", "strict_load"):
+        for name in ("save_error", "strict_load", "error_compensation"):
             if not isinstance(getattr(self, name), bool):
                 self._reject(name, "true or false")
         size = self.block_size
@@ -94,7 +116,31 @@ class CompressionConfig:
                 self._reject(name, "a whole number, 0 or more")
         if self.rounding == "stochastic" and self.bits == 1:
             self._reject("rounding", "nearest with bits 1: a 1-bit code is a sign")
+        self._check_momentum()
         self._resolve_beta()
+
+    def _set_default(self, name: str, value: Any) -> None:
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, value)
+
+    def _check_momentum(self) -> None:
+        """What only onebit_adam has, and what it has not."""
+        steps = self.warmup_steps
+        if not self.momentum:
+            for name, default in (("warmup", None), ("warmup_steps", None), ("error_compensation", True)):
+                if getattr(self, name) != default:
+                    self._reject(name, f"left out with method {self.method}: it belongs to onebit_adam")
+            return
+        if self.bits != 1:
+            self._reject("bits", "1 with method onebit_adam")
+        if self.start_step:
+            self._reject("start_step", "0 with method onebit_adam, which has warmup_steps")
+        self._set_default("warmup", "auto" if steps is None else "fixed")
+        self._check_choice("warmup", WARMUPS)
+        if self.warmup == "auto" and steps is not None:
+            self._reject("warmup", f"fixed, or left out, with warmup_steps {steps}")
+        if self.warmup == "fixed" and (not _is_int(steps) or int(steps or 0) < 1):
+            self._reject("warmup_steps", "a whole number, 1 or more, with warmup fixed")
 
     def _resolve_beta(self) -> None:
         beta = self.error_beta
@@ -105,8 +151,8 @@ class CompressionConfig:
             self._reject("error_beta", "a number from 0 up to but not including 1")
         if not 0 <= beta < 1:
             self._reject("error_beta", "a number from 0 up to but not including 1")
-        if beta != 0 and self.method == "error_feedback":
-            self._reject("error_beta", "0 with method error_feedback (use method loco for a moving average)")
+        if beta != 0 and self.method in ("error_feedback", "onebit_adam"):
+            self._reject("error_beta", f"0 with method {self.method} (method loco has a moving average)")
         object.__setattr__(self, "error_beta", float(beta))
 
     @property
@@ -118,7 +164,12 @@ class CompressionConfig:
     @property
     def has_memory(self) -> bool:
         """Whether the sender keeps an error state between steps."""
-        return self.method in ("error_feedback", "loco")
+        return self.method in ("error_feedback", "loco") or (self.momentum and self.error_compensation)
+
+    @property
+    def momentum(self) -> bool:
+        """Whether Adam's momentum is exchanged, by the optimizer, instead of gradients."""
+        return self.method == "onebit_adam"
 
     @property
     def compresses(self) -> bool:

@@ -12,7 +12,6 @@ Only hop 2 leaves the node, R times less than the flat exchange; its error is ke
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -48,9 +47,7 @@ class TwoHopSender:
         if config.intra_bits is not None:
             numel = sender.layout.numel * hops.local
             layout = BlockLayout.of(numel, hops.local, config.intra_bits, config.block_size)
-            plain = dataclasses.replace(
-                config, method="naive", bits=config.intra_bits, rounding="nearest", error_beta=None
-            )
+            plain = CompressionConfig(method="naive", bits=config.intra_bits, block_size=config.block_size)
             self.inside = Sender(plain, layout, device)
 
     def inside_bytes(self, gradient: torch.Tensor) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,6 +29,7 @@ from megatron_patch.integration import duplicates, optimizer_step
 from megatron_patch.integration.announcement import announce
 from megatron_patch.integration.bucket_group import BucketGroupSeam
 from megatron_patch.integration.compressor import Compressor
+from megatron_patch.integration.onebit_adam import OneBitAdam
 from megatron_patch.integration.refusals import refuse_chunk
 
 SUPPORTED = (Version("0.17"), Version("0.20"))
@@ -56,6 +57,8 @@ class Attachment:
 
 
 _attachments: WeakKeyDictionary[Any, Attachment] = WeakKeyDictionary()
+_onebit: WeakKeyDictionary[Any, OneBitAdam] = WeakKeyDictionary()
+"""By Megatron's optimizer."""
 _MARK = "_megatron_loco_original"
 
 
@@ -87,7 +90,7 @@ def attach(chunks: Sequence[Any] | Any, config: CompressionConfig | None = None)
     _warn_of_unknown_release()
     new = []
     for chunk in [chunks] if isinstance(chunks, DistributedDataParallel) else list(chunks):
-        refuse_chunk(chunk)
+        refuse_chunk(chunk, config)
         attached = _attachments.get(chunk)
         if attached is None:
             new.append(chunk)
@@ -99,7 +102,7 @@ def attach(chunks: Sequence[Any] | Any, config: CompressionConfig | None = None)
         _attachments[chunk] = Attachment(chunk, config)
     if new:
         announce(new[0], config, [seam for chunk in new for seam in _attachments[chunk].seams])
-    optimizer_step.listen(_end_step)
+    optimizer_step.listen(_end_step, _step)
     return chunks
 
 
@@ -117,7 +120,7 @@ def enable(config: CompressionConfig | None = None) -> None:
 
     setattr(__init__, _MARK, original)
     DistributedDataParallel.__init__ = __init__
-    optimizer_step.listen(_end_step)
+    optimizer_step.listen(_end_step, _step)
 
 
 def disable() -> None:
@@ -128,7 +131,22 @@ def disable() -> None:
     for attachment in list(_attachments.values()):
         attachment.detach()
     _attachments.clear()
+    _onebit.clear()
     optimizer_step.stop_listening()
+
+
+def _step(optimizer: Any, original: Callable[[], Any]) -> Any:
+    """A step of Megatron's, which 1-bit Adam makes where it is attached."""
+    if (onebit := _onebit.get(optimizer)) is None:
+        attached = [
+            (chunk, attachment.compressor, attachment.seams)
+            for chunk, attachment in _attachments.items()
+            if attachment.compressor.config.momentum and optimizer_step.updates(optimizer, chunk)
+        ]
+        if not attached:
+            return original()
+        onebit = _onebit[optimizer] = OneBitAdam(optimizer, attached)
+    return onebit.step(original)
 
 
 def _end_step(optimizer: Any, successful: bool, loss_scale_factor: float) -> None:

@@ -149,7 +149,14 @@ class BucketGroupSeam:
         self.hops: TwoHops | None = None
         self.flat_because: str | None = None
         """Why the reduce-scatter goes without two hops, where that may not be what was meant."""
-        if compressor.config.compresses:
+        self.momentum: list[torch.Tensor] | None = None
+        """1-bit Adam's m of each bucket, fp32 [B], whole on every rank; None before it begins."""
+        self.mean_factor = 1.0
+        """What an unreduced gradient is multiplied by to be its rank's own, of which the mean is wanted."""
+        if compressor.config.momentum:
+            if self.momentum_group.size() > 1:
+                self.all_reduce = [compressor.add_all_reduce(size, self.momentum_group) for size in sizes]
+        elif compressor.config.compresses:
             if (ranks := self.scatter_group) is not None and ranks.size() > 1:
                 self.hops = self._hops(ranks)
                 for size in sizes:
@@ -181,6 +188,35 @@ class BucketGroupSeam:
             return None
 
     @property
+    def exchanges_momentum(self) -> bool:
+        """Whether the method is 1-bit Adam."""
+        return self._compressor.config.momentum
+
+    @property
+    def momentum_group(self) -> dist.ProcessGroup:
+        """The data-parallel ranks of this bucket group, over which 1-bit Adam exchanges momentum."""
+        group = self.scatter_group or self.reduce_group
+        assert group is not None
+        return group
+
+    def momentum_views(self) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Every parameter with its part of `momentum`, which is allocated where it is not there yet."""
+        buckets = self.group.buckets
+        if self.momentum is None:
+            self.momentum = [torch.zeros_like(bucket.grad_data, dtype=torch.float32) for bucket in buckets]
+        for bucket, held in zip(buckets, self.momentum, strict=True):
+            for parameter, (start, end) in bucket.param_to_index.items():
+                yield parameter, held[start:end].view(parameter.main_grad.shape)
+
+    def gather_momentum(self) -> None:
+        """Where Adam's state is sharded: fetch the other ranks' shards of `momentum`."""
+        if self.scatter_group is None or self.scatter_group.size() == 1:
+            return
+        for held in self.momentum or ():
+            own = held.view(self.scatter_group.size(), -1)[self.scatter_group.rank()].clone()
+            dist.all_gather_into_tensor(held, own, group=self.scatter_group)
+
+    @property
     def compresses(self) -> bool:
         """Whether any of this group's gradients leave in low bits (not with method none)."""
         return bool(self.reduce_scatter or self.all_reduce)
@@ -189,6 +225,9 @@ class BucketGroupSeam:
         """(what and over which group, its ranks, elements of each bucket) of the gradients' collectives."""
         name = "expert data parallel" if self.expert else "data parallel"
         sizes = [bucket.grad_data.numel() for bucket in self.group.buckets]
+        if self.exchanges_momentum:
+            yield f"{name} all-reduce of momentum", self.momentum_group.size(), sizes
+            return
         if self.scatter_group is not None:
             how = f" in two hops, {self.hops.nodes} nodes of {self.hops.local} ranks:" if self.hops else ""
             yield f"{name} reduce-scatter{how}", self.scatter_group.size(), sizes
@@ -210,6 +249,9 @@ class BucketGroupSeam:
         group = self.group
         if group.is_first_batch and group.grad_reduce_handle is not None:
             return  # upstream's own early return: this batch was dispatched already
+        if self.exchanges_momentum and self._compressor.active:
+            self._leave_unreduced(force_all_reduce)
+            return
         self._notice_repetition()
         if not self.compresses or force_all_reduce or not self._compressor.active:
             self._compressor.count(stock_gradients(group, bool(force_all_reduce)))
@@ -232,6 +274,17 @@ class BucketGroupSeam:
                 group.grad_reduce_handle = _AllHandles(handles, groups, stream)
             else:
                 _AllHandles(handles, groups).wait()
+
+    def _leave_unreduced(self, force_all_reduce: bool | None) -> None:
+        """1-bit Adam after its warm-up: the optimizer's step will exchange momentum (onebit_adam.py)."""
+        if force_all_reduce:
+            raise RuntimeError("megatron-loco: onebit_adam reduces no gradients after its warm-up")
+        with _noting() as asked:
+            self._original(force_all_reduce=force_all_reduce)
+        self._check(asked)
+        self.mean_factor = 1.0 if asked.average else float(self.momentum_group.size())
+        if self.group.grad_reduce_handle is not None:
+            self.group.grad_reduce_handle = _AllHandles([], [])
 
     def _start(self, asked: _Asked) -> Sequence[_Handle]:
         """Run what was asked for; the last collective of each bucket may still be under way."""

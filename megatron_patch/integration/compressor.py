@@ -24,6 +24,7 @@ from megatron_patch.collectives.two_hop import TwoHopSender, start_two_hop_reduc
 from megatron_patch.collectives.workspace import Workspace
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
+from megatron_patch.integration.warm_up import Phase
 from megatron_patch.integration.wire import Wire
 from megatron_patch.quantization.blocks import BlockLayout
 
@@ -86,10 +87,14 @@ class Compressor:
         self._in_flight: deque[ReduceScatterHandle | AllReduceHandle] = deque()
         self._replaying = False
         self._warned = False
+        self.phase = Phase(config.warmup_steps)
+        """Of 1-bit Adam."""
 
     @property
     def active(self) -> bool:
         """Whether the next exchange is compressed: a method that does, from `start_step` on."""
+        if self.config.momentum:
+            return self.phase.switch_step is not None and self.steps >= self.phase.switch_step
         return self.config.compresses and self.steps >= self.config.start_step
 
     @functools.cached_property
@@ -114,8 +119,11 @@ class Compressor:
 
     def add_all_reduce(self, numel: int, group: dist.ProcessGroup) -> SenderAndOwner:
         """Allocate the state of the all-reduce of `numel` elements over `group`."""
-        sender = self.add_reduce_scatter(numel, group)
-        return SenderAndOwner(sender, self._add(sender.layout.shard(group.rank())))
+        config = self.config
+        # Megatron's optimizer takes what it wants of an all-reduced bucket: owners may hold what suits us.
+        whole = config.momentum
+        layout = BlockLayout.of(numel, group.size(), config.bits, config.block_size, whole)
+        return SenderAndOwner(self._add(layout), self._add(layout.shard(group.rank())))
 
     def _add(self, layout: BlockLayout) -> Sender:
         stream = dist.get_rank() * 4096 + len(self.senders)
@@ -202,8 +210,9 @@ class Compressor:
                 self.clear_errors()
         else:
             self.events.skipped_steps += 1
-            self.clear_errors()
-        if loss_scale_factor != 1.0:
+            if not self.config.momentum:  # which exchanges nothing in a step that is skipped
+                self.clear_errors()
+        if loss_scale_factor != 1.0 and not self.config.momentum:  # momentum carries no loss scale
             for sender in self.senders:
                 if sender.error is not None:
                     sender.error.scale_by(loss_scale_factor)

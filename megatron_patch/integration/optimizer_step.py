@@ -21,6 +21,9 @@ StepListener = Callable[[Any, bool, float], None]
 """Called with the optimizer, whether the step succeeded, and the factor by which it changed
 the loss scale (1.0 without one: bf16, fp32)."""
 
+Stepper = Callable[[Any, Callable[[], Any]], Any]
+"""Called with the optimizer and its own step; returns what that would."""
+
 _CLASSES = (ChainedOptimizer, MixedPrecisionOptimizer, FP32Optimizer)
 _MARK = "_megatron_loco_original"
 
@@ -30,11 +33,12 @@ def updates(optimizer: Any, chunk: Any) -> bool:
     return any(
         any(known is chunk for known in getattr(part, "model_chunks", []))
         or any(parameter in chunk.param_to_bucket_group for parameter in _model_parameters(part))
-        for part in _parts(optimizer)
+        for part in parts_of(optimizer)
     )
 
 
-def _parts(optimizer: Any) -> list[Any]:
+def parts_of(optimizer: Any) -> list[Any]:
+    """The optimizers that a chained one steps, or the optimizer itself."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
@@ -51,13 +55,16 @@ def _model_parameters(part: Any) -> Iterator[torch.nn.Parameter]:
 
 def loss_scale(optimizer: Any) -> float:
     """The loss scale of the next backward pass; 1.0 without a gradient scaler (bf16, fp32)."""
-    if not any(getattr(part, "grad_scaler", None) is not None for part in _parts(optimizer)):
+    if not any(getattr(part, "grad_scaler", None) is not None for part in parts_of(optimizer)):
         return 1.0
     return float(optimizer.get_loss_scale())
 
 
-def listen(listener: StepListener) -> None:
-    """Have `listener` called after every step of a Megatron optimizer in this process. Idempotent."""
+def listen(listener: StepListener, stepper: Stepper) -> None:
+    """Have `stepper` make every step of a Megatron optimizer in this process, and `listener` hear of its end.
+
+    Idempotent.
+    """
     for cls in _CLASSES:
         if hasattr(cls.step, _MARK):
             continue
@@ -65,7 +72,7 @@ def listen(listener: StepListener) -> None:
 
         def step(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
             before = loss_scale(self)
-            result = _original(self, *args, **kwargs)
+            result = stepper(self, functools.partial(_original, self, *args, **kwargs))
             listener(self, bool(result[0]), loss_scale(self) / before)
             return result
 

@@ -43,6 +43,9 @@ def _parts_of_group(
     shards, shard = (scatter.size(), scatter.rank()) if scatter is not None else (1, 0)
     copies, copy = (reduce.size(), reduce.rank()) if reduce is not None else (1, 0)
     average = seam.group.ddp_config.average_in_collective
+    if seam.exchanges_momentum:  # whole buckets, whoever holds Adam's state; the mean, whatever Megatron does
+        shards, shard, average = 1, 0, True
+        copies, copy = seam.momentum_group.size(), seam.momentum_group.rank()
     buckets = seam.group.buckets
     placed = [
         tuple(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 
 
@@ -30,11 +31,15 @@ def refuse_flags(args: Any) -> None:
         cuda_graphs=args,
     )
     optimizer = getattr(args, "optimizer", "adam")
+    if getattr(args, "compression_method", None) == "onebit_adam":
+        _refuse_for_onebit_adam(args)
+        if optimizer != "adam":
+            _refuse("optimizer", optimizer, "onebit_adam is Adam; use adam")
     if optimizer not in ("adam", "sgd"):
         _refuse("optimizer", optimizer, "it is tested with adam and sgd only")
 
 
-def refuse_chunk(chunk: Any) -> None:
+def refuse_chunk(chunk: Any, config: CompressionConfig) -> None:
     """Refuse a wrapped model chunk.
 
     Raises:
@@ -52,6 +57,39 @@ def refuse_chunk(chunk: Any) -> None:
         fp32_accumulation=getattr(chunk.ddp_config, "reduce_scatter_with_fp32_accumulation", False),
         cuda_graphs=chunk.config,
     )
+    if config.momentum:
+        _refuse_for_onebit_adam(chunk.ddp_config)
+
+
+def refuse_optimizer(part: Any) -> None:
+    """Refuse one of Megatron's optimizers for 1-bit Adam.
+
+    Raises:
+        UserError: naming the option, its value and what to change.
+    """
+    if not {"betas", "eps"} <= part.optimizer.defaults.keys():
+        _refuse("optimizer", type(part.optimizer).__name__, "onebit_adam is Adam; use adam")
+    _refuse_for_onebit_adam(part.config)
+
+
+def _refuse_for_onebit_adam(settings: Any) -> None:
+    """Flags or a configuration of Megatron's, whichever of these settings it has."""
+
+    def found(name: str) -> Any:
+        return getattr(settings, name, None)
+
+    instances = found("num_distributed_optimizer_instances")
+    if instances and instances > 1:
+        _refuse("num_distributed_optimizer_instances", instances, "onebit_adam knows one; leave it out")
+    for flag in (
+        "use_precision_aware_optimizer",
+        "optimizer_cpu_offload",
+        "reuse_grad_buf_for_mxfp8_param_ag",
+    ):
+        if found(flag):
+            _refuse(flag, True, "onebit_adam reads Adam's state, in fp32, and gradient buffers; leave it out")
+    if found("decoupled_weight_decay") is False and found("weight_decay"):
+        _refuse("decoupled_weight_decay", False, "onebit_adam decays weights apart from gradients")
 
 
 def _refuse_settings(fp32_accumulation: bool, cuda_graphs: Any) -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron_patch.compensation.carry_over import Part, SavedState, carry_over
 from megatron_patch.compensation.sender import Sender
+from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.integration import sidecar
 from megatron_patch.integration.attach import Attachment, attachment_of
@@ -28,6 +29,7 @@ from megatron_patch.integration.compressor import Events
 from megatron_patch.integration.optimizer_step import loss_scale
 from megatron_patch.integration.placement import parts_of
 from megatron_patch.integration.sidecar import Damaged, RankFile, RankLayout, RankTensors, Storage
+from megatron_patch.integration.warm_up import Phase
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +72,9 @@ class _Rank:
         for compressor in self.compressors:
             compressor.clear_errors()
             compressor.steps = compressor.steps_seen = steps
+            compressor.phase = Phase(compressor.config.warmup_steps)
+        for seam in (seam for attachment in self.attachments for seam in attachment.seams):
+            seam.momentum = None  # it begins from Adam's state
         for sender in self.senders:
             sender.reseed(steps)
 
@@ -117,6 +122,7 @@ class ErrorSave:
             "steps": counted.steps,
             "steps_seen": counted.steps_seen,
             "events": dataclasses.asdict(counted.events),
+            "phase": dataclasses.asdict(counted.phase),
         }
         self._tensors = {name: tensor.cpu() for name, tensor in self._rank.tensors()}
         self._file: RankFile | None = None
@@ -312,6 +318,8 @@ class _Reader:
         saved = manifest["config"]
         if saved["method"] != rank.config.method:
             return f"errors start from zero: the checkpoint is of method {saved['method']}"
+        for compressor in rank.compressors:
+            compressor.phase = _resumed(Phase(**manifest.get("phase", {})), compressor.config)
         if manifest["mid_step"]:
             for compressor in rank.compressors:
                 compressor.events.replays += 1
@@ -393,6 +401,13 @@ class _Reader:
                     continue
                 tensors = tensors or RankTensors(self._folder, listed)
                 yield part, _read_later(tensors, number, part, storage)
+
+
+def _resumed(phase: Phase, config: CompressionConfig) -> Phase:
+    """The saved phase; a warm-up that is still going on ends when the options of this run say."""
+    if phase.variance_steps is None and config.warmup_steps is not None:
+        phase.switch_step = config.warmup_steps
+    return phase
 
 
 def _read_later(tensors: RankTensors, number: int, part: Any, storage: Storage) -> Any:

@@ -40,9 +40,17 @@ class BlockLayout:
     block: int
 
     @staticmethod
-    def of(numel: int, shards: int, bits: int, block_size: int | str) -> BlockLayout:
-        """The layout of a bucket of `numel` elements that `shards` ranks share."""
+    def of(
+        numel: int, shards: int, bits: int, block_size: int | str, whole_blocks: bool = False
+    ) -> BlockLayout:
+        """The layout of a bucket of `numel` elements that `shards` ranks share.
+
+        With `whole_blocks` shards are multiples of the block: blocks lie where they would in one shard, and
+        do not straddle parameters that begin at multiples of it.
+        """
         size = -(-numel // shards)
+        if whole_blocks and block_size != "shard":
+            size = _round_up(size, int(block_size))
         return BlockLayout(numel, shards, size, bits, size if block_size == "shard" else int(block_size))
 
     def shard(self, index: int) -> BlockLayout:

@@ -1,0 +1,97 @@
+"""1-bit Adam in one process and float64, from the paper's algorithm 1 and the text of our documentation.
+
+    warm-up, T steps   g = mean of g_i, clipped by its norm; m, v, x as Adam's
+    afterwards         v stays; every worker i:   m_i = b1*m + (1-b1)*c*g_i      a_i = m_i + d_i
+                                                  d_i = a_i - C(a_i)
+                       the owner of each chunk:   A = mean of C(a_i) + D         D = A - C(A)
+                       all:                       m = C(A)
+                       x = x - lr*(m/(1-b1^t) / (sqrt(v/(1-b2^T)) + eps) + wd*x), but for the first term
+                           where v = 0
+    c                  clip / (norm + 1e-6) where that is below 1, norm the root of the mean of |g_i|^2
+
+C keeps the sign (+ for 0) and, for each block of b elements, the mean of absolute values, rounded up to bf16
+as it travels. Blocks are counted from the beginning of the vector; owners hold whole blocks, so it does not
+matter how many there are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from simulation.loco_float64 import bf16_up
+
+
+def one_bit(values: np.ndarray, block: int) -> np.ndarray:
+    """C of a vector, float64."""
+    found = np.empty_like(values)
+    for start in range(0, len(values), block):
+        part = values[start : start + block]
+        scale = float(bf16_up(np.float32(np.mean(np.abs(part)))))
+        found[start : start + block] = np.where(part >= 0, scale, -scale)
+    return found
+
+
+class OneBitAdamSimulation:
+    """All workers' view of one vector of parameters.
+
+    `lengths` are those of vectors that are compressed apart (buckets), laid end to end in `initial`;
+    `decay` is the weight decay of every element.
+    """
+
+    def __init__(
+        self,
+        initial: np.ndarray,
+        lengths: list[int],
+        *,
+        workers: int,
+        warmup_steps: int,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        decay: np.ndarray | float = 0.0,
+        clip: float = 0.0,
+        block: int = 128,
+        compensate: bool = True,
+    ):
+        self.x = initial.astype(np.float64)
+        self.m, self.v = np.zeros_like(self.x), np.zeros_like(self.x)
+        self.d = np.zeros((workers, len(self.x)))
+        self.owners_d = np.zeros_like(self.x)
+        ends = np.cumsum(lengths)
+        self.parts = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+        self.warmup_steps, self.clip, self.block, self.compensate = warmup_steps, clip, block, compensate
+        self.lr, self.betas, self.eps, self.decay = lr, betas, eps, decay
+        self.steps = 0
+        self.norm = 0.0
+
+    def _clip(self, norm: float) -> float:
+        self.norm = norm
+        return min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
+
+    def step(self, gradients: np.ndarray) -> None:
+        """One step with every worker's own gradient, [workers, elements]."""
+        beta1, beta2 = self.betas
+        self.steps += 1
+        if self.steps <= self.warmup_steps:
+            mean = gradients.mean(axis=0)
+            mean = mean * self._clip(float(np.linalg.norm(mean)))
+            self.m = beta1 * self.m + (1 - beta1) * mean
+            self.v = beta2 * self.v + (1 - beta2) * mean**2
+        else:
+            clip = self._clip(float(np.sqrt(np.mean(np.sum(gradients**2, axis=1)))))
+            own = beta1 * self.m + (1 - beta1) * clip * gradients
+            for part in self.parts:
+                self.m[part] = self._exchange(own[:, part], part)
+        size = np.sqrt(self.v / (1 - beta2 ** min(self.steps, self.warmup_steps))) + self.eps
+        update = np.where(self.v > 0, self.m / (1 - beta1**self.steps) / size, 0.0)
+        self.x = self.x - self.lr * (update + self.decay * self.x)
+
+    def _exchange(self, own: np.ndarray, part: slice) -> np.ndarray:
+        said = own + self.d[:, part]
+        sent = np.stack([one_bit(values, self.block) for values in said])
+        total = sent.mean(axis=0) + self.owners_d[part]
+        result = one_bit(total, self.block)
+        if self.compensate:
+            self.d[:, part] = said - sent
+            self.owners_d[part] = total - result
+        return result
