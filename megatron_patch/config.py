@@ -124,13 +124,10 @@ class CompressionConfig:
             object.__setattr__(self, name, value)
 
     def _check_momentum(self) -> None:
-        """What only onebit_adam has, and what it has not."""
-        steps = self.warmup_steps
+        """The options of onebit_adam; other methods have no use for them, as method none has none for bits."""
         if not self.momentum:
-            for name, default in (("warmup", None), ("warmup_steps", None), ("error_compensation", True)):
-                if getattr(self, name) != default:
-                    self._reject(name, f"left out with method {self.method}: it belongs to onebit_adam")
             return
+        steps = self.warmup_steps
         if self.bits != 1:
             self._reject("bits", "1 with method onebit_adam")
         if self.start_step:

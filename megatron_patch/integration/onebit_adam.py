@@ -4,7 +4,7 @@
     from then on  bucket groups leave gradients unreduced (bucket_group.py), finalize_model_grads works on
                   them as they are (it is linear), and `step` stands for the optimizer's:
 
-      1  the global norm of the ranks' own gradients, over the whole job; NaN or Inf anywhere: nothing changes
+      1  the norm of the mean gradient, over the whole job; NaN or Inf anywhere: nothing changes
       2  m_i = b1*m + (1-b1)*g_i, clipped by one factor; the low-bit all-reduce makes of them the shared m
       3  x <- x - lr*(m^/(sqrt(v^)+eps) + wd*x) where the inner Adam would step; Megatron's own
          `step_with_ready_grads` does the rest: copies to bf16, gathers of sharded weights
@@ -31,6 +31,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_patch.collectives.lost_ranks import naming_lost_ranks
+from megatron_patch.collectives.norm_sketch import NormSketch
 from megatron_patch.compensation import momentum
 from megatron_patch.integration import copies, warm_up
 from megatron_patch.integration.bucket_group import BucketGroupSeam
@@ -99,22 +100,24 @@ class OneBitAdam:
         return successful, norm, None
 
     def _norm(self) -> float:
-        """The root of the mean, over data-parallel ranks, of the squared norms of their own gradients.
+        """The norm of the mean gradient over the whole job, estimated to 2 % (collectives/norm_sketch.py).
 
-        Each gradient is scaled as if its rank's were the mean; parameters that several ranks of the model
-        hold count once. It is at least the norm of the mean gradient, which nobody has before the exchange.
+        NaN where a gradient of any rank is not finite. What several ranks of the model hold counts once.
         """
-        squares = []
-        for _, seam in self._seams:
-            group, factor = seam.momentum_group, seam.mean_factor
-            for bucket in seam.group.buckets:
-                for parameter in bucket.params_list:
-                    if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter):
-                        norm = torch.linalg.vector_norm(parameter.main_grad, dtype=torch.float32)
-                        squares.append((norm * factor).double() ** 2 / group.size())
-        device = self._compressors[0].device
-        total = torch.stack([torch.zeros((), dtype=torch.float64, device=device), *squares]).sum()
+        first = self._compressors[0]
+        sketches: dict[dist.ProcessGroup, NormSketch] = {}
         with naming_lost_ranks("1-bit Adam's gradient norm"):
+            for _, seam in self._seams:
+                group = seam.momentum_group
+                seed = first.config.seed + first.steps_seen
+                sketch = sketches.setdefault(group, NormSketch(seed, first.device))
+                for bucket in seam.group.buckets:
+                    for parameter in bucket.params_list:
+                        if _counts(parameter):
+                            sketch.add(parameter.main_grad, seam.mean_factor)
+            total = torch.zeros((), dtype=torch.float64, device=first.device)
+            for group, sketch in sketches.items():
+                total += sketch.squared_norm_of_mean(group) / group.size()
             dist.all_reduce(total)
         return math.sqrt(total) if math.isfinite(total) else math.nan
 
@@ -223,3 +226,8 @@ class OneBitAdam:
                 int(steps),
                 self._compressors[0].config.warmup,
             )
+
+
+def _counts(parameter: torch.nn.Parameter) -> bool:
+    """Whether this rank's copy of a parameter is the one that counts in norms: Megatron's own conditions."""
+    return bool(param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter))

@@ -7,7 +7,7 @@
                        all:                       m = C(A)
                        x = x - lr*(m/(1-b1^t) / (sqrt(v/(1-b2^T)) + eps) + wd*x), but for the first term
                            where v = 0
-    c                  clip / (norm + 1e-6) where that is below 1, norm the root of the mean of |g_i|^2
+    c                  clip / (norm + 1e-6) where that is below 1, norm that of the mean of g_i
 
 C keeps the sign (+ for 0) and, for each block of b elements, the mean of absolute values, rounded up to bf16
 as it travels. Blocks are counted from the beginning of the vector; owners hold whole blocks, so it does not
@@ -20,15 +20,19 @@ import numpy as np
 
 from simulation.loco_float64 import bf16_up
 
+NEAR_TIE = 1e-6
 
-def one_bit(values: np.ndarray, block: int) -> np.ndarray:
-    """C of a vector, float64."""
-    found = np.empty_like(values)
+
+def one_bit(values: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """C of a vector, float64; and which blocks have an element whose sign is a matter of rounding, bool."""
+    found, undecided = np.empty_like(values), np.zeros(len(values), dtype=bool)
     for start in range(0, len(values), block):
-        part = values[start : start + block]
+        here = slice(start, start + block)
+        part = values[here]
         scale = float(bf16_up(np.float32(np.mean(np.abs(part)))))
-        found[start : start + block] = np.where(part >= 0, scale, -scale)
-    return found
+        found[here] = np.where(part >= 0, scale, -scale)
+        undecided[here] = np.any((np.abs(part) < NEAR_TIE * scale) & (part != 0))
+    return found, undecided
 
 
 class OneBitAdamSimulation:
@@ -61,6 +65,8 @@ class OneBitAdamSimulation:
         self.parts = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
         self.warmup_steps, self.clip, self.block, self.compensate = warmup_steps, clip, block, compensate
         self.lr, self.betas, self.eps, self.decay = lr, betas, eps, decay
+        self.undecided = np.zeros(len(self.x), dtype=bool)
+        """Blocks in which a sign was a matter of rounding: two correct runs may differ there from then on."""
         self.steps = 0
         self.norm = 0.0
 
@@ -68,8 +74,11 @@ class OneBitAdamSimulation:
         self.norm = norm
         return min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
 
-    def step(self, gradients: np.ndarray) -> None:
-        """One step with every worker's own gradient, [workers, elements]."""
+    def step(self, gradients: np.ndarray, norm: float | None = None) -> None:
+        """One step with every worker's own gradient, [workers, elements].
+
+        `norm` is what was taken for that of their mean, where it was estimated.
+        """
         beta1, beta2 = self.betas
         self.steps += 1
         if self.steps <= self.warmup_steps:
@@ -78,7 +87,7 @@ class OneBitAdamSimulation:
             self.m = beta1 * self.m + (1 - beta1) * mean
             self.v = beta2 * self.v + (1 - beta2) * mean**2
         else:
-            clip = self._clip(float(np.sqrt(np.mean(np.sum(gradients**2, axis=1)))))
+            clip = self._clip(norm or float(np.linalg.norm(gradients.mean(axis=0))))
             own = beta1 * self.m + (1 - beta1) * clip * gradients
             for part in self.parts:
                 self.m[part] = self._exchange(own[:, part], part)
@@ -88,9 +97,12 @@ class OneBitAdamSimulation:
 
     def _exchange(self, own: np.ndarray, part: slice) -> np.ndarray:
         said = own + self.d[:, part]
-        sent = np.stack([one_bit(values, self.block) for values in said])
+        coded = [one_bit(values, self.block) for values in said]
+        sent = np.stack([values for values, _ in coded])
         total = sent.mean(axis=0) + self.owners_d[part]
-        result = one_bit(total, self.block)
+        result, undecided = one_bit(total, self.block)
+        for other in (undecided, *(ties for _, ties in coded)):
+            self.undecided[part] |= other
         if self.compensate:
             self.d[:, part] = said - sent
             self.owners_d[part] = total - result
