@@ -45,6 +45,7 @@ class AllReduceHandle:
         data: torch.Tensor,
         group: dist.ProcessGroup,
         workspace: Workspace,
+        around: dist.ProcessGroup | None,
     ) -> None:
         self._scatter = scatter
         self._reduced: torch.Tensor | None = reduced
@@ -52,6 +53,7 @@ class AllReduceHandle:
         self._data = data
         self._group = group
         self._workspace = workspace
+        self._around = around
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -66,23 +68,36 @@ class AllReduceHandle:
         with self._workspace.timed():
             owner.compress(_as_fp32(reduced)[: owner.layout.numel], send)
         dist.all_gather_into_tensor(receive, send, group=self._group)
+        buffers = [reduced, send, receive]
+        if self._around is not None:
+            passed = self._workspace.take(self._around.size(), receive.numel())
+            dist.all_gather_into_tensor(passed, receive.view(1, -1), group=self._around)
+            buffers.append(passed)
+            receive = passed
         with self._workspace.timed():
-            decompress(receive, layout, self._data)
-        for buffer in (reduced, send, receive):
+            decompress(receive.view(-1, layout.payload_bytes), layout, self._data)
+        for buffer in buffers:
             self._workspace.give(buffer)
 
 
 def start_all_reduce(
-    parts: SenderAndOwner, data: torch.Tensor, group: dist.ProcessGroup, average: bool, workspace: Workspace
+    parts: SenderAndOwner,
+    data: torch.Tensor,
+    group: dist.ProcessGroup,
+    divisor: int,
+    workspace: Workspace,
+    passed_on: tuple[dist.ProcessGroup, torch.Tensor] | None = None,
 ) -> AllReduceHandle:
     """Compress and send `data` [B] of fp32, bf16 or fp16; the handle's `wait` replaces it by what all hold.
 
-    With `average` the sum is divided by N, as ReduceOp.AVG does.
+    The sum is divided by `divisor`: by N, as ReduceOp.AVG does, or by 1. Where `passed_on` is a group whose
+    ranks each do this with a chunk of one vector, the payloads go around it, and all chunks, in its order,
+    replace that vector instead.
     """
+    around, result = passed_on or (None, data)
     reduced = workspace.take(1, 4 * parts.sender.layout.shard_size, "sums")
-    divisor = parts.sender.layout.shards if average else 1
     scatter = start_reduce_scatter(parts.sender, data, _as_fp32(reduced), group, divisor, workspace)
-    return AllReduceHandle(scatter, reduced, parts, data, group, workspace)
+    return AllReduceHandle(scatter, reduced, parts, result, group, workspace, around)
 
 
 def _as_fp32(buffer: torch.Tensor) -> torch.Tensor:

@@ -43,12 +43,7 @@ class TwoHopSender:
     ) -> None:
         self.hops = hops
         self.sender = sender
-        self.inside: Sender | None = None
-        if config.intra_bits is not None:
-            numel = sender.layout.numel * hops.local
-            layout = BlockLayout.of(numel, hops.local, config.intra_bits, config.block_size)
-            plain = CompressionConfig(method="naive", bits=config.intra_bits, block_size=config.block_size)
-            self.inside = Sender(plain, layout, device)
+        self.inside = inside_sender(sender.layout.numel * hops.local, hops, config, device)
 
     def inside_bytes(self, gradient: torch.Tensor) -> float:
         """Bytes that this rank sends to others of its node."""
@@ -56,6 +51,16 @@ class TwoHopSender:
         if self.inside is not None:
             return float(others * self.inside.layout.payload_bytes)
         return gradient.nbytes * others / self.hops.local
+
+
+def inside_sender(
+    numel: int, hops: TwoHops, config: CompressionConfig, device: torch.device
+) -> Sender | None:
+    """What sends `numel` elements to the ranks of a node in `intra_bits`; None where they are not set."""
+    if config.intra_bits is None:
+        return None
+    plain = CompressionConfig(method="naive", bits=config.intra_bits, block_size=config.block_size)
+    return Sender(plain, BlockLayout.of(numel, hops.local, plain.bits, plain.block_size), device)
 
 
 def start_two_hop_reduce_scatter(

@@ -154,8 +154,10 @@ class BucketGroupSeam:
         self.mean_factor = 1.0
         """What an unreduced gradient is multiplied by to be its rank's own, of which the mean is wanted."""
         if compressor.config.momentum:
-            if self.momentum_group.size() > 1:
-                self.all_reduce = [compressor.add_all_reduce(size, self.momentum_group) for size in sizes]
+            everyone = self.momentum_group
+            if everyone.size() > 1:
+                self.hops = self._hops(everyone)
+                self.all_reduce = [compressor.add_all_reduce(size, everyone, self.hops) for size in sizes]
         elif compressor.config.compresses:
             if (ranks := self.scatter_group) is not None and ranks.size() > 1:
                 self.hops = self._hops(ranks)
@@ -165,7 +167,10 @@ class BucketGroupSeam:
                     else:
                         self.reduce_scatter.append(compressor.add_two_hops(size, self.hops))
             if (ranks := self.reduce_group) is not None and ranks.size() > 1:
-                self.all_reduce = [compressor.add_all_reduce(n // shards, ranks) for n in sizes]
+                hops = None  # between instances of the distributed optimizer one hop
+                if self.scatter_group is None:
+                    hops = self.hops = self._hops(ranks)
+                self.all_reduce = [compressor.add_all_reduce(n // shards, ranks, hops) for n in sizes]
 
         self._step_of_last_exchange = -1
         self._original = bucket_group.start_grad_sync
@@ -225,15 +230,15 @@ class BucketGroupSeam:
         """(what and over which group, its ranks, elements of each bucket) of the gradients' collectives."""
         name = "expert data parallel" if self.expert else "data parallel"
         sizes = [bucket.grad_data.numel() for bucket in self.group.buckets]
+        how = f" in two hops, {self.hops.nodes} nodes of {self.hops.local} ranks:" if self.hops else ""
         if self.exchanges_momentum:
-            yield f"{name} all-reduce of momentum", self.momentum_group.size(), sizes
+            yield f"{name} all-reduce of momentum{how}", self.momentum_group.size(), sizes
             return
         if self.scatter_group is not None:
-            how = f" in two hops, {self.hops.nodes} nodes of {self.hops.local} ranks:" if self.hops else ""
             yield f"{name} reduce-scatter{how}", self.scatter_group.size(), sizes
             sizes = [size // self.scatter_group.size() for size in sizes]
         if self.reduce_group is not None:
-            where = "" if self.scatter_group is None else " between optimizer instances"
+            where = how if self.scatter_group is None else " between optimizer instances"
             yield f"{name} all-reduce{where}", self.reduce_group.size(), sizes
 
     @property

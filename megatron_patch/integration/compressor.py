@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from megatron_patch.collectives import two_hop_all_reduce
 from megatron_patch.collectives.all_reduce import AllReduceHandle, SenderAndOwner, start_all_reduce
 from megatron_patch.collectives.reduce_scatter import ReduceScatterHandle, start_reduce_scatter
 from megatron_patch.collectives.topology import TwoHops
 from megatron_patch.collectives.two_hop import TwoHopSender, start_two_hop_reduce_scatter
+from megatron_patch.collectives.two_hop_all_reduce import TwoHopSenderAndOwner, start_two_hop_all_reduce
 from megatron_patch.collectives.workspace import Workspace
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
@@ -117,11 +119,17 @@ class Compressor:
         between = BlockLayout.of(numel // hops.local, hops.nodes, config.bits, config.block_size)
         return TwoHopSender(hops, self._add(between), config, self.device)
 
-    def add_all_reduce(self, numel: int, group: dist.ProcessGroup) -> SenderAndOwner:
-        """Allocate the state of the all-reduce of `numel` elements over `group`."""
+    def add_all_reduce(
+        self, numel: int, group: dist.ProcessGroup, hops: TwoHops | None = None
+    ) -> SenderAndOwner:
+        """Allocate the state of the all-reduce of `numel` elements over `group`, in two hops where given."""
         config = self.config
         # Megatron's optimizer takes what it wants of an all-reduced bucket: owners may hold what suits us.
         whole = config.momentum
+        if hops is not None:
+            chunk, layout = two_hop_all_reduce.layouts(numel, hops, config, whole)
+            sender, owner = self._add(layout), self._add(layout.shard(hops.inter.rank()))
+            return two_hop_all_reduce.parts(numel, chunk, hops, sender, owner, config)
         layout = BlockLayout.of(numel, group.size(), config.bits, config.block_size, whole)
         return SenderAndOwner(self._add(layout), self._add(layout.shard(group.rank())))
 
@@ -161,9 +169,14 @@ class Compressor:
     ) -> AllReduceHandle:
         """Start the compressed all-reduce of `data`, in place; counts it."""
         self._count_payloads(parts.sender)
-        self._count_payloads(parts.owner, peers=group.size() - 1)
+        self._count_payloads(parts.owner, peers=parts.sender.layout.shards - 1)
         self._drain()
-        handle = start_all_reduce(parts, data, group, average, self.workspace)
+        if isinstance(parts, TwoHopSenderAndOwner):
+            self._inside_bytes += parts.inside_bytes(data)
+            handle = start_two_hop_all_reduce(parts, data, average, self.workspace)
+        else:
+            divisor = group.size() if average else 1
+            handle = start_all_reduce(parts, data, group, divisor, self.workspace)
         self._in_flight.append(handle)
         return handle
 

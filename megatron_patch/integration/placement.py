@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from megatron_patch.collectives.two_hop import TwoHopSender
+from megatron_patch.collectives.two_hop_all_reduce import TwoHopSenderAndOwner
 from megatron_patch.compensation.carry_over import (
     ALL_REDUCE,
     NODE_SUM,
@@ -75,6 +76,14 @@ def _parts_of_group(
         yield sender, part(REDUCE_SCATTER, place, whole, index, senders, weight)
     for place, both in enumerate(seam.all_reduce):
         layout = both.sender.layout
+        if isinstance(both, TwoHopSenderAndOwner):
+            nodes, node = layout.shards, both.hops.inter.rank()
+            weight = 1 / copies if average else 1.0
+            chunk = Position(both.start, layout.numel)
+            yield both.sender, part(ALL_REDUCE, place, chunk, node, nodes, weight)
+            start = both.start + min(node * layout.shard_size, layout.numel)
+            yield both.owner, part(OWNER, place, Position(start, both.owner.layout.numel), 0, 1, 1.0)
+            continue
         start, end = shard * layout.numel, (shard + 1) * layout.numel
         weight = 1 / copies if average else 1.0
         yield both.sender, part(ALL_REDUCE, place, Position(start, layout.numel), copy, copies, weight)

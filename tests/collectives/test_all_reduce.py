@@ -46,7 +46,7 @@ def all_reduce(options: dict[str, Any], numel: int, dtype: str, average: bool) -
     report["nbytes"] = []
     for step in range(STEPS):
         data = torch.from_numpy(gradient_of(rank, step, numel)).to(getattr(torch, dtype))
-        handle = start_all_reduce(parts, data, dist.group.WORLD, average, workspace)
+        handle = start_all_reduce(parts, data, dist.group.WORLD, RANKS if average else 1, workspace)
         handle.wait()
         handle.wait()  # once only
         report["held"].append(data.float())

@@ -77,6 +77,8 @@ def train(model: dict[str, Any], compression: dict[str, Any]) -> dict[str, Any]:
         (REPLICATED, {}),
         (REPLICATED | {"average": True, "bucket_size": 400}, {"block_size": 64}),
         ({}, {"error_compensation": False}),
+        (REPLICATED, {"ranks_per_node": 2}),
+        ({"overlap": True}, {"ranks_per_node": 2}),
     ],
 )
 def test_formulas_over_the_switch(pool: Any, model: dict[str, Any], compression: dict[str, Any]) -> None:
@@ -95,6 +97,7 @@ def test_formulas_over_the_switch(pool: Any, model: dict[str, Any], compression:
         clip=OPTIMIZER["clip_grad"],
         block=compression.get("block_size", 128),
         compensate=compression.get("error_compensation", True),
+        ranks_per_node=compression.get("ranks_per_node", 1),
     )
     for step in range(STEPS):
         simulation.lr = learning_rate(step)

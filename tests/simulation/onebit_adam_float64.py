@@ -9,6 +9,8 @@
                            where v = 0
     c                  clip / (norm + 1e-6) where that is below 1, norm that of the mean of g_i
 
+In two hops a node's workers sum their m_i, and the node stands for a worker: its d is of the sum.
+
 C keeps the sign (+ for 0) and, for each block of b elements, the mean of absolute values, rounded up to bf16
 as it travels. Blocks are counted from the beginning of the vector; owners hold whole blocks, so it does not
 matter how many there are.
@@ -56,10 +58,12 @@ class OneBitAdamSimulation:
         clip: float = 0.0,
         block: int = 128,
         compensate: bool = True,
+        ranks_per_node: int = 1,
     ):
         self.x = initial.astype(np.float64)
         self.m, self.v = np.zeros_like(self.x), np.zeros_like(self.x)
-        self.d = np.zeros((workers, len(self.x)))
+        self.ranks_per_node = ranks_per_node
+        self.d = np.zeros((workers // ranks_per_node, len(self.x)))
         self.owners_d = np.zeros_like(self.x)
         ends = np.cumsum(lengths)
         self.parts = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
@@ -96,10 +100,12 @@ class OneBitAdamSimulation:
         self.x = self.x - self.lr * (update + self.decay * self.x)
 
     def _exchange(self, own: np.ndarray, part: slice) -> np.ndarray:
+        workers = len(own)
+        own = own.reshape(-1, self.ranks_per_node, own.shape[1]).sum(axis=1)
         said = own + self.d[:, part]
         coded = [one_bit(values, self.block) for values in said]
         sent = np.stack([values for values, _ in coded])
-        total = sent.mean(axis=0) + self.owners_d[part]
+        total = sent.sum(axis=0) / workers + self.owners_d[part]
         result, undecided = one_bit(total, self.block)
         for other in (undecided, *(ties for _, ties in coded)):
             self.undecided[part] |= other

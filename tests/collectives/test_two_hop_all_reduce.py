@@ -1,0 +1,89 @@
+"""The two-hop all-reduce on 4 ranks, 2 nodes of 2: sums, means, what is not finite, odd lengths, memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+RANKS = 4
+
+
+def exchange(
+    options: dict[str, Any], numel: int, dtype: str, average: bool, bad: float | None
+) -> dict[str, Any]:
+    """In a worker: two all-reduces of random numbers; what it holds, what is exact, bytes."""
+    import torch.distributed as dist
+
+    from megatron_patch.collectives import two_hop_all_reduce
+    from megatron_patch.collectives.topology import two_hops
+    from megatron_patch.collectives.workspace import Workspace
+    from megatron_patch.compensation.sender import Sender
+    from megatron_patch.config import CompressionConfig
+
+    config = CompressionConfig(**options)
+    hops = two_hops(dist.group.WORLD, 2)
+    chunk, layout = two_hop_all_reduce.layouts(numel, hops, config, whole_blocks=False)
+    cpu = torch.device("cpu")
+    owner = Sender(config, layout.shard(hops.inter.rank()), cpu)
+    mine = two_hop_all_reduce.parts(numel, chunk, hops, Sender(config, layout, cpu), owner, config)
+    workspace = Workspace(cpu)
+    for _ in range(2):
+        every = [
+            torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(getattr(torch, dtype))
+            for rank in range(RANKS)
+        ]
+        if bad is not None:
+            every[3][5] = bad
+        data = every[dist.get_rank()].clone()
+        two_hop_all_reduce.start_two_hop_all_reduce(mine, data, average, workspace).wait()
+    exact = sum(one.double() for one in every) / (RANKS if average else 1)
+    held = [torch.empty_like(data) for _ in range(RANKS)]
+    dist.all_gather(held, data)
+    return {
+        "held": data.double(),
+        "exact": exact,
+        "same": all(torch.equal(held[0].nan_to_num(7), other.nan_to_num(7)) for other in held),
+        "elements": mine.sender.layout.numel,
+        "start": mine.start,
+        "inside": mine.inside_bytes(data),
+    }
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("intra_bits", [None, 8])
+@pytest.mark.parametrize("numel", [1000, 1003, 3])
+def test_every_rank_holds_the_sum_or_the_true_mean(
+    pool: Any, average: bool, dtype: str, intra_bits: int | None, numel: int
+) -> None:
+    options = {"method": "naive", "bits": 8, "block_size": 64, "intra_bits": intra_bits}
+    reports = pool.run(exchange, options, numel, dtype, average, None, world_size=RANKS)
+    for report in reports:
+        assert report["same"]
+        exact = report["exact"]
+        off = (report["held"] - exact).abs().max() / exact.abs().max()
+        assert off <= (0.05 if dtype == "bfloat16" else 0.04)
+    assert sum(report["elements"] for report in reports[:2]) == numel  # of a node's ranks
+    assert reports[1]["start"] == reports[0]["elements"]
+
+
+@pytest.mark.parametrize("intra_bits", [None, 8])
+def test_what_is_not_finite_reaches_every_rank(pool: Any, intra_bits: int | None) -> None:
+    options = {"bits": 4, "intra_bits": intra_bits}
+    for report in pool.run(exchange, options, 1000, "float32", False, float("inf"), world_size=RANKS):
+        assert report["same"]
+        assert not report["held"][5].isfinite()
+
+
+def test_traffic_inside_the_node(pool: Any) -> None:
+    options = {"bits": 2, "block_size": 64}
+    report = pool.run(exchange, options, 1000, "float32", True, None, world_size=RANKS)[0]
+    assert report["inside"] == 500 * 4 + 2 * payload_bytes(250)  # hop 1, and two nodes' payloads in hop 3
+
+
+def payload_bytes(elements: int) -> int:
+    """Bytes of a 2-bit payload with blocks of 64, as quantization/blocks.py says."""
+    codes = -(-(elements // 4 + bool(elements % 4)) // 16) * 16
+    return -(-(codes + 2 * -(-elements // 64)) // 16) * 16
