@@ -72,7 +72,7 @@ def after_parsing(
 
     @functools.wraps(add_arguments)
     def wrapped(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser = add_compression_arguments(add_arguments(parser))
+        parser = add_compression_arguments(_with_printable_help(add_arguments(parser)))
         parse = parser.parse_known_args
 
         def parse_known_args(*args: Any, **kwargs: Any) -> Any:
@@ -84,6 +84,17 @@ def after_parsing(
         return parser
 
     return wrapped
+
+
+def _with_printable_help(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Mend help texts with a lone `%`, on which `--help` raises: Megatron's 0.18 and 0.19 have one."""
+    formatter = parser._get_formatter()
+    for action in filter(lambda action: action.help, parser._actions):
+        try:
+            formatter._expand_help(action)
+        except ValueError:
+            action.help = str(action.help).replace("%", "%%")
+    return parser
 
 
 def _parser_of(option: dataclasses.Field[Any]) -> Callable[[str], Any]:

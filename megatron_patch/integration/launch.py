@@ -69,6 +69,8 @@ def _naming_lost_ranks() -> Iterator[None]:
 
 
 def _run(script: str, flags: list[str]) -> None:
+    # Before Megatron is imported: a script in a checkout of Megatron-LM brings its own.
+    sys.path.insert(0, str(Path(script).resolve().parent))
     if _wants_cpu(flags):
         from megatron_patch.integration import cpu_device
 
@@ -101,7 +103,6 @@ def _run(script: str, flags: list[str]) -> None:
     original = arguments.add_megatron_arguments
     arguments.add_megatron_arguments = after_parsing(original, switch_on)
     saved, sys.argv = sys.argv, [script, *flags]
-    sys.path.insert(0, str(Path(script).resolve().parent))
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:  # Megatron ends this way after --exit-interval, --exit-duration and SIGTERM
