@@ -7,12 +7,14 @@
     launch: {device: cpu, ...}     # how processes are started
     data: {path: ..., ...}         # the data set, prepared first if it has a source
 
-Overrides on the command line are `section.key=value`.
+Overrides on the command line are `section.key=value`. Values may come from the environment:
+`${oc.env:NAME,default}` is text, `${oc.decode:${oc.env:NAME,default}}` a number (configs/clusters).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -25,6 +27,7 @@ from yaml import YAMLError
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError, nearest
 
+_ENDPOINT = re.compile(r"\S+:\d{1,5}")
 SECTIONS = ("defaults", "megatron", "compression", "launch", "data")
 
 
@@ -38,7 +41,7 @@ class Launch:
     nnodes: int = 1
     node_rank: int = 0
     rdzv_endpoint: str | None = None
-    """host:port of the first node, for nnodes > 1."""
+    """host:port of the first node, for nnodes > 1; asked for when a run starts, not when it is planned."""
     script: str = "pretrain_scripts/pretrain_gpt.py"
     """The training script, relative to the repository or an absolute path."""
     max_restarts: int = 0
@@ -167,12 +170,15 @@ def _launch(section: dict[str, Any], where: str) -> Launch:
         value = getattr(launch, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise UserError(f"{where}: launch.{name}: {value!r} must be a whole number, {least} or more")
-    if launch.nnodes > 1 and not launch.rdzv_endpoint:
+    if launch.node_rank >= launch.nnodes:
         raise UserError(
-            f"{where}: launch.nnodes: {launch.nnodes} needs launch.rdzv_endpoint, host:port of the first node"
+            f"{where}: launch.node_rank: {launch.node_rank} must be below launch.nnodes, {launch.nnodes}"
         )
-    if launch.nnodes > 1 and launch.device == "cpu":
-        raise UserError(f"{where}: launch.nnodes: {launch.nnodes} with launch.device cpu: one machine only")
+    endpoint = launch.rdzv_endpoint
+    if endpoint is not None and not (isinstance(endpoint, str) and _ENDPOINT.fullmatch(endpoint)):
+        raise UserError(
+            f"{where}: launch.rdzv_endpoint: {endpoint!r} must be the first node as host:port, e.g. a1:29500"
+        )
     return launch
 
 

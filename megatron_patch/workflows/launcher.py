@@ -5,6 +5,7 @@ from this process, which has imported Megatron already to check the flags: that 
 of processor time, and four ranks on two cores would pay it four times over. Either way every rank runs
 `megatron_patch.launch SCRIPT FLAGS`, writes to FOLDER/logs, and a rank that dies takes the others with it.
 With `launch.max_restarts` all ranks are then started again, and Megatron goes on from the last checkpoint.
+SIGTERM and SIGUSR1 are handed on to the ranks, which may save before they end (stopping.py).
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_patch.errors import UserError
+from megatron_patch.workflows import stopping
 from megatron_patch.workflows.configuration import Launch
 
 _POLL_SECONDS = 0.1
 _LAST_WORDS_SECONDS = 2.0
 _PR_SET_PDEATHSIG = 1
+_SAVE_SECONDS = 600
+"""How long torchrun waits for ranks that were asked to stop, where they save before they do."""
 _USER_MISTAKE = 2
 """Exit status of a rank that found a mistake of the user's: started again, it would find it again."""
 # How the end of a peer looks from the other side of a socket: an effect, never the cause.
@@ -43,6 +47,10 @@ _CONNECTION_LOST = re.compile(
 
 class RankFailed(Exception):
     """A rank ended before its time; the text names the first one and shows its error."""
+
+
+class Stopped(RankFailed):
+    """The run was asked to stop, by a signal, and did."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,9 @@ class Job:
 
     @property
     def logs(self) -> Path:
-        return self.folder / "logs"
+        """Of this node, where there are several: they share the run's folder."""
+        logs = self.folder / "logs"
+        return logs / f"node-{self.launch.node_rank}" if self.launch.nnodes > 1 else logs
 
     @property
     def failures(self) -> Path:
@@ -71,7 +81,7 @@ class Job:
                 f"--nnodes={launch.nnodes}",
                 f"--node-rank={launch.node_rank}",
                 "--rdzv-backend=c10d",
-                f"--rdzv-endpoint={launch.rdzv_endpoint}",
+                f"--rdzv-endpoint={launch.rdzv_endpoint or 'FIRST_NODE:29500'}",
                 "--rdzv-id=megatron-loco",
             ]
         else:
@@ -82,11 +92,18 @@ class Job:
 
     def variables(self) -> dict[str, str]:
         """The environment variables that go with `torchrun`."""
-        found = {}
+        found: dict[str, str] = {}
         if self.launch.device == "cpu":
             from megatron_patch.integration.cpu_device import CPU_ENVIRONMENT
 
             found = {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+            if self.launch.nnodes > 1:  # the loopback interface reaches no other node (train.py asks for it)
+                found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "INTERFACE")
+        elif not {"--use-megatron-fsdp", "--use-torch-fsdp2"} & set(self.flags):
+            # Megatron asserts 1 with tensor or context parallelism up to Hopper, and more than 1 with FSDP.
+            found["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        if "--exit-signal-handler" in self.flags:
+            found["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_SAVE_SECONDS)
         if self.launch.max_restarts:
             # Else ranks that are started again find the addresses of the dead ones: pytorch/pytorch#135712.
             found["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -98,28 +115,40 @@ class Job:
         return " ".join([*variables, shlex.join(self.torchrun())]) + "\n"
 
 
-def start(job: Job, tick: Callable[[], None], say: Callable[[str], None]) -> None:
+def start(job: Job, tick: Callable[[], None], say: Callable[[str], None]) -> str | None:
     """Run the job to its end, calling `tick` a few times a second and `say` with a line about every restart.
+
+    Returns the name of the signal that asked it to stop, None if there was none.
 
     Raises:
         RankFailed: a rank died or raised, and no restart was left; all others have been ended.
+        Stopped: a rank died of being asked to stop.
         UserError: a rank found a mistake of the user's.
         KeyboardInterrupt: after all ranks have been ended.
     """
     job.logs.mkdir(parents=True, exist_ok=True)
-    if job.launch.device == "cpu" and job.launch.nnodes == 1:
-        _run_forked(job, tick, say)
-    else:
-        _run_torchrun(job, tick, say)
+    run = _run_forked if job.launch.device == "cpu" and job.launch.nnodes == 1 else _run_torchrun
+    with stopping.noticed() as stop:
+        try:
+            run(job, tick, say, stop)
+        except RankFailed as error:
+            if not stop.name:
+                raise
+            # Ranks that SIGTERM ended leave no word; one that failed, e.g. in its save, does.
+            cause = f", and {str(error).splitlines()[0]}" if any(_read_failures(job.failures)) else ""
+            raise Stopped(f"stopped by {stop.name}{cause}") from error
+    return stop.name
 
 
-def _run_forked(job: Job, tick: Callable[[], None], say: Callable[[str], None]) -> None:
+def _run_forked(
+    job: Job, tick: Callable[[], None], say: Callable[[str], None], stop: stopping.StopRequest
+) -> None:
     for restart in itertools.count(1):
-        ended = _run_ranks(job, tick)
+        ended = _run_ranks(job, tick, stop)
         if not any(ended.values()):
             return
         failure = first_failure(job, ended)
-        if restart > job.launch.max_restarts or _USER_MISTAKE in ended.values():
+        if restart > job.launch.max_restarts or stop.name or _USER_MISTAKE in ended.values():
             raise failure
         _note_restart(job, restart, failure, say)
 
@@ -134,7 +163,7 @@ def _note_restart(job: Job, restart: int, failure: Exception, say: Callable[[str
     say(line)
 
 
-def _run_ranks(job: Job, tick: Callable[[], None]) -> dict[int, int]:
+def _run_ranks(job: Job, tick: Callable[[], None], stop: stopping.StopRequest) -> dict[int, int]:
     """Fork all ranks and wait for their end, or end them all after the first failure; exit codes by rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -146,6 +175,7 @@ def _run_ranks(job: Job, tick: Callable[[], None]) -> dict[int, int]:
     try:
         while ranks and not any(ended.values()):
             _reap(ranks, ended)
+            stop.tell(ranks)
             tick()
             time.sleep(_POLL_SECONDS)
         deadline = time.monotonic() + _LAST_WORDS_SECONDS
@@ -177,7 +207,10 @@ def _kill_group(pid: int) -> None:
 
 
 def _fork_rank(job: Job, rank: int, port: int) -> int:
-    pid = os.fork()
+    with stopping.held_back():
+        pid = os.fork()
+        if not pid:
+            stopping.as_a_rank()
     if pid:
         os.setpgid(pid, pid)  # here too: the group must be there before anyone ends it
         return pid
@@ -216,7 +249,9 @@ def _fork_rank(job: Job, rank: int, port: int) -> int:
         os._exit(status)
 
 
-def _run_torchrun(job: Job, tick: Callable[[], None], say: Callable[[str], None]) -> None:
+def _run_torchrun(
+    job: Job, tick: Callable[[], None], say: Callable[[str], None], stop: stopping.StopRequest
+) -> None:
     environment = {**os.environ, **job.variables(), "MEGATRON_LOCO_FAILURES": str(job.failures)}
     command = [sys.executable, "-m", "torch.distributed.run", *job.torchrun()[1:]]
     position = command.index("-m", 2)
@@ -225,10 +260,17 @@ def _run_torchrun(job: Job, tick: Callable[[], None], say: Callable[[str], None]
     with (job.logs / "torchrun.log").open("ab") as log:
         begin = log.tell()
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=stopping.as_a_rank,
         )
         try:
             while process.poll() is None and not _user_mistakes(job):
+                stop.tell([process.pid])  # torchrun hands it on to its ranks
                 tick()
                 time.sleep(_POLL_SECONDS)
                 for new in set(job.logs.glob("*/attempt_*")) - attempts:
