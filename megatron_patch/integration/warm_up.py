@@ -2,7 +2,8 @@
 
 `warmup: auto` compares the L1 norm of the variance v, its bias corrected, over all parameters of the job with
 what it was 1/(1-b2) steps ago, the time in which v forgets (arXiv 2102.02888, section 7.1). The warm-up is
-over when the smaller is at least `SETTLED` of the larger, and the learning rate does not rise any more.
+over when the smaller is at least `SETTLED` of the larger, and the learning rate has not risen in between:
+while it rises, the norm may turn, and pass its old value by chance.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Phase:
     variance_steps: int | None = None
     """Steps that made Adam's variance, which is frozen now; None in the warm-up."""
     norms: list[float] = field(default_factory=list)
-    """L1 norms of the variance after the last steps, oldest first; `warmup: auto` alone."""
+    """L1 norms of the variance after the last steps without a rise of the learning rate, oldest first;
+    `warmup: auto` alone."""
     learning_rate: float = 0.0
     """The largest of the last step."""
 
@@ -49,9 +51,12 @@ def settled(phase: Phase, parts: Sequence[Any]) -> bool:
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     rate, steps, beta2 = most.tolist()
     rising, phase.learning_rate = rate > phase.learning_rate, rate
+    if rising:
+        phase.norms = []
+        return False
     window = round(1 / (1 - beta2))
     phase.norms = [*phase.norms, float(norm) / (1 - beta2 ** max(steps, 1))][-window - 1 :]
-    if len(phase.norms) <= window or rising:
+    if len(phase.norms) <= window:
         return False
     now, then = phase.norms[-1], phase.norms[0]
     return min(now, then) >= SETTLED * max(now, then) > 0
