@@ -124,7 +124,7 @@ class CompressionConfig:
             object.__setattr__(self, name, value)
 
     def _check_momentum(self) -> None:
-        """The options of onebit_adam; other methods have no use for them, as method none has none for bits."""
+        """The options of onebit_adam; to other methods they are nothing, as bits are to method none."""
         if not self.momentum:
             return
         steps = self.warmup_steps

@@ -172,6 +172,7 @@ class RunMetrics:
         ranks = dist.get_world_size()
         self._compression_seconds.append(seconds / ranks)
         return {
+            "compressed": self._config.compresses and gradient > 0,
             "compression_seconds": seconds / ranks,
             "gradient_wire_bytes": grad_bytes / ranks,
             "gradient_intra_node_bytes": inside / ranks,
@@ -187,6 +188,7 @@ class RunMetrics:
         shown = {
             f"compression/{name}": record[name]
             for name in (
+                "compressed",
                 "gradient_wire_bytes",
                 "compression_seconds",
                 "compression_snr_db",
@@ -201,6 +203,12 @@ class RunMetrics:
                 writer.add_scalar(name, value, step)
         if wandb:
             wandb.log(shown, step)
+
+    def _warm_up(self) -> dict[str, int | None]:
+        """Steps after which 1-bit Adam's variance was frozen (None: not yet); nothing for other methods."""
+        if not self._config.momentum:
+            return {}
+        return {"warmup_steps": next((c.phase.variance_steps for c in self._compressors()), None)}
 
     def _writes(self) -> bool:
         return dist.get_rank() == dist.get_world_size() - 1
@@ -257,6 +265,7 @@ class RunMetrics:
             "buffer_bytes": int(buffer_bytes),
             "peak_memory_bytes": int(peak),
             "events": events[0] if events else {},
+            **self._warm_up(),
             "device": _device_name(),
             "versions": _versions(),
         }

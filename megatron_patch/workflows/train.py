@@ -100,9 +100,7 @@ def prepare_run(run: RunConfig, folder: Path, *, dry: bool = False) -> PreparedR
     job = launcher.Job(run.launch, script, flags, folder)
     with _environment(job.variables()), contextlib.nullcontext() if on_cpu else dry_run.assumed_gpu():
         args = megatron_flags.check(run, flags, parser)
-    if (
-        on_cpu and not dry
-    ):  # it imports transformers: once here, and not in every rank that is forked from this process
+    if on_cpu and not dry:  # it imports transformers: once here, and not in every rank that is forked
         importlib.import_module("megatron.core.tokenizers.text")
     return PreparedRun(run, job, args)
 
