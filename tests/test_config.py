@@ -19,6 +19,7 @@ CHOICES = {
     "error_dtype": ERROR_DTYPES,
     "topology": TOPOLOGIES,
     "intra_bits": (8,),
+    "warmup": ("auto", "fixed"),
 }
 WHOLE = "a whole number, 0 or more"
 BLOCK = "a power of two from 16, or 'shard'"
@@ -34,7 +35,6 @@ REFUSED = [
     ({"bits": 0}, "bits", "8, 4, 2, 1"),
     ({"bits": True}, "bits", "8, 4, 2, 1"),
     ({"bits": "4"}, "bits", "8, 4, 2, 1"),
-    ({"bits": None}, "bits", "8, 4, 2, 1"),
     ({"block_size": 100}, "block_size", BLOCK),
     ({"block_size": 8}, "block_size", BLOCK),
     ({"block_size": 0}, "block_size", BLOCK),
@@ -64,13 +64,26 @@ REFUSED = [
     *[({"intra_bits": value}, "intra_bits", "one of 8") for value in (4, 16, "8", True)],
     *[
         ({name: value}, name, "true or false")
-        for name in ("save_error", "strict_load")
+        for name in ("save_error", "strict_load", "error_compensation")
         for value in ("yes", 1, None)
     ],
     *[
         ({name: value}, name, WHOLE)
         for name in ("reset_interval", "start_step", "seed")
-        for value in (-1, 1.5, 2.0, True, "10", None)
+        for value in (-1, 1.5, 2.0, True, "10")
+    ],
+    *[
+        ({"method": "onebit_adam", **options}, name, allowed)
+        for options, name, allowed in [
+            ({"bits": 4}, "bits", "1 with method onebit_adam"),
+            ({"start_step": 10}, "start_step", "warmup_steps"),
+            ({"error_beta": 0.8}, "error_beta", "0 with method onebit_adam"),
+            ({"warmup": "auto", "warmup_steps": 10}, "warmup", "fixed"),
+            ({"warmup": "never"}, "warmup", "one of auto, fixed"),
+            ({"warmup_steps": 0}, "warmup_steps", "1 or more"),
+            ({"warmup_steps": 1.5}, "warmup_steps", "1 or more"),
+            ({"warmup": "fixed", "warmup_steps": None}, "warmup_steps", "1 or more"),
+        ]
     ],
 ]
 
@@ -108,11 +121,21 @@ def test_nothing_is_suggested_for_what_resembles_nothing():
 
 def test_every_documented_combination_is_accepted():
     names = ("method", "bits", "error_dtype", "block_size")
-    for values in itertools.product(METHODS, BITS, ERROR_DTYPES, (16, 128, 4096, "shard")):
+    others = [method for method in METHODS if method != "onebit_adam"]
+    for values in itertools.product(others, BITS, ERROR_DTYPES, (16, 128, 4096, "shard")):
         options = dict(zip(names, values, strict=True))
         assert options.items() <= CompressionConfig(**options).as_dict().items()
     for bits in (8, 4, 2):
         assert CompressionConfig(rounding="stochastic", bits=bits).rounding == "stochastic"
+
+
+def test_onebit_adam_has_defaults_of_its_own():
+    plain = CompressionConfig(method="onebit_adam")
+    assert (plain.bits, plain.reset_interval, plain.warmup, plain.beta) == (1, 0, "auto", 0.0)
+    fixed = CompressionConfig(method="onebit_adam", warmup_steps=100, reset_interval=512)
+    assert (fixed.warmup, fixed.warmup_steps, fixed.reset_interval) == ("fixed", 100, 512)
+    assert CompressionConfig(**fixed.as_dict()) == fixed
+    assert CompressionConfig(method="loco", warmup_steps=100).compresses  # of no use there, and no harm
 
 
 def test_the_defaults_are_those_of_the_design():
@@ -125,6 +148,9 @@ def test_the_defaults_are_those_of_the_design():
         "error_dtype": "int8",
         "reset_interval": 512,
         "start_step": 0,
+        "warmup": None,
+        "warmup_steps": None,
+        "error_compensation": True,
         "seed": 1234,
         "topology": "auto",
         "ranks_per_node": None,
@@ -144,6 +170,8 @@ def test_the_defaults_are_those_of_the_design():
         ({"method": "error_feedback", "error_beta": 0.0}, 0.0, True, True),
         ({"method": "naive"}, 0.0, False, True),
         ({"method": "none"}, 0.0, False, False),
+        ({"method": "onebit_adam"}, 0.0, True, True),
+        ({"method": "onebit_adam", "error_compensation": False}, 0.0, False, True),
     ],
 )
 def test_beta_and_memory_follow_the_method(options, beta, has_memory, compresses):
