@@ -73,6 +73,11 @@ def compressor_of(chunk: Any) -> Compressor | None:
     return attachment.compressor if attachment is not None else None
 
 
+def onebit_of(optimizer: Any) -> OneBitAdam | None:
+    """1-bit Adam's part of a Megatron optimizer; None before its first step, or where it is not attached."""
+    return _onebit.get(optimizer)
+
+
 def attach(chunks: Sequence[Any] | Any, config: CompressionConfig | None = None) -> Any:
     """Compress the gradient exchange of DDP-wrapped model chunks; returns them, so it is a post-wrap hook.
 

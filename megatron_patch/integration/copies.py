@@ -40,14 +40,16 @@ class Copies:
 
 def find(chunks: Sequence[Any], views: dict[Any, torch.Tensor]) -> Iterator[Copies]:
     """What of the chunks' momentum are copies; `views` has each parameter's part."""
+    # The only one of these groups that DDP does not know itself.
+    expert_group = parallel_state.get_expert_tensor_parallel_group(check_initialized=False)
     by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
     for chunk in chunks:
         for parameter in chunk.module.parameters():
             if parameter not in views or getattr(parameter, "tensor_model_parallel", False):
                 continue
             expert = not getattr(parameter, "allreduce", True)
-            group = chunk.expt_tp_group if expert else chunk.tp_group
-            if group.size() > 1:
+            group = expert_group if expert else chunk.tp_group
+            if group is not None and group.size() > 1:
                 by_group.setdefault(group, []).append(views[parameter])
     for group, parts in by_group.items():
         yield Copies(parts, group)

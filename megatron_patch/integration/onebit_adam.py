@@ -135,6 +135,8 @@ class OneBitAdam:
                         handles.append(compressor.all_reduce(parts, held, seam.momentum_group, average=True))
                 for handle in handles:
                     handle.wait()
+            for bucket, held in zip(seam.group.buckets, seam.momentum, strict=True):
+                _clear_padding(bucket, held)
         for shared in self._copies:
             shared.average()
 
@@ -226,6 +228,16 @@ class OneBitAdam:
                 int(steps),
                 self._compressors[0].config.warmup,
             )
+
+
+def _clear_padding(bucket: Any, held: torch.Tensor) -> None:
+    """Zero the momentum between and behind a bucket's parameters: a 1-bit code leaves something there, which
+    weighs in the next scales, but no checkpoint has it."""
+    last = 0
+    for start, end in sorted(bucket.param_to_index.values()):
+        held[last:start].zero_()
+        last = end
+    held[last:].zero_()
 
 
 def _counts(parameter: torch.nn.Parameter) -> bool:

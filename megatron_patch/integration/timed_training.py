@@ -6,6 +6,8 @@ There is no data set, no checkpoint, no logging: a step is what every Megatron s
     forward and backward of every microbatch | start_grad_sync of all buckets, finish_grad_sync | optimizer,
                                                `exchange`          all-gather of the weights (`gather`)
 
+1-bit Adam exchanges momentum within the optimizer's step, once its warm-up is over: that is its `exchange`.
+
 Without overlap the exchange stands alone: all buckets start when backward is through, and a barrier before it
 takes out what ranks wait for each other's arithmetic. With `overlap_grad_reduce` off Megatron would make one
 bucket of everything; so it is on, for the sake of its buckets, and backward runs within `no_sync`. With
@@ -44,7 +46,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron_patch.collectives.topology import time_limit
 from megatron_patch.config import CompressionConfig
 from megatron_patch.integration import wire
-from megatron_patch.integration.attach import attach, compressor_of, disable
+from megatron_patch.integration.attach import attach, compressor_of, disable, onebit_of
 
 LEARNING_RATE = 1e-4
 _MEGATRONS_REDUCE_SCATTER = param_and_grad_buffer.dist_reduce_scatter_func
@@ -228,12 +230,14 @@ class Training:
 
 
 class MegatronTraining(Training):
-    """Under Megatron's DDP and distributed optimizer.
+    """Under Megatron's DDP and distributed optimizer, or its replicated one.
 
     Args:
         llama: the model.
         gradients: dtype of the gradient buffer, and on stock Megatron's wire: "fp32" or "bf16".
         fp32_accumulation: Megatron's all-to-all with a sum in fp32, instead of a reduce-scatter.
+        replicated: every rank holds all of the optimizer's state: gradients are all-reduced, and no weight
+            is gathered.
         compression: attach with these options; None: the seam is not touched.
         buckets: about how many Megatron cuts the gradients into.
         overlap: exchange buckets while backward computes.
@@ -245,6 +249,7 @@ class MegatronTraining(Training):
         *,
         gradients: str = "bf16",
         fp32_accumulation: bool = False,
+        replicated: bool = False,
         compression: CompressionConfig | None = None,
         buckets: int = 8,
         overlap: bool = False,
@@ -253,7 +258,7 @@ class MegatronTraining(Training):
         # With fp32 accumulation Megatron replaces a global of its module, for all models built later too.
         param_and_grad_buffer.dist_reduce_scatter_func = _MEGATRONS_REDUCE_SCATTER
         ddp_config = DistributedDataParallelConfig(
-            use_distributed_optimizer=True,
+            use_distributed_optimizer=not replicated,
             grad_reduce_in_fp32=gradients == "fp32",
             reduce_scatter_with_fp32_accumulation=fp32_accumulation,
             overlap_grad_reduce=True,
@@ -268,7 +273,7 @@ class MegatronTraining(Training):
                 clip_grad=0.0,
                 bf16=True,
                 params_dtype=torch.bfloat16,
-                use_distributed_optimizer=True,
+                use_distributed_optimizer=not replicated,
             ),
             [self.model],
         )
@@ -276,6 +281,7 @@ class MegatronTraining(Training):
         self.config.finalize_model_grads_func = finalize_model_grads
         if overlap:
             self.config.no_sync_func = self.model.no_sync
+        self._onebit: Any = None
         self._finish = self.model.finish_grad_sync
         self.model.finish_grad_sync = self.timed(self._exchange, "exchange")
         for group in self.model.bucket_groups:
@@ -305,11 +311,17 @@ class MegatronTraining(Training):
         self.optimizer.zero_grad()
 
     def update(self) -> None:
-        self.optimizer.step()
+        successful, *_ = self.optimizer.step()
+        if not successful:  # 1-bit Adam would have exchanged nothing
+            raise RuntimeError("the optimizer skipped a step: a gradient is not finite")
+        if self._onebit is None:
+            self._onebit = onebit_of(self.optimizer)  # made by the first step, which is in the warm-up
+            if self._onebit is not None:
+                self._onebit._exchange = self.timed(self._onebit._exchange, "exchange")
 
     def close(self) -> None:
         disable()
-        self.optimizer = self._finish = None
+        self.optimizer = self._finish = self._onebit = None
         super().close()
 
 

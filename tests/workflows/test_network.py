@@ -40,9 +40,12 @@ def test_methods_have_a_name_each():
         "fp32_reduce_scatter": 32,
         "bf16_reduce_scatter": 16,
         "bf16_alltoall": 16,
+        "bf16_allreduce": 16,
         "loco8": 8,
         "loco4": 4,
         "loco2": 2,
+        "onebit_adam_warmup": 16,
+        "onebit_adam": 1,
         "ddp_bf16": 16,
         "ddp_powersgd_rank4": None,
     }
@@ -52,6 +55,21 @@ def test_methods_have_a_name_each():
     two_hop = methods.parse("loco4_two_hop_intra8")
     assert (two_hop.method, two_hop.topology, two_hop.intra_bits) == ("loco", "two_hop", 8)
     assert methods.parse("naive2").method == "naive"
+
+
+def test_onebit_adam_is_measured_in_either_phase():
+    base, compressed, warming_up, two_hop = map(
+        methods.parse, ("bf16_allreduce", "onebit_adam", "onebit_adam_warmup", "onebit_adam_two_hop")
+    )
+    assert (base.kind, base.compression(1)) == ("stock", None)
+    assert compressed.method == warming_up.method == two_hop.method == "onebit_adam"
+    assert all(method.replicated for method in (base, compressed, warming_up, two_hop))
+    assert not methods.parse("loco4").replicated
+    assert compressed.compression(1).warmup_steps < methods.UNMEASURED_STEPS
+    assert warming_up.compression(1).warmup_steps > 10**6
+    options = two_hop.compression(4)
+    assert (options.topology, options.ranks_per_node, options.bits) == ("two_hop", 4, 1)
+    assert compressed.guessed_bits < 3 < base.guessed_bits == warming_up.guessed_bits == 32
 
 
 def test_the_baseline_is_measured_first():
@@ -152,6 +170,34 @@ def test_speed_ups_are_over_the_baseline_of_the_same_rate():
     assert set(results.NOTES) <= set(rows[0])
 
 
+def test_a_whole_run_of_onebit_adam_has_steps_of_both_phases(tmp_path: Path) -> None:
+    rows = [
+        row_of("bf16_allreduce", 8.0, 4.0, 2.0, sent=9_000_000),
+        row_of("onebit_adam_warmup", 8.0, 5.0, 2.0, sent=9_000_000),
+        row_of("onebit_adam", 8.0, 1.0, 0.5),
+        row_of("loco4", 8.0, 2.0, 0.5),
+        row_of("onebit_adam", 100.0, 1.0, 0.5),  # its warm-up was not measured at this rate
+    ]
+    results.compare(rows, overlap=False)
+    assert [row["speedup_vs_bf16_allreduce"] for row in rows] == [1.0, 0.8, 4.0, 2.0, None]
+    assert [row["speedup_vs_bf16_alltoall"] for row in rows] == [None] * 5
+    (run,) = results.whole_runs(rows)
+    assert (run["name"], run["rate_mbit"]) == ("onebit_adam", 8.0)
+    assert run["step_seconds"] == pytest.approx(0.15 * 5.0 + 0.85 * 1.0)
+    assert run["interface_bytes"] == pytest.approx(0.15 * 3e6 + 0.85 * 1e6)
+    assert run["speedup_vs_bf16_allreduce"] == pytest.approx(4.0 / 1.6)
+    assert run["bytes_saved_vs_bf16_allreduce"] == pytest.approx(3.0 / 1.3)
+    (line,) = results.sentences(rows)
+    assert "onebit_adam, 8 Mbit/s" in line
+    assert "15% warm-up: 1.600 s and 1.30 MB a step, 2.50 times faster than bf16_allreduce" in line
+    assert line in results.markdown(rows)
+    assert "over all-reduce" in results.markdown(rows)
+    assert len(results.table(rows).columns) == 13
+    (alone,) = results.whole_runs(rows[1:3])
+    assert alone["speedup_vs_bf16_allreduce"] is None
+    assert results.whole_runs(rows[:2]) == results.whole_runs(rows[2:]) == []
+
+
 def test_rows_become_a_table_and_a_picture(tmp_path: Path) -> None:
     rows = [
         row_of(name, rate, 4.0, 1.0, sent=9_000_000)
@@ -161,6 +207,7 @@ def test_rows_become_a_table_and_a_picture(tmp_path: Path) -> None:
     results.compare(rows, overlap=False)
     assert results.table(rows).row_count == 6 + 2
     assert results.markdown(rows).count("\n") == 8
+    assert "all-reduce" not in results.markdown(rows)
     picture.draw(tmp_path / "network.png", rows, "a title")
     picture.draw(tmp_path / "empty.png", [], "nothing was shaped")
     assert (tmp_path / "network.png").read_bytes().startswith(b"\x89PNG")
@@ -314,8 +361,10 @@ def untouched(root: None) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("untouched")
-def test_two_methods_over_two_hosts(tmp_path: Path) -> None:
-    flags = "--ranks-per-host 2 --methods bf16_alltoall,loco4 --rates 50 --accumulation 2 --steps 3"
+def test_three_methods_over_two_hosts(tmp_path: Path) -> None:
+    flags = (
+        "--ranks-per-host 2 --methods bf16_alltoall,loco4,onebit_adam --rates 50 --accumulation 2 --steps 3"
+    )
     run = subprocess.run(command(tmp_path, *flags.split()), capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert "loco4" in run.stdout
@@ -323,7 +372,7 @@ def test_two_methods_over_two_hosts(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "network.json").read_text())
     assert (tmp_path / "network.png").read_bytes().startswith(b"\x89PNG")
     assert found["versions"]["torch"]
-    base, loco = found["rows"]
+    base, loco, onebit = found["rows"]
     elements = base["gradient_bytes"] / 2 / (3 / 4)
     assert elements == pytest.approx(found["model"]["parameters"], rel=0.02)
     assert base["weight_bytes"] == base["gradient_bytes"]
@@ -337,6 +386,11 @@ def test_two_methods_over_two_hosts(tmp_path: Path) -> None:
     assert base["step_seconds"] > 8 * base["interface_bytes"] / 50e6
     assert loco["speedup_vs_bf16_alltoall"] == base["step_seconds"] / loco["step_seconds"]
     assert loco["interface_bytes"] < 0.7 * base["interface_bytes"]
+    assert onebit["gradient_bytes"] == pytest.approx(2 * 1.125 / 16 * base["gradient_bytes"], rel=0.02)
+    assert onebit["weight_bytes"] == onebit["gather_seconds"] == 0
+    assert onebit["exchange_seconds"] > 0
+    # Of 6 payloads 2 go from each of two ranks to the other host; the owners' 3 go around by one of them.
+    assert 7 / 6 * onebit["gradient_bytes"] < onebit["exchange_interface_bytes"] < loco["gradient_bytes"]
 
 
 @pytest.mark.usefixtures("untouched")

@@ -24,7 +24,14 @@ from rich.console import Console
 
 from megatron_patch.errors import UserError
 from megatron_patch.workflows.network import hosts, lifeline, results
-from megatron_patch.workflows.network.methods import BASELINE, Method, parse
+from megatron_patch.workflows.network.methods import (
+    ALL_REDUCE,
+    BASELINE,
+    ONEBIT,
+    ONEBIT_WARM_UP,
+    Method,
+    parse,
+)
 from megatron_patch.workflows.network.results import Cell
 
 DEFAULT_METHODS = f"{BASELINE},loco4,loco2,ddp_bf16"
@@ -49,8 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--methods",
         default=DEFAULT_METHODS,
         metavar="A,B",
-        help=f"default {DEFAULT_METHODS}; also fp32_reduce_scatter, bf16_reduce_scatter, loco8, naive4, "
-        "loco4_two_hop, ddp_bf16, ddp_powersgd_rank4, or 'all'",
+        help=f"default {DEFAULT_METHODS}; also fp32_reduce_scatter, bf16_reduce_scatter, bf16_allreduce, "
+        "loco8, naive4, loco4_two_hop, onebit_adam, onebit_adam_warmup, onebit_adam_two_hop, "
+        "ddp_powersgd_rank4, or 'all'",
     )
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="measured in each cell; default 5")
     parser.add_argument("--overlap", action="store_true", help="exchange buckets during backward")
@@ -65,8 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 ALL_METHODS = (
-    *("fp32_reduce_scatter", "bf16_reduce_scatter", BASELINE),
-    *("loco8", "loco4", "loco2", "ddp_bf16", "ddp_powersgd_rank4"),
+    *("fp32_reduce_scatter", "bf16_reduce_scatter", BASELINE, ALL_REDUCE),
+    *("loco8", "loco4", "loco2", ONEBIT_WARM_UP, ONEBIT, "ddp_bf16", "ddp_powersgd_rank4"),
 )
 
 
@@ -105,7 +113,7 @@ class Plan:
         seconds = unshaped_seconds * cell.accumulation
         if cell.rate_mbit is not None:
             share = self.ranks_per_host * (1 - 1 / self.hosts)
-            bits = share * self.parameters * (cell.method.guessed_bits + 16)
+            bits = share * self.parameters * cell.method.guessed_bits
             seconds += 1.1 * bits / (cell.rate_mbit * 1e6)
         return self.steps * seconds + 0.3
 
@@ -185,6 +193,7 @@ def run(args: argparse.Namespace) -> int:
     rows, start_seconds = measure(what, args.patience)
     result = {
         "rows": rows,
+        "whole_runs": results.whole_runs(rows),
         "notes": results.NOTES,
         "command": " ".join(["megatron-loco", *sys.argv[1:]]),
         "model": what.llama | {"parameters": what.parameters},
@@ -215,6 +224,8 @@ def run(args: argparse.Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(f"{title}; {result['device']}, {result['cpu_count']} cores", highlight=False)
     console.print(results.table(rows))
+    for line in results.sentences(rows):
+        console.print(line, highlight=False, soft_wrap=True)
     if args.out:
         console.print(f"\n{args.out / 'network.json'}  {args.out / 'network.png'}", highlight=False)
     return 0

@@ -1,10 +1,13 @@
-"""What is compared, by name: stock Megatron, LoCo, and what a user of plain PyTorch would take.
+"""What is compared, by name: stock Megatron, LoCo, 1-bit Adam, and what a user of plain PyTorch would take.
 
 fp32_reduce_scatter     stock Megatron; gloo's own reduce-scatter moves twice the ideal bytes
 bf16_reduce_scatter     the same with bf16 gradients
 bf16_alltoall           Megatron's reduce_scatter_with_fp32_accumulation: the honest baseline
+bf16_allreduce          stock Megatron, replicated optimizer, so no weight gather: 1-bit Adam's own baseline
 loco8, loco4, loco2     LoCo, flat (also naive4, error_feedback4, loco1, ...)
 loco4_two_hop           LoCo within the host first, then between hosts (_intra8: int8 within the host)
+onebit_adam             1-bit Adam, replicated optimizer: after its warm-up (_two_hop: as above)
+onebit_adam_warmup      the same, still in its warm-up
 ddp_bf16                PyTorch DDP, its bf16 hook
 ddp_powersgd_rank4      PyTorch DDP, its PowerSGD hook with matrices of rank 4 (or any other)
 """
@@ -20,8 +23,14 @@ from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError, nearest
 
 BASELINE = "bf16_alltoall"
-_STOCK = {"fp32_reduce_scatter": 32, "bf16_reduce_scatter": 16, BASELINE: 16}
-_KNOWN = (*_STOCK, "loco8", "loco4", "loco2", "loco4_two_hop", "ddp_bf16", "ddp_powersgd_rank4")
+ALL_REDUCE = "bf16_allreduce"
+ONEBIT, ONEBIT_WARM_UP, ONEBIT_TWO_HOP = "onebit_adam", "onebit_adam_warmup", "onebit_adam_two_hop"
+UNMEASURED_STEPS = 3
+"""Of every model: buffers are allocated, and 1-bit Adam's warm-up ends."""
+_FOR_EVER = 10**9
+_STOCK = {"fp32_reduce_scatter": 32, "bf16_reduce_scatter": 16, BASELINE: 16, ALL_REDUCE: 16}
+_ONEBIT = (ONEBIT, ONEBIT_WARM_UP, ONEBIT_TWO_HOP)
+_KNOWN = (*_STOCK, "loco8", "loco4", "loco2", "loco4_two_hop", *_ONEBIT, "ddp_bf16", "ddp_powersgd_rank4")
 _COMPRESSED = re.compile(r"(loco|naive|error_feedback)([8421])(_two_hop(_intra8)?)?")
 _POWERSGD = re.compile(r"ddp_powersgd_rank([1-9][0-9]{0,3})")
 
@@ -31,7 +40,8 @@ class Method:
     """One line of the comparison.
 
     `name` is what the user wrote, `method`, `bits` and `topology` are what the rows say. `topology` is
-    "two_hop" where hosts sum first, else "flat": one exchange over all ranks. PowerSGD has no `bits`.
+    "two_hop" where hosts sum first, else "flat": one exchange over all ranks. PowerSGD has no `bits`; in its
+    warm-up 1-bit Adam sends gradients, in 16.
     """
 
     name: str
@@ -49,11 +59,17 @@ class Method:
         return "ddp" if self.method.startswith("ddp_") else "compressed"
 
     @property
+    def replicated(self) -> bool:
+        """Whether every rank holds all of the optimizer's state: an all-reduce, and no weight gather."""
+        return self.kind == "ddp" or self.method in (ALL_REDUCE, ONEBIT)
+
+    @property
     def guessed_bits(self) -> float:
-        """Bits a gradient element about costs on a host's link, for the time that a cell will take."""
-        if self.method.endswith("reduce_scatter") or self.method == "ddp_bf16":
-            return 2.0 * (self.bits or 16)
-        return 1.0 if self.bits is None else self.bits * (1 if self.kind == "stock" else 1.04)
+        """Bits a parameter about costs on a host's link, for the time that a cell will take."""
+        gradient = 1.0 if self.bits is None else self.bits * (1 if self.bits >= 16 else 1.04)
+        if self.replicated or self.method.endswith("reduce_scatter"):
+            gradient *= 2
+        return gradient + (0 if self.replicated else 16)
 
     def compression(self, ranks_per_host: int) -> CompressionConfig | None:
         """The options to attach with; None: the seam is not touched.
@@ -67,10 +83,15 @@ class Method:
         if self.topology == "two_hop" and not {"topology", "ranks_per_node"} <= fields:
             raise UserError(f"--methods: {self.name!r} needs compression.topology, which is not there yet")
         wanted: dict[str, Any] = {"topology": self.topology}
+        if self.method == ONEBIT:
+            in_warm_up = self.name == ONEBIT_WARM_UP
+            wanted["warmup_steps"] = _FOR_EVER if in_warm_up else UNMEASURED_STEPS - 1
         if self.topology == "two_hop":
             wanted |= {"ranks_per_node": ranks_per_host, "intra_bits": self.intra_bits}
         options = {name: value for name, value in wanted.items() if name in fields and value is not None}
-        return CompressionConfig(method=self.method, bits=self.bits or 4, **options)
+        if self.method != ONEBIT:
+            options["bits"] = self.bits
+        return CompressionConfig(method=self.method, **options)
 
 
 def parse(name: str) -> Method:
@@ -81,6 +102,9 @@ def parse(name: str) -> Method:
     """
     if name in _STOCK:
         return Method(name, name, _STOCK[name])
+    if name in _ONEBIT:
+        topology = "two_hop" if name == ONEBIT_TWO_HOP else "flat"
+        return Method(name, ONEBIT, 16 if name == ONEBIT_WARM_UP else 1, topology)
     if name == "ddp_bf16":
         return Method(name, name, 16)
     if found := _POWERSGD.fullmatch(name):

@@ -30,7 +30,6 @@ SECONDS = "MEGATRON_LOCO_NETWORK_SECONDS"
 """How long a collective may take before the run is given up."""
 START_SECONDS = 120.0
 """How long ranks have to start and meet: they import Megatron at the same time, on few cores."""
-_WARM_UP = 3
 
 
 def counters(interface: str, text: str) -> tuple[int, int]:
@@ -57,7 +56,7 @@ class _Cells:
 
     def prepare(self, order: dict[str, Any]) -> dict[str, Any]:
         from megatron_patch.integration import timed_ddp, timed_training
-        from megatron_patch.workflows.network.methods import parse
+        from megatron_patch.workflows.network.methods import UNMEASURED_STEPS, parse
 
         if self.training is not None:
             self.training.close()
@@ -65,21 +64,22 @@ class _Cells:
         method = parse(order["method"])
         llama = timed_training.Llama(**order["llama"])
         overlap = order["overlap"]
-        warm_up = _WARM_UP
+        unmeasured = UNMEASURED_STEPS
         if method.kind == "ddp":
             self.training = timed_ddp.DdpTraining(llama, powersgd_rank=method.powersgd_rank, overlap=overlap)
-            warm_up += timed_ddp.POWERSGD_START if method.powersgd_rank else 0
+            unmeasured += timed_ddp.POWERSGD_START if method.powersgd_rank else 0
         else:
             self.training = timed_training.MegatronTraining(
                 llama,
                 gradients="fp32" if method.bits == 32 else "bf16",
                 fp32_accumulation=method.name == "bf16_alltoall",
+                replicated=method.replicated,
                 compression=method.compression(order["ranks_per_host"]),
                 buckets=order["buckets"],
                 overlap=overlap,
             )
         self.training.counters = _read_counters
-        for _ in range(warm_up):
+        for _ in range(unmeasured):
             self.training.step(1)
         laps = [self.training.step(order["accumulation"]) for _ in range(order["steps"])]
         return {"unshaped_step_seconds": [lap.step for lap in laps]}
