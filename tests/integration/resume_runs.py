@@ -12,6 +12,7 @@ from workflows.engine_runs import EXPERTS, OVERLAP, PARALLEL, UNTIED, Run
 
 STOCHASTIC = ["--compression-rounding", "stochastic"]
 LOCO = ["--compression-method", "loco", "--compression-bits", "4"]
+ONEBIT = ["--compression-method", "onebit_adam", "--compression-warmup-steps"]
 DISTRIBUTED = ("--use-distributed-optimizer",)
 REPLICATED = [*UNTIED, "--overlap-grad-reduce"]
 TWO_INSTANCES = [*OVERLAP, "--num-distributed-optimizer-instances", "2"]
@@ -27,6 +28,8 @@ CASES: dict[str, tuple[Run, int]] = {
     "two-hops": (Run(OVERLAP, [*LOCO, *STOCHASTIC, "--compression-ranks-per-node", "2"], ranks=4), 8),
     "replicated": (Run(REPLICATED, LOCO, without=DISTRIBUTED), 8),
     "late": (Run(ours=["--compression-method", "naive", *STOCHASTIC, "--compression-start-step", "6"]), 8),
+    "onebit": (Run(OVERLAP, [*ONEBIT, "2"]), 8),
+    "onebit-replicated-bf16": (Run([*REPLICATED, "--bf16"], [*ONEBIT, "6"], without=DISTRIBUTED), 8),
     "async": (Run([*OVERLAP, "--async-save"], [*LOCO, *STOCHASTIC]), 8),
     # With the distributed optimizer Megatron cannot load this format without Apex or Transformer Engine.
     "legacy-format": (Run([*UNTIED, "--ckpt-format", "torch"], [*LOCO, *STOCHASTIC], without=DISTRIBUTED), 8),

@@ -39,6 +39,7 @@ def train(model: dict[str, Any], compression: dict[str, Any]) -> dict[str, Any]:
     report: dict[str, Any] = {
         "initial": in_order([p.detach() for p in tiny.parameters]),
         "decays": in_order([torch.full_like(p, float(p.dim() > 1)) for p in tiny.parameters]),
+        "padding": 1 - in_order([torch.ones_like(p) for p in tiny.parameters]),
         "lengths": [bucket.grad_data.numel() for bucket in tiny.buckets],
         "steps": [],
     }
@@ -98,6 +99,7 @@ def test_formulas_over_the_switch(pool: Any, model: dict[str, Any], compression:
         block=compression.get("block_size", 128),
         compensate=compression.get("error_compensation", True),
         ranks_per_node=compression.get("ranks_per_node", 1),
+        padding=first["padding"].numpy().astype(bool),
     )
     for step in range(STEPS):
         simulation.lr = learning_rate(step)

@@ -4,7 +4,7 @@
     afterwards         v stays; every worker i:   m_i = b1*m + (1-b1)*c*g_i      a_i = m_i + d_i
                                                   d_i = a_i - C(a_i)
                        the owner of each chunk:   A = mean of C(a_i) + D         D = A - C(A)
-                       all:                       m = C(A)
+                       all:                       m = C(A), and 0 where no parameter lies
                        x = x - lr*(m/(1-b1^t) / (sqrt(v/(1-b2^T)) + eps) + wd*x), but for the first term
                            where v = 0
     c                  clip / (norm + 1e-6) where that is below 1, norm that of the mean of g_i
@@ -41,7 +41,7 @@ class OneBitAdamSimulation:
     """All workers' view of one vector of parameters.
 
     `lengths` are those of vectors that are compressed apart (buckets), laid end to end in `initial`;
-    `decay` is the weight decay of every element.
+    `decay` is the weight decay of every element; `padding` are those that belong to no parameter.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class OneBitAdamSimulation:
         block: int = 128,
         compensate: bool = True,
         ranks_per_node: int = 1,
+        padding: np.ndarray | None = None,
     ):
         self.x = initial.astype(np.float64)
         self.m, self.v = np.zeros_like(self.x), np.zeros_like(self.x)
@@ -71,6 +72,7 @@ class OneBitAdamSimulation:
         self.lr, self.betas, self.eps, self.decay = lr, betas, eps, decay
         self.undecided = np.zeros(len(self.x), dtype=bool)
         """Blocks in which a sign was a matter of rounding: two correct runs may differ there from then on."""
+        self.padding = np.zeros(len(self.x), dtype=bool) if padding is None else padding
         self.steps = 0
         self.norm = 0.0
 
@@ -95,6 +97,7 @@ class OneBitAdamSimulation:
             own = beta1 * self.m + (1 - beta1) * clip * gradients
             for part in self.parts:
                 self.m[part] = self._exchange(own[:, part], part)
+            self.m[self.padding] = 0.0
         size = np.sqrt(self.v / (1 - beta2 ** min(self.steps, self.warmup_steps))) + self.eps
         update = np.where(self.v > 0, self.m / (1 - beta1**self.steps) / size, 0.0)
         self.x = self.x - self.lr * (update + self.decay * self.x)
