@@ -7,6 +7,7 @@ the middle. 40 steps and 20 for the first case, 8 and 4 for the others.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from workflows.engine_runs import EXPERTS, OVERLAP, PARALLEL, UNTIED, Run
 
@@ -34,6 +35,8 @@ CASES: dict[str, tuple[Run, int]] = {
     # With the distributed optimizer Megatron cannot load this format without Apex or Transformer Engine.
     "legacy-format": (Run([*UNTIED, "--ckpt-format", "torch"], [*LOCO, *STOCHASTIC], without=DISTRIBUTED), 8),
 }
+SLOW = ("dense-bf16", "two-instances", "replicated", "late", "onebit")
+"""Cases whose parts the others and the tests on the pool have too: `make test-slow` runs them."""
 SWITCHES = {
     "to-2-bits": ["--compression-bits", "2"],
     "to-error-feedback": ["--compression-method", "error_feedback"],
@@ -43,15 +46,22 @@ SWITCHES = {
 }
 
 
-def _runs() -> dict[str, Run]:
+def resumed(cases: Iterable[str]) -> dict[str, Run]:
+    """For each case a run that saves in the middle, and one that goes on from there."""
     runs = {}
-    for name, (run, steps) in CASES.items():
+    for name in cases:
+        run, steps = CASES[name]
         flags = [*run.flags, "--train-iters", str(steps), "--save-interval", str(steps // 2)]
         whole = [*flags, "--save", f"{{out}}/{name}/checkpoints"]
         again = [*flags, "--save", f"{{out}}/{name}-resumed/checkpoints"]
         again += ["--load", f"{{out}}/{name}/checkpoints", "--ckpt-step", str(steps // 2)]
         runs[name] = dataclasses.replace(run, flags=whole)
         runs[f"{name}-resumed"] = dataclasses.replace(run, flags=again, after=name)
+    return runs
+
+
+def _runs() -> dict[str, Run]:
+    runs = resumed(name for name in CASES if name not in SLOW)
     source = ["--load", "{out}/dense/checkpoints", "--ckpt-step", "20", "--train-iters", "40"]
     source += ["--exit-interval", "24"]
     for name, ours in SWITCHES.items():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.resume_runs import CASES
+from integration.resume_runs import CASES, SLOW
 from workflows.engine_runs import engine
 
 SAME = ("loss", "grad_norm", "gradient_wire_bytes", "compression_snr_db", "compensation_norm_ratio")
@@ -17,6 +17,12 @@ SAME = ("loss", "grad_norm", "gradient_wire_bytes", "compression_snr_db", "compe
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folders of all runs of resume_runs.py."""
     return engine(tmp_path_factory.mktemp("resume"), "integration.resume_runs")
+
+
+@pytest.fixture(scope="module")
+def slow_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Those of slow_resume_runs.py."""
+    return engine(tmp_path_factory.mktemp("slow-resume"), "integration.slow_resume_runs")
 
 
 def _log(folder: Path) -> str:
@@ -70,8 +76,18 @@ def _tensors(value: Any, name: str = "") -> Any:
             yield from _tensors(item, f"{name}.{key}")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case not in SLOW])
 def test_a_resumed_run_is_the_undisturbed_one(runs: Path, case: str) -> None:
+    _compare(runs, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW)
+def test_a_resumed_run_is_the_undisturbed_one_in_more_cases(slow_runs: Path, case: str) -> None:
+    _compare(slow_runs, case)
+
+
+def _compare(runs: Path, case: str) -> None:
     """Losses, gradient norms, weights, moments and error states, bit for bit."""
     import torch
 

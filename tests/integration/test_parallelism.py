@@ -32,6 +32,8 @@ REPLICATED = {"use_distributed_optimizer": False}
 MOE = {"experts": 4, "ep": 2}
 FP16 = {"dtype": "fp16", "ddp": {"grad_reduce_in_fp32": False}}
 
+SLOW = ("ep4-dp4", "ep2-dp4-allgather", "ep2-dp4-average", "two-hop-tp2-dp4", "instances2-dp2-tp2", "tp2-dp2")
+"""Cases of which others are a part: `make test-slow` runs them."""
 # name: (ranks, model, compression)
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tp2-dp2": (4, {"tp": 2}, {"bits": 4}),
@@ -144,7 +146,9 @@ def loss_scales(report: dict[str, Any]) -> list[float]:
     return [step["loss_scale"] for step in report["steps"]] + [report["steps"][-1]["next_loss_scale"]]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
+)
 def test_parameters_are_the_simulated_ones(pool, name, record_property):
     ranks, model, compression = CASES[name]
     reports = pool.run(train_case, model, compression, world_size=ranks)
@@ -214,11 +218,11 @@ def train_for_long(model: dict[str, Any], compression: dict[str, Any]) -> dict[s
 @pytest.mark.parametrize(
     "name",
     [
-        "tp2-dp2",
+        pytest.param("tp2-dp2", marks=pytest.mark.slow),
         "replicated-tp2-dp2",
         "tp2-sp-ep2-dp2",
         "pp2-dp2-tied",
-        "ep2-dp4-shared-experts",
+        pytest.param("ep2-dp4-shared-experts", marks=pytest.mark.slow),
     ],
 )
 def test_copies_of_a_parameter_stay_equal(pool, name):

@@ -408,6 +408,9 @@ def test_nothing_is_left_when_the_command_is_ended(how: signal.Signals, tmp_path
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a shell's background job ignores it
     ) as process:
         assert wait_for(lambda: process.poll() is not None or len(ours()) == 4, 60)  # 2 agents, 2 ranks
         os.kill(process.pid, how)
@@ -419,6 +422,7 @@ def test_nothing_is_left_when_the_command_is_ended(how: signal.Signals, tmp_path
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("untouched")
 def test_a_cut_link_fails_every_rank_in_time_and_names_the_lost_one() -> None:
     llama = {"layers": 1, "hidden": 64, "ffn": 128, "heads": 2, "vocabulary": 1024, "sequence": 8}
