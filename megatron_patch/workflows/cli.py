@@ -14,11 +14,13 @@ from typing import NoReturn
 from megatron_patch import __version__
 from megatron_patch.errors import UserError
 from megatron_patch.workflows import bench, compare, doctor, prepare_data, train
+from megatron_patch.workflows.ablation import command as ablate
 from megatron_patch.workflows.launcher import RankFailed
 
 _COMMANDS = {
     "train": (train, "run one configuration"),
     "compare": (compare, "run a configuration with several methods and compare them"),
+    "ablate": (ablate, "run a grid of settings over several seeds, and say what the differences are worth"),
     "bench": (bench, "measure this machine: the kernels' speed, training over slow links"),
     "prepare-data": (prepare_data, "turn text into a Megatron data set"),
     "doctor": (doctor, "print what is installed, and what is missing for what"),

@@ -93,9 +93,9 @@ def load(path: Path, overrides: Sequence[str] = (), *, and_files: Sequence[Path]
         UserError: a file that does not exist or is no YAML mapping, an unknown key, a wrong type or an
             impossible value; the message names the key, the value and what is allowed.
     """
-    composed = _compose(path, ())
+    composed = compose(path)
     for extra in and_files:
-        composed = _merge(composed, _compose(extra, ()), str(extra))
+        composed = _merge(composed, compose(extra), str(extra))
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or "." not in key:
@@ -109,7 +109,12 @@ def load(path: Path, overrides: Sequence[str] = (), *, and_files: Sequence[Path]
     return _resolve({str(key): value for key, value in content.items()}, str(path))
 
 
-def _compose(path: Path, including: tuple[Path, ...]) -> DictConfig:
+def compose(path: Path, including: tuple[Path, ...] = ()) -> DictConfig:
+    """The YAML mapping at `path` over the files that its `defaults` name.
+
+    Raises:
+        UserError: a file that does not exist, is no YAML mapping, or includes itself.
+    """
     path = path.resolve()
     if path in including:
         raise UserError(
@@ -122,13 +127,13 @@ def _compose(path: Path, including: tuple[Path, ...]) -> DictConfig:
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise UserError(f"{path}: is not valid YAML: {_first_line(error)}") from error
     if not isinstance(loaded, DictConfig):
-        raise UserError(f"{path}: must be a mapping with the sections {', '.join(SECTIONS)}")
+        raise UserError(f"{path}: must be a mapping")
     defaults = loaded.pop("defaults", None) or []
     if isinstance(defaults, str) or not all(isinstance(name, str) for name in defaults):
         raise UserError(f"{path}: defaults: {defaults!r} must be a list of file names")
     composed = OmegaConf.create({})
     for name in defaults:
-        composed = _merge(composed, _compose(path.parent / name, (*including, path)), str(path))
+        composed = _merge(composed, compose(path.parent / name, (*including, path)), str(path))
     return _merge(composed, loaded, str(path))
 
 

@@ -12,7 +12,7 @@ def draw_comparison(
     path: Path, curves: dict[str, list[dict[str, Any]]], summaries: dict[str, dict[str, Any]]
 ) -> None:
     """Training loss against step, and bytes sent per step (gradients and weights), as a PNG at `path`."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, (losses, wire) = plt.subplots(1, 2, figsize=(10, 4), width_ratios=(3, 2), layout="constrained")
     styles = itertools.cycle(("-", "--", ":", "-."))
     for name, records in curves.items():
@@ -41,7 +41,7 @@ def draw_comparison(
 
 def draw_kernels(path: Path, result: dict[str, Any]) -> None:
     """Elements per second of each way to compress, as bars beside the bound that memcpy sets; a PNG."""
-    plt = _pyplot()
+    plt = pyplot()
     rates = {name: rate for name, rate in result["elements_per_second"].items() if name != "native"}
     names = sorted(rates, key=lambda name: rates[name])
     figure, axes = plt.subplots(figsize=(8, 0.6 * len(names) + 1.6), layout="constrained")
@@ -60,11 +60,12 @@ def draw_kernels(path: Path, result: dict[str, Any]) -> None:
     plt.close(figure)
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """matplotlib.pyplot, for files."""
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # Megatron lets every INFO line through
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot as plt
 
-    return pyplot
+    return plt

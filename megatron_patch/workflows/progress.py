@@ -1,4 +1,4 @@
-"""One live line about a run, read from its metrics.jsonl: step, loss, speed, time left.
+"""A live line about a run, read from its metrics.jsonl (step, loss, speed, time left), and about several.
 
 On a terminal the line is redrawn in place; elsewhere a plain line comes about every tenth of the run. There
 is no refreshing thread: ranks are forked from this process, and a fork must not meet a held lock.
@@ -13,32 +13,78 @@ import json
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 
-class StepProgress:
-    """Follows `metrics`, a metrics.jsonl that a run appends to, from step `done` to `steps`; `tick` often."""
+class Live:
+    """`progress`, shown within a `with` block where its console is a terminal."""
 
-    def __init__(self, label: str, steps: int, metrics: Path, done: int = 0) -> None:
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.console = progress.console
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self.progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.console.is_terminal:
+            self.progress.stop()
+
+
+class Board(Live):
+    """A bar over `total` runs, of which `done` need not be made, with the bar of the run under way below it.
+
+    Elsewhere than on a terminal: a line per run. The time left is the mean time of the runs so far.
+    """
+
+    def __init__(self, label: str, total: int, done: int = 0) -> None:
+        super().__init__(_bars())
+        self._total = total
+        self._left = total - done
+        self._seconds: list[float] = []
+        self._began = time.monotonic()
+        self._task = self.progress.add_task(label, total=max(total, 1), completed=done, shown="runs")
+
+    def begin(self) -> None:
+        """A run begins."""
+        self._began = time.monotonic()
+
+    def end(self, line: str) -> None:
+        """A run has ended; `line` says how."""
+        self._seconds.append(time.monotonic() - self._began)
+        self._left -= 1
+        left = _time(self._left * sum(self._seconds) / len(self._seconds))
+        self.progress.update(self._task, advance=1, shown=f"runs  {left} left")
+        self.console.print(
+            f"{self._total - self._left}/{self._total}  {line}; {left} left", highlight=False, soft_wrap=True
+        )
+
+
+class StepProgress:
+    """Follows `metrics`, a metrics.jsonl that a run appends to, from step `done` to `steps`; `tick` often.
+
+    With a `board` it is a line of that, and silent where there is no terminal.
+    """
+
+    def __init__(
+        self, label: str, steps: int, metrics: Path, done: int = 0, board: Board | None = None
+    ) -> None:
         self._label = label
         self._steps = steps
         self._path = metrics
         self._last: dict[str, Any] = {}
         self._printed = done
         self._begin()
-        self._console = Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            TextColumn("{task.fields[shown]}"),
-            TimeElapsedColumn(),
-            console=self._console,
-            auto_refresh=False,
-        )
+        self._board = board
+        self._live = board or Live(_bars())
+        self._console, self._progress = self._live.console, self._live.progress
         self._task = self._progress.add_task(label, total=max(steps, 1), completed=done, shown="starting")
 
     def _begin(self) -> None:
@@ -48,16 +94,18 @@ class StepProgress:
         self._stale = self._path.stat().st_ino if self._path.exists() else None
 
     def __enter__(self) -> StepProgress:
-        if self._console.is_terminal:
-            self._progress.start()
+        if not self._board:
+            self._live.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.tick()
-        if self._console.is_terminal:
-            self._progress.stop()
+        if self._board:
+            self._progress.remove_task(self._task)
+        else:
+            self._live.__exit__(kind, error, trace)
 
     def say(self, line: str) -> None:
         """Show a line of its own; what it tells of has all ranks started again."""
@@ -72,7 +120,7 @@ class StepProgress:
             if fresh:
                 self._progress.update(self._task, completed=self._last["step"], shown=self._shown())
             self._progress.refresh()
-        elif fresh and self._last["step"] >= self._printed + self._steps / 10:
+        elif fresh and not self._board and self._last["step"] >= self._printed + self._steps / 10:
             self._printed = self._last["step"]
             self._console.print(
                 f"{self._label}: step {self._printed}/{self._steps}  {self._shown()}", highlight=False
@@ -101,4 +149,21 @@ class StepProgress:
         if steps <= 0:
             return shown + "estimating time left"
         left = seconds / steps * (self._steps - self._last["step"])
-        return f"{shown}{seconds / steps:.2f} s/step  {int(left) // 60}:{int(left) % 60:02d} left"
+        return f"{shown}{seconds / steps:.2f} s/step  {_time(left)} left"
+
+
+def _bars() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        TextColumn("{task.fields[shown]}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        auto_refresh=False,
+    )
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"

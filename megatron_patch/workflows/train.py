@@ -30,7 +30,7 @@ from megatron_patch.integration import tracker
 from megatron_patch.workflows import checkpoints, configuration, dry_run, launcher, paths
 from megatron_patch.workflows.configuration import RunConfig
 from megatron_patch.workflows.data_files import check_dataset, load_manifest
-from megatron_patch.workflows.progress import StepProgress
+from megatron_patch.workflows.progress import Board, StepProgress
 
 _OWN_FILES = ("config.yaml", "command.txt", "metrics.jsonl", "summary.json")
 _OWN_FOLDERS = ("tensorboard", "logs", "failures")
@@ -56,10 +56,14 @@ class PreparedRun:
         return self.job.folder
 
 
-def prepare_run(run: RunConfig, folder: Path, *, dry: bool = False) -> PreparedRun:
+def prepare_run(
+    run: RunConfig, folder: Path, *, dry: bool = False, cache: Path | None = None
+) -> PreparedRun:
     """Prepare the data, resolve and check the flags. Imports Megatron (on CPU with its stand-ins).
 
-    With `dry` nothing is written, and neither data nor GPUs nor the other nodes have to be there.
+    With `dry` nothing is written, and neither data nor GPUs nor the other nodes have to be there. `cache` is
+    where Megatron keeps the data set's shuffled index, beside the data set if None: it writes without a lock,
+    so that runs that begin at the same time with the same seed each need one of their own.
 
     Raises:
         UserError: whatever of the configuration cannot run.
@@ -91,7 +95,7 @@ def prepare_run(run: RunConfig, folder: Path, *, dry: bool = False) -> PreparedR
     # The user's own keys are looked at before minutes go into preparing data.
     megatron_flags.flags_of(settings, parser)
     data = dry_run.data_settings(run) if dry else _data_settings(run)
-    settings = {**data, **_folder_settings(run, folder, step), **settings}
+    settings = {**data, **_folder_settings(run, folder, step, cache), **settings}
     flags = [
         *megatron_flags.flags_of(settings, parser),
         *megatron_flags.compression_flags(run.compression, run.attach),
@@ -166,14 +170,14 @@ def _data_settings(run: RunConfig) -> dict[str, Any]:
     return {"data_path": [str(prefix)], **(found.megatron_flags if found else {})}
 
 
-def _folder_settings(run: RunConfig, folder: Path, step: int | None) -> dict[str, Any]:
+def _folder_settings(run: RunConfig, folder: Path, step: int | None, cache: Path | None) -> dict[str, Any]:
     settings: dict[str, Any] = {"tensorboard_dir": str(folder / "tensorboard")}
     if run.megatron.get("save_interval") is not None:
         settings["save"] = str(checkpoints.checkpoints(folder))
     if "save" in settings or step is not None:
         settings["load"] = str(checkpoints.checkpoints(folder))
     if run.data.path is not None:
-        settings["data_cache_path"] = f"{run.data.path}-cache"
+        settings["data_cache_path"] = str(cache or f"{run.data.path}-cache")
     return settings
 
 
@@ -227,9 +231,15 @@ def claim_folder(folder: Path, overwrite: bool, resume: bool = False) -> None:
 
 
 def execute(
-    prepared: PreparedRun, label: str, overwrite: bool = False, resume: bool = False
+    prepared: PreparedRun,
+    label: str,
+    overwrite: bool = False,
+    resume: bool = False,
+    board: Board | None = None,
 ) -> dict[str, Any]:
     """Run to the end with a live progress line, from the last checkpoint if `resume`; returns summary.json.
+
+    The line is one of `board`'s where the run is one of several.
 
     Raises:
         launcher.RankFailed: a rank failed; what it wrote is in FOLDER/logs.
@@ -242,7 +252,7 @@ def execute(
         (folder / "command.txt").write_text(prepared.job.command_text(), encoding="utf-8")
     done = checkpoints.latest_step(folder) or 0
     try:
-        with StepProgress(label, prepared.steps, folder / "metrics.jsonl", done) as progress:
+        with StepProgress(label, prepared.steps, folder / "metrics.jsonl", done, board) as progress:
             stopped = launcher.start(prepared.job, progress.tick, progress.say)
     except launcher.Stopped as error:
         raise _stopped(prepared, str(error)) from error

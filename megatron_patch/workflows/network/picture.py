@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_patch.workflows.network.methods import BASELINE
-from megatron_patch.workflows.pictures import _pyplot
+from megatron_patch.workflows.pictures import pyplot
 
 _MARKERS = "os^vDP*X"
 
 
 def draw(path: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
     """A PNG at `path`: a panel per accumulation count, a line per method, what bytes predict dashed."""
-    plt = _pyplot()
+    plt = pyplot()
     shaped = [one for one in rows if one["rate_mbit"] and one["speedup_vs_bf16_alltoall"] is not None]
     counts = sorted({one["accumulation"] for one in shaped}) or [1]
     names = list(dict.fromkeys(one["name"] for one in shaped))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+
+from megatron_patch.workflows.progress import Live
 
 if TYPE_CHECKING:
     from megatron_patch.workflows.network.command import Plan
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 _BUILD_SECONDS = 3.0
 
 
-class Show:
+class Show(Live):
     """A bar on a terminal; elsewhere a line for each cell. On stderr: stdout is for the table.
 
     The time left is an estimate from each cell's bytes and the last unshaped step, corrected by how long
@@ -32,27 +33,17 @@ class Show:
         self._expected = 0.0
         self._cell_started = 0.0
         self._left = list(plan.cells)
-        self._console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed}/{task.total} cells"),
-            TextColumn("{task.fields[left]}"),
-            console=self._console,
-            transient=True,
+        super().__init__(
+            Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.completed}/{task.total} cells"),
+                TextColumn("{task.fields[left]}"),
+                console=Console(stderr=True, width=None if sys.stderr.isatty() else 120),
+                transient=True,
+            )
         )
-        self._task = self._progress.add_task("", total=len(self._left), left="")
-
-    def __enter__(self) -> Show:
-        if self._console.is_terminal:
-            self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._console.is_terminal:
-            self._progress.stop()
+        self._task = self.progress.add_task("", total=len(self._left), left="")
 
     def elapsed(self) -> float:
         """Seconds since the beginning."""
@@ -61,8 +52,8 @@ class Show:
     def say(self, what: str) -> None:
         """What is going on between cells."""
         self._update(what)
-        if not self._console.is_terminal and not self._spent and len(self._left) == len(self._plan.cells):
-            self._console.print(f"{what}, about {self.left() / 60:.1f} min in all", highlight=False)
+        if not self.console.is_terminal and not self._spent and len(self._left) == len(self._plan.cells):
+            self.console.print(f"{what}, about {self.left() / 60:.1f} min in all", highlight=False)
 
     def learned(self, unshaped_seconds: float) -> None:
         """How long a step with one microbatch takes without limits."""
@@ -76,10 +67,10 @@ class Show:
         self._spent += time.monotonic() - self._cell_started
         self._expected += self._plan.estimate(cell, self._unshaped)
         self._left.remove(cell)
-        self._progress.advance(self._task)
-        if not self._console.is_terminal:
+        self.progress.advance(self._task)
+        if not self.console.is_terminal:
             done = len(self._plan.cells) - len(self._left)
-            self._console.print(
+            self.console.print(
                 f"{done}/{len(self._plan.cells)}  {_name(cell)}: {row['step_seconds']:.3f} s/step, "
                 f"exchange {row['exchange_seconds']:.3f} s; {_minutes(self.left())} left",
                 highlight=False,
@@ -94,7 +85,7 @@ class Show:
         return correction * cells + builds * _BUILD_SECONDS + start
 
     def _update(self, what: str) -> None:
-        self._progress.update(self._task, description=what, left=f"{_minutes(self.left())} left")
+        self.progress.update(self._task, description=what, left=f"{_minutes(self.left())} left")
 
 
 def _name(cell: Cell) -> str:

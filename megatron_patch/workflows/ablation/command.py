@@ -1,0 +1,192 @@
+"""`megatron-loco ablate`: a grid or list of settings, over several seeds, from a base recipe.
+
+Below the folder: DIR/CELL/seed-N/ is one run as `train` leaves it; results.csv has a line per run,
+ablation.md a line per cell (mean, spread, difference to the baseline's run of the same seed with its 95 %
+interval); differences.png and curves.png are the pictures. Both tables are written anew after every run.
+
+The same command goes on where it was interrupted, by Ctrl-C too: runs that are done, or have failed, are not
+made again. A run that fails is reported and the rest goes on; --retry-failed gives it another chance. On the
+CPU of one machine every run is forked from this process, which has imported Megatron already.
+
+A Slurm array makes one run per task: pretrain_scripts/slurm/ablate.sbatch; --collect then writes the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_patch.errors import UserError
+from megatron_patch.workflows import checkpoints, launcher, progress, train
+from megatron_patch.workflows.ablation import definition, pictures, state
+from megatron_patch.workflows.ablation.definition import Ablation, Run
+from megatron_patch.workflows.ablation.results import Results
+from megatron_patch.workflows.ablation.state import State
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `megatron-loco ablate`."""
+    parser.add_argument(
+        "config", metavar="CONFIG", help="e.g. configs/ablations/bits_by_method.yaml, or just bits_by_method"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for all runs")
+    parser.add_argument("--base", metavar="RECIPE", help="another base, e.g. configs/models/moe_tiny.yaml")
+    parser.add_argument("--seeds", metavar="A,B", help="other seeds")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/ablations/CONFIG/BASE")
+    parser.add_argument("--retry-failed", action="store_true", help="make runs that failed once more")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace runs in DIR that had another configuration"
+    )
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--dry-run", action="store_true", help="list the runs and their states; start nothing")
+    group.add_argument("--collect", action="store_true", help="write the results so far; start nothing")
+    group.add_argument("--task", type=int, metavar="N", help="make run N of --dry-run alone, for a job array")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command line's way in; returns the exit status: 1 if a run failed."""
+    path = definition.find(args.config)
+    ablation = definition.read(path, args.overrides, args.base, _seeds(args.seeds))
+    out = args.out or Path("runs/ablations") / ablation.name / ablation.base.stem
+    runs = ablation.runs(out)
+    if args.dry_run:
+        return _list(ablation, runs)
+    if args.collect:
+        return _show(Results(ablation, runs), out)
+    if args.task is not None:
+        if not 0 <= args.task < len(runs):
+            raise UserError(
+                f"task: {args.task}: must be from 0 to {len(runs) - 1} (--dry-run lists the runs)"
+            )
+        _make(ablation, [runs[args.task]], out, args, alone=True)
+        return int(state.failure(runs[args.task].folder) is not None)
+    with _only_one(out):
+        _make(ablation, runs, out, args)
+        return _show(Results(ablation, runs), out)
+
+
+def _seeds(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    seeds = [int(one) for one in text.split(",") if one.strip().isdigit()]
+    if len(seeds) != len(text.split(",")) or len(set(seeds)) != len(seeds):
+        raise UserError(f"seeds: {text!r} must be different whole numbers, separated by commas")
+    return seeds
+
+
+def _make(
+    ablation: Ablation, runs: Sequence[Run], out: Path, args: argparse.Namespace, *, alone: bool = False
+) -> None:
+    """Make those of `runs` that are left, one after another."""
+    states = {id(one): state.state(one.folder, one.configured) for one in runs}
+    changed = [one for one in runs if states[id(one)] is State.CHANGED]
+    if changed and not args.overwrite:
+        raise UserError(
+            f"out: {changed[0].folder} holds a run of another configuration ({len(changed)} of {len(runs)} "
+            "do); choose another folder, or add --overwrite to make these runs anew"
+        )
+    finished = (State.DONE,) if args.retry_failed else (State.DONE, State.FAILED)
+    left = [one for one in runs if states[id(one)] not in finished]
+    _check(left)
+    with progress.Board(ablation.name, len(runs), len(runs) - len(left)) as board:
+        try:
+            for one in left:
+                board.begin()
+                told = _make_one(one, board, one.folder / "data-cache" if alone else None)
+                board.end(f"{one.label}: {told}")
+                if not alone:
+                    write(Results(ablation, runs), out)
+        except (KeyboardInterrupt, launcher.Stopped):
+            board.console.print("the same command goes on where this one was stopped", highlight=False)
+            raise
+
+
+def _check(left: Sequence[Run]) -> None:
+    """Megatron's own check of every cell, before the first run starts: it may be hours to the last."""
+    seen: set[str] = set()
+    for one in left:
+        if one.cell.name not in seen:
+            seen.add(one.cell.name)
+            try:
+                train.prepare_run(one.configured, one.folder)
+            except UserError as error:
+                raise UserError(f"cell {one.cell.name}: {error}") from error
+
+
+def _make_one(one: Run, board: progress.Board, cache: Path | None) -> str:
+    """Make a run, from its checkpoint if it has one; returns a line on what came of it."""
+    if state.state(one.folder, one.configured) is State.CHANGED:
+        shutil.rmtree(one.folder)
+    state.forget_failure(one.folder)
+    resume = checkpoints.latest_step(one.folder) is not None
+    try:
+        prepared = train.prepare_run(one.configured, one.folder, cache=cache)
+        summary = train.execute(prepared, one.label, not resume, resume, board)
+    except launcher.Stopped:
+        raise
+    except (launcher.RankFailed, UserError) as error:
+        state.note_failure(one.folder, str(error))
+        return f"failed: {str(error).splitlines()[0]}"
+    if cache:
+        shutil.rmtree(cache, ignore_errors=True)
+    if summary["steps"] < prepared.steps:
+        early = f"ended after step {summary['steps']} of {prepared.steps} (megatron.exit_interval?)"
+        state.note_failure(one.folder, early)
+        return f"failed: {early}"
+    loss = summary["valid_loss"]
+    return "no validation loss" if loss is None else f"validation loss {loss:.4f}"
+
+
+def write(results: Results, out: Path) -> None:
+    """results.csv, ablation.md and the pictures below `out`, each replaced whole."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name, text in (("results.csv", results.csv()), ("ablation.md", results.markdown())):
+        partial = out / f"{name}.partial"
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(out / name)
+
+
+def _show(results: Results, out: Path) -> int:
+    """Write everything, print the table, and name the runs that failed."""
+    write(results, out)
+    pictures.draw_differences(out / "differences.png", results)
+    pictures.draw_curves(out / "curves.png", results)
+    # A log or a pipe has no width of its own; the table must not be folded to 80 columns there.
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    for table in results.tables():
+        console.print()
+        console.print(table)
+    console.print(
+        f"\n{out / 'ablation.md'}  {out / 'results.csv'}  {out / 'differences.png'}", highlight=False
+    )
+    failed = [one for one in results.outcomes if one.state is State.FAILED]
+    for one in failed:
+        print(f"failed: {one.run.label}: {one.run.folder / 'failed.txt'}", file=sys.stderr)
+    return int(bool(failed))
+
+
+def _list(ablation: Ablation, runs: Sequence[Run]) -> int:
+    """--dry-run: the runs with the numbers that --task takes."""
+    print(f"# {ablation.name} over {ablation.base}: {len(runs)} runs, {len(ablation.cells)} cells")
+    for number, one in enumerate(runs):
+        print(f"{number:4d}  {state.state(one.folder, one.configured).value:11s}  {one.label}")
+    return 0
+
+
+@contextlib.contextmanager
+def _only_one(out: Path) -> Iterator[None]:
+    """Hold the folder against a second ablation, which would make the same runs."""
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / ".lock").open("w") as lock:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by the ranks, unlike flock's
+        except OSError:
+            raise UserError(f"out: another `ablate` is at work in {out}") from None
+        yield

@@ -1,0 +1,235 @@
+"""An ablation's definition: a base recipe, and the cells that are compared over paired seeds.
+
+    defaults: [common/short_runs.yaml]       # other definitions, composed first; relative to this file
+    base: configs/models/llama_tiny.yaml     # a recipe, as `train` takes it
+    seeds: [1, 2, 3, 4, 5]                   # megatron.seed of the runs that are compared with one another
+    overrides:                               # for all runs
+      megatron.train_iters: 100
+    baseline:                                # the cell that the others are compared with
+      compression.method: none
+    grid:                                    # every combination is a cell
+      compression.method: [naive, loco]
+      compression.bits: [4, 2]
+    cells:                                   # cells one by one, beside the grid or in its place
+      - {compression.method: loco, compression.error_beta: 0.5}
+    contrast: compression.method             # also compare cells that differ in nothing else
+
+Keys are written as on the command line of `train`. The runs of one seed come one after another, so that an
+ablation that was interrupted holds complete pairs. A cell's name, and its folder, are its settings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_patch.errors import UserError, nearest
+from megatron_patch.workflows import configuration, paths
+from megatron_patch.workflows.configuration import RunConfig
+
+_KEYS = ("base", "seeds", "overrides", "baseline", "grid", "cells", "contrast")
+Settings = dict[str, Any]
+"""Overrides by their dotted keys: {"compression.bits": 4}."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is compared: the settings in which it differs from the base recipe."""
+
+    settings: Settings
+
+    @property
+    def name(self) -> str:
+        """`method=loco,bits=4`: also the name of a folder, so that other characters become `_`."""
+        parts = (f"{key.rpartition('.')[2]}={_text(value)}" for key, value in self.settings.items())
+        return ",".join(re.sub(r"[^\w.=+-]", "_", part) for part in parts)
+
+    @property
+    def overrides(self) -> list[str]:
+        return _overrides(self.settings)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One cell with one seed, resolved."""
+
+    cell: Cell
+    seed: int
+    configured: RunConfig
+    folder: Path
+
+    @property
+    def label(self) -> str:
+        return f"{self.cell.name} seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """An ablation, read and checked; `cells[0]` is the baseline."""
+
+    name: str
+    base: Path
+    seeds: tuple[int, ...]
+    overrides: tuple[str, ...]
+    cells: tuple[Cell, ...]
+    contrast: str | None
+
+    @property
+    def baseline(self) -> Cell:
+        return self.cells[0]
+
+    def runs(self, out: Path) -> list[Run]:
+        """All runs in their order, each with a folder of its own below `out`.
+
+        Raises:
+            UserError: settings that are no configuration.
+        """
+        configured = {cell.name: self._configured(cell) for cell in self.cells}
+        return [
+            Run(cell, seed, _seeded(configured[cell.name], seed), out / cell.name / f"seed-{seed}")
+            for seed in self.seeds
+            for cell in self.cells
+        ]
+
+    def _configured(self, cell: Cell) -> RunConfig:
+        try:
+            run = configuration.load(self.base, [*self.overrides, *cell.overrides])
+        except UserError as error:
+            raise UserError(f"cell {cell.name}: {error}") from error
+        if run.launch.nnodes > 1:
+            raise UserError(
+                f"launch.nnodes: {run.launch.nnodes}: an ablation's runs are on one node each; with a Slurm "
+                "array many of them run at once (pretrain_scripts/slurm/ablate.sbatch)"
+            )
+        return run
+
+
+def read(
+    path: Path, overrides: Sequence[str] = (), base: str | None = None, seeds: Sequence[int] | None = None
+) -> Ablation:
+    """Read the definition at `path`; `overrides`, `base` and `seeds` are the command line's.
+
+    Raises:
+        UserError: no such file, no YAML, an unknown key, or a value that is not allowed.
+    """
+    content = _content(path)
+    recipe = base or content.get("base")
+    if not isinstance(recipe, str):
+        raise UserError(f"{path}: base: {recipe!r} must be the path of a recipe")
+    recipe = paths.find(recipe)
+    baseline = Cell(_settings(content.get("baseline"), "baseline", path))
+    cells = [baseline, *_grid(content.get("grid"), path), *_listed(content.get("cells"), path)]
+    if len(cells) == 1:
+        raise UserError(f"{path}: grid, cells: neither is there, so there is nothing to compare")
+    _check_different(cells, path)
+    contrast = content.get("contrast")
+    if contrast is not None and not any(contrast in cell.settings for cell in cells[1:]):
+        raise UserError(f"{path}: contrast: {contrast!r} is no key of the grid or of a cell")
+    everywhere = _overrides(_settings(content.get("overrides") or {}, "overrides", path, empty=True))
+    return Ablation(
+        name=path.stem,
+        base=recipe,
+        seeds=tuple(seeds) if seeds else _seeds(content.get("seeds"), path),
+        overrides=(*everywhere, *overrides),
+        cells=tuple(cells),
+        contrast=contrast,
+    )
+
+
+def _seeded(run: RunConfig, seed: int) -> RunConfig:
+    return dataclasses.replace(run, megatron={**run.megatron, "seed": seed})
+
+
+def find(name: str) -> Path:
+    """The definition called `name`: a path, a shipped one, or the bare name of one in configs/ablations."""
+    path = paths.find(name)
+    if path.suffix == "" and not path.exists():
+        path = paths.shipped(f"configs/ablations/{name}.yaml")
+    if not path.is_file():
+        known = sorted(one.stem for one in paths.shipped("configs/ablations").glob("*.yaml"))
+        raise UserError(
+            f"{name}: no such ablation{nearest(Path(name).stem, known)}; ready-made: {', '.join(known)}"
+        )
+    return path
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        loaded = OmegaConf.to_container(configuration.compose(path), resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: {str(error).splitlines()[0]}") from error
+    assert isinstance(loaded, dict)
+    content = {str(key): value for key, value in loaded.items()}
+    for key in content:
+        if key not in _KEYS:
+            hint = ""
+            if key in configuration.SECTIONS:
+                hint = "; an ablation names a recipe with `base` and changes it with `overrides`"
+            raise UserError(
+                f"{path}: {key}: no such key{nearest(key, _KEYS)}; allowed: {', '.join(_KEYS)}{hint}"
+            )
+    return content
+
+
+def _seeds(value: object, path: Path) -> tuple[int, ...]:
+    seeds = value if isinstance(value, list) else []
+    if not seeds or len(set(seeds)) != len(seeds) or not all(type(one) is int and one >= 0 for one in seeds):
+        raise UserError(f"{path}: seeds: {value!r} must be a list of different whole numbers, e.g. [1, 2, 3]")
+    return tuple(seeds)
+
+
+def _settings(value: object, where: str, path: Path, *, empty: bool = False) -> Settings:
+    if not isinstance(value, dict) or not (value or empty):
+        raise UserError(f"{path}: {where}: {value!r} must be a mapping, e.g. compression.method: none")
+    for key in value:
+        if not isinstance(key, str) or key.partition(".")[0] not in configuration.SECTIONS or "." not in key:
+            raise UserError(
+                f"{path}: {where}: {key!r} is no setting: write section.key, e.g. compression.bits"
+            )
+        if key == "megatron.seed":
+            raise UserError(f"{path}: {where}: megatron.seed is set by `seeds`")
+    return dict(value)
+
+
+def _grid(value: object, path: Path) -> list[Cell]:
+    if value is None:
+        return []
+    axes = _settings(value, "grid", path)
+    for key, values in axes.items():
+        if not isinstance(values, list) or not values:
+            raise UserError(f"{path}: grid: {key}: {values!r} must be a list of values")
+    return [Cell(dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
+
+
+def _listed(value: object, path: Path) -> list[Cell]:
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise UserError(f"{path}: cells: {value!r} must be a list of mappings")
+    return [Cell(_settings(one, f"cells[{index}]", path)) for index, one in enumerate(value)]
+
+
+def _check_different(cells: Sequence[Cell], path: Path) -> None:
+    seen: set[str] = set()
+    for cell in cells:
+        if cell.name in seen:
+            raise UserError(f"{path}: cell {cell.name} is there twice")
+        seen.add(cell.name)
+
+
+def _overrides(settings: Settings) -> list[str]:
+    return [f"{key}={_text(value)}" for key, value in settings.items()]
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,248 @@
+"""What came of an ablation: results.csv (a line per run), ablation.md (a line per cell), and the tables.
+
+The files depend on the runs' results alone, not on when they were made: an ablation that was killed and begun
+again leaves the same ones. Times are therefore not in them; every run's summary.json has its own.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from megatron_patch.workflows.ablation import state
+from megatron_patch.workflows.ablation.definition import Ablation, Cell, Run
+from megatron_patch.workflows.ablation.paired import CONFIDENCE, Interval, interval, percent
+from megatron_patch.workflows.ablation.state import State
+
+_INTERVAL = f"{100 * CONFIDENCE:g} % interval"
+COLUMNS = ("cell", "runs", "valid. loss", "difference", _INTERVAL, "", "bits/gradient", "error state MB")
+CONTRAST_COLUMNS = ("", "runs", "difference", _INTERVAL, "")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run's state, and what it left."""
+
+    run: Run
+    state: State
+    summary: dict[str, Any] | None
+
+    @property
+    def loss(self) -> float | None:
+        """Validation loss, None where there is none to compare."""
+        value = None if self.summary is None else self.summary["valid_loss"]
+        return value if value is not None and math.isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """Two cells that differ in the contrasted setting alone: the second against the first."""
+
+    group: str
+    first: Cell
+    second: Cell
+    difference: Interval
+
+
+class Results:
+    """The outcomes of an ablation's runs and the comparisons between its cells."""
+
+    def __init__(self, ablation: Ablation, runs: Sequence[Run]) -> None:
+        self.ablation = ablation
+        self.outcomes = [_outcome(run) for run in runs]
+        self._losses: dict[str, dict[int, float]] = {cell.name: {} for cell in ablation.cells}
+        for one in self.outcomes:
+            if one.loss is not None:
+                self._losses[one.run.cell.name][one.run.seed] = one.loss
+
+    def losses(self, cell: Cell) -> dict[int, float]:
+        """Validation loss by seed, of the runs that are done."""
+        return self._losses[cell.name]
+
+    def differences(self, cell: Cell, reference: Cell | None = None) -> dict[int, float]:
+        """Percent by seed, against the baseline or another cell."""
+        return percent(self.losses(cell), self.losses(reference or self.ablation.baseline))
+
+    def summary(self, cell: Cell) -> dict[str, Any] | None:
+        """summary.json of the first run of a cell that is done, for what does not depend on the seed."""
+        found = (one.summary for one in self.outcomes if one.run.cell == cell and one.summary)
+        return next(found, None)
+
+    def contrasts(self) -> list[Contrast]:
+        """All pairs of cells that differ in the contrasted setting alone, in the order of the cells."""
+        found = []
+        for group, members in self.groups().items():
+            for first, second in itertools.combinations(members, 2):
+                difference = interval(list(self.differences(second, first).values()))
+                if difference:
+                    found.append(Contrast(group, first, second, difference))
+        return found
+
+    def groups(self) -> dict[str, list[Cell]]:
+        """Cells that differ in the contrasted setting alone, under what they share; not the baseline."""
+        contrast = self.ablation.contrast
+        found: dict[str, list[Cell]] = {}
+        for cell in self.ablation.cells[1:] if contrast else ():
+            if contrast in cell.settings:
+                shared = {key: value for key, value in cell.settings.items() if key != contrast}
+                found.setdefault(Cell(shared).name, []).append(cell)
+        return found
+
+    # -- the files ------------------------------------------------------------------------------------
+
+    def csv(self) -> str:
+        """results.csv: a line per run, in the definition's order."""
+        keys = list(dict.fromkeys(key for cell in self.ablation.cells for key in cell.settings))
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["cell", "seed", *keys, "state", *_NUMBERS, "difference_percent"])
+        for one in self.outcomes:
+            difference = self.differences(one.run.cell).get(one.run.seed)
+            writer.writerow(
+                [
+                    one.run.cell.name,
+                    one.run.seed,
+                    *(one.run.cell.settings.get(key, "") for key in keys),
+                    one.state.value,
+                    *_numbers(one),
+                    "" if difference is None else repr(difference),
+                ]
+            )
+        return text.getvalue()
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """A line per cell."""
+        return [self._row(cell) for cell in self.ablation.cells]
+
+    def contrast_rows(self) -> list[tuple[str, ...]]:
+        """A line per contrast."""
+        key = self.ablation.contrast
+        return [
+            (
+                f"{one.second.settings[key]} against {one.first.settings[key]}, {one.group}".rstrip(", "),
+                *_interval_columns(one.difference),
+            )
+            for one in self.contrasts()
+            if key
+        ]
+
+    def markdown(self) -> str:
+        """ablation.md."""
+        ablation = self.ablation
+        parts = [
+            f"# {ablation.name}\n",
+            f"Base recipe `{ablation.base.name}`, {_code(ablation.overrides)}; "
+            f"seeds {', '.join(map(str, ablation.seeds))}. Difference: validation loss against "
+            f"`{ablation.baseline.name}` of the same seed, in percent, mean and {_INTERVAL} over the seeds "
+            "(Student's t, each comparison by itself).\n",
+            _markdown_table(COLUMNS, self.rows()),
+        ]
+        if contrasts := self.contrast_rows():
+            parts += [
+                f"\nCells that differ in `{ablation.contrast}` alone:\n",
+                _markdown_table(CONTRAST_COLUMNS, contrasts),
+            ]
+        return "\n".join([*parts, self._footnote()])
+
+    def tables(self) -> list[Table]:
+        """The same for the terminal."""
+        tables = [_rich_table(COLUMNS, self.rows())]
+        if contrasts := self.contrast_rows():
+            tables.append(_rich_table((f"{self.ablation.contrast}", *CONTRAST_COLUMNS[1:]), contrasts))
+        return tables
+
+    def _row(self, cell: Cell) -> tuple[str, ...]:
+        losses = interval(list(self.losses(cell).values()))
+        summary = self.summary(cell)
+        columns = ("-",) * 3
+        if cell != self.ablation.baseline:
+            difference = interval(list(self.differences(cell).values()))
+            columns = _interval_columns(difference)[1:] if difference else ("-",) * 3
+        return (
+            cell.name,
+            f"{len(self.losses(cell))} of {len(self.ablation.seeds)}",
+            f"{losses.mean:.4f} ± {losses.spread:.4f}" if losses else "-",
+            *columns,
+            f"{summary['gradient_wire']['bits_per_element']:.2f}" if summary else "-",
+            f"{summary['compensation_bytes'] / 1e6:.2f}" if summary else "-",
+        )
+
+    def _footnote(self) -> str:
+        summaries = [one.summary for one in self.outcomes if one.summary]
+        versions = {json.dumps(one["versions"]) for one in summaries}
+        kinds = sorted(
+            {f"{one['world_size']} ranks, {one['steps']} steps, {one['device']}" for one in summaries}
+        )
+        lines = [f"\n{'; '.join(kinds)}." if kinds else "\nNo run is done."]
+        for text in sorted(versions):
+            lines.append(", ".join(f"{name} {version}" for name, version in json.loads(text).items()) + ".")
+        if len(versions) > 1:
+            lines.append("Not all runs were made with the same versions.")
+        left = [one for one in self.outcomes if one.state is not State.DONE]
+        if left:
+            lines += ["", "Without a result:", ""]
+            lines += [f"- {one.run.label}: {one.state.value}" for one in left]
+        return "\n".join(lines) + "\n"
+
+
+_NUMBERS = (
+    "valid_loss",
+    "train_loss",
+    "steps",
+    "gradient_bits_per_element",
+    "gradient_bytes_per_step",
+    "weight_bytes_per_step",
+    "compensation_bytes",
+)
+
+
+def _outcome(run: Run) -> Outcome:
+    found = state.state(run.folder, run.configured)
+    return Outcome(run, found, state.summary(run.folder) if found is State.DONE else None)
+
+
+def _numbers(one: Outcome) -> list[Any]:
+    found = one.summary
+    if found is None:
+        return [""] * len(_NUMBERS)
+    values = (
+        found["valid_loss"],
+        found["train_loss"],
+        found["steps"],
+        found["gradient_wire"]["bits_per_element"],
+        found["gradient_wire"]["bytes_per_step"],
+        found["weight_wire"]["bytes_per_step"],
+        found["compensation_bytes"],
+    )
+    return ["" if value is None else repr(value) for value in values]
+
+
+def _code(overrides: Sequence[str]) -> str:
+    return f"with `{' '.join(overrides)}`" if overrides else "as it is"
+
+
+def _interval_columns(found: Interval) -> tuple[str, str, str, str]:
+    bounds = "-" if found.low is None else f"{found.low:+.2f} to {found.high:+.2f}"
+    return str(found.n), f"{found.mean:+.2f} %", bounds, found.verdict
+
+
+def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def _rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index and column else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table

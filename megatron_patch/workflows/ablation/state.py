@@ -1,0 +1,81 @@
+"""What a run's folder says of it. The folder is the only record of how far an ablation has come.
+
+    config.yaml alone           interrupted: it goes on from its last checkpoint, or starts anew without one
+    summary.json                done: written in one piece, as the run's last act; of fewer steps than were
+                                asked for, interrupted: Megatron saved and ended when told to
+    failed.txt                  failed: the launcher's report of why
+
+A folder whose config.yaml is another one than the definition now asks for is `changed`: its numbers would be
+compared with those of other settings.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_patch.errors import UserError
+from megatron_patch.workflows import checkpoints, configuration
+from megatron_patch.workflows.configuration import RunConfig
+
+
+class State(enum.Enum):
+    """How far a run has come."""
+
+    NEW = "not run"
+    INTERRUPTED = "interrupted"
+    DONE = "done"
+    FAILED = "failed"
+    CHANGED = "changed"
+
+
+def state(folder: Path, wanted: RunConfig) -> State:
+    """The state of the run in `folder`, which should have the configuration `wanted`."""
+    path = folder / "config.yaml"
+    if not path.exists():
+        return State.NEW
+    if _loaded(path, path.stat().st_mtime_ns) != wanted:
+        begun = summary(folder) or failure(folder) or checkpoints.latest_step(folder) is not None
+        return State.CHANGED if begun else State.NEW
+    if failure(folder) is not None:
+        return State.FAILED
+    found = summary(folder)
+    whole = found is not None and found["steps"] >= int(wanted.megatron.get("train_iters") or 0)
+    return State.DONE if whole else State.INTERRUPTED
+
+
+@functools.cache  # an ablation asks after every run for all of them
+def _loaded(path: Path, written: int) -> RunConfig | None:
+    """The configuration in `path`, None if it is none: of another version, or torn by a kill."""
+    try:
+        return configuration.load(path)
+    except UserError:
+        return None
+
+
+def summary(folder: Path) -> dict[str, Any] | None:
+    """summary.json of a run that is done."""
+    path = folder / "summary.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def failure(folder: Path) -> str | None:
+    """Why the run failed, None if it did not."""
+    path = folder / "failed.txt"
+    return path.read_text(encoding="utf-8") if path.exists() else None
+
+
+def note_failure(folder: Path, report: str) -> None:
+    """Remember that the run failed, whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / "failed.partial"
+    partial.write_text(report.rstrip() + "\n", encoding="utf-8")
+    partial.replace(folder / "failed.txt")
+
+
+def forget_failure(folder: Path) -> None:
+    """Before the run is tried again."""
+    (folder / "failed.txt").unlink(missing_ok=True)
