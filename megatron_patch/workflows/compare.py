@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_patch.errors import UserError
-from megatron_patch.workflows import configuration, paths, train
+from megatron_patch.workflows import configuration, paths, run_state, train
 from megatron_patch.workflows.pictures import draw_comparison
+from megatron_patch.workflows.run_state import State
 
 _COLUMNS = (
     "method",
@@ -33,7 +34,9 @@ _COLUMNS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megatron-loco compare`."""
-    train.add_run_arguments(parser)
+    train.add_run_arguments(parser).add_argument(
+        "--resume", action="store_true", help="go on with a comparison that was interrupted"
+    )
     parser.add_argument(
         "--methods", default="none,loco", metavar="A,B", help="names in configs/methods, the baseline first"
     )
@@ -50,15 +53,25 @@ def run(args: argparse.Namespace) -> int:
     runs = {
         name: configuration.load(path, args.overrides, and_files=[recipe]) for name, recipe in recipes.items()
     }
-    for name in names:
-        train.check_folder(out / name, args.overwrite)
+    for name, one in runs.items():
+        if args.resume:
+            run_state.check_unchanged(out / name, one)
+        else:
+            train.check_folder(out / name, args.overwrite)
     prepared = {name: train.prepare_run(one, out / name) for name, one in runs.items()}
     width = max(map(len, names))
-    summaries = {
-        name: train.execute(one, name.ljust(width), args.overwrite) for name, one in prepared.items()
-    }
+    summaries = {name: _summary(one, name.ljust(width), args) for name, one in prepared.items()}
     write_comparison(out, summaries)
     return 0
+
+
+def _summary(one: train.PreparedRun, label: str, args: argparse.Namespace) -> dict[str, Any]:
+    """What a run left: made now, or gone on with, or there already."""
+    if not args.resume:
+        return train.execute(one, label, args.overwrite)
+    if run_state.look(one.folder, one.run) is State.DONE:
+        return run_state.summary(one.folder) or {}
+    return train.go_on(one, label)
 
 
 def write_comparison(out: Path, summaries: dict[str, dict[str, Any]]) -> None:

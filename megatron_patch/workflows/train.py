@@ -56,9 +56,7 @@ class PreparedRun:
         return self.job.folder
 
 
-def prepare_run(
-    run: RunConfig, folder: Path, *, dry: bool = False, cache: Path | None = None
-) -> PreparedRun:
+def prepare_run(run: RunConfig, folder: Path, *, dry: bool = False, cache: Path | None = None) -> PreparedRun:
     """Prepare the data, resolve and check the flags. Imports Megatron (on CPU with its stand-ins).
 
     With `dry` nothing is written, and neither data nor GPUs nor the other nodes have to be there. `cache` is
@@ -271,6 +269,12 @@ def execute(
     if stopped and summary["steps"] < prepared.steps:
         raise _stopped(prepared, f"stopped by {stopped}")
     return summary
+
+
+def go_on(prepared: PreparedRun, label: str, board: Board | None = None) -> dict[str, Any]:
+    """`execute` a run that was interrupted, or not begun: from its last checkpoint if there is one."""
+    resume = checkpoints.latest_step(prepared.folder) is not None
+    return execute(prepared, label, overwrite=not resume, resume=resume, board=board)
 
 
 def _stopped(prepared: PreparedRun, why: str) -> launcher.Stopped:

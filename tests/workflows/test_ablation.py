@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from megatron_patch.workflows.ablation import definition, pictures, state
+from megatron_patch.workflows import run_state
+from megatron_patch.workflows.ablation import definition, pictures
 from megatron_patch.workflows.ablation.command import write
 from megatron_patch.workflows.ablation.definition import Ablation, Run
 from megatron_patch.workflows.ablation.paired import interval, percent
 from megatron_patch.workflows.ablation.results import Results
-from megatron_patch.workflows.ablation.state import State
 from megatron_patch.workflows.cli import main
 from megatron_patch.workflows.paths import shipped
+from megatron_patch.workflows.run_state import State
 
 READY = sorted(shipped("configs/ablations").glob("*.yaml"))
 TEXT = """\
@@ -175,7 +176,7 @@ def test_what_a_folder_says(ablation: Ablation, tmp_path: Path) -> None:
     first, second = ablation.runs(tmp_path / "out")[:2]
 
     def now() -> State:
-        return state.state(first.folder, first.configured)
+        return run_state.look(first.folder, first.configured)
 
     assert now() is State.NEW
     leave(first, 2.0)
@@ -184,17 +185,17 @@ def test_what_a_folder_says(ablation: Ablation, tmp_path: Path) -> None:
     assert now() is State.INTERRUPTED, "Megatron saved and ended when it was asked to"
     (first.folder / "summary.json").unlink()
     assert now() is State.INTERRUPTED
-    state.note_failure(first.folder, "rank 1 failed: out of memory\ntraceback")
+    run_state.note_failure(first.folder, "rank 1 failed: out of memory\ntraceback")
     assert now() is State.FAILED
-    state.forget_failure(first.folder)
+    run_state.forget_failure(first.folder)
     assert now() is State.INTERRUPTED
     (first.folder / "config.yaml").write_text(second.configured.as_yaml())
     assert now() is State.NEW, "begun with other settings, but nothing came of it"
     leave(second, 2.0)
-    assert state.state(second.folder, first.configured) is State.CHANGED
+    assert run_state.look(second.folder, first.configured) is State.CHANGED
     (second.folder / "config.yaml").write_text("megatron: {nu")
     (second.folder / "summary.json").unlink()
-    assert state.state(second.folder, second.configured) is State.NEW, "torn by a kill"
+    assert run_state.look(second.folder, second.configured) is State.NEW, "torn by a kill"
 
 
 def test_runs_of_another_configuration_are_refused(
@@ -205,7 +206,7 @@ def test_runs_of_another_configuration_are_refused(
         leave(run, 2.0)
     assert main(["ablate", str(path), "megatron.lr=5e-4", "--out", str(out)]) == 2
     error = capsys.readouterr().err
-    assert "holds a run of another configuration (12 of 12 do)" in error
+    assert "method=none/seed-3 holds a run of another configuration" in error
     assert "--overwrite" in error
     assert main(["ablate", str(path), "--out", str(out), "--dry-run"]) == 0
     assert capsys.readouterr().out.count(" done ") == 12
@@ -269,7 +270,7 @@ def test_results(ablation: Ablation, tmp_path: Path) -> None:
     for run in runs:
         leave(run, losses[run.cell.name][ablation.seeds.index(run.seed)])
     (runs[-1].folder / "summary.json").unlink()
-    state.note_failure(runs[-1].folder, "rank 0 failed")
+    run_state.note_failure(runs[-1].folder, "rank 0 failed")
 
     results = Results(ablation, runs)
     rows = {row[0]: row[1:] for row in results.rows()}

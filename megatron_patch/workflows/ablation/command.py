@@ -24,11 +24,11 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_patch.errors import UserError
-from megatron_patch.workflows import checkpoints, launcher, progress, train
-from megatron_patch.workflows.ablation import definition, pictures, state
+from megatron_patch.workflows import launcher, progress, run_state, train
+from megatron_patch.workflows.ablation import definition, pictures
 from megatron_patch.workflows.ablation.definition import Ablation, Run
 from megatron_patch.workflows.ablation.results import Results
-from megatron_patch.workflows.ablation.state import State
+from megatron_patch.workflows.run_state import State
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
                 f"task: {args.task}: must be from 0 to {len(runs) - 1} (--dry-run lists the runs)"
             )
         _make(ablation, [runs[args.task]], out, args, alone=True)
-        return int(state.failure(runs[args.task].folder) is not None)
+        return int(run_state.failure(runs[args.task].folder) is not None)
     with _only_one(out):
         _make(ablation, runs, out, args)
         return _show(Results(ablation, runs), out)
@@ -85,15 +85,11 @@ def _make(
     ablation: Ablation, runs: Sequence[Run], out: Path, args: argparse.Namespace, *, alone: bool = False
 ) -> None:
     """Make those of `runs` that are left, one after another."""
-    states = {id(one): state.state(one.folder, one.configured) for one in runs}
-    changed = [one for one in runs if states[id(one)] is State.CHANGED]
-    if changed and not args.overwrite:
-        raise UserError(
-            f"out: {changed[0].folder} holds a run of another configuration ({len(changed)} of {len(runs)} "
-            "do); choose another folder, or add --overwrite to make these runs anew"
-        )
+    if not args.overwrite:
+        for one in runs:
+            run_state.check_unchanged(one.folder, one.configured)
     finished = (State.DONE,) if args.retry_failed else (State.DONE, State.FAILED)
-    left = [one for one in runs if states[id(one)] not in finished]
+    left = [one for one in runs if run_state.look(one.folder, one.configured) not in finished]
     _check(left)
     with progress.Board(ablation.name, len(runs), len(runs) - len(left)) as board:
         try:
@@ -122,30 +118,29 @@ def _check(left: Sequence[Run]) -> None:
 
 def _make_one(one: Run, board: progress.Board, cache: Path | None) -> str:
     """Make a run, from its checkpoint if it has one; returns a line on what came of it."""
-    if state.state(one.folder, one.configured) is State.CHANGED:
+    if run_state.look(one.folder, one.configured) is State.CHANGED:
         shutil.rmtree(one.folder)
-    state.forget_failure(one.folder)
-    resume = checkpoints.latest_step(one.folder) is not None
+    run_state.forget_failure(one.folder)
     try:
         prepared = train.prepare_run(one.configured, one.folder, cache=cache)
-        summary = train.execute(prepared, one.label, not resume, resume, board)
+        summary = train.go_on(prepared, one.label, board)
     except launcher.Stopped:
         raise
     except (launcher.RankFailed, UserError) as error:
-        state.note_failure(one.folder, str(error))
+        run_state.note_failure(one.folder, str(error))
         return f"failed: {str(error).splitlines()[0]}"
     if cache:
         shutil.rmtree(cache, ignore_errors=True)
     if summary["steps"] < prepared.steps:
         early = f"ended after step {summary['steps']} of {prepared.steps} (megatron.exit_interval?)"
-        state.note_failure(one.folder, early)
+        run_state.note_failure(one.folder, early)
         return f"failed: {early}"
     loss = summary["valid_loss"]
     return "no validation loss" if loss is None else f"validation loss {loss:.4f}"
 
 
 def write(results: Results, out: Path) -> None:
-    """results.csv, ablation.md and the pictures below `out`, each replaced whole."""
+    """results.csv and ablation.md below `out`, each replaced whole."""
     out.mkdir(parents=True, exist_ok=True)
     for name, text in (("results.csv", results.csv()), ("ablation.md", results.markdown())):
         partial = out / f"{name}.partial"
@@ -176,7 +171,7 @@ def _list(ablation: Ablation, runs: Sequence[Run]) -> int:
     """--dry-run: the runs with the numbers that --task takes."""
     print(f"# {ablation.name} over {ablation.base}: {len(runs)} runs, {len(ablation.cells)} cells")
     for number, one in enumerate(runs):
-        print(f"{number:4d}  {state.state(one.folder, one.configured).value:11s}  {one.label}")
+        print(f"{number:4d}  {run_state.look(one.folder, one.configured).value:11s}  {one.label}")
     return 0
 
 

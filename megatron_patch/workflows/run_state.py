@@ -1,12 +1,12 @@
-"""What a run's folder says of it. The folder is the only record of how far an ablation has come.
+"""What a run's folder says of it: the only record of how far an ablation, or a comparison, has come.
 
     config.yaml alone           interrupted: it goes on from its last checkpoint, or starts anew without one
     summary.json                done: written in one piece, as the run's last act; of fewer steps than were
                                 asked for, interrupted: Megatron saved and ended when told to
     failed.txt                  failed: the launcher's report of why
 
-A folder whose config.yaml is another one than the definition now asks for is `changed`: its numbers would be
-compared with those of other settings.
+A folder whose config.yaml is another one than is now asked for is `changed`: its numbers would be compared
+with those of other settings.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class State(enum.Enum):
     CHANGED = "changed"
 
 
-def state(folder: Path, wanted: RunConfig) -> State:
+def look(folder: Path, wanted: RunConfig) -> State:
     """The state of the run in `folder`, which should have the configuration `wanted`."""
     path = folder / "config.yaml"
     if not path.exists():
@@ -45,6 +45,19 @@ def state(folder: Path, wanted: RunConfig) -> State:
     found = summary(folder)
     whole = found is not None and found["steps"] >= int(wanted.megatron.get("train_iters") or 0)
     return State.DONE if whole else State.INTERRUPTED
+
+
+def check_unchanged(folder: Path, wanted: RunConfig) -> None:
+    """Look whether the run in `folder` may be gone on with.
+
+    Raises:
+        UserError: it has another configuration.
+    """
+    if look(folder, wanted) is State.CHANGED:
+        raise UserError(
+            f"out: {folder} holds a run of another configuration; choose another folder, or add --overwrite "
+            "to make it anew"
+        )
 
 
 @functools.cache  # an ablation asks after every run for all of them
