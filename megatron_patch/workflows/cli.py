@@ -16,6 +16,7 @@ from megatron_patch.errors import UserError
 from megatron_patch.workflows import bench, compare, doctor, prepare_data, train
 from megatron_patch.workflows.ablation import command as ablate
 from megatron_patch.workflows.launcher import RankFailed
+from megatron_patch.workflows.report import command as report
 
 _COMMANDS = {
     "train": (train, "run one configuration"),
@@ -23,6 +24,7 @@ _COMMANDS = {
     "ablate": (ablate, "run a grid of settings over several seeds, and say what the differences are worth"),
     "bench": (bench, "measure this machine: the kernels' speed, training over slow links"),
     "prepare-data": (prepare_data, "turn text into a Megatron data set"),
+    "report": (report, "show runs' curves, numbers and differences on one HTML page"),
     "doctor": (doctor, "print what is installed, and what is missing for what"),
 }
 

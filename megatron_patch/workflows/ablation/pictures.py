@@ -29,24 +29,26 @@ def draw_differences(path: Path, results: Results) -> None:
         return
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(9, 0.32 * len(found) + 1.4), layout="constrained")
-    for row, (_, values) in enumerate(found):
-        one = interval(values)
+    for row, (_, each) in enumerate(found):
+        one = interval(each)
         assert one is not None
         known = one.low is not None and one.high is not None
         clear = known and one.verdict != "contains zero"
         color = "C0" if clear else "0.45"
-        axes.scatter(values, [row] * len(values), s=12, color=color, alpha=0.35, linewidths=0)
+        axes.scatter(each, [row] * len(each), s=12, color=color, alpha=0.35, linewidths=0)
         axes.plot(one.mean, row, "o", color=color, markersize=5)
         if known:
             axes.plot([one.low, one.high], [row, row], color=color, linewidth=2)
     axes.axvline(0, color="black", linewidth=0.8)
-    largest = max(abs(value) for _, values in found for value in values)
-    if largest > 5 * _LINEAR_PERCENT:
+    values = [value for _, each in found for value in each]
+    low, high = min(0.0, *values), max(0.0, *values)
+    if max(high, -low) > 5 * _LINEAR_PERCENT:
         axes.set_xscale("symlog", linthresh=_LINEAR_PERCENT)
-        ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100, 200) if tick <= 1.3 * largest]
-        left = [-tick for tick in ticks if any(value <= -tick for _, values in found for value in values)]
-        axes.set_xticks([*left, 0, *ticks], [f"{tick:g}" for tick in [*left, 0, *ticks]])
+        sizes = (0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
+        ticks = [-size for size in sizes if low <= -size] + [0] + [size for size in sizes if size <= high]
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
+        axes.set_xlim(1.5 * low - 0.1, 1.5 * high + 0.1)
     axes.set_yticks(range(len(found)), [cell.name.replace(",", ", ") for cell, _ in found])
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.25)

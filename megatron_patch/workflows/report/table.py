@@ -1,0 +1,117 @@
+"""The numbers of the summary table: a row for each group of runs, means where it has several."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_patch.workflows.report.groups import Group
+from megatron_patch.workflows.report.runs import UNCOMPRESSED, Run
+
+NOTHING = "–"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A number of a run: what it is called, how it is written."""
+
+    key: str
+    title: str
+    form: str = ""
+    """A format of Python's; empty: as many places as give the number three significant digits."""
+    factor: float = 1.0
+    unit: str = ""
+
+    def write(self, values: Sequence[float]) -> str:
+        """One value, or the mean and the standard deviation of several, with the same decimal places."""
+        if not values:
+            return NOTHING
+        mean = statistics.fmean(values) * self.factor
+        form = self.form or _three_digits(mean)
+        text = format(mean, form)
+        if len(set(values)) > 1 and math.isfinite(mean):
+            text += f" ± {format(statistics.stdev(values) * self.factor, form.lstrip('+'))}"
+        return text + self.unit
+
+
+def _three_digits(value: float) -> str:
+    if not math.isfinite(value) or value == 0:
+        return "g"
+    return f",.{max(0, 2 - math.floor(math.log10(abs(value))))}f"
+
+
+def digits(value: float) -> str:
+    """At least three significant digits, no exponent: 0.184, 1.43, 1,427."""
+    return format(value, _three_digits(value))
+
+
+COLUMNS = (
+    Column("train_loss", "training loss", ".4f"),
+    Column("valid_loss", "validation loss", ".4f"),
+    Column("difference", "against the first", "+.2f", unit=" %"),
+    Column("step_seconds", "step time (s)"),
+    Column("gradient_bits", "bits per gradient element", ".2f"),
+    Column("gradient_bytes", "gradient MB per step", factor=1e-6),
+    Column("weight_bytes", "weight MB per step", factor=1e-6),
+    Column("error_bytes", "error state MB", factor=1e-6),
+    Column("tokens_per_second", "tokens per second"),
+)
+
+
+def validation_differences(groups: Sequence[Group]) -> dict[int, float]:
+    """id(run) -> its validation loss against the first configuration's, in percent.
+
+    The counterpart is that configuration's run with the same seed: seeds scatter more than methods differ.
+    Without one it is the mean of all its runs.
+    """
+    first = {
+        repr(run.seed): loss for run in groups[0].runs if (loss := run.numbers["valid_loss"]) is not None
+    }
+    if not first:
+        return {}
+    mean = statistics.mean(first.values())
+    return {
+        id(run): 100 * (loss - base) / base
+        for group in groups[1:]
+        for run in group.runs
+        if (loss := run.numbers["valid_loss"]) is not None and (base := first.get(repr(run.seed), mean))
+    }
+
+
+def cells(runs: Sequence[Run], differences: dict[int, float]) -> list[str]:
+    """The numbers of a row: of one run, or the mean and the standard deviation of several."""
+    row = []
+    for column in COLUMNS:
+        if column.key == "difference":
+            values = [differences[id(run)] for run in runs if id(run) in differences]
+        else:
+            values = [value for run in runs if (value := run.numbers[column.key]) is not None]
+        row.append(column.write(values))
+    return row
+
+
+def method_and_bits(runs: Sequence[Run]) -> tuple[str, str]:
+    """Of the first run: the others have the same settings."""
+    run = runs[0]
+    method = run.method or "not recorded"
+    return method, NOTHING if run.bits is None or run.method in UNCOMPRESSED else str(run.bits)
+
+
+def steps(runs: Sequence[Run]) -> str:
+    """`200`, or `85 of 200` of a run that has not made all of its steps; a range for several."""
+    done = sorted({run.steps for run in runs})
+    text = str(done[0]) if len(done) == 1 else f"{done[0]} to {done[-1]}"
+    planned = {run.planned_steps for run in runs} - {None}
+    short = any(run.planned_steps is not None and run.steps < run.planned_steps for run in runs)
+    return f"{text} of {max(p for p in planned if p is not None)}" if short and planned else text
+
+
+def state(runs: Sequence[Run]) -> str:
+    """What the row says below its name; empty for one run that came to its end."""
+    if len(runs) == 1:
+        return "" if runs[0].finished else runs[0].state.partition(" ")[0]
+    unfinished = sum(not run.finished for run in runs)
+    note = f", {unfinished} of them not finished" if unfinished else ""
+    return f"{len(runs)} runs{note}"

@@ -1,0 +1,293 @@
+"""The report's page in a real Chromium, headless, at the widths of a desk and of a phone.
+
+Chromium is driven over its own pipe (the DevTools protocol, JSON between NULs on file descriptors 3 and 4):
+no driver, no port. Without a Chromium on the PATH the tests are skipped; in CI they fail.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from report_runs import write_run
+
+from megatron_patch.workflows import cli
+
+NAMES = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome")
+FLAGS = (
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--hide-scrollbars"),
+    # It would look for updates and for its maker's servers.
+    *("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *("--disable-quic", "--host-resolver-rules=MAP * ~NOTFOUND"),
+)
+SECONDS = 60
+MEASURE = """(() => {
+  const size = element => element.getBoundingClientRect();
+  const scale = text => {  // CSS pixels; the labels of y axes are turned
+    const matrix = text.getScreenCTM();
+    return Math.hypot(matrix.a, matrix.b) * parseFloat(getComputedStyle(text).fontSize);
+  };
+  return {
+    inner: innerWidth,
+    scroll: document.documentElement.scrollWidth,
+    pictures: [...document.querySelectorAll("figure > svg")].map(svg => ({
+      width: size(svg).width,
+      label: svg.getAttribute("aria-label"),
+      texts: [...svg.querySelectorAll("text")].map(scale),
+      outside: [...svg.querySelectorAll("text")].filter(text =>
+        size(text).left < size(svg).left - 1 || size(text).right > size(svg).right + 1 ||
+        size(text).top < size(svg).top - 1 || size(text).bottom > size(svg).bottom + 1
+      ).map(text => text.textContent),
+      strokes: [...svg.querySelectorAll(".curve path")].map(path => getComputedStyle(path).stroke),
+    })),
+    text: Math.min(...[...document.querySelectorAll("p, li, td, th, summary, pre")]
+      .map(element => parseFloat(getComputedStyle(element).fontSize))),
+    wide: [...document.querySelectorAll("body *")].filter(element =>
+      !element.closest(".box, pre, .legend, svg") && size(element).right > innerWidth + 1
+    ).map(element => element.tagName),
+    ids: [...document.querySelectorAll("[id]")].map(element => element.id),
+    headings: [...document.querySelectorAll("h1, h2, h3, h4")].map(heading => +heading.tagName[1]),
+    bodies: document.body.innerText.length,
+  };
+})()"""
+
+
+class Browser:
+    """A headless Chromium with one page, and what it has complained about and asked for."""
+
+    def __init__(self, program: str, profile: Path) -> None:
+        commands, self._commands = os.pipe()
+        self._events, events = os.pipe()
+        # The protocol wants these two numbers. sh knows no descriptors above 9.
+        wired = ["bash", "-c", f'exec "$@" 3<&{commands} 4>&{events}', "bash"]
+        self._process = subprocess.Popen(
+            [*wired, program, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
+            pass_fds=(commands, events),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(commands)
+        os.close(events)
+        self._numbers = itertools.count(1)
+        self._received = b""
+        self._session: str | None = None
+        self.events: list[dict[str, Any]] = []
+        target = next(t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page")
+        attached = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """One command of the DevTools protocol, and its result."""
+        number = next(self._numbers)
+        message = {"id": number, "method": method, "params": parameters}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._commands, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._next()
+            if answer.get("id") == number:
+                assert "error" not in answer, (method, answer["error"])
+                return answer["result"]
+            self.events.append(answer)
+
+    def _next(self) -> dict[str, Any]:
+        deadline = time.monotonic() + SECONDS
+        while b"\0" not in self._received:
+            ready, _, _ = select.select([self._events], [], [], max(0, deadline - time.monotonic()))
+            data = os.read(self._events, 1 << 20) if ready else b""
+            assert data, f"Chromium said nothing for {SECONDS} s" if not ready else "Chromium has ended"
+            self._received += data
+        message, _, self._received = self._received.partition(b"\0")
+        return json.loads(message)
+
+    def open(self, page: Path, width: int, dark: bool = False) -> None:
+        """Load a page into a window of this width (the DevTools' own phone emulation has no smallest one)."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.events.clear()
+        self.call("Page.navigate", url=page.resolve().as_uri())
+        while not any(event["method"] == "Page.loadEventFired" for event in self.events):
+            self.events.append(self._next())
+
+    def evaluate(self, expression: str) -> Any:
+        result = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")  # undefined has none
+
+    def screenshot(self) -> bytes:
+        """The whole page, as PNG."""
+        return base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"])
+
+    def complaints(self) -> list[str]:
+        """Errors and warnings of the console, exceptions, violations of the page's policy."""
+        kinds = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
+        return [json.dumps(event["params"]) for event in self.events if event["method"] in kinds]
+
+    def requests(self) -> list[str]:
+        """The addresses that the page has asked for, its own among them."""
+        return [
+            event["params"]["request"]["url"]
+            for event in self.events
+            if event["method"] == "Network.requestWillBeSent"
+        ]
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(SECONDS)
+        os.close(self._commands)
+        os.close(self._events)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    program = next(filter(None, map(shutil.which, NAMES)), None)
+    if program is None:
+        reason = f"none of {', '.join(NAMES)} is on the PATH (apt-get install chromium)"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    opened = Browser(program, tmp_path_factory.mktemp("profile"))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Name -> page: two runs; all that makes a page wide, long or crowded."""
+    folder = tmp_path_factory.mktemp("report")
+    write_run(folder / "two" / "none", "none")
+    write_run(folder / "two" / "loco", valid_loss=2.01)
+    many = folder / "many"
+    for bits in (8, 4, 2, 1):
+        for block in ("16", "128", "1024", "shard"):
+            for seed in (1, 2):
+                name = f"method=error_feedback,bits={bits},block_size={block}"
+                settings = {"compression.block_size": block}
+                write_run(many / name / f"seed-{seed}", "error_feedback", bits, seed, config=settings)
+    write_run(many / ("unbroken" * 12), "none", config={"data.path": "/very/long" * 20})
+    failed = write_run(many / "<b>&\"'", finished=False, logged=7)
+    (failed / "failures").mkdir()
+    error = {"time": 1, "error": "RuntimeError: " + "x" * 300}
+    (failed / "failures" / "rank-0.json").write_text(json.dumps(error))
+    found = {name: folder / f"{name}.html" for name in ("two", "many")}
+    for name, page in found.items():
+        assert cli.main(["report", str(folder / name), "--out", str(page)]) == 0
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "dark"),
+    [
+        *((name, width, False) for name in ("two", "many") for width in (1280, 400)),
+        ("two", 400, True),
+    ],
+)
+def test_the_page_reads_well(
+    browser: Browser, pages: dict[str, Path], name: str, width: int, dark: bool, tmp_path: Path
+) -> None:
+    browser.open(pages[name], width, dark)
+    # With everything unfolded, as a reader may have it.
+    browser.evaluate('document.querySelectorAll("details").forEach(item => item.open = true)')
+    seen = browser.evaluate(MEASURE)
+    assert browser.complaints() == []
+    assert browser.requests() == [pages[name].as_uri()]
+    assert seen["inner"] == width
+    assert seen["scroll"] <= width
+    assert seen["wide"] == []
+    assert seen["text"] >= 13
+    assert len(seen["pictures"]) == 7
+    for picture in seen["pictures"]:
+        assert 340 <= picture["width"] <= width
+        assert len(picture["texts"]) > 6
+        assert min(picture["texts"]) >= 10
+        assert picture["outside"] == []
+        assert picture["label"]
+        assert "none" not in picture["strokes"]  # the page's colours have arrived
+        assert len(set(picture["strokes"])) >= (1 if name == "two" else 4)
+    assert len(seen["ids"]) == len(set(seen["ids"]))
+    levels = seen["headings"]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+
+    image = Image.open(io.BytesIO(browser.screenshot())).convert("RGB")
+    image.save(tmp_path / "page.png")
+    assert image.width == width
+    assert image.height > 1500
+    background = image.getpixel((2, 2))
+    assert (sum(background) < 150) is dark
+    assert len(image.getcolors(1 << 24) or []) > 100
+    top = image.crop((0, 0, width, 900))
+    painted = sum(count for count, colour in top.getcolors(1 << 24) or [] if colour != background)
+    assert painted > 0.02 * width * 900
+
+
+def test_pointing_at_the_legend_leaves_one_curve(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.open(pages["two"], 1280)
+    opacity = """[...document.querySelectorAll("figure:first-child .curve")]
+      .map(curve => parseFloat(getComputedStyle(curve).opacity))"""
+    assert browser.evaluate(opacity) == [1, 1]
+    spot = browser.evaluate("""(() => {
+      const line = document.querySelector("figure:first-child .key-1");
+      line.scrollIntoView();
+      const box = line.getBoundingClientRect();
+      return [box.x + box.width / 2, box.y + box.height / 2];
+    })()""")
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=spot[0], y=spot[1])
+    assert browser.evaluate(opacity) == [0.12, 1]
+
+
+def test_these_checks_can_fail(browser: Browser, tmp_path: Path) -> None:
+    """A page with the faults that the other tests look for."""
+    page = tmp_path / "bad.html"
+    page.write_text(
+        '<!DOCTYPE html><meta name="viewport" content="width=device-width"><h1 id="a">Bad</h1><p id="a"'
+        ' style="width: 700px; font-size: 6px">wide</p><figure><svg viewBox="0 0 4000 2900" width="100%">'
+        '<text y="20" font-size="13">small</text></svg></figure><img src="http://address.invalid/x.png">'
+        "<script>console.error('bad'); nowhere()</script>"
+    )
+    browser.open(page, 400)
+    seen = browser.evaluate(MEASURE)
+    assert seen["scroll"] > 400
+    assert "P" in seen["wide"]
+    assert seen["text"] == 6
+    assert min(seen["pictures"][0]["texts"]) < 2
+    assert seen["ids"] == ["a", "a"]
+    assert browser.requests() == [page.as_uri(), "http://address.invalid/x.png"]
+    complaints = " ".join(browser.complaints())
+    assert "console" in complaints or "bad" in complaints
+    assert "nowhere is not defined" in complaints
+
+
+def test_the_page_s_own_policy_stops_what_is_put_into_it(
+    browser: Browser, pages: dict[str, Path], tmp_path: Path
+) -> None:
+    """Were a text of a run to slip through unescaped, it could neither run nor call home."""
+    page = tmp_path / "page.html"
+    added = '<img src="http://address.invalid/x.png"><script>document.title = "taken"</script></body>'
+    page.write_text(pages["two"].read_text(encoding="utf-8").replace("</body>", added), encoding="utf-8")
+    browser.open(page, 1280)
+    assert browser.evaluate("document.title").startswith("2 runs")
+    refused = [complaint for complaint in browser.complaints() if "Content Security Policy" in complaint]
+    assert any("x.png" in complaint for complaint in refused)
+    assert any("inline script" in complaint for complaint in refused)
+    blocked = [event["params"] for event in browser.events if event["method"] == "Network.loadingFailed"]
+    assert [failed["blockedReason"] for failed in blocked] == ["csp"]  # before any name was looked up
