@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from workflows import slurm_cluster
+from workflows import slurm_cluster, test_ablate
 from workflows.engine_runs import ROOT
 from workflows.slurm_cluster import Cluster
 from workflows.test_train import SMALL, megatron_loco
@@ -136,3 +136,26 @@ def test_a_cancelled_job_stays_cancelled(cluster: Cluster, tmp_path: Path) -> No
     found = cluster.job(job)
     assert (found["JobState"], found["Restarts"]) == ("CANCELLED", "0")
     assert len(records(out)) < STEPS
+
+
+def test_an_ablation_as_a_job_array(cluster: Cluster, tmp_path: Path) -> None:
+    """Every task makes its run, two at a time; --collect is the same results file as without Slurm."""
+    cells = "  - {compression.method: loco}\n"
+    arguments = test_ablate.define(tmp_path, "[1, 2]", cells)[1:]
+    job = cluster.run(
+        *("sbatch", "--parsable", "--array=0-3%2", "--gpus-per-node=0", f"--output={tmp_path}/task-%a.log"),
+        *("pretrain_scripts/slurm/ablate.sbatch", *arguments),
+        cwd=ROOT,
+        MEGATRON_LOCO=str(Path(sys.executable).with_name("megatron-loco")),
+    ).strip()
+    out = tmp_path / "out"
+    wait(lambda: all(ended(cluster, f"{job}_{task}") for task in range(4)), "the end", out, 300)
+    logs = "\n".join(log.read_text()[-2000:] for log in sorted(tmp_path.glob("task-*.log")))
+    assert [cluster.job(f"{job}_{task}")["JobState"] for task in range(4)] == ["COMPLETED"] * 4, logs
+    collected = megatron_loco("ablate", *arguments, "--collect")
+    assert collected.returncode == 0, collected.stderr
+    found = (out / "results.csv").read_text()
+    assert found.count(",done,") == 4
+    (tmp_path / "alone").mkdir()
+    assert megatron_loco(*test_ablate.define(tmp_path / "alone", "[1, 2]", cells)).returncode == 0
+    assert (tmp_path / "alone/out/results.csv").read_text() == found
