@@ -4,9 +4,9 @@
         compression.method=error_feedback compression.bits=1 --out runs/steps
 
 Megatron's pretrain_gpt.py, and in the run's folder step_sizes.json: the mean over optimizer steps and
-coordinates (of rank 0's shards) of |m| / (sqrt(v) + eps), both with bias correction; and the same for the four
-quarters of the coordinates in the order of sqrt(v), smallest first. Adam divides by the size of what arrives:
-where that is mostly quantization noise, its steps are small, whatever the mean of it is.
+coordinates (of rank 0's shards) of |m| / (sqrt(v) + eps), both with bias correction; and the same for the
+four quarters of the coordinates in the order of sqrt(v), smallest first. Adam divides by the size of what
+arrives: where that is mostly quantization noise, its steps are small, whatever the mean of it is.
 """
 
 from __future__ import annotations
