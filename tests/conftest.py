@@ -1,16 +1,74 @@
-"""Fixtures shared by all tests: the pool of warm worker processes."""
+"""What all tests share: the pool of warm worker processes, and how two pytest processes run side by side.
+
+`make test` starts one pytest process a core (pytest-xdist), each with a pool of its own. Ranks on one core
+wake one another far cheaper than across cores, and several of them keep a core busy: so each process stays
+on its core, and all of a file's tests in one process. Root's pools have a loopback interface each; without
+root, tests that read its counters run while no other does:
+
+    @pytest.mark.alone
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import tempfile
 
 # Read as Triton is imported, which torch may do; `make test-gpu` sets it to 0.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from worker_pool import WorkerPool
+
+LONG = (
+    "test_ablate.py",
+    "test_checkpoint.py",
+    "test_engine.py",
+    "test_network.py",
+    "test_parallelism.py",
+    "test_saved_errors.py",
+    "test_soak.py",
+    "test_train.py",
+)
+"""Files of half a minute and more begin early, or one process would be left with them."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "alone: it counts bytes on the loopback interface")
+    number, processes = _place(config)
+    if processes > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        # What the process starts stays there too: the workers, commands, the engine's ranks.
+        os.sched_setaffinity(0, cores[number % len(cores) :: processes])
+
+
+def _place(config: pytest.Config) -> tuple[int, int]:
+    """This pytest process's number, and how many there are; (0, 1) without pytest-xdist."""
+    worker = getattr(config, "workerinput", None)
+    return (int(worker["workerid"].removeprefix("gw")), worker["workercount"]) if worker else (0, 1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if _place(config)[1] > 1:
+        items.sort(key=lambda item: item.path.name not in LONG)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Every test, with its fixtures, holds a lock: shared with others, or by itself."""
+    if _place(item.config)[1] == 1 or os.geteuid() == 0:
+        return (yield)
+    with Path(tempfile.gettempdir(), f"megatron-loco-tests-{os.getppid()}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        return (yield)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        Path(tempfile.gettempdir(), f"megatron-loco-tests-{os.getpid()}.lock").unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="session")

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from worker_pool import WorkerPool
 
-GPU_KERNELS = Path(__file__).resolve().parents[1] / "benchmarks" / "gpu_kernels.py"
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+GPU_KERNELS = BENCHMARKS / "gpu_kernels.py"
 
 
 def test_gpu_kernels_prints_and_writes_every_line(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
-    flags = ["--device", "cpu", "--elements", "16384", "--runs", "1", "--no-compile", "--json", str(numbers)]
+    flags = ["--device", "cpu", "--elements", "4096", "--runs", "1", "--no-compile", "--json", str(numbers)]
     done = subprocess.run(
         [sys.executable, str(GPU_KERNELS), *flags],
         env=os.environ | {"TRITON_INTERPRET": "1"},
@@ -29,7 +32,7 @@ def test_gpu_kernels_prints_and_writes_every_line(tmp_path: Path) -> None:
     rows = json.loads(numbers.read_text())["rows"]
     assert len(done.stdout.splitlines()) == len(rows) == 9
     bytes_of = {row["what"]: row["bytes"] for row in rows}
-    assert bytes_of["compress fp32, triton"] == pytest.approx(6.55 * 16384, rel=0.01)
+    assert bytes_of["compress fp32, triton"] == pytest.approx(6.55 * 4096, rel=0.01)
     assert all(row["seconds"] > 0 for row in rows)
 
 
@@ -38,3 +41,35 @@ def test_without_a_gpu_it_says_so() -> None:
     done = subprocess.run([sys.executable, str(GPU_KERNELS)], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "no GPU" in done.stderr
+
+
+def directions_of(bad: int) -> tuple[float, dict[str, object]]:
+    """Four steps of two streams, one coordinate turned round; how far our Adam is from torch's, the result."""
+    script = runpy.run_path(str(BENCHMARKS / "step_directions.py"))
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.nn.Parameter(torch.zeros(8))
+    reference = torch.optim.Adam([weight], lr=1.0, betas=(0.9, 0.95), eps=1e-8)
+    mine, directions = script["Adam"](weight.detach()), script["Directions"]()
+    furthest = 0.0
+    for _ in range(4):
+        true = torch.randn(8, generator=generator) * 10.0 ** torch.arange(-4, 4)
+        exchanged = true.clone()
+        exchanged[bad] *= -1
+        directions.add(0, exchanged, true, (0.9, 0.95))
+        before = weight.detach().clone()
+        weight.grad = true
+        reference.step()
+        step = mine.direction(true, (0.9, 0.95))
+        furthest = max(furthest, float((before - weight.detach() - step).abs().max()))
+    return furthest, directions.result()
+
+
+def test_step_directions_by_hand(pool: WorkerPool) -> None:
+    """One of the two largest coordinates turned round: its quarter's step is lost, the others' are whole."""
+    furthest, result = pool.run(directions_of, 7, world_size=1)[0]
+    assert furthest < 1e-5
+    quarters = result["quarters"]
+    assert quarters["cosine"][:3] == pytest.approx([1, 1, 1])
+    assert quarters["cosine"][3] < 0.9
+    assert quarters["norm_ratio"] == pytest.approx([1, 1, 1, 1])
+    assert quarters["cosine"][3] < result["cosine"] < 1

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from worker_pool import GRACE_SECONDS, WorkerError, WorkerPool
+from worker_pool import GRACE_SECONDS, WorkerError, WorkerPool, in_warm_process
 
 # --- functions that run in the workers (torch is imported in them: this process does not need it) ---------
 
@@ -316,6 +317,44 @@ def test_state_checks_can_fail(pool):
 def set_and_list_states() -> list[str]:
     set_every_state(False)
     return states_left()
+
+
+# --- beside it -------------------------------------------------------------------------------------------
+
+
+def fork_a_child(folder: Path, status: int) -> None:
+    import sys
+
+    child = os.fork()
+    if child == 0:
+        os._exit(status)
+    _, ended = os.waitpid(child, 0)
+    (folder / "found").write_text(f"{os.waitstatus_to_exitcode(ended)} {'megatron.training' in sys.modules}")
+    if status:
+        raise ValueError("as asked")
+
+
+def test_a_warm_process_has_megatron_may_fork_and_tells_how_it_failed(tmp_path):
+    start = time.monotonic()
+    in_warm_process(fork_a_child, tmp_path, 0, log=tmp_path / "log")
+    assert (tmp_path / "found").read_text() == "0 True"
+    with pytest.raises(RuntimeError, match=r"(?s)fork_a_child: exit status 1.*ValueError: as asked"):
+        in_warm_process(fork_a_child, tmp_path, 3, log=tmp_path / "log")
+    assert (tmp_path / "found").read_text() == "3 True"
+    with pytest.raises(RuntimeError, match="sleep: exit status -9"):
+        in_warm_process(time.sleep, 600, log=tmp_path / "log", timeout=1)
+    assert time.monotonic() - start < 60
+
+
+def connect(port: int) -> None:
+    socket.create_connection(("127.0.0.1", port)).close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a network namespace")
+def test_the_pool_has_a_loopback_interface_of_its_own(pool):
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(WorkerError, match="refused"):
+        pool.run(connect, server.getsockname()[1], world_size=1)
+    assert pool.run(sum_of_ranks) == [6] * 4
 
 
 @pytest.mark.slow

@@ -25,6 +25,10 @@ came first is the one reported; what it did to the others follows in one line ea
 
 The start method is `forkserver`: a new worker costs a fraction of a second, also after a failure. `spawn`
 works too, and is what to use where a process that CUDA has seen must not fork.
+
+What forks ranks itself, as Megatron's engine in a test, gets a process of its own, warm as well:
+
+    in_warm_process(function, *arguments, log=path)
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ import contextlib
 import copy
 import datetime
 import faulthandler
+import fcntl
 import gc
 import importlib
 import importlib.util
@@ -48,6 +53,8 @@ import random
 import re
 import shutil
 import signal
+import socket
+import struct
 import sys
 import tempfile
 import time
@@ -159,6 +166,20 @@ def warm_up() -> None:
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # at the exit of the fork server, or Triton reports all of it as leaked
+
+
+def _separate_network() -> None:
+    """A loopback interface for this process and its children alone, where root may make one.
+
+    Its counters then count nobody else's bytes, and no port is taken.
+    """
+    try:
+        os.unshare(os.CLONE_NEWNET)
+    except OSError:
+        return
+    with socket.socket() as any_socket:
+        up = struct.pack("16sh14x", b"lo", 1)  # IFF_UP
+        fcntl.ioctl(any_socket, 0x8914, up)  # SIOCSIFFLAGS
 
 
 def _copied_globals(module: ModuleType) -> dict[str, Any]:
@@ -313,13 +334,13 @@ def _tear_down() -> str | None:
 
 
 @contextlib.contextmanager
-def _starting_environment() -> Iterator[None]:
+def _starting_environment(start_method: str = "forkserver") -> Iterator[None]:
     """The environment in which processes of the pool start; torch reads some of it as it is imported."""
     saved = dict(os.environ)
     folders = [str(TESTS), str(ROOT), *filter(None, [saved.get("PYTHONPATH")])]
     os.environ.update(ENVIRONMENT)
     # The fork server of Python 3.12 imports its preloaded modules before it knows the parent's sys.path.
-    os.environ.update({_WARM_UP_ON_IMPORT: "1", "PYTHONPATH": os.pathsep.join(folders)})
+    os.environ.update({_WARM_UP_ON_IMPORT: start_method, "PYTHONPATH": os.pathsep.join(folders)})
     try:
         yield
     finally:
@@ -337,7 +358,7 @@ class _Worker:
         self.stack_file = stack_file
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_worker_main, args=(theirs, str(stack_file)), daemon=True)
-        with _starting_environment():
+        with _starting_environment(start_method):
             self.process.start()
         theirs.close()
         self.idle = False
@@ -382,6 +403,36 @@ class _Worker:
         if code is not None and code < 0:
             return f"killed by {signal.Signals(-code).name}\n{self.stack_file.read_text()}".strip()
         return f"exit status {code}"
+
+
+def in_warm_process(function: Callable[..., None], *args: Any, log: Path, timeout: float = 400) -> None:
+    """Call a module-level function in a new process, forked from the server that has imported Megatron.
+
+    What it prints is in `log`. Raises RuntimeError where it raised, died or took longer than `timeout`.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    process = context.Process(target=_warm_main, args=(function, args, str(log)))
+    with _starting_environment():
+        process.start()
+    process.join(timeout)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    if process.exitcode:
+        said = log.read_text()[-3000:]
+        raise RuntimeError(f"{function.__qualname__}: exit status {process.exitcode}\n{said}")
+
+
+def _warm_main(function: Callable[..., None], args: tuple[Any, ...], log: str) -> None:
+    os.environ.pop(_WARM_UP_ON_IMPORT, None)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    warm_up()
+    logging.getLogger("megatron").setLevel(logging.NOTSET)
+    os.chdir(ROOT)
+    function(*args)
 
 
 class WorkerPool:
@@ -553,6 +604,8 @@ def _failure(
 
 
 if os.environ.get(_WARM_UP_ON_IMPORT):
-    # In the fork server. A failure is told by the worker, which tries again and has a pipe to tell it.
+    if os.environ[_WARM_UP_ON_IMPORT] == "forkserver":
+        _separate_network()
+    # A failure is told by the worker, which tries again and has a pipe to tell it.
     with contextlib.suppress(Exception):
         warm_up()

@@ -28,7 +28,7 @@ failed=""
 for version in $versions; do
   echo "megatron-core $version"
   PYTHONPATH=$PWD/.compat/$version${PYTHONPATH:+:$PYTHONPATH} EXPECTED_MEGATRON_CORE=$version \
-    "$venv/bin/python" -m pytest -m "not slow" "$@" || failed="$failed $version"
+    "$venv/bin/python" -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder "$@" || failed="$failed $version"
 done
 if [ -n "$failed" ]; then
   echo "megatron-loco: error: the tests failed on megatron-core$failed" >&2

@@ -222,6 +222,7 @@ def test_exchanges_in_flight_have_their_own_buffers_which_are_reused(pool):
         assert max(report["errors"]) < 0.02
 
 
+@pytest.mark.alone
 def test_the_interface_counts_the_bytes_that_the_payload_has(pool):
     reports = pool.run(wire_bytes, 4, 8 * 2**20, tries=6)
     counted = min(report["counted"] for report in reports)

@@ -40,6 +40,7 @@ def momentum_bytes(numel: int, tries: int) -> dict[str, Any]:
     return {"counted": min(counted), "payload": layout.payload_bytes, "held": held}
 
 
+@pytest.mark.alone
 def test_momentum_costs_at_most_2_3_bits_a_parameter_both_directions_together(pool: Any) -> None:
     ranks = 4
     reports = pool.run(momentum_bytes, PARAMETERS, tries=4, world_size=ranks)

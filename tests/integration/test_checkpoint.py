@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.resume_runs import CASES, SLOW
+from integration.resume_runs import CASES, RUNS, SLOW, resumed
 from workflows.engine_runs import engine
 
 SAME = ("loss", "grad_norm", "gradient_wire_bytes", "compression_snr_db", "compensation_norm_ratio")
@@ -16,13 +16,13 @@ SAME = ("loss", "grad_norm", "gradient_wire_bytes", "compression_snr_db", "compe
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folders of all runs of resume_runs.py."""
-    return engine(tmp_path_factory.mktemp("resume"), "integration.resume_runs")
+    return engine(tmp_path_factory.mktemp("resume"), RUNS)
 
 
 @pytest.fixture(scope="module")
 def slow_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Those of slow_resume_runs.py."""
-    return engine(tmp_path_factory.mktemp("slow-resume"), "integration.slow_resume_runs")
+    """Those of its slow cases."""
+    return engine(tmp_path_factory.mktemp("slow-resume"), resumed(SLOW))
 
 
 def _log(folder: Path) -> str:

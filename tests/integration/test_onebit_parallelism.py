@@ -18,7 +18,7 @@ from parallelism_agreement import Layout, copies
 from simulation.loco_float64 import bf16_up
 from simulation.onebit_adam_float64 import one_bit
 
-WARMUP, STEPS = 4, 10
+WARMUP, STEPS = 4, 8
 BLOCK = 256
 """More than the 64 that Megatron aligns parameters to: copies are cut in other blocks on every rank."""
 REPLICATED = {"use_distributed_optimizer": False}

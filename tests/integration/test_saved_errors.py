@@ -178,6 +178,11 @@ def _by_element(ranks: list[Any]) -> dict[str, dict[float, dict[int, list[float]
     return found
 
 
+def near(errors: list[float], expected: float, rel: float = 1e-5, tolerance: float = 1e-6) -> bool:
+    """All of them, by pytest.approx's rule; that itself takes seconds for so many elements."""
+    return all(abs(error - expected) <= max(rel * abs(expected), tolerance) for error in errors)
+
+
 def _mean(values: Any) -> float:
     values = list(values)
     return sum(values) / len(values)
@@ -223,7 +228,7 @@ def test_errors_follow_their_parameters(pool: Any, tmp_path: Path, case: str) ->
         for number, senders in elements.items():
             for index, errors in senders.items():
                 expected = _mean(old[kind][number][index])
-                assert errors == pytest.approx([expected] * len(errors), rel=1e-5, abs=1e-6)
+                assert near(errors, expected), (kind, number, index)
                 compared += 1
     assert compared > 5_000
 
@@ -241,12 +246,12 @@ def test_another_number_of_senders_starts_from_their_mean(pool: Any, tmp_path: P
         before = old[number]
         if len(before) == len(senders):  # dense parameters, where only the experts' groups changed
             for index, errors in senders.items():
-                assert errors == pytest.approx([_mean(before[index])] * len(errors), rel=1e-5, abs=1e-6)
+                assert near(errors, _mean(before[index])), (number, index)
             continue
         owed = _mean(itertools.chain.from_iterable(before.values())) * (1 if averaged else len(before))
         share = 1 if averaged else 1 / len(senders)
         for errors in senders.values():
-            assert errors == pytest.approx([owed * share] * len(errors), rel=1e-4, abs=1e-5)
+            assert near(errors, owed * share, 1e-4, 1e-5), number
             compared += 1
     assert compared > 3_000
 
@@ -262,7 +267,7 @@ def test_what_an_instance_owes_is_not_lost(pool: Any, tmp_path: Path) -> None:
         owner = _mean(old["owner"][number][0])
         for index, errors in senders.items():
             own = _mean(old["reduce_scatter"][number][index])
-            assert errors == pytest.approx([own + (between + owner) / 4] * len(errors), rel=1e-4, abs=1e-5)
+            assert near(errors, own + (between + owner) / 4, 1e-4, 1e-5), (number, index)
             compared += 1
     assert compared > 5_000
 
@@ -287,7 +292,7 @@ def test_what_is_owed_stays_owed_under_another_topology(pool: Any, tmp_path: Pat
     assert old.keys() == new.keys()
     assert len(new) > 3_000
     for number, owed in new.items():
-        assert owed == pytest.approx(old[number], rel=1e-4, abs=1e-5)
+        assert near([owed], old[number], 1e-4, 1e-5), number
     if "other buckets" in case:
         assert "every sender keeps its own" in reports[0][2][0]
 
@@ -310,7 +315,7 @@ def test_from_a_replicated_to_the_distributed_optimizer(pool: Any, tmp_path: Pat
     for number, senders in new.items():
         owed = sum(_mean(errors) for errors in old["all_reduce"][number].values())
         owed += _mean(old["owner"][number][0])
-        assert sum(_mean(errors) for errors in senders.values()) == pytest.approx(owed, rel=1e-4, abs=1e-5)
+        assert near([sum(_mean(errors) for errors in senders.values())], owed, 1e-4, 1e-5), number
 
 
 @pytest.mark.parametrize(

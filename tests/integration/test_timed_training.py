@@ -188,6 +188,7 @@ def measured_exchanges(shape: dict[str, int]) -> dict[str, Any]:
     return found | {"parameters": llama.parameters}
 
 
+@pytest.mark.alone
 def test_a_step_s_bytes_are_those_that_the_interface_counts(pool: Any) -> None:
     """Whole Megatron steps with a replicated optimizer: in 1 bit, and what that is worth over a run."""
     ranks = pool.run(measured_exchanges, SHAPE | {"hidden": 128, "vocabulary": 8192})

@@ -39,7 +39,7 @@ def shapes() -> st.SearchStrategy[tuple[int, int]]:
     block_size=BLOCKS,
     **COMPRESS,
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_codes_scales_and_errors_are_the_reference_s_bits(shape, bits, block_size, **options):
     check_compress(triton_kernels, BlockLayout.of(*shape, bits, block_size), device=CPU, **options)
 
@@ -50,7 +50,7 @@ def test_codes_scales_and_errors_are_the_reference_s_bits(shape, bits, block_siz
     block_size=BLOCKS,
     **DECOMPRESS,
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_reduced_shard_is_the_reference_s_bits(size, bits, block_size, **options):
     layout = BlockLayout.of(size, 1, bits, block_size)
     check_decompress_reduce(triton_kernels, layout, device=CPU, **options)

@@ -13,7 +13,7 @@ from .comparison import differences
 from .harness import Runs, Soak, Tally
 
 KILLS = [
-    Kill(rank=1, seconds=1.0),
+    Kill(rank=1, seconds=0.7),
     Kill(rank=1, point="exchange: under way", nth=40),
     Kill(rank=0, point="save: tracker emptied", nth=2),
     Kill(rank=0, point="save: files complete", nth=1),

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-from .harness import ROOT
+from worker_pool import in_warm_process
+from workflows.engine_runs import prepare
+
+from .short import main
+
+
+def prepared(folder: Path) -> None:
+    prepare()
+    main(folder)
 
 
 def test_a_run_killed_four_times_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.soak.short", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    in_warm_process(prepared, tmp_path, log=tmp_path / "log", timeout=200)

@@ -1,6 +1,4 @@
-"""Runs Megatron's engine a few times in one process that imports it once; called by `engine`.
-
-    python engine_runs.py FOLDER [MODULE]        the runs of MODULE.RUNS, a folder for each; RUNS by default
+"""Runs Megatron's engine a few times from one process that has imported it; a test calls `engine`.
 
 Each run forks its ranks, which train a tiny LLaMA or MoE for a few steps. `stock` is Megatron's engine
 without megatron_patch (but for what stands in for CUDA); the others go through megatron_patch.launch.
@@ -8,15 +6,18 @@ without megatron_patch (but for what stands in for CUDA); the others go through 
 
 from __future__ import annotations
 
+import argparse
+import functools
 import importlib
 import os
 import runpy
 import socket
-import subprocess
 import sys
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from worker_pool import in_warm_process
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "pretrain_scripts" / "pretrain_gpt.py")
@@ -97,19 +98,31 @@ RUNS: dict[str, Run] = {
 }
 
 
-def engine(folder: Path, module: str | None = None) -> Path:
-    """Run all of them in a process of its own, from a test; returns `folder`."""
-    done = subprocess.run(
-        [sys.executable, __file__, str(folder), *([module] if module else [])],
-        cwd=ROOT,
-        env={**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+def engine(folder: Path, runs: dict[str, Run] | None = None) -> Path:
+    """Run all of `runs` (RUNS by default), a folder for each; returns `folder`."""
+    in_warm_process(run_all, runs or RUNS, folder, log=folder / "engine.log")
     return folder
+
+
+def prepare() -> None:
+    """Once, before the ranks are forked: what takes each of them a second, and is the same in all."""
+    for module in (
+        "megatron.training.argument_utils",
+        "megatron.core.tokenizers.text",  # imports transformers
+        "megatron_patch.integration.checkpoint",
+        "megatron_patch.integration.launch",
+        "torch.utils.tensorboard",
+    ):
+        importlib.import_module(module)
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+    from megatron.training import argument_utils, arguments
+
+    MockGPTLowLevelDataset.size = 2000  # of 100,000 documents, six million samples to shuffle
+    factory = argument_utils.ArgumentGroupFactory
+    read = factory._get_field_docstrings  # parses the source of each configuration class
+    docstrings = functools.cache(lambda cls: read(factory.__new__(factory), cls))
+    factory._get_field_docstrings = lambda self, cls: dict(docstrings(cls))
+    arguments.add_megatron_arguments(argparse.ArgumentParser())
 
 
 def rank_main(asked: Run, rank: int, port: int, folder: Path) -> int:
@@ -173,6 +186,7 @@ def start(asked: Run, folder: Path) -> dict[int, int]:
 
 def run_all(asked: dict[str, Run], out: Path) -> None:
     """All runs, a few ranks at a time: while one run waits for the other's rank, another one computes."""
+    prepare()
     waiting = dict(asked)
     running: dict[int, str] = {}
     ranks: dict[int, int] = {}
@@ -189,19 +203,3 @@ def run_all(asked: dict[str, Run], out: Path) -> None:
         codes[name][ranks.pop(pid)] = os.waitstatus_to_exitcode(status)
         if name not in running.values():
             (out / name / "exit").write_text(" ".join(str(code) for _, code in sorted(codes[name].items())))
-
-
-if __name__ == "__main__":
-    from megatron_patch.integration import cpu_device
-
-    cpu_device.install()
-    for module in (  # once, before the ranks are forked
-        "megatron.training.argument_utils",
-        "megatron.core.tokenizers.text",  # imports transformers: a second for every rank
-        "torch.utils.tensorboard",
-    ):
-        importlib.import_module(module)
-
-    sys.path.insert(0, str(ROOT / "tests"))
-    asked = importlib.import_module(sys.argv[2]).RUNS if sys.argv[2:] else RUNS
-    run_all(asked, Path(sys.argv[1]))

@@ -344,7 +344,7 @@ def ours() -> list[str]:
 def wait_for(condition: Any, seconds: float) -> bool:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
+        time.sleep(0.2)  # to look through /proc takes time itself
     return bool(condition())
 
 
@@ -365,7 +365,7 @@ def test_three_methods_over_two_hosts(tmp_path: Path) -> None:
     flags = (
         "--ranks-per-host 2 --methods bf16_alltoall,loco4,onebit_adam --rates 50 --accumulation 2 --steps 3"
     )
-    run = subprocess.run(command(tmp_path, *flags.split()), capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command(tmp_path, *flags.split()), capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     assert "loco4" in run.stdout
     assert "left" in run.stderr
