@@ -31,7 +31,7 @@ class Interval:
     def verdict(self) -> str:
         """Whether the sign of the mean can be told."""
         if self.low is None or self.high is None:
-            return "one seed says nothing"
+            return "one seed"
         if self.low <= 0 <= self.high:
             return "contains zero"
         return "worse" if self.mean > 0 else "better"

@@ -169,7 +169,7 @@ class Results:
         return (
             cell.name,
             f"{len(self.losses(cell))} of {len(self.ablation.seeds)}",
-            f"{losses.mean:.4f} ± {losses.spread:.4f}" if losses else "-",
+            _mean(losses),
             *columns,
             f"{summary['gradient_wire']['bits_per_element']:.2f}" if summary else "-",
             f"{summary['compensation_bytes'] / 1e6:.2f}" if summary else "-",
@@ -229,6 +229,12 @@ def _code(overrides: Sequence[str]) -> str:
     return f"with `{' '.join(overrides)}`" if overrides else "as it is"
 
 
+def _mean(losses: Interval | None) -> str:
+    if losses is None:
+        return "-"
+    return f"{losses.mean:.4f}" + (f" ± {losses.spread:.4f}" if losses.n > 1 else "")
+
+
 def _interval_columns(found: Interval) -> tuple[str, str, str, str]:
     bounds = "-" if found.low is None else f"{found.low:+.2f} to {found.high:+.2f}"
     return str(found.n), f"{found.mean:+.2f} %", bounds, found.verdict
@@ -242,7 +248,7 @@ def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> st
 def _rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index and column else "left")
+        table.add_column(column, justify="right" if index and column else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table
