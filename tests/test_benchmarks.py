@@ -44,7 +44,7 @@ def test_without_a_gpu_it_says_so() -> None:
 
 
 def directions_of(bad: int) -> tuple[float, dict[str, object]]:
-    """Four steps of two streams, one coordinate turned round; how far our Adam is from torch's, the result."""
+    """Four steps of two streams, one coordinate turned round: our Adam's error, and the result."""
     script = runpy.run_path(str(BENCHMARKS / "step_directions.py"))
     generator = torch.Generator().manual_seed(3)
     weight = torch.nn.Parameter(torch.zeros(8))
