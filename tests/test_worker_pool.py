@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import random
 import signal
@@ -312,6 +313,24 @@ def test_state_checks_can_fail(pool):
     """The list above is not empty by accident: the same checks within the run that sets all states."""
     for left in pool.run(set_and_list_states):
         assert len(left) == 12
+
+
+def make_half_a_group() -> None:
+    """As where a peer dies while the group is made: rank 0 waits for it in vain."""
+    import torch
+
+    rank = torch.distributed.get_rank()
+    torch.distributed.destroy_process_group()
+    if rank == 0:
+        store, patience = torch.distributed.HashStore(), datetime.timedelta(seconds=0.5)
+        store.set_timeout(patience)
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=patience)
+
+
+def test_a_group_that_was_not_made_is_forgotten(pool):
+    with pytest.raises(WorkerError, match="rank 0"):
+        pool.run(make_half_a_group)
+    assert pool.run(sum_of_ranks, timeout=30) == [6] * 4
 
 
 def set_and_list_states() -> list[str]:

@@ -290,6 +290,9 @@ def _tear_down() -> str | None:
     def destroy_groups() -> None:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+        # A peer that died while the group was made leaves it counted: the next one would have another name
+        # here than on ranks that start afresh, and none would find the others.
+        torch.distributed.distributed_c10d._world.group_count = 0
 
     def destroy_training_globals() -> None:
         global_vars = sys.modules.get("megatron.training.global_vars")

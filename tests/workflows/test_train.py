@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from worker_pool import in_warm_process
-from workflows.engine_runs import MODEL, ROOT, SCRIPT, STEPS, cpu_flags
+from workflows.engine_runs import MODEL, ROOT, SCRIPT, STEPS, cpu_flags, prepare
 
 from megatron_patch.workflows import cli, launcher
 from megatron_patch.workflows.configuration import Launch
@@ -41,8 +41,10 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "megatron_patch.workflows.cli", *arguments]
 
 
-def run_command(arguments: tuple[str, ...], folder: Path) -> None:
+def run_command(arguments: tuple[str, ...], folder: Path, trains: bool) -> None:
     """In a process of its own: the command, its output and exit status in files."""
+    if trains:
+        prepare()
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), descriptor)
     status = cli.main(list(arguments))
@@ -55,10 +57,15 @@ def megatron_loco(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def warm_megatron_loco(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """The same in a process that has imported Megatron already, most of a short command's time."""
+def warm_megatron_loco(
+    *arguments: str, folder: Path, trains: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """The same in a process that has imported Megatron already, most of a short command's time.
+
+    Where it `trains`, its ranks find done what engine_runs.prepare does for them.
+    """
     folder.mkdir()
-    in_warm_process(run_command, arguments, folder, log=folder / "log", timeout=200)
+    in_warm_process(run_command, arguments, folder, trains, log=folder / "log", timeout=200)
     status, out, err = ((folder / name).read_text() for name in ("status", "stdout", "stderr"))
     return subprocess.CompletedProcess(arguments, int(status), out, err)
 
@@ -66,7 +73,7 @@ def warm_megatron_loco(*arguments: str, folder: Path) -> subprocess.CompletedPro
 def test_compare_leaves_table_picture_and_one_folder_per_method(tmp_path: Path) -> None:
     out = tmp_path / "quick"
     arguments = ("compare", CONFIG, *SMALL, "megatron.train_iters=6", "--out", str(out))
-    done = warm_megatron_loco(*arguments, folder=tmp_path / "command")
+    done = warm_megatron_loco(*arguments, folder=tmp_path / "command", trains=True)
     assert done.returncode == 0, done.stderr
     content = json.loads((out / "comparison.json").read_text())
     assert list(content["runs"]) == ["none", "loco"]
