@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from workflows.engine_runs import ROOT
-from workflows.test_train import SMALL, alive, children, command, megatron_loco
+from workflows.test_train import SMALL, alive, children, command, megatron_loco, warm_megatron_loco
 
 SETTINGS = dict(item.split("=", 1) for item in SMALL)
 STEPS = 4
@@ -77,7 +77,7 @@ def test_killed_and_started_again_it_makes_what_is_left_and_reports_what_failed(
     before = made(out)
     assert before.keys() == {"method=none/seed-1"}
 
-    done = megatron_loco(*arguments)
+    done = warm_megatron_loco(*arguments, folder=tmp_path / "second")
     assert done.returncode == 1, done.stderr  # two runs of six failed; the others were made
     after = made(out)
     assert len(after) == 4
@@ -93,7 +93,7 @@ def test_killed_and_started_again_it_makes_what_is_left_and_reports_what_failed(
     for name in ("ablation.md", "differences.png", "curves.png"):
         assert (out / name).stat().st_size > 0
 
-    again = megatron_loco(*arguments)  # nothing is left, also of what failed
+    again = warm_megatron_loco(*arguments, folder=tmp_path / "third")  # nothing is left, also of what failed
     assert again.returncode == 1
     assert made(out) == after
     assert (out / "results.csv").read_text().splitlines() == lines
@@ -104,7 +104,7 @@ def test_ctrl_c_says_how_to_go_on_and_a_task_makes_one_run(tmp_path: Path) -> No
     endless = [*arguments, "megatron.train_iters=100000"]
     process = start(endless)
     wait(process, lambda: (out / "method=none/seed-1/metrics.jsonl").exists())
-    blocked = megatron_loco(*endless)
+    blocked = warm_megatron_loco(*endless, folder=tmp_path / "blocked")
     assert blocked.returncode == 2
     assert "another `ablate` is at work" in blocked.stderr
     process.send_signal(signal.SIGINT)
@@ -113,10 +113,11 @@ def test_ctrl_c_says_how_to_go_on_and_a_task_makes_one_run(tmp_path: Path) -> No
     assert "the same command goes on where this one was stopped" in err
     assert not made(out)
 
-    early = megatron_loco(*arguments, "--task", "1", "megatron.exit_interval=2")
+    flags = ("--task", "1", "megatron.exit_interval=2")
+    early = warm_megatron_loco(*arguments, *flags, folder=tmp_path / "early")
     assert early.returncode == 1
     assert "failed: ended after step 2 of 4" in early.stderr
-    task = megatron_loco(*arguments, "--task", "1", "--overwrite")
+    task = warm_megatron_loco(*arguments, "--task", "1", "--overwrite", folder=tmp_path / "task")
     assert task.returncode == 0, task.stderr
     assert "method=loco/seed-1" in made(out)
     assert not (out / "results.csv").exists(), "tasks do not write one another's file"

@@ -103,9 +103,10 @@ def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], all_figure
     (runs / "comparison.json").write_text("{}")  # compare's own files are no run
     page = report(tmp_path, runs)
     heads, first, second = page.tables[0]
-    assert heads[:4] == ["run", "method", "bits", "steps"]
+    assert heads[:3] == ["run", "validation loss", "against the first"]  # what a narrow screen shows first
+    assert heads[-3:] == ["method", "bits", "steps"]
     row = dict(zip(heads, second, strict=True))
-    assert first[:4] == ["none", "none", "–", "100"]  # uncompressed runs first: the others' baseline
+    assert [first[0], *first[-3:]] == ["none", "none", "–", "100"]  # uncompressed first: the others' baseline
     assert first[heads.index("against the first")] == "–"
     assert row["run"] == "loco"
     assert row["bits"] == "4"
@@ -228,7 +229,8 @@ def test_a_run_started_without_a_configuration(tmp_path: Path) -> None:
     (run / "config.yaml").unlink()
     (run / "command.txt").unlink()
     page = report(tmp_path, run, write_run(tmp_path / "other", bits=2), write_run(tmp_path / "third", bits=8))
-    assert page.tables[0][1][:4] == ["script", "loco", "4", "100"]
+    row = page.tables[0][1]
+    assert [row[0], *row[-3:]] == ["script", "loco", "4", "100"]
     assert ["compression.bits", "not recorded", "2", "8"] in page.tables[1]
 
 
@@ -243,7 +245,9 @@ def test_values_that_are_no_numbers(tmp_path: Path, all_figures: None) -> None:
         record["compression_snr_db"] = float("nan")
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     page = report(tmp_path, run, write_run(tmp_path / "none", "none"))
-    assert page.tables[0][1][4:7] == ["nan", "–", "–"]
+    row = dict(zip(*page.tables[0][:2], strict=True))
+    losses = ("training loss", "validation loss", "against the first")
+    assert [row[loss] for loss in losses] == ["nan", "–", "–"]
     assert "diverged: nan" in page.labels()["Training loss"]
     assert "diverged: 16.0" in page.labels()["Signal-to-noise ratio of compression"]
     assert "NaN" not in page.source.partition("</style>")[2]  # no coordinate is

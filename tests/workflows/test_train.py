@@ -91,6 +91,33 @@ def test_compare_leaves_table_picture_and_one_folder_per_method(tmp_path: Path) 
     assert "--compression-method loco --compression-bits 4" in shown
 
 
+def test_an_interrupted_comparison_goes_on_and_makes_nothing_twice(tmp_path: Path) -> None:
+    out = tmp_path / "quick"
+    arguments = ("compare", CONFIG, *SMALL, "megatron.train_iters=4", "--out", str(out))
+    whole = warm_megatron_loco(*arguments, folder=tmp_path / "whole", trains=True)
+    assert whole.returncode == 0, whole.stderr
+    results = [out / name for name in ("comparison.json", "comparison.md", "comparison.png")]
+    losses = [json.loads(results[0].read_text())["runs"][name]["valid_loss"] for name in ("none", "loco")]
+    for path in (*results, out / "loco/summary.json"):  # as a kill during the second run would leave it
+        path.unlink()
+    before = (out / "none/summary.json").stat().st_mtime_ns
+
+    resumed = warm_megatron_loco(*arguments, "--resume", folder=tmp_path / "resumed", trains=True)
+    assert resumed.returncode == 0, resumed.stderr
+    assert (out / "none/summary.json").stat().st_mtime_ns == before, "a run that is done was made again"
+    runs = json.loads(results[0].read_text())["runs"]
+    assert [runs[name]["valid_loss"] for name in ("none", "loco")] == losses
+    assert [row["step"] for row in map(json.loads, (out / "loco/metrics.jsonl").open())] == [1, 2, 3, 4]
+    assert all(path.stat().st_size for path in results)
+
+    other = warm_megatron_loco(*arguments, "megatron.lr=1e-4", "--resume", folder=tmp_path / "other")
+    assert other.returncode == 2
+    assert f"out: {out / 'none'} holds a run of another configuration" in other.stderr
+    both = warm_megatron_loco(*arguments, "--resume", "--overwrite", folder=tmp_path / "both")
+    assert both.returncode == 2
+    assert "--overwrite: not allowed with argument --resume" in both.stderr
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

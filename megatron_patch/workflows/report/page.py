@@ -100,9 +100,9 @@ def _rows(groups: Sequence[Group]) -> list[Row]:
             group.name,
             table.state(group.runs),
             [
+                *table.cells(group.counted, found),
                 *table.method_and_bits(group.runs),
                 table.steps(group.runs),
-                *table.cells(group.counted, found),
             ],
         )
         for group in groups
@@ -118,7 +118,7 @@ def _each_run(named: Sequence[Named], groups: Sequence[Group]) -> list[Row]:
         (
             name,
             table.state([run]),
-            [*table.method_and_bits([run]), table.steps([run]), *table.cells([run], found)],
+            [*table.cells([run], found), *table.method_and_bits([run]), table.steps([run])],
         )
         for name, run in named
     ]

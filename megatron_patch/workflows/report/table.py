@@ -48,9 +48,10 @@ def digits(value: float) -> str:
 
 
 COLUMNS = (
-    Column("train_loss", "training loss", ".4f"),
+    # First what a narrow screen shows without moving the table.
     Column("valid_loss", "validation loss", ".4f"),
     Column("difference", "against the first", "+.2f", unit=" %"),
+    Column("train_loss", "training loss", ".4f"),
     Column("step_seconds", "step time (s)"),
     Column("gradient_bits", "bits per gradient element", ".2f"),
     Column("gradient_bytes", "gradient MB per step", factor=1e-6),
