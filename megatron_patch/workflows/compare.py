@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_patch.errors import UserError
-from megatron_patch.workflows import configuration, paths, run_state, train
+from megatron_patch.workflows import configuration, launcher, paths, run_state, train
 from megatron_patch.workflows.pictures import draw_comparison
 from megatron_patch.workflows.run_state import State
 
@@ -60,7 +60,11 @@ def run(args: argparse.Namespace) -> int:
             train.check_folder(out / name, args.overwrite)
     prepared = {name: train.prepare_run(one, out / name) for name, one in runs.items()}
     width = max(map(len, names))
-    summaries = {name: _summary(one, name.ljust(width), args) for name, one in prepared.items()}
+    try:
+        summaries = {name: _summary(one, name.ljust(width), args) for name, one in prepared.items()}
+    except (KeyboardInterrupt, launcher.Stopped):
+        print("the same command with --resume goes on where this one was stopped", file=sys.stderr)
+        raise
     write_comparison(out, summaries)
     return 0
 

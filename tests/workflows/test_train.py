@@ -14,7 +14,7 @@ import pytest
 from worker_pool import in_warm_process
 from workflows.engine_runs import MODEL, ROOT, SCRIPT, STEPS, cpu_flags, prepare
 
-from megatron_patch.workflows import cli, launcher
+from megatron_patch.workflows import cli, launcher, train
 from megatron_patch.workflows.configuration import Launch
 
 SMALL = [
@@ -116,6 +116,20 @@ def test_an_interrupted_comparison_goes_on_and_makes_nothing_twice(tmp_path: Pat
     both = warm_megatron_loco(*arguments, "--resume", "--overwrite", folder=tmp_path / "both")
     assert both.returncode == 2
     assert "--overwrite: not allowed with argument --resume" in both.stderr
+
+
+def test_a_stopped_comparison_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: object) -> None:
+        raise launcher.Stopped("stopped by SIGINT")
+
+    monkeypatch.setattr(train, "prepare_run", lambda run, folder: (run, folder))
+    monkeypatch.setattr(train, "execute", stop)
+    assert cli.main(["compare", CONFIG, "--out", str(tmp_path)]) == 1
+    err = capsys.readouterr().err
+    assert "the same command with --resume goes on where this one was stopped" in err
+    assert err.splitlines()[-1] == "megatron-loco: error: stopped by SIGINT"
 
 
 @pytest.mark.parametrize(
