@@ -12,7 +12,7 @@ import pytest
 from report_runs import VERSIONS, write_run
 
 from megatron_patch.workflows import cli
-from megatron_patch.workflows.report import figures
+from megatron_patch.workflows.report import figures, quantities
 from megatron_patch.workflows.report.groups import group_runs, run_names
 from megatron_patch.workflows.report.runs import read_runs
 
@@ -21,7 +21,7 @@ from megatron_patch.workflows.report.runs import read_runs
 def one_figure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Most tests look at one figure, the loss: drawing takes most of their time."""
     if "all_figures" not in request.fixturenames:
-        monkeypatch.setattr(figures, "QUANTITIES", figures.QUANTITIES[:1])
+        monkeypatch.setattr(quantities, "QUANTITIES", quantities.QUANTITIES[:1])
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], all_figure
     assert row["error state MB"] == "0.483"
     assert row["tokens per second"] == "15,837"
     assert page.tables[1] == [["key", "none", "loco"], ["compression.method", "none", "loco"]]
-    titles = {quantity.title for quantity in figures.QUANTITIES}
+    titles = {quantity.title for quantity in quantities.QUANTITIES}
     assert set(page.labels()) == titles
     labels = page.labels()
     assert "none: 0.260; loco: 0.260" in labels["Step time"]
@@ -155,7 +155,7 @@ def test_the_page_is_one_file_that_names_no_other(tmp_path: Path, all_figures: N
     identifiers = [value for name, value in page.attributes if name == "id"]
     assert len(identifiers) == len(set(identifiers))
     used = set(re.findall(r"url\(#([^)]*)\)", page.source))
-    assert len(used) == len(figures.QUANTITIES)  # each picture its own clipping
+    assert len(used) == len(quantities.QUANTITIES)  # each picture its own clipping
     assert used <= set(identifiers)
 
 
@@ -300,7 +300,7 @@ def test_many_configurations(tmp_path: Path) -> None:
     assert "Lines are means of a configuration's runs" in page.text
     samples = re.findall(r'<path d="M1 4H29" style="([^"]*)" stroke-dasharray="([^"]*)"', page.source)
     assert len(set(samples)) == 28  # no two look alike
-    assert page.source.count('class="key-27"') == len(figures.QUANTITIES)
+    assert page.source.count('class="key-27"') == len(quantities.QUANTITIES)
     assert 'class="key-28"' not in page.source
     transposed = page.tables[2]
     assert transposed[0] == ["configuration", "megatron.seed", "compression.bits", "compression.block_size"]

@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from megatron_patch import __version__
-from megatron_patch.workflows.report import figures, table
+from megatron_patch.workflows.report import figures, quantities, table
 from megatron_patch.workflows.report.groups import SEEDS, Group, differences, group_runs, run_names
 from megatron_patch.workflows.report.runs import Run
 
@@ -50,7 +50,7 @@ def render(runs: Sequence[Run]) -> str:
     )
     environment.filters["foldable"] = _foldable
     named = list(zip(run_names(runs), runs, strict=True))
-    shown = [figures.draw(quantity, drawn) for quantity in figures.QUANTITIES]
+    shown = [figures.draw(quantity, drawn) for quantity in quantities.QUANTITIES]
     return environment.get_template("page.html").render(
         heading=_heading(runs, groups),
         names=[group.name for group in groups],
@@ -67,7 +67,7 @@ def render(runs: Sequence[Run]) -> str:
         thin_lines=len(drawn) <= figures.MOST_EACH,
         missing=[
             quantity.title
-            for quantity, figure in zip(figures.QUANTITIES, shown, strict=True)
+            for quantity, figure in zip(quantities.QUANTITIES, shown, strict=True)
             if figure is None and (quantity.key != "difference" or len(groups) > 1)
         ],
         differences=differences(groups),
