@@ -18,6 +18,7 @@ from rich.table import Table
 from megatron_patch.errors import UserError
 from megatron_patch.workflows import configuration, launcher, paths, run_state, train
 from megatron_patch.workflows.pictures import draw_comparison
+from megatron_patch.workflows.prepared_run import PreparedRun, prepare_run
 from megatron_patch.workflows.run_state import State
 
 _COLUMNS = (
@@ -57,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
         if args.resume:
             run_state.check_unchanged(out / name, one)
         else:
-            train.check_folder(out / name, args.overwrite)
-    prepared = {name: train.prepare_run(one, out / name) for name, one in runs.items()}
+            run_state.check_folder(out / name, args.overwrite)
+    prepared = {name: prepare_run(one, out / name) for name, one in runs.items()}
     width = max(map(len, names))
     try:
         summaries = {name: _summary(one, name.ljust(width), args) for name, one in prepared.items()}
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _summary(one: train.PreparedRun, label: str, args: argparse.Namespace) -> dict[str, Any]:
+def _summary(one: PreparedRun, label: str, args: argparse.Namespace) -> dict[str, Any]:
     """What a run left: made now, or gone on with, or there already."""
     if not args.resume:
         return train.execute(one, label, args.overwrite)

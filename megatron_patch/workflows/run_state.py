@@ -14,12 +14,16 @@ from __future__ import annotations
 import enum
 import functools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 from megatron_patch.errors import UserError
 from megatron_patch.workflows import checkpoints, configuration
 from megatron_patch.workflows.configuration import RunConfig
+
+_OWN_FILES = ("config.yaml", "command.txt", "metrics.jsonl", "summary.json")
+_OWN_FOLDERS = ("tensorboard", "logs", "failures")
 
 
 class State(enum.Enum):
@@ -58,6 +62,47 @@ def check_unchanged(folder: Path, wanted: RunConfig) -> None:
             f"out: {folder} holds a run of another configuration; choose another folder, or add --overwrite "
             "to make it anew"
         )
+
+
+def check_folder(folder: Path, overwrite: bool, resume: bool = False) -> None:
+    """Look whether a run may start in `folder`, or go on there.
+
+    Raises:
+        UserError: it holds a run already, and neither `overwrite` nor `resume` was asked for; it holds
+            checkpoints, which only `resume` may use; or it holds none to resume from.
+    """
+    step = checkpoints.latest_step(folder)
+    if resume and step is None:
+        raise UserError(
+            f"resume: {folder} holds no checkpoint to go on from; start anew (--overwrite replaces a run), "
+            "with megatron.save_interval=STEPS to have checkpoints written"
+        )
+    if step is not None and not resume:
+        raise UserError(
+            f"out: {folder} holds a run with checkpoints; add --resume to `megatron-loco train` to go on "
+            f"from step {step}, choose another folder, or remove {checkpoints.checkpoints(folder)} for a new "
+            "start"
+        )
+    if (folder / "config.yaml").exists() and not overwrite and not resume:
+        raise UserError(f"out: {folder} holds a run already; choose another folder or add --overwrite")
+
+
+def claim_folder(folder: Path, overwrite: bool, resume: bool = False) -> None:
+    """Make `folder` ready for a new run, or for one to go on with its metrics, logs and TensorBoard files.
+
+    Raises:
+        UserError: as `check_folder` does, or the folder cannot be written.
+    """
+    check_folder(folder, overwrite, resume)
+    files, folders = (("summary.json",), ("failures",)) if resume else (_OWN_FILES, _OWN_FOLDERS)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in files:
+            (folder / name).unlink(missing_ok=True)
+        for name in folders:
+            shutil.rmtree(folder / name, ignore_errors=True)
+    except OSError as error:
+        raise UserError(f"out: {folder} cannot be written: {error.strerror}") from error
 
 
 @functools.cache  # an ablation asks after every run for all of them

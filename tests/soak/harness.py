@@ -100,7 +100,8 @@ class Runs:
         self._random = random.Random(soak.seed)
 
     def _prepare(self, folder: Path, max_restarts: int) -> Any:
-        from megatron_patch.workflows import configuration, paths, train
+        from megatron_patch.workflows import configuration, paths
+        from megatron_patch.workflows.prepared_run import prepare_run
 
         soak = self._soak
         megatron = [*MODEL, f"train_iters={soak.steps}", f"save_interval={SAVE_INTERVAL}"]
@@ -115,7 +116,7 @@ class Runs:
         ]
         recipe = paths.method_recipe(soak.method)
         run = configuration.load(ROOT / "configs/models/llama_tiny.yaml", overrides, and_files=[recipe])
-        return train.prepare_run(run, folder)
+        return prepare_run(run, folder)
 
     def undisturbed(self) -> Path:
         """The run that all others are compared with."""

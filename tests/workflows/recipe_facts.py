@@ -36,9 +36,10 @@ PARTS = {"word_embeddings": "embedding", "output_layer": "output", ".experts.": 
 
 def arguments(recipe: Path, overrides: list[str]) -> Namespace:
     """Megatron's validated arguments for a recipe, as the command line's dry run gets them."""
-    from megatron_patch.workflows import configuration, train
+    from megatron_patch.workflows import configuration
+    from megatron_patch.workflows.prepared_run import prepare_run
 
-    return train.prepare_run(configuration.load(recipe, overrides), Path("nowhere"), dry=True).args
+    return prepare_run(configuration.load(recipe, overrides), Path("nowhere"), dry=True).args
 
 
 def elements(args: Namespace, layers: int) -> Counter[str]:

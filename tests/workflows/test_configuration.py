@@ -10,7 +10,7 @@ from megatron_patch.errors import UserError
 from megatron_patch.workflows import configuration
 from megatron_patch.workflows.cli import main
 from megatron_patch.workflows.paths import shipped
-from megatron_patch.workflows.train import claim_folder
+from megatron_patch.workflows.run_state import claim_folder
 
 LLAMA = shipped("configs/models/llama_tiny.yaml")
 RECIPES = sorted(path for path in shipped("configs").glob("*/*.yaml") if path.parent.name != "ablations")

@@ -14,7 +14,7 @@ from workflows.engine_runs import MODEL, ROOT, SCRIPT, cpu_flags
 from workflows.test_train import CONFIG, SMALL, children, command, megatron_loco
 
 from megatron_patch.errors import UserError
-from megatron_patch.workflows import checkpoints, launcher, train
+from megatron_patch.workflows import checkpoints, launcher, run_state
 from megatron_patch.workflows.cli import main
 from megatron_patch.workflows.configuration import Launch
 
@@ -184,7 +184,7 @@ def test_what_resume_keeps(tmp_path: Path) -> None:
     for name in [*kept, "failures/rank-0.json", "summary.json"]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    train.claim_folder(tmp_path, overwrite=False, resume=True)
+    run_state.claim_folder(tmp_path, overwrite=False, resume=True)
     for name in kept:
         assert (tmp_path / name).read_text() == name
     assert not (tmp_path / "failures").exists()

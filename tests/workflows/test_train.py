@@ -14,7 +14,7 @@ import pytest
 from worker_pool import in_warm_process
 from workflows.engine_runs import MODEL, ROOT, SCRIPT, STEPS, cpu_flags, prepare
 
-from megatron_patch.workflows import cli, launcher, train
+from megatron_patch.workflows import cli, compare, launcher, train
 from megatron_patch.workflows.configuration import Launch
 
 SMALL = [
@@ -124,7 +124,7 @@ def test_a_stopped_comparison_says_how_to_go_on(
     def stop(*_: object) -> None:
         raise launcher.Stopped("stopped by SIGINT")
 
-    monkeypatch.setattr(train, "prepare_run", lambda run, folder: (run, folder))
+    monkeypatch.setattr(compare, "prepare_run", lambda run, folder: (run, folder))
     monkeypatch.setattr(train, "execute", stop)
     assert cli.main(["compare", CONFIG, "--out", str(tmp_path)]) == 1
     err = capsys.readouterr().err

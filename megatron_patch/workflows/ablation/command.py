@@ -28,6 +28,7 @@ from megatron_patch.workflows import launcher, progress, run_state, train
 from megatron_patch.workflows.ablation import definition, pictures
 from megatron_patch.workflows.ablation.definition import Ablation, Run
 from megatron_patch.workflows.ablation.results import Results
+from megatron_patch.workflows.prepared_run import prepare_run
 from megatron_patch.workflows.run_state import State
 
 
@@ -111,7 +112,7 @@ def _check(left: Sequence[Run]) -> None:
         if one.cell.name not in seen:
             seen.add(one.cell.name)
             try:
-                train.prepare_run(one.configured, one.folder)
+                prepare_run(one.configured, one.folder)
             except UserError as error:
                 raise UserError(f"cell {one.cell.name}: {error}") from error
 
@@ -122,7 +123,7 @@ def _make_one(one: Run, board: progress.Board, cache: Path | None) -> str:
         shutil.rmtree(one.folder)
     run_state.forget_failure(one.folder)
     try:
-        prepared = train.prepare_run(one.configured, one.folder, cache=cache)
+        prepared = prepare_run(one.configured, one.folder, cache=cache)
         summary = train.go_on(prepared, one.label, board)
     except launcher.Stopped:
         raise
