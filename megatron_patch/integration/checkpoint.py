@@ -31,7 +31,8 @@ import torch.distributed as dist
 
 from megatron_patch.integration import tracker
 from megatron_patch.integration.attach import compressor_of
-from megatron_patch.integration.saved_errors import Checkpoint, ErrorSave, restore
+from megatron_patch.integration.restored_errors import Checkpoint, restore
+from megatron_patch.integration.saved_errors import ErrorSave
 
 _MODULE = "megatron.training.checkpointing"
 _ID = "compression_checkpoint_id"

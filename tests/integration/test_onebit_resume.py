@@ -95,7 +95,8 @@ def resume(folder: str, model: dict[str, Any], compression: dict[str, Any], swit
     import torch
 
     import megatron_patch
-    from megatron_patch.integration.saved_errors import Checkpoint, ErrorSave, restore
+    from megatron_patch.integration.restored_errors import Checkpoint, restore
+    from megatron_patch.integration.saved_errors import ErrorSave
 
     tiny, attachment = start(model, compression, seed=1234)
     kept: dict[int, tuple[dict[str, Any], str]] = {}
@@ -184,7 +185,8 @@ def change_ranks(folder: str, model: dict[str, Any], save: bool) -> tuple[Any, l
 
     import megatron_patch
     from megatron_patch.integration.attach import compressor_of
-    from megatron_patch.integration.saved_errors import Checkpoint, ErrorSave, restore
+    from megatron_patch.integration.restored_errors import Checkpoint, restore
+    from megatron_patch.integration.saved_errors import ErrorSave
 
     gpt = build(**model)
     config = megatron_patch.CompressionConfig(method="onebit_adam", warmup_steps=4, error_dtype="fp32")

@@ -135,7 +135,7 @@ def save(folder: str, parallel: dict[str, Any], compression: dict[str, Any]) -> 
 def _captured() -> Iterator[list[str]]:
     """What is logged meanwhile about saved errors."""
     lines: list[str] = []
-    logger = logging.getLogger("megatron_patch.integration.saved_errors")
+    logger = logging.getLogger("megatron_patch.integration.restored_errors")
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     level = logger.level
@@ -154,7 +154,7 @@ def load(folder: str, parallel: dict[str, Any], compression: dict[str, Any]) -> 
 
     import megatron_patch
     from megatron_patch.integration.attach import attachment_of
-    from megatron_patch.integration.saved_errors import Checkpoint, restore
+    from megatron_patch.integration.restored_errors import Checkpoint, restore
 
     gpt = _build(parallel, compression)
     if Path(folder, "weights").exists():
@@ -423,7 +423,7 @@ def load_damaged(folder: str, ids: str, parallel: dict[str, Any]) -> dict[str, A
 
     import megatron_patch
     from megatron_patch.integration.attach import compressor_of
-    from megatron_patch.integration.saved_errors import Checkpoint, restore
+    from megatron_patch.integration.restored_errors import Checkpoint, restore
 
     found: dict[str, Any] = {}
     for strict in (False, True):
