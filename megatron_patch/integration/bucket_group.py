@@ -8,9 +8,9 @@ Then it calls a collective per bucket, in order:
       with several instances of it         and `torch.distributed.all_reduce` of the shard, between instances
     replicated optimizer                   `torch.distributed.all_reduce` of the bucket
 
-So the method is overridden on the INSTANCE. For the length of the original call the module's two globals
-(`dist_reduce_scatter_func`, and `torch` by a view of it) only write down what they are asked for; after it,
-the same collectives run in low bits, and where upstream left a handle it gets ours.
+So the method is overridden on the INSTANCE. For the length of the original call the module's two globals only
+write down what they are asked for (noting.py); after it, the same collectives run in low bits, and where
+upstream left a handle it gets ours.
 
 Why not one layer down (torch.distributed itself)? Other users of it would be hit. Why not one layer up (the
 whole method)? It differs between releases. Why after the call and not within? Upstream calls within
@@ -23,13 +23,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 
 from megatron_patch.collectives.all_reduce import SenderAndOwner
@@ -38,6 +36,7 @@ from megatron_patch.collectives.topology import NoTwoHops, TwoHops, ranks_per_no
 from megatron_patch.collectives.two_hop import TwoHopSender
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.integration.compressor import Compressor
+from megatron_patch.integration.noting import Asked, noting
 from megatron_patch.integration.wire import stock_gradients
 
 _WHAT = "gradient exchange"
@@ -71,48 +70,6 @@ class _AllHandles:
                 for handle in self._handles:
                     handle.wait()
             torch.cuda.current_stream().wait_stream(self._stream)
-
-
-@dataclass
-class _Asked:
-    """The collectives that upstream asked for, one per bucket, as (output, input) and (tensor); not run."""
-
-    reduce_scatter: list[tuple[torch.Tensor, torch.Tensor]]
-    all_reduce: list[torch.Tensor]
-    average: bool = False
-
-
-class _View:
-    """A module with some of its names replaced; every other name is the module's own."""
-
-    def __init__(self, module: Any, **replaced: Any) -> None:
-        self.__dict__.update(replaced, _module=module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-@contextmanager
-def _noting() -> Iterator[_Asked]:
-    """Within the block, upstream's gradient collectives are written down instead of run."""
-    asked = _Asked([], [])
-
-    def reduce_scatter(output: torch.Tensor, input: torch.Tensor, op: Any = None, **_: Any) -> None:
-        asked.reduce_scatter.append((output, input))
-        asked.average = op == dist.ReduceOp.AVG
-
-    def all_reduce(tensor: torch.Tensor, op: Any = None, **_: Any) -> None:
-        asked.all_reduce.append(tensor)
-        asked.average = op == dist.ReduceOp.AVG
-
-    module: Any = param_and_grad_buffer
-    before = module.dist_reduce_scatter_func, module.torch
-    module.dist_reduce_scatter_func = reduce_scatter
-    module.torch = _View(before[1], distributed=_View(before[1].distributed, all_reduce=all_reduce))
-    try:
-        yield asked
-    finally:
-        module.dist_reduce_scatter_func, module.torch = before
 
 
 class BucketGroupSeam:
@@ -265,7 +222,7 @@ class BucketGroupSeam:
             self._original(force_all_reduce=force_all_reduce)
             return
 
-        with _noting() as asked:
+        with noting() as asked:
             self._original(force_all_reduce=force_all_reduce)
         self._check(asked)
         stream = self._stream()
@@ -284,14 +241,14 @@ class BucketGroupSeam:
         """1-bit Adam after its warm-up: the optimizer's step will exchange momentum (onebit_adam.py)."""
         if force_all_reduce:
             raise RuntimeError("megatron-loco: onebit_adam reduces no gradients after its warm-up")
-        with _noting() as asked:
+        with noting() as asked:
             self._original(force_all_reduce=force_all_reduce)
         self._check(asked)
         self.mean_factor = 1.0 if asked.average else float(self.momentum_group.size())
         if self.group.grad_reduce_handle is not None:
             self.group.grad_reduce_handle = _AllHandles([], [])
 
-    def _start(self, asked: _Asked) -> Sequence[_Handle]:
+    def _start(self, asked: Asked) -> Sequence[_Handle]:
         """Run what was asked for; the last collective of each bucket may still be under way."""
         run, average = self._compressor, asked.average
         handles: list[_Handle] = []
@@ -324,7 +281,7 @@ class BucketGroupSeam:
         stream.wait_stream(torch.cuda.current_stream())
         return stream
 
-    def _check(self, asked: _Asked) -> None:
+    def _check(self, asked: Asked) -> None:
         buckets = len(self.group.buckets)
         expected = (buckets if self.scatter_group else 0, buckets if self.reduce_group else 0)
         found = (len(asked.reduce_scatter), len(asked.all_reduce))
