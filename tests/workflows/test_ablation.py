@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.image import imread
 from scipy import stats
 
 from megatron_patch.workflows import run_state
@@ -305,7 +306,25 @@ def test_results(ablation: Ablation, tmp_path: Path) -> None:
     pictures.draw_differences(out / "differences.png", results)
     pictures.draw_curves(out / "curves.png", results)
     for name in ("differences.png", "curves.png"):
-        assert (out / name).read_bytes().startswith(b"\x89PNG")
+        check_picture(out / name)
+
+
+def check_picture(path: Path) -> None:
+    """Something is drawn, and nothing cut off."""
+    pixels = imread(path)[..., :3]
+    assert pixels.min() < 0.2
+    for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]):
+        assert edge.min() == 1, f"{path.name}: something is cut off"
+
+
+def test_long_names_leave_room_for_what_the_axis_says(tmp_path: Path) -> None:
+    text = TEXT.replace("save_error: false", "reset_interval: 10, compression.block_size: shard")
+    ablation = definition.read(define(tmp_path, text))
+    runs = ablation.runs(tmp_path)
+    for run in runs:
+        leave(run, 2.0 + 0.1 * len(run.cell.name))
+    pictures.draw_differences(tmp_path / "differences.png", Results(ablation, runs))
+    check_picture(tmp_path / "differences.png")
 
 
 def test_results_of_a_part(ablation: Ablation, tmp_path: Path) -> None:

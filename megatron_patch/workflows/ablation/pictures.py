@@ -52,9 +52,11 @@ def draw_differences(path: Path, results: Results) -> None:
     axes.set_yticks(range(len(found)), [cell.name.replace(",", ", ") for cell, _ in found])
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.25)
-    axes.set_xlabel(
+    # Of the figure, not of the axes: beside long names these are narrower than the text.
+    figure.supxlabel(
         f"validation loss against {results.ablation.baseline.name} of the same seed, in %\n"
-        "mean and 95 % interval, each seed a faint dot; grey: the interval contains zero"
+        "mean and 95 % interval, each seed a faint dot; grey: the interval contains zero",
+        fontsize=10,
     )
     figure.savefig(path, dpi=140)
     plt.close(figure)
