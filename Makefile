@@ -21,7 +21,7 @@ $(READY): requirements.lock pyproject.toml tools/setup.sh $(KERNELS)
 pretrain: $(READY) ## train the tiny LLaMA uncompressed and with 4-bit LoCo, and compare
 	@$(BIN)/megatron-loco compare configs/models/llama_tiny.yaml --methods none,loco --out runs/quickstart --overwrite
 
-test: $(READY) ## the tests (about 10 minutes on 2 cores)
+test: $(READY) ## the tests (less than 10 minutes on 2 cores)
 	@$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-compat: $(READY) ## the seam's tests on the older megatron-core releases that are supported
