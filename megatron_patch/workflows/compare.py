@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         summaries = {name: _summary(one, name.ljust(width), args) for name, one in prepared.items()}
     except (KeyboardInterrupt, launcher.Stopped):
-        print("the same command with --resume goes on where this one was stopped", file=sys.stderr)
+        instead = " in place of --overwrite" if args.overwrite else ""
+        print(f"the same command with --resume{instead} goes on where this one was stopped", file=sys.stderr)
         raise
     write_comparison(out, summaries)
     return 0

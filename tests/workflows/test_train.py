@@ -130,6 +130,8 @@ def test_a_stopped_comparison_says_how_to_go_on(
     err = capsys.readouterr().err
     assert "the same command with --resume goes on where this one was stopped" in err
     assert err.splitlines()[-1] == "megatron-loco: error: stopped by SIGINT"
+    assert cli.main(["compare", CONFIG, "--out", str(tmp_path), "--overwrite"]) == 1
+    assert "the same command with --resume in place of --overwrite goes on" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
