@@ -1,4 +1,6 @@
-"""What a run's folder says of it: the only record of how far an ablation, or a comparison, has come.
+"""What a run's folder says of it, and whether a run may begin there.
+
+The folders are the only record of how far an ablation, or a comparison, has come.
 
     config.yaml alone           interrupted: it goes on from its last checkpoint, or starts anew without one
     summary.json                done: written in one piece, as the run's last act; of fewer steps than were
@@ -79,7 +81,7 @@ def check_folder(folder: Path, overwrite: bool, resume: bool = False) -> None:
         )
     if step is not None and not resume:
         raise UserError(
-            f"out: {folder} holds a run with checkpoints; add --resume to `megatron-loco train` to go on "
+            f"out: {folder} holds a run with checkpoints; add --resume to go on "
             f"from step {step}, choose another folder, or remove {checkpoints.checkpoints(folder)} for a new "
             "start"
         )
