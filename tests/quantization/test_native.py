@@ -70,6 +70,19 @@ def test_the_reduced_shard_is_the_reference_s_bits(size, bits, block_size, varia
         check_decompress_reduce(native, BlockLayout.of(size, 1, bits, block_size), device=CPU, **options)
 
 
+@pytest.mark.parametrize("bits", [4, 1])
+@pytest.mark.parametrize("variant", range(len(native.variants())))
+def test_the_energies_of_a_long_block_are_as_exact_as_those_of_a_short_one(bits, variant):
+    layout = BlockLayout.of(1_000_000, 1, bits, "shard")
+    gradient = 1 + torch.rand(1_000_000, generator=torch.Generator().manual_seed(1))
+    mine, theirs = sender_of(layout, CPU), sender_of(layout, CPU)
+    payload = torch.empty(1, layout.payload_bytes, dtype=torch.uint8)
+    with native.using(variant):
+        native.compress(gradient, payload, layout, {}, 0.0, None, mine.statistics)
+    theirs.compress_in_torch(gradient, payload, None)
+    torch.testing.assert_close(mine.statistics, theirs.statistics, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("bits", [8, 4, 2, 1])
 def test_every_length_from_1_to_1000_comes_back(bits):
     for size in range(1, 1001):

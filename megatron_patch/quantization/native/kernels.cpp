@@ -85,11 +85,13 @@ float scale_of(float wanted) {  // rounded up to bf16
   return std::min(as_float((as_bits(wanted) + 0xffff) & 0xffff0000), largest_scale<bits>());
 }
 
-// Sums of squares of one block. Added up in fp32 within the loops that have the values at hand anyway; where
-// a square would leave the range of fp32, again in fp64.
+// Sums of squares of one block. Added up in fp32, some hundred at a time, within the loops that have the values
+// at hand anyway; where a square would leave the range of fp32, again in fp64.
+constexpr int64_t PIECE = 512;
+
 struct Energies {
-  float h = 0, r = 0, g = 0, e = 0;
-  bool trustworthy() const { return h > 1e-28f && g < 1e37f && e < 1e37f && h < 1e37f; }
+  double h = 0, r = 0, g = 0, e = 0;
+  bool trustworthy() const { return h > 1e-28 && g < 1e37 && e < 1e37 && h < 1e37; }
 };
 
 inline double energy(const float *values, int64_t n) {
@@ -103,33 +105,31 @@ inline float clamp(float value) {
   return std::max(std::min(value, levels<bits>()), -levels<bits>());
 }
 
+// --- whole numbers ---
+
+// 1.5 * 2^23: its sum with a number is whole, rounded with ties to even, the number in its lowest bits. The
+// compiler does not see that it must stay in int8's range, and narrows a vector in few instructions.
+constexpr float WHOLE = 12582912.0f;
+
 // --- codes <-> bytes: the first element in the lowest bits ---
 
+// Pairs of numbers of `bits` bits -> numbers of twice as many.
 template <int bits>
-void pack(const int8_t *codes, int64_t n, uint8_t *bytes) {
+inline void join(const uint8_t *__restrict numbers, int64_t pairs, uint8_t *__restrict joined) {
+  for (int64_t k = 0; k < pairs; ++k)
+    joined[k] = static_cast<uint8_t>(numbers[2 * k] | numbers[2 * k + 1] << bits);
+}
+
+// The lowest bits of n whole numbers. Reads up to 7 behind them; writes no byte more than they need.
+template <int bits>
+void pack(const int32_t *__restrict whole, int64_t n, uint8_t *__restrict scratch, uint8_t *__restrict bytes) {
   constexpr int per_byte = 8 / bits;
-  constexpr unsigned mask = (1u << bits) - 1;
-  if (bits == 8) {
-    std::memcpy(bytes, codes, n);
-    return;
-  }
-  int64_t whole = n / per_byte;
-  for (int64_t k = 0; k < whole; ++k) {
-    unsigned byte = 0;
-    for (int l = 0; l < per_byte; ++l) {
-      unsigned code = static_cast<uint8_t>(codes[k * per_byte + l]);
-      byte |= (bits == 1 ? static_cast<unsigned>(codes[k * per_byte + l] > 0) : code & mask) << (l * bits);
-    }
-    bytes[k] = static_cast<uint8_t>(byte);
-  }
-  if (whole * per_byte < n) {
-    unsigned byte = 0;
-    for (int64_t i = whole * per_byte; i < n; ++i) {
-      unsigned code = bits == 1 ? codes[i] > 0 : static_cast<uint8_t>(codes[i]) & mask;
-      byte |= code << ((i - whole * per_byte) * bits);
-    }
-    bytes[whole] = static_cast<uint8_t>(byte);
-  }
+  int64_t count = (n + per_byte - 1) / per_byte, numbers = count * per_byte;
+  uint8_t *single = bits == 8 ? bytes : scratch, *pair = scratch + numbers, *quad = pair + numbers / 2;
+  for (int64_t i = 0; i < numbers; ++i) single[i] = static_cast<uint8_t>(whole[i] & ((1 << bits) - 1));
+  if (bits == 4) join<4>(single, count, bytes);
+  if (bits == 2) join<2>(single, 2 * count, pair), join<4>(pair, count, bytes);
+  if (bits == 1) join<1>(single, 4 * count, pair), join<2>(pair, 2 * count, quad), join<4>(quad, count, bytes);
 }
 
 template <int bits>
@@ -150,9 +150,11 @@ void unpack(const uint8_t *bytes, int64_t n, int8_t *codes) {  // writes up to 7
 
 struct Scratch {  // of one block
   std::unique_ptr<float[]> g, e, h, r;
-  std::unique_ptr<int8_t[]> q;
+  std::unique_ptr<int32_t[]> whole;
+  std::unique_ptr<uint8_t[]> bytes;
   explicit Scratch(int64_t n)
-      : g(new float[n]), e(new float[n]), h(new float[n]), r(new float[n]), q(new int8_t[n + 8]) {}
+      : g(new float[n]), e(new float[n]), h(new float[n]), r(new float[n]), whole(new int32_t[n + 8]),
+        bytes(new uint8_t[2 * n + 16]) {}
 };
 
 template <class Float>
@@ -207,7 +209,7 @@ class Compress {
     int64_t length = std::min(layout.block, layout.shard_size - block * layout.block);
     int64_t n = std::max<int64_t>(std::min(length, layout.numel - place), 0);  // of real elements
     float *g = scratch.g.get(), *e = scratch.e.get(), *h = scratch.h.get(), *r = scratch.r.get();
-    int8_t *q = scratch.q.get();
+    int32_t *whole = scratch.whole.get();
 
     const float *gradient = g;
     if (a.gradient_type == FP32)
@@ -226,11 +228,14 @@ class Compress {
     else if (!finite || scale == 0)
       quantize_nothing(n, sum);
     else if (noise == nullptr)
-      quantize(n, scale, sum, [h, scale](int64_t i) { return std::nearbyint(h[i] / scale); });
+      quantize(n, scale, sum, [h, scale](int64_t i) { return h[i] / scale; });
     else
-      quantize(n, scale, sum, [h, scale, noise](int64_t i) { return std::floor(h[i] / scale + noise[i]); });
-    for (int64_t i = n; i < length; ++i) q[i] = bits == 1 ? 1 : 0;  // a short shard's fill
-    pack<bits>(q, length, payload + block * layout.block * bits / 8);
+      quantize(n, scale, sum, [h, scale, noise](int64_t i) {
+        return clamp<bits>(std::floor(h[i] / scale + noise[i]));
+      });
+    std::fill(whole + n, whole + length, bits == 1 ? 1 : 0);  // a short shard's fill
+    std::fill_n(whole + length, 8, 0);
+    pack<bits>(whole, length, scratch.bytes.get(), payload + block * layout.block * bits / 8);
     uint16_t stored = static_cast<uint16_t>(as_bits(scale) >> 16);
     std::memcpy(payload + layout.code_bytes + 2 * block, &stored, 2);
 
@@ -251,17 +256,19 @@ class Compress {
   static uint32_t add(const float *__restrict g, const float *__restrict e, int64_t n, float *__restrict h,
                       Energies &sum) {
     uint32_t largest = 0;
-    float of_g = 0, of_e = 0, of_h = 0;
+    for (int64_t first = 0; first < n; first += PIECE) {
+      float of_g = 0, of_e = 0, of_h = 0;
 #pragma omp simd reduction(max : largest) reduction(+ : of_g, of_e, of_h)
-    for (int64_t i = 0; i < n; ++i) {
-      float value = g[i] + e[i];
-      h[i] = value;
-      largest = std::max(largest, as_bits(value) & MAGNITUDE);
-      of_g += g[i] * g[i];
-      of_e += e[i] * e[i];
-      of_h += value * value;
+      for (int64_t i = first; i < std::min(n, first + PIECE); ++i) {
+        float value = g[i] + e[i];
+        h[i] = value;
+        largest = std::max(largest, as_bits(value) & MAGNITUDE);
+        of_g += g[i] * g[i];
+        of_e += e[i] * e[i];
+        of_h += value * value;
+      }
+      sum.g += of_g, sum.e += of_e, sum.h += of_h;
     }
-    sum.g = of_g, sum.e = of_e, sum.h = of_h;
     return largest;
   }
 
@@ -274,34 +281,43 @@ class Compress {
     return static_cast<float>(total / static_cast<double>(std::max<int64_t>(n, 1)));
   }
 
-  // q and r = h - s*q, where `rounded(i)` is h/s rounded to a whole number.
-  template <class Rounded>
-  void quantize(int64_t n, float scale, Energies &sum, Rounded rounded) {
+  // q and r = h - s*q, where `ratio(i)`, rounded to nearest, is q. Not clamped: |h/s| is below levels + 1/2.
+  template <class Ratio>
+  void quantize(int64_t n, float scale, Energies &sum, Ratio ratio) {
     const float *__restrict h = scratch.h.get();
     float *__restrict r = scratch.r.get();
-    int8_t *__restrict q = scratch.q.get();
-    float of_r = 0;
+    int32_t *__restrict whole = scratch.whole.get();
+    for (int64_t first = 0; first < n; first += PIECE) {
+      float of_r = 0;
 #pragma omp simd reduction(+ : of_r)
-    for (int64_t i = 0; i < n; ++i) {
-      float code = clamp<bits>(rounded(i)) + 0.0f;  // a code has no negative zero: -0 - 0*s stays -0
-      q[i] = static_cast<int8_t>(code);
-      r[i] = h[i] - code * scale;
-      of_r += r[i] * r[i];
+      for (int64_t i = first; i < std::min(n, first + PIECE); ++i) {
+        float rounded = ratio(i) + WHOLE;
+        whole[i] = static_cast<int32_t>(as_bits(rounded));
+        r[i] = h[i] - (rounded - WHOLE) * scale;
+        of_r += r[i] * r[i];
+      }
+      sum.r += of_r;
     }
-    sum.r = of_r;
   }
 
   void quantize_signs(int64_t n, float scale, Energies &sum) {
-    const float *h = scratch.h.get();
-    for (int64_t i = 0; i < n; ++i) {
-      scratch.q[i] = h[i] >= 0 ? 1 : -1;
-      scratch.r[i] = h[i] - (h[i] >= 0 ? scale : -scale);
-      sum.r += scratch.r[i] * scratch.r[i];
+    const float *__restrict h = scratch.h.get();
+    float *__restrict r = scratch.r.get();
+    int32_t *__restrict whole = scratch.whole.get();
+    for (int64_t first = 0; first < n; first += PIECE) {
+      float of_r = 0;
+#pragma omp simd reduction(+ : of_r)
+      for (int64_t i = first; i < std::min(n, first + PIECE); ++i) {
+        whole[i] = h[i] >= 0;
+        r[i] = h[i] - (h[i] >= 0 ? scale : -scale);
+        of_r += r[i] * r[i];
+      }
+      sum.r += of_r;
     }
   }
 
   void quantize_nothing(int64_t n, Energies &sum) {
-    std::fill_n(scratch.q.get(), n, 0);
+    std::fill_n(scratch.whole.get(), n, 0);
     std::copy_n(scratch.h.get(), n, scratch.r.get());
     sum.r = sum.h;
   }
@@ -342,7 +358,7 @@ class Compress {
     float unit = scale_of<8>(as_float(largest) / levels<8>());
     auto codes = static_cast<int8_t *>(a.error) + place;
     if (unit > 0)
-      for (int64_t i = 0; i < n; ++i) codes[i] = static_cast<int8_t>(clamp<8>(std::nearbyint(r[i] / unit)));
+      for (int64_t i = 0; i < n; ++i) codes[i] = static_cast<int8_t>(as_bits(r[i] / unit + WHOLE));
     else
       std::fill(codes, codes + n, 0);
     a.error_scales[shard * layout.blocks + block] = static_cast<uint16_t>(as_bits(unit) >> 16);
@@ -354,7 +370,7 @@ void reduce(const DecompressArguments &a) {
   const Layout &layout = a.layout;
   Scratch scratch(layout.block);
   float *sum = scratch.h.get();
-  int8_t *q = scratch.q.get();
+  int8_t *q = reinterpret_cast<int8_t *>(scratch.bytes.get());
   for (int64_t block = 0; block < layout.blocks; ++block) {
     int64_t start = block * layout.block;
     int64_t n = std::min(layout.block, a.length - start);
