@@ -29,10 +29,14 @@ def test_gpu_kernels_prints_and_writes_every_line(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    rows = json.loads(numbers.read_text())["rows"]
+    result = json.loads(numbers.read_text())
+    rows = result["rows"]
+    assert result["versions"]["torch"] == torch.__version__
     assert len(done.stdout.splitlines()) == len(rows) == 9
     bytes_of = {row["what"]: row["bytes"] for row in rows}
-    assert bytes_of["compress fp32, triton"] == pytest.approx(6.55 * 4096, rel=0.01)
+    assert bytes_of["fp32 compress, triton"] == pytest.approx(6.55 * 4096, rel=0.01)
+    # Codes of 4 bits and scales of 16 a block from 8 senders, and the shard of 512 as fp32.
+    assert bytes_of["fp32 decompress_reduce, 8 senders"] == 8 * (256 + 16) + 4 * 512
     assert all(row["seconds"] > 0 for row in rows)
 
 

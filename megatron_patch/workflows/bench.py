@@ -1,20 +1,13 @@
 """`megatron-loco bench`: measures this machine.
 
-`bench network` (network/): training over slow links. `bench kernels`: how fast compression is, with memcpy as
-the yardstick: one bucket on one core, compress (read gradient and error; write codes, scales and the new
-error) by the native kernel's variants and by the torch reference in pieces that fit the cache, and
-decompress_reduce of 8 senders.
+`bench network` (network/): training over slow links. `bench kernels`: how fast compression is on a GPU
+(gpu_rates.py) or on one core (cpu_rates.py), with a copy of memory as the yardstick.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +19,8 @@ from megatron_patch.errors import UserError
 from megatron_patch.workflows.network import command as network
 
 _SENDERS = 8
-_PIECES = (1 << 14, 1 << 15, 1 << 16, 1 << 17)
+_ON_CPU, _ON_GPU = 8 << 20, 256 << 20  # elements
+_RUNS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,15 +43,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _add_kernel_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", default="auto", choices=["auto", "cpu", "cuda"], help="default: a GPU where one is"
+    )
     parser.add_argument("--bits", type=int, default=4, choices=BITS, help="bits per element; default 4")
     parser.add_argument("--block-size", default="128", help="elements per scale, or 'shard'; default 128")
     parser.add_argument(
-        "--elements", type=int, default=8 << 20, metavar="N", help="elements of the bucket; default 8 M"
+        "--elements", type=int, metavar="N", help="elements of the bucket; default 8 M, on a GPU 256 M"
     )
     parser.add_argument(
         "--dtype", default="fp32", choices=["fp32", "bf16", "fp16"], help="of the gradient; default fp32"
     )
-    parser.add_argument("--seconds", type=float, default=2.0, help="spent on each line; default 2")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help=f"spent on each line; default 2. On a GPU {_RUNS} runs"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write kernels.json and kernels.png here")
 
@@ -65,9 +64,7 @@ def _add_kernel_arguments(parser: argparse.ArgumentParser) -> None:
 def _run_kernels(args: argparse.Namespace) -> int:
     size = args.block_size if args.block_size == SHARD else _number(args.block_size)
     config = CompressionConfig(bits=args.bits, block_size=size)
-    if args.elements < _PIECES[-1]:
-        raise UserError(f"--elements: {args.elements} is too few; it must be {_PIECES[-1]} or more")
-    result = measure(config, args.elements, args.dtype, args.seconds)
+    result = measure(config, args.dtype, args.device, args.elements, args.seconds)
     show(result)
     files = [args.json] if args.json else []
     if args.out:
@@ -85,100 +82,33 @@ def _number(text: str) -> Any:
     return int(text) if text.isdigit() else text
 
 
-def measure(config: CompressionConfig, elements: int, dtype: str, seconds: float) -> dict[str, Any]:
-    """Time every way there is, on one core; the numbers that `--json` writes."""
+def measure(
+    config: CompressionConfig, dtype: str, device: str, elements: int | None, seconds: float
+) -> dict[str, Any]:
+    """The numbers that `--json` writes."""
     import torch
 
-    from megatron_patch.compensation.sender import Sender
-    from megatron_patch.quantization import kernels, native
-    from megatron_patch.quantization.blocks import BlockLayout
+    from megatron_patch.workflows import cpu_rates, gpu_rates
 
-    torch.set_num_threads(1)
-    device = torch.device("cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: no GPU is there; leave it out, and a CPU core is measured")
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    elements = elements or (_ON_GPU if on_gpu else _ON_CPU)
+    if elements < cpu_rates.LEAST:
+        raise UserError(f"--elements: {elements} is too few; it must be {cpu_rates.LEAST} or more")
     torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    gradient = torch.randn(elements, generator=torch.Generator().manual_seed(1)).to(torch_dtype)
-    layout = BlockLayout.of(elements, 1, config.bits, config.block_size)
-    payload = torch.empty(_SENDERS, layout.payload_bytes, dtype=torch.uint8)
-    sender = Sender(config, layout, device)
-    rates: dict[str, float] = {}
-    for index, name in enumerate(native.variants()):
-        with native.using(index):
-            rates[f"native_{name}"] = elements / _best(
-                lambda: sender.compress(gradient, payload[:1]), seconds
-            )
-    with _reference():
-        for size in _PIECES:
-            piece = Sender(config, BlockLayout.of(size, 1, config.bits, config.block_size), device)
-            one = torch.empty(1, piece.layout.payload_bytes, dtype=torch.uint8)
-            pieces = [part for part in gradient.split(size) if len(part) == size]
-
-            def chunked(piece: Sender = piece, one: Any = one, pieces: Any = pieces) -> None:
-                for part in pieces:
-                    piece.compress(part, one)
-
-            rate = len(pieces) * size / _best(chunked, seconds / len(_PIECES))
-            rates["torch_chunked"] = max(rate, rates.get("torch_chunked", 0.0))
-    if native.variants():
-        rates["native"] = rates[f"native_{native.variants()[-1]}"]
-    payload[:] = payload[0]
-    reduced = torch.empty(layout.shard_size, dtype=torch_dtype)
-    decompress = _best(lambda: kernels.decompress_reduce(payload, layout, reduced), seconds)
-    source = torch.empty(256 << 20, dtype=torch.uint8).fill_(1)
-    target = torch.empty_like(source).fill_(2)
-    return {
-        "elements_per_second": rates,
-        "decompress_reduce_elements_per_second": elements * _SENDERS / decompress,
-        "memcpy_bytes_per_second": source.nbytes / _best(lambda: target.copy_(source), seconds),
-        # Gradient and error are read; error, codes and scales are written.
-        "bytes_per_element": gradient.element_size() + 2 + 4 / layout.block + layout.payload_bytes / elements,
-        "elements": elements,
-        "bits": config.bits,
-        "block_size": config.block_size,
-        "dtype": dtype,
-        "device": _processor(),
-        "kernels": kernels.describe(device),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-    }
-
-
-@contextmanager
-def _reference() -> Iterator[None]:
-    from megatron_patch.quantization.kernels import VARIABLE
-
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = "torch"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[VARIABLE]
-        else:
-            os.environ[VARIABLE] = before
-
-
-def _best(call: Callable[[], object], seconds: float) -> float:
-    """The least time of one call, in seconds, of as many as fit (3 at least): others only add to it."""
-    call()
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < 3 or time.perf_counter() < end:
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip() + ", one core"
-    return platform.machine() + ", one core"
+    if on_gpu:
+        found = gpu_rates.measure(config, elements, torch_dtype, _SENDERS, _RUNS, torch.device("cuda"))
+    else:
+        found = cpu_rates.measure(config, elements, torch_dtype, _SENDERS, seconds)
+    asked = {"elements": elements, "bits": config.bits, "block_size": config.block_size, "dtype": dtype}
+    return found | asked
 
 
 def show(result: dict[str, Any]) -> None:
     """The table on the terminal."""
     rates, memcpy = result["elements_per_second"], result["memcpy_bytes_per_second"]
-    reference = rates["torch_chunked"]
+    reference = rates.get("torch_chunked") or rates.get("torch", 0.0)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("what", "M elements/s", "GB/s", "of memcpy", "of torch"):
         table.add_column(column, justify="left" if column == "what" else "right")
@@ -191,10 +121,10 @@ def show(result: dict[str, Any]) -> None:
             f"{rate / 1e6:.0f}",
             f"{traffic / 1e9:.2f}",
             f"{traffic / (2 * memcpy):.0%}",
-            f"{rate / reference:.1f} x",
+            f"{rate / reference:.1f} x" if reference else "",
         )
     reduced = result["decompress_reduce_elements_per_second"]
-    traffic = reduced * result["bits"] / 8
+    traffic = reduced * result["decompress_reduce_bytes_per_element"]
     table.add_row(
         f"decompress_reduce, {_SENDERS} senders",
         f"{reduced / 1e6:.0f}",

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization import native
-from megatron_patch.workflows import cli
+from megatron_patch.workflows import bench, cli, gpu_rates
+from megatron_patch.workflows.pictures import draw_kernels
 
 
 def test_kernels_are_measured_beside_memcpy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,9 +42,30 @@ def test_kernels_are_measured_beside_memcpy(tmp_path: Path, capsys: pytest.Captu
         assert {f"native_{name}" for name in native.variants()} <= set(rates)
 
 
+def test_a_gpu_s_numbers_are_shown_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In Triton's interpreter, which only looks slow."""
+    config = CompressionConfig(bits=4)
+    found = gpu_rates.measure(config, 8192, torch.bfloat16, 8, 1, torch.device("cpu"), compiled=False)
+    assert found["bytes_per_element"] == pytest.approx(2 + 1 + 1 + 0.5 + 6 / 128, rel=1e-3)
+    # bf16 goes out once for 8 senders.
+    assert found["decompress_reduce_bytes_per_element"] == pytest.approx(0.5 + 2 / 128 + 2 / 8, rel=1e-2)
+    result = found | {"elements": 8192, "bits": 4, "block_size": 128, "dtype": "bf16"}
+    bench.show(result)
+    shown = capsys.readouterr().out
+    assert "compress, triton" in shown
+    assert "1.0 x" in shown
+    draw_kernels(tmp_path / "kernels.png", result)
+    assert (tmp_path / "kernels.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        pytest.param(
+            ["--device", "cuda"],
+            ["--device", "no GPU"],
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there"),
+        ),
         (["--block-size", "100"], ["block_size", "power of two"]),
         (["--elements", "10"], ["--elements", "131072"]),
         (["--bits", "3"], ["--bits", "3"]),
