@@ -41,7 +41,7 @@ def shapes() -> st.SearchStrategy[tuple[int, int]]:
     block_size=BLOCKS,
     **COMPRESS,
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_codes_scales_and_errors_are_the_reference_s_bits(shape, bits, block_size, **options):
     check_compress(triton_kernels, BlockLayout.of(*shape, bits, block_size), device=CPU, **options)
 
@@ -74,8 +74,9 @@ FUSED = {
 
 
 def test_they_compile_for_a_hopper_gpu_in_few_instructions():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("compile_for_gpu.py")
+    environment = os.environ | {"PYTHONPATH": str(script.parents[1])}
+    del environment["TRITON_INTERPRET"]
     done = subprocess.run(
         [sys.executable, str(script)],
         env=environment,
@@ -86,7 +87,7 @@ def test_they_compile_for_a_hopper_gpu_in_few_instructions():
     )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
-    assert len(lines) == 12
+    assert len(lines) == 7
     for line in lines:
         name, *fields = line.split()
         found = {key: float(value) for key, value in (field.split("=") for field in fields)}
