@@ -155,7 +155,7 @@ def _fused(layout: BlockLayout, device: torch.device) -> ModuleType | None:
 def _seconds_of(
     call: Callable[[torch.Tensor], object], inputs: list[torch.Tensor], device: torch.device, runs: int
 ) -> float:
-    """Median seconds of a call with one of the `inputs`, in turn, after a round that warms up."""
+    """Median seconds of a call with one of the `inputs`, in turn; on a GPU after a round that warms up."""
     turns = itertools.cycle(inputs)
 
     def on_gpu() -> float:
@@ -172,5 +172,7 @@ def _seconds_of(
         call(next(turns))
         return time.perf_counter() - began
 
-    once = on_gpu if device.type == "cuda" else on_cpu
-    return statistics.median([once() for _ in range(runs + 1)][1:])
+    if device.type == "cpu":
+        return statistics.median(on_cpu() for _ in range(runs))
+    on_gpu()
+    return statistics.median(on_gpu() for _ in range(runs))

@@ -41,7 +41,7 @@ def shapes() -> st.SearchStrategy[tuple[int, int]]:
     block_size=BLOCKS,
     **COMPRESS,
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_codes_scales_and_errors_are_the_reference_s_bits(shape, bits, block_size, **options):
     check_compress(triton_kernels, BlockLayout.of(*shape, bits, block_size), device=CPU, **options)
 
