@@ -95,6 +95,6 @@ def test_they_compile_for_a_hopper_gpu_in_few_instructions():
         kernel = "decompress" if name.startswith("decompress") else f"compress-{name.split('-')[2]}"
         assert found["fused"] == FUSED[kernel], line
         # What an H100 has time for is in docs/performance.md.
-        assert found["instructions"] < (4 if kernel == "decompress" else 50), line
+        assert found["instructions"] < (4 if kernel == "decompress" else 55), line
         if "odd" not in name:
             assert found["wide"] > 0, line

@@ -42,6 +42,7 @@ def compress(
     values = error.get("codes", error.get("values"))
     scales = error.get("scales")
     rows = max(_TILE // layout.block, 1)
+    aligned = layout.shard_size % 16 == 0 and layout.numel == layout.shards * layout.shard_size
     unused = payload  # any pointer will do where there is nothing to point to
     statistics.zero_()
     compress_kernel[(_programs(layout, rows, gradient.device), layout.shards)](
@@ -67,10 +68,12 @@ def compress(
         ROWS=rows,
         BF16=gradient.dtype == torch.bfloat16,
         ERROR=0 if values is None else _ERRORS[values.dtype],
-        ALIGNED=layout.shard_size % 16 == 0 and layout.numel == layout.shards * layout.shard_size,
+        ALIGNED=aligned,
         BETA_IS_ZERO=beta == 0,
         STOCHASTIC=noise is not None,
         enable_fp_fusion=False,
+        # Left alone it takes 200 for addresses, and a multiprocessor has room for half as many programs.
+        maxnreg=None if aligned else 128,
     )
 
 
