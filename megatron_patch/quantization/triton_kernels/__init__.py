@@ -38,7 +38,10 @@ def compress(
     noise: torch.Tensor | None,
     statistics: torch.Tensor,
 ) -> None:
-    """quantization.native.compress, for tensors of the GPU that is current. Nothing here waits for it."""
+    """quantization.native.compress, for tensors of the GPU that is current. Nothing here waits for it.
+
+    Programs add to `statistics` in an order that varies: the same numbers to some 1e-15.
+    """
     values = error.get("codes", error.get("values"))
     scales = error.get("scales")
     rows = max(_TILE // layout.block, 1)
