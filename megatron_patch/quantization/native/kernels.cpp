@@ -228,9 +228,9 @@ class Compress {
     else if (!finite || scale == 0)
       quantize_nothing(n, sum);
     else if (noise == nullptr)
-      quantize(n, scale, sum, [h, scale](int64_t i) { return h[i] / scale; });
+      round(n, scale, sum, [h, scale](int64_t i) { return h[i] / scale; });
     else
-      quantize(n, scale, sum, [h, scale, noise](int64_t i) {
+      round(n, scale, sum, [h, scale, noise](int64_t i) {
         return clamp<bits>(std::floor(h[i] / scale + noise[i]));
       });
     std::fill(whole + n, whole + length, bits == 1 ? 1 : 0);  // a short shard's fill
@@ -281,39 +281,37 @@ class Compress {
     return static_cast<float>(total / static_cast<double>(std::max<int64_t>(n, 1)));
   }
 
-  // q and r = h - s*q, where `ratio(i)`, rounded to nearest, is q. Not clamped: |h/s| is below levels + 1/2.
-  template <class Ratio>
-  void quantize(int64_t n, float scale, Energies &sum, Ratio ratio) {
+  // r = h - s*q, and its energy; `code(i)` gives q and leaves what is sent of it in whole[i].
+  template <class Code>
+  void quantize(int64_t n, float scale, Energies &sum, Code code) {
     const float *__restrict h = scratch.h.get();
     float *__restrict r = scratch.r.get();
-    int32_t *__restrict whole = scratch.whole.get();
     for (int64_t first = 0; first < n; first += PIECE) {
       float of_r = 0;
 #pragma omp simd reduction(+ : of_r)
       for (int64_t i = first; i < std::min(n, first + PIECE); ++i) {
-        float rounded = ratio(i) + WHOLE;
-        whole[i] = static_cast<int32_t>(as_bits(rounded));
-        r[i] = h[i] - (rounded - WHOLE) * scale;
+        r[i] = h[i] - code(i) * scale;
         of_r += r[i] * r[i];
       }
       sum.r += of_r;
     }
   }
 
+  // The nearest whole number to `ratio(i)`. Not clamped: |h/s| is below levels + 1/2.
+  template <class Ratio>
+  void round(int64_t n, float scale, Energies &sum, Ratio ratio) {
+    quantize(n, scale, sum, [whole = scratch.whole.get(), ratio](int64_t i) {
+      float rounded = ratio(i) + WHOLE;
+      whole[i] = static_cast<int32_t>(as_bits(rounded));
+      return rounded - WHOLE;
+    });
+  }
+
   void quantize_signs(int64_t n, float scale, Energies &sum) {
-    const float *__restrict h = scratch.h.get();
-    float *__restrict r = scratch.r.get();
-    int32_t *__restrict whole = scratch.whole.get();
-    for (int64_t first = 0; first < n; first += PIECE) {
-      float of_r = 0;
-#pragma omp simd reduction(+ : of_r)
-      for (int64_t i = first; i < std::min(n, first + PIECE); ++i) {
-        whole[i] = h[i] >= 0;
-        r[i] = h[i] - (h[i] >= 0 ? scale : -scale);
-        of_r += r[i] * r[i];
-      }
-      sum.r += of_r;
-    }
+    quantize(n, scale, sum, [h = scratch.h.get(), whole = scratch.whole.get()](int64_t i) {
+      whole[i] = h[i] >= 0;
+      return h[i] >= 0 ? 1.0f : -1.0f;
+    });
   }
 
   void quantize_nothing(int64_t n, Energies &sum) {
