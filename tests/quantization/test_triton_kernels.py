@@ -41,7 +41,7 @@ def shapes() -> st.SearchStrategy[tuple[int, int]]:
     block_size=BLOCKS,
     **COMPRESS,
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_codes_scales_and_errors_are_the_reference_s_bits(shape, bits, block_size, **options):
     check_compress(triton_kernels, BlockLayout.of(*shape, bits, block_size), device=CPU, **options)
 
@@ -71,6 +71,8 @@ FUSED = {
     "compress-1": 16 + (16 + 1) + 16 + _OF_ENERGIES,  # a sign is no quotient
     "decompress": 32 * (4 + 1),  # 4 senders in one round, and 1 where less are left
 }
+MOST = {"compress-4": 42, "odd": 53, "compress-1": 46, "decompress": 4}
+"""Instructions for an element, of one sender; `odd` are shards that begin anywhere."""
 
 
 def test_they_compile_for_a_hopper_gpu_in_few_instructions():
@@ -95,6 +97,7 @@ def test_they_compile_for_a_hopper_gpu_in_few_instructions():
         kernel = "decompress" if name.startswith("decompress") else f"compress-{name.split('-')[2]}"
         assert found["fused"] == FUSED[kernel], line
         # What an H100 has time for is in docs/performance.md.
-        assert found["instructions"] < (4 if kernel == "decompress" else 55), line
+        most = MOST["odd" if "odd" in name else kernel]
+        assert found["instructions"] < most, line
         if "odd" not in name:
             assert found["wide"] > 0, line
