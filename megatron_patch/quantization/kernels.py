@@ -48,7 +48,7 @@ def describe(device: torch.device) -> str:
     if os.environ.get(VARIABLE, "auto") == "torch":
         return f"torch reference ({VARIABLE} asks for it)"
     missing = "no compiler was there when the package was built" if device.type == "cpu" else "no Triton"
-    return f"torch reference: {missing} (about 15 times slower)"
+    return f"torch reference: {missing} (some 30 times slower)"
 
 
 def decompress_reduce(

@@ -93,7 +93,8 @@ def measure(
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: no GPU is there; leave it out, and a CPU core is measured")
     on_gpu = device != "cpu" and torch.cuda.is_available()
-    elements = elements or (_ON_GPU if on_gpu else _ON_CPU)
+    if elements is None:
+        elements = _ON_GPU if on_gpu else _ON_CPU
     if elements < cpu_rates.LEAST:
         raise UserError(f"--elements: {elements} is too few; it must be {cpu_rates.LEAST} or more")
     torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]

@@ -68,6 +68,7 @@ def test_a_gpu_s_numbers_are_shown_alike(tmp_path: Path, capsys: pytest.CaptureF
         ),
         (["--block-size", "100"], ["block_size", "power of two"]),
         (["--elements", "10"], ["--elements", "131072"]),
+        (["--elements", "0"], ["--elements", "131072"]),
         (["--bits", "3"], ["--bits", "3"]),
     ],
 )
