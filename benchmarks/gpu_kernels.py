@@ -5,7 +5,7 @@
 Per gradient dtype: compress at 4 bits (block 128, 8-bit error) by the Triton kernel, by the torch reference
 and by torch.compile of it; decompress_reduce of 8 and of 64 senders. Bytes are those that must move (6.55 an
 element for compress from fp32); the yardstick is a large copy on the device. How it is timed:
-megatron_patch/workflows/gpu_rates.py.
+megatron_patch/workflows/bench/gpu_rates.py.
 
 `--device cpu` with TRITON_INTERPRET=1 and few elements shows that the script runs; its times mean nothing.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from megatron_patch.config import CompressionConfig
-from megatron_patch.workflows import gpu_rates
+from megatron_patch.workflows.bench import gpu_rates
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SENDERS = (8, 64)

@@ -21,7 +21,7 @@ __all__ = ["CompressionConfig", "UserError", "attach", "disable", "enable"]
 def enable(config: CompressionConfig | None = None) -> None:
     """Compress the gradients of every Megatron DistributedDataParallel built from now on."""
     from megatron_patch.integration import attach as seam
-    from megatron_patch.integration import checkpoint
+    from megatron_patch.integration.checkpoint import hooks as checkpoint
 
     seam.enable(config)
     checkpoint.install_where_present()
@@ -30,7 +30,7 @@ def enable(config: CompressionConfig | None = None) -> None:
 def disable() -> None:
     """Undo `enable` and detach every model: Megatron's own exchange from the next step on."""
     from megatron_patch.integration import attach as seam
-    from megatron_patch.integration import checkpoint
+    from megatron_patch.integration.checkpoint import hooks as checkpoint
 
     seam.disable()
     checkpoint.uninstall()
@@ -43,7 +43,7 @@ def attach(chunks: Any, config: CompressionConfig | None = None) -> Any:
         UserError: a configuration that compression cannot serve.
     """
     from megatron_patch.integration import attach as seam
-    from megatron_patch.integration import checkpoint
+    from megatron_patch.integration.checkpoint import hooks as checkpoint
 
     checkpoint.install_where_present(loaded_only=True)
     return seam.attach(chunks, config)

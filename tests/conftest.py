@@ -25,11 +25,11 @@ from worker_pool import WorkerPool
 
 LONG = (
     "test_ablate.py",
-    "test_checkpoint.py",
+    "test_resume.py",
     "test_engine.py",
     "test_network.py",
     "test_parallelism.py",
-    "test_saved_errors.py",
+    "test_save_restore.py",
     "test_soak.py",
     "test_train.py",
 )

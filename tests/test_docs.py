@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_patch.workflows.ablation.paired import interval, percent
+from megatron_patch.workflows.ablation.statistics import interval, percent
 
 ROOT = Path(__file__).parents[1]
 NUMBER = r"([+-]\d+\.\d\d)"

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron_patch.collectives.reduce_scatter import ReduceScatterHandle, start_reduce_scatter
 from megatron_patch.collectives.workspace import Workspace
 from megatron_patch.compensation.sender import Sender
-from megatron_patch.quantization.kernels import decompress
+from megatron_patch.quantization.backends import decompress
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from megatron_patch.collectives.workspace import Workspace
 from megatron_patch.compensation.sender import Sender
-from megatron_patch.quantization.blocks import BlockLayout
-from megatron_patch.quantization.kernels import decompress_reduce
+from megatron_patch.quantization.backends import decompress_reduce
+from megatron_patch.quantization.layout import BlockLayout
 
 
 class ReduceScatterHandle:

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from megatron_patch.collectives.all_reduce import AllReduceHandle, SenderAndOwner, start_all_reduce
 from megatron_patch.collectives.reduce_scatter import start_reduce_scatter
 from megatron_patch.collectives.topology import TwoHops
-from megatron_patch.collectives.two_hop import inside_sender
+from megatron_patch.collectives.two_hop_reduce_scatter import inside_sender
 from megatron_patch.collectives.workspace import Workspace
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
-from megatron_patch.quantization.blocks import BlockLayout
+from megatron_patch.quantization.layout import BlockLayout
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import torch
 
-from megatron_patch.compensation.moving_average import MovingAverageError
+from megatron_patch.compensation.error_state import MovingAverageError
 from megatron_patch.config import CompressionConfig
-from megatron_patch.quantization.blocks import BlockLayout
-from megatron_patch.quantization.kernels import fused
+from megatron_patch.quantization.backends import fused
+from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.reference import dequantize, quantize, write_payload
 
 STATISTICS = ("signal", "noise", "gradient", "error", "non_finite_blocks")

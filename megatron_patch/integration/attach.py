@@ -1,10 +1,12 @@
 """attach, enable, disable: switching compression on and off for Megatron's DistributedDataParallel.
 
-`attach` walks a wrapped model's bucket groups and overrides their gradient exchange (bucket_group.py);
+`attach` walks a wrapped model's bucket groups and overrides their gradient exchange (seams/gradients.py);
 `enable` makes every DistributedDataParallel that is built from now on attach itself. What is attached, and
-what is not and why, is logged once. What the seam cannot serve is refused (refusals.py), never silently off.
+what is not and why, is logged once. What the seam cannot serve is refused (unsupported.py), never silently
+off.
 
-Unsplit parameters of tensor-parallel ranks are kept equal by a mark that Megatron acts on (duplicates.py).
+Unsplit parameters of tensor-parallel ranks are kept equal by a mark that Megatron acts on
+(seams/replicated_params.py).
 
 Left unpatched: Megatron-FSDP and Torch-FSDP2 (they do not pass this seam), parameter all-gathers, the
 embedding and layer-norm all-reduces of finalize_model_grads (tiny, within a model-parallel group).
@@ -25,12 +27,12 @@ from packaging.version import Version
 
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
-from megatron_patch.integration import duplicates, optimizer_step
-from megatron_patch.integration.announcement import announce
-from megatron_patch.integration.bucket_group import BucketGroupSeam
-from megatron_patch.integration.compressor import Compressor
-from megatron_patch.integration.onebit_adam import OneBitAdam
-from megatron_patch.integration.refusals import refuse_chunk
+from megatron_patch.integration.chunk import ChunkState
+from megatron_patch.integration.onebit_adam.step import OneBitAdam
+from megatron_patch.integration.seams import optimizer_step, replicated_params
+from megatron_patch.integration.seams.gradients import BucketGroupSeam
+from megatron_patch.integration.startup_log import log_startup
+from megatron_patch.integration.unsupported import refuse_chunk
 
 SUPPORTED = (Version("0.17"), Version("0.20"))
 """megatron-core releases that the seam's tests run on: from the first, below the second."""
@@ -43,17 +45,17 @@ class Attachment:
         groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
         buckets = [bucket for group in groups for bucket in group.buckets]
         device = buckets[0].grad_data.device if buckets else torch.device("cpu")
-        self.compressor = Compressor(config, device)
+        self.compressor = ChunkState(config, device)
         self.seams = [
             BucketGroupSeam(group, self.compressor, expert=place >= len(chunk.bucket_groups))
             for place, group in enumerate(groups)
         ]
-        self._marked = duplicates.mark(chunk) if config.compresses else []
+        self._marked = replicated_params.mark(chunk) if config.compresses else []
 
     def detach(self) -> None:
         for seam in self.seams:
             seam.detach()
-        duplicates.unmark(self._marked)
+        replicated_params.unmark(self._marked)
 
 
 _attachments: WeakKeyDictionary[Any, Attachment] = WeakKeyDictionary()
@@ -67,7 +69,7 @@ def attachment_of(chunk: Any) -> Attachment | None:
     return _attachments.get(chunk)
 
 
-def compressor_of(chunk: Any) -> Compressor | None:
+def chunk_state_of(chunk: Any) -> ChunkState | None:
     """The compression state of an attached DDP instance; None where nothing is attached."""
     attachment = attachment_of(chunk)
     return attachment.compressor if attachment is not None else None
@@ -106,7 +108,7 @@ def attach(chunks: Sequence[Any] | Any, config: CompressionConfig | None = None)
     for chunk in new:  # only now: a refused chunk leaves the others as they were
         _attachments[chunk] = Attachment(chunk, config)
     if new:
-        announce(new[0], config, [seam for chunk in new for seam in _attachments[chunk].seams])
+        log_startup(new[0], config, [seam for chunk in new for seam in _attachments[chunk].seams])
     optimizer_step.listen(_end_step, _step)
     return chunks
 

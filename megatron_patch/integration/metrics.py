@@ -29,11 +29,12 @@ import torch.distributed as dist
 from megatron.training import get_args, training
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
+from megatron_patch.collectives.traffic import Traffic
 from megatron_patch.compensation.sender import STATISTICS
 from megatron_patch.config import CompressionConfig
-from megatron_patch.integration import wire
-from megatron_patch.integration.attach import compressor_of
-from megatron_patch.integration.compressor import Compressor
+from megatron_patch.integration.attach import chunk_state_of
+from megatron_patch.integration.chunk import ChunkState
+from megatron_patch.integration.seams import stock_traffic
 
 _WARM_UP_STEPS = 3
 """Steps left out of the median step time: allocation and first-use costs."""
@@ -129,8 +130,8 @@ class RunMetrics:
             self._file.flush()
         self._show(record, step)
 
-    def _compressors(self) -> list[Compressor]:
-        return [c for chunk in self._model if (c := compressor_of(chunk)) is not None]
+    def _compressors(self) -> list[ChunkState]:
+        return [c for chunk in self._model if (c := chunk_state_of(chunk)) is not None]
 
     def _bucket_groups(self) -> list[Any]:
         return [
@@ -141,20 +142,20 @@ class RunMetrics:
         ]
 
     def _compression_record(self) -> dict[str, Any]:
-        gradients, weights = wire.Wire(), wire.Wire()
+        gradients, weights = Traffic(), Traffic()
         seconds = inside = 0.0
         sums = torch.zeros(len(STATISTICS), dtype=torch.float64)
         compressors = self._compressors()
         for compressor in compressors:
-            gradients.add(compressor.report.wire)
+            gradients.add(compressor.report.traffic)
             seconds += compressor.report.compression_seconds()
             inside += compressor.report.inside_bytes
             if compressor.report.statistics is not None:
                 sums += compressor.report.statistics.cpu()
         for group in self._bucket_groups():
-            weights.add(wire.weights(group))
+            weights.add(stock_traffic.weights(group))
             if not compressors:
-                gradients.add(wire.stock_gradients(group))
+                gradients.add(stock_traffic.stock_gradients(group))
         totals = torch.cat(
             [
                 sums,
@@ -176,9 +177,9 @@ class RunMetrics:
             "compression_seconds": seconds / ranks,
             "gradient_wire_bytes": grad_bytes / ranks,
             "gradient_intra_node_bytes": inside / ranks,
-            "gradient_wire_bits_per_element": wire.Wire(grad_bytes, grad_elements).bits_per_element,
+            "gradient_wire_bits_per_element": Traffic(grad_bytes, grad_elements).bits_per_element,
             "weight_wire_bytes": weight_bytes / ranks,
-            "weight_wire_bits_per_element": wire.Wire(weight_bytes, weight_elements).bits_per_element,
+            "weight_wire_bits_per_element": Traffic(weight_bytes, weight_elements).bits_per_element,
             "compression_snr_db": 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None,
             "compensation_norm_ratio": math.sqrt(error / gradient) if gradient > 0 else None,
             "non_finite_blocks": int(non_finite),

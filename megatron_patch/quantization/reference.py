@@ -18,7 +18,7 @@ import functools
 
 import torch
 
-from megatron_patch.quantization.blocks import BlockLayout
+from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.packing import pack, unpack
 
 _BF16_NAN = 0x7FC0

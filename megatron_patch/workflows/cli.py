@@ -13,10 +13,12 @@ from typing import NoReturn
 
 from megatron_patch import __version__
 from megatron_patch.errors import UserError
-from megatron_patch.workflows import bench, compare, doctor, prepare_data, train
+from megatron_patch.workflows import compare, doctor, train
 from megatron_patch.workflows.ablation import command as ablate
-from megatron_patch.workflows.launcher import RankFailed
+from megatron_patch.workflows.bench import command as bench
+from megatron_patch.workflows.data import command as prepare_data
 from megatron_patch.workflows.report import command as report
+from megatron_patch.workflows.run.launcher import RankFailed
 
 _COMMANDS = {
     "train": (train, "run one configuration"),

@@ -16,10 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_patch.errors import UserError
-from megatron_patch.workflows import configuration, launcher, paths, run_state, train
-from megatron_patch.workflows.pictures import draw_comparison
-from megatron_patch.workflows.prepared_run import PreparedRun, prepare_run
-from megatron_patch.workflows.run_state import State
+from megatron_patch.workflows import train
+from megatron_patch.workflows.plots import draw_comparison
+from megatron_patch.workflows.run import configuration, launcher, recipes, run_folder
+from megatron_patch.workflows.run.prepare import PreparedRun, prepare_run
+from megatron_patch.workflows.run.run_folder import State
 
 _COLUMNS = (
     "method",
@@ -45,20 +46,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command line's way in; returns the exit status."""
-    path = paths.find(args.config)
+    path = recipes.find(args.config)
     names = [name.strip() for name in args.methods.split(",") if name.strip()]
     if not names or len(set(names)) != len(names):
         raise UserError(f"methods: {args.methods!r} must be different names, separated by commas")
-    recipes = {name: paths.method_recipe(name) for name in names}
+    chosen = {name: recipes.method_recipe(name) for name in names}
     out = args.out or Path("runs") / path.stem
     runs = {
-        name: configuration.load(path, args.overrides, and_files=[recipe]) for name, recipe in recipes.items()
+        name: configuration.load(path, args.overrides, and_files=[recipe]) for name, recipe in chosen.items()
     }
     for name, one in runs.items():
         if args.resume:
-            run_state.check_unchanged(out / name, one)
+            run_folder.check_unchanged(out / name, one)
         else:
-            run_state.check_folder(out / name, args.overwrite)
+            run_folder.check_folder(out / name, args.overwrite)
     prepared = {name: prepare_run(one, out / name) for name, one in runs.items()}
     width = max(map(len, names))
     try:
@@ -75,8 +76,8 @@ def _summary(one: PreparedRun, label: str, args: argparse.Namespace) -> dict[str
     """What a run left: made now, or gone on with, or there already."""
     if not args.resume:
         return train.execute(one, label, args.overwrite)
-    if run_state.look(one.folder, one.run) is State.DONE:
-        return run_state.summary(one.folder) or {}
+    if run_folder.look(one.folder, one.run) is State.DONE:
+        return run_folder.summary(one.folder) or {}
     return train.go_on(one, label)
 
 

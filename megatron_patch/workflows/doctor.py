@@ -63,7 +63,7 @@ def _devices() -> list[tuple[str, str, str]]:
         f"{len(names)} x {names[0]}" if names else "none",
         "" if names else "runs with launch.device: cpu only",
     )
-    from megatron_patch.quantization import kernels, native
+    from megatron_patch.quantization import backends, native
 
     nccl = dist.is_nccl_available()
     cpu = torch.device("cpu")
@@ -72,7 +72,7 @@ def _devices() -> list[tuple[str, str, str]]:
         (
             "cpu kernels",
             native.variants()[-1] if native.variants() else "-",
-            "" if kernels.fused(cpu) else kernels.describe(cpu),
+            "" if backends.fused(cpu) else backends.describe(cpu),
         ),
         ("cuda (torch)", torch.version.cuda or "-", "" if torch.version.cuda else "missing for: GPU runs"),
         (

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_patch.workflows import checkpoints, configuration, dry_run, launcher, paths, run_state
-from megatron_patch.workflows.prepared_run import PreparedRun, prepare_run
-from megatron_patch.workflows.progress import Board, StepProgress
+from megatron_patch.workflows.run import checkpoints, configuration, dry_run, launcher, recipes, run_folder
+from megatron_patch.workflows.run.prepare import PreparedRun, prepare_run
+from megatron_patch.workflows.run.progress import Board, StepProgress
 
 _SHARED_SECONDS = 60
 """How long a file that another node has written may take to be seen on a shared file system."""
@@ -44,7 +44,7 @@ def execute(
     """
     folder, first = prepared.folder, prepared.run.launch.node_rank == 0
     if first:
-        run_state.claim_folder(folder, overwrite, resume)
+        run_folder.claim_folder(folder, overwrite, resume)
         (folder / "config.yaml").write_text(prepared.run.as_yaml(), encoding="utf-8")
         (folder / "command.txt").write_text(prepared.job.command_text(), encoding="utf-8")
     done = checkpoints.latest_step(folder) or 0
@@ -119,8 +119,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyExcl
 
 def run(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
     """The command line's way in; returns the exit status."""
-    path = paths.find(args.config)
-    extra = [paths.find(name) for name in args.and_files]
+    path = recipes.find(args.config)
+    extra = [recipes.find(name) for name in args.and_files]
     configured = configuration.load(path, args.overrides, and_files=extra)
     folder = args.out or Path("runs") / path.stem
     if args.dry_run:
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
         say(dry_run.shown(configured, planned.job))
         return 0
     if configured.launch.node_rank == 0:
-        run_state.check_folder(folder, args.overwrite, args.resume)  # before Megatron is imported
+        run_folder.check_folder(folder, args.overwrite, args.resume)  # before Megatron is imported
     summary = execute(prepare_run(configured, folder), path.stem, args.overwrite, args.resume)
     if configured.launch.node_rank:
         say(f"node {configured.launch.node_rank} has ended; see {folder}")

@@ -22,7 +22,7 @@ def all_reduce(options: dict[str, Any], numel: int, dtype: str, average: bool) -
     from megatron_patch.collectives.workspace import Workspace
     from megatron_patch.compensation.sender import Sender
     from megatron_patch.config import CompressionConfig
-    from megatron_patch.quantization.blocks import BlockLayout
+    from megatron_patch.quantization.layout import BlockLayout
     from megatron_patch.quantization.reference import read_payload
 
     config, device = CompressionConfig(**options), torch.device("cpu")

@@ -33,7 +33,7 @@ def exchange(options: dict[str, Any], dtype: str, average: bool, aliased: bool, 
     from megatron_patch.collectives.workspace import Workspace
     from megatron_patch.compensation.sender import Sender
     from megatron_patch.config import CompressionConfig
-    from megatron_patch.quantization.blocks import BlockLayout
+    from megatron_patch.quantization.layout import BlockLayout
     from megatron_patch.quantization.reference import read_payload
 
     config = CompressionConfig(**options)
@@ -80,7 +80,7 @@ def two_in_flight() -> dict[str, Any]:
     from megatron_patch.collectives.workspace import Workspace
     from megatron_patch.compensation.sender import Sender
     from megatron_patch.config import CompressionConfig
-    from megatron_patch.quantization.blocks import BlockLayout
+    from megatron_patch.quantization.layout import BlockLayout
 
     device = torch.device("cpu")
     config = CompressionConfig(method="naive", bits=8)
@@ -122,7 +122,7 @@ def wire_bytes(bits: int, numel: int, tries: int) -> dict[str, Any]:
     from megatron_patch.collectives.workspace import Workspace
     from megatron_patch.compensation.sender import Sender
     from megatron_patch.config import CompressionConfig
-    from megatron_patch.quantization.blocks import BlockLayout
+    from megatron_patch.quantization.layout import BlockLayout
 
     device = torch.device("cpu")
     ranks = dist.get_world_size()

@@ -84,6 +84,6 @@ def test_traffic_inside_the_node(pool: Any) -> None:
 
 
 def payload_bytes(elements: int) -> int:
-    """Bytes of a 2-bit payload with blocks of 64, as quantization/blocks.py says."""
+    """Bytes of a 2-bit payload with blocks of 64, as quantization/layout.py says."""
     codes = -(-(elements // 4 + bool(elements % 4)) // 16) * 16
     return -(-(codes + 2 * -(-elements // 64)) // 16) * 16

@@ -31,7 +31,7 @@ def test_the_megatron_core_that_was_asked_for_is_the_one_tested(pool):
     assert release == os.environ.get("EXPECTED_MEGATRON_CORE", release)
 
 
-# --- bucket groups: integration/bucket_group.py, wire.py, attach.py --------------------------------------
+# --- bucket groups: integration/seams/gradients.py, seams/stock_traffic.py, attach.py ---
 
 
 def start_grad_sync() -> Claims:
@@ -133,7 +133,7 @@ def test_bucket_groups_have_what_the_seam_reads(pool, model):
     assert failed(pool.run(bucket_groups, model)) == []
 
 
-# --- steps: integration/optimizer_step.py, compressor.py -------------------------------------------------
+# --- steps: seams/optimizer_step.py, chunk.py ------------------------------------------------------------
 
 
 def rerun_states() -> Claims:
@@ -270,7 +270,7 @@ def test_megatron_s_parser_takes_more_flags(pool):
     assert failed(pool.run(parsed, world_size=1)) == []
 
 
-# --- checkpoints: integration/checkpoint.py, placement.py ------------------------------------------------
+# --- checkpoints: integration/checkpoint/hooks.py, element_map.py ----------------------------------------
 
 
 def checkpointing() -> Claims:

@@ -42,7 +42,7 @@ def trained(way: str) -> tuple[list[bool], Any]:
     from integration.tiny_model import build
 
     import megatron_patch
-    from megatron_patch.integration.attach import compressor_of
+    from megatron_patch.integration.attach import chunk_state_of
 
     config = megatron_patch.CompressionConfig(**LOCO)
     try:
@@ -58,7 +58,7 @@ def trained(way: str) -> tuple[list[bool], Any]:
             assert bridge(chunks, [*look, partial(megatron_patch.attach, config=config), *look]) is chunks
             assert seen == [chunks, chunks]  # the hook that comes after it gets the wrapped chunks too
         shards = [t.step(t.random_gradients(step)) for step in range(STEPS) for t in tinies]
-        attached = [compressor_of(chunk) is not None for chunk in chunks]
+        attached = [chunk_state_of(chunk) is not None for chunk in chunks]
     finally:
         megatron_patch.disable()
     return attached, torch.cat([part.reshape(-1) for of_step in shards for part in of_step])
@@ -99,7 +99,7 @@ def built_by_megatron() -> str | bool:
     from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
     import megatron_patch
-    from megatron_patch.integration.attach import compressor_of
+    from megatron_patch.integration.attach import chunk_state_of
 
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
@@ -116,7 +116,7 @@ def built_by_megatron() -> str | bool:
             ProcessGroupCollection.use_mpu_process_groups(),
             ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=True),
         )
-        return compressor_of(chunk) is not None
+        return chunk_state_of(chunk) is not None
     finally:
         megatron_patch.disable()
 
@@ -128,7 +128,7 @@ def test_megatron_s_own_model_builder_takes_it_as_a_post_wrap_hook(pool):
     assert found == [True, True]
 
 
-# --- the launcher: integration/launch.py, arguments.py ---------------------------------------------------
+# --- the launcher: integration/run_script.py, arguments.py -----------------------------------------------
 
 
 def helped() -> str:

@@ -10,10 +10,10 @@ import torch
 from simulation.agreement import Agreement
 from simulation.loco_float64 import LoCoSimulation, round_to_gradient_dtype
 
-from megatron_patch.compensation.moving_average import MovingAverageError
+from megatron_patch.compensation.error_state import MovingAverageError
 from megatron_patch.compensation.sender import STATISTICS, Sender
 from megatron_patch.config import CompressionConfig
-from megatron_patch.quantization.blocks import BlockLayout
+from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.reference import read_payload
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from quantization.kernel_agreement import (
 )
 
 from megatron_patch.quantization import triton_kernels
-from megatron_patch.quantization.blocks import BlockLayout
+from megatron_patch.quantization.layout import BlockLayout
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", reason="no GPU is there"

@@ -1,4 +1,4 @@
-"""What test_checkpoint.py has Megatron's engine run: every case whole, and again from the middle.
+"""What test_resume.py has Megatron's engine run: every case whole, and again from the middle.
 
 NAME trains STEPS steps and saves after half of them, and at the end; NAME-resumed loads what was saved in
 the middle. 40 steps and 20 for the first case, 8 and 4 for the others.

@@ -24,15 +24,15 @@ def train(model: dict[str, Any], compression: dict[str, Any], how: str) -> dict[
     `how` gradients get there: "backward" through autograd and Megatron's hooks, "written" into main_grad.
     """
     import torch
-    from tiny_model import build
+    from integration.tiny_model import build
 
     import megatron_patch
-    from megatron_patch.integration.attach import compressor_of
+    from megatron_patch.integration.attach import chunk_state_of
     from megatron_patch.quantization.reference import read_payload
 
     tiny = build(**model)
     megatron_patch.attach([tiny.ddp], megatron_patch.CompressionConfig(**compression))
-    compressor = compressor_of(tiny.ddp)
+    compressor = chunk_state_of(tiny.ddp)
     sent: dict[int, torch.Tensor] = {}
 
     def record(place: int, sender: Any) -> None:

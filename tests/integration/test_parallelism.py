@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpt_model import BETAS, EPSILON, LEARNING_RATE, WEIGHT_DECAY
-from parallelism_agreement import Comparison, Layout, Scaling, copies
+from integration.gpt_model import BETAS, EPSILON, LEARNING_RATE, WEIGHT_DECAY
+from integration.parallelism_agreement import Comparison, Layout, Scaling, copies
 from simulation.adam_float64 import AdamOptions
 
 STEPS = 5
@@ -102,8 +102,8 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 def train_case(model: dict[str, Any], compression: dict[str, Any]) -> dict[str, Any]:
     """In a worker: the record of compressed training, and the weights of two others."""
     import torch
-    from gpt_model import build
-    from recording import recorded, trained
+    from integration.gpt_model import build
+    from integration.recording import recorded, trained
 
     report = recorded(build(**model), compression, STEPS)
     steps = STEPS if model.get("dtype") == "fp16" else REFERENCE_STEPS[torch.distributed.get_world_size()]
@@ -183,10 +183,10 @@ CONTEXT = Layout(8, tp=2, cp=2, ep=2)
 
 def train_context_parallel(average: bool, compression: dict[str, Any]) -> dict[str, Any]:
     """In a worker: parameters of which some are experts', over dp-cp groups of 4 and expert groups of 2."""
+    from integration.recording import recorded
+    from integration.tiny_model import build
+    from integration.tiny_training import TinyTraining
     from megatron.core import parallel_state
-    from recording import recorded
-    from tiny_model import build
-    from tiny_training import TinyTraining
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=CONTEXT.tp,
@@ -214,8 +214,8 @@ def test_context_parallel_ranks_are_replicas(pool, average, per_node):
 
 def train_for_long(model: dict[str, Any], compression: dict[str, Any]) -> dict[str, Any]:
     """In a worker: 12 steps; the weights and what the parameters are."""
-    from gpt_model import build
-    from recording import described, trained
+    from integration.gpt_model import build
+    from integration.recording import described, trained
 
     gpt = build(**model)
     return {"parameters": described(gpt), "weights": trained(gpt, compression, 12)}
@@ -245,8 +245,8 @@ def test_copies_of_a_parameter_stay_equal(pool, name):
 
 
 def train_twice(model: dict[str, Any], compression: dict[str, Any]) -> list[dict[str, Any]]:
-    from gpt_model import build
-    from recording import trained
+    from integration.gpt_model import build
+    from integration.recording import trained
 
     return [trained(build(**model), compression, 3) for _ in range(2)]
 

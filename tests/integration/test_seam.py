@@ -28,17 +28,17 @@ def built(
     model: dict[str, Any], compression: dict[str, Any] | None, attached: bool = True
 ) -> tuple[Any, Any]:
     """(tiny model, its compressor); `compression` None is stock Megatron."""
-    from tiny_model import build
+    from integration.tiny_model import build
 
     import megatron_patch
-    from megatron_patch.integration.attach import compressor_of
+    from megatron_patch.integration.attach import chunk_state_of
 
     tiny = build(**model)
     if compression is None:
         return tiny, None
     if attached:
         megatron_patch.attach([tiny.ddp], megatron_patch.CompressionConfig(**compression))
-    return tiny, compressor_of(tiny.ddp)
+    return tiny, chunk_state_of(tiny.ddp)
 
 
 def errors_of(compressor: Any) -> list[Any]:
@@ -99,7 +99,7 @@ def trained(model: dict[str, Any], compression: dict[str, Any] | None, steps: in
     report = {"shards": shards, "weights": tiny.weights()}
     if compressor is not None:
         report["events"] = compressor.describe()
-        report["bits"] = compressor.report.wire.bits_per_element
+        report["bits"] = compressor.report.traffic.bits_per_element
     megatron_patch.disable()
     return report
 
@@ -144,7 +144,7 @@ def attach_and_disable() -> dict[str, Any]:
 
     import megatron_patch
     from megatron_patch import CompressionConfig, UserError
-    from megatron_patch.integration.attach import compressor_of
+    from megatron_patch.integration.attach import chunk_state_of
 
     classes = (ChainedOptimizer, MixedPrecisionOptimizer, FP32Optimizer)
     stock_steps = [cls.step for cls in classes]
@@ -153,7 +153,7 @@ def attach_and_disable() -> dict[str, Any]:
     report: dict[str, Any] = {}
     chunks = [tiny.ddp]
     report["returns its argument"] = megatron_patch.attach(chunks, config) is chunks
-    compressor = compressor_of(tiny.ddp)
+    compressor = chunk_state_of(tiny.ddp)
     methods = [group.start_grad_sync for group in tiny.groups]
     report["overridden"] = all("start_grad_sync" in vars(group) for group in tiny.groups)
     report["listening"] = [cls.step for cls in classes] != stock_steps
@@ -162,7 +162,7 @@ def attach_and_disable() -> dict[str, Any]:
     tiny.step(tiny.random_gradients(0))
     megatron_patch.attach(tiny.ddp, CompressionConfig(bits=2))
     report["idempotent"] = (
-        compressor_of(tiny.ddp) is compressor
+        chunk_state_of(tiny.ddp) is compressor
         and [group.start_grad_sync for group in tiny.groups] == methods
         and [cls.step for cls in classes] == wrapped_steps
         and compressor.steps == 1
@@ -178,7 +178,7 @@ def attach_and_disable() -> dict[str, Any]:
     report["restored"] = (
         not any("start_grad_sync" in vars(group) for group in tiny.groups)
         and [cls.step for cls in classes] == stock_steps
-        and compressor_of(tiny.ddp) is None
+        and chunk_state_of(tiny.ddp) is None
     )
     megatron_patch.disable()
     # Same weights, same further gradients, stock exchange: the shards must be the stock ones.
@@ -194,7 +194,7 @@ def attach_and_disable() -> dict[str, Any]:
     )
     report["counted after"] = compressor.steps
     megatron_patch.attach(tiny.ddp, CompressionConfig(bits=4))
-    report["attached anew"] = compressor_of(tiny.ddp).config.bits
+    report["attached anew"] = chunk_state_of(tiny.ddp).config.bits
     megatron_patch.disable()
     return report
 
@@ -213,7 +213,7 @@ def enable_and_disable() -> dict[str, Any]:
 
     import megatron_patch
     from megatron_patch import CompressionConfig
-    from megatron_patch.integration.attach import compressor_of
+    from megatron_patch.integration.attach import chunk_state_of
 
     stock = DistributedDataParallel.__init__
     report: dict[str, Any] = {"attached": trained(SEVERAL, {"bits": 2})}
@@ -230,7 +230,7 @@ def enable_and_disable() -> dict[str, Any]:
     report["unwrapped"] = DistributedDataParallel.__init__ is stock
     later, none = built({}, {}, attached=False)
     report["later is stock"] = none is None and "start_grad_sync" not in vars(later.groups[0])
-    report["earlier is detached"] = compressor_of(tiny.ddp) is None
+    report["earlier is detached"] = chunk_state_of(tiny.ddp) is None
     return report
 
 
@@ -245,11 +245,11 @@ def test_enabling_attaches_what_is_built_later_and_disabling_ends_it(pool):
 
 def refusals() -> dict[str, Any]:
     import torch
+    from integration.tiny_model import build
     from megatron.core.distributed import param_and_grad_buffer
-    from tiny_model import build
 
     import megatron_patch
-    from megatron_patch.integration.attach import compressor_of
+    from megatron_patch.integration.attach import chunk_state_of
 
     answers = {}
     function = param_and_grad_buffer.dist_reduce_scatter_func
@@ -262,7 +262,7 @@ def refusals() -> dict[str, Any]:
             megatron_patch.attach([chunk])
         except megatron_patch.UserError as error:
             answers[name] = str(error)
-        assert compressor_of(chunk) is None
+        assert chunk_state_of(chunk) is None
     graphs, older_graphs = build().ddp, build().ddp
     graphs.config.cuda_graph_impl = "full_iteration"
     older_graphs.config.cuda_graph_impl = "local"
@@ -367,7 +367,7 @@ def forced(model: dict[str, Any]) -> dict[str, Any]:
         "syncs": compressor.events.uncompressed_syncs,
     }
     tiny.optimizer.step()
-    report["wire"] = compressor.report.wire.nbytes
+    report["wire"] = compressor.report.traffic.nbytes
     report["stock wire"] = sum(2 * 4 * bucket.grad_data.numel() * 3 / 4 for bucket in tiny.buckets)
     report["steps"] = compressor.steps
     megatron_patch.disable()
@@ -398,7 +398,7 @@ def delayed(start: int, steps: int) -> dict[str, Any]:
         report["errors"].append(errors_of(compressor)[0])
         report["gradients"].append(scaled(tiny, gradients)[0])
         report["shards"].append(shard)
-        report["bits"].append(compressor.report.wire.bits_per_element)
+        report["bits"].append(compressor.report.traffic.bits_per_element)
     report["syncs"] = compressor.events.uncompressed_syncs
     report["resets"] = compressor.events.resets
     megatron_patch.disable()
@@ -469,13 +469,13 @@ def replayed(model: dict[str, Any]) -> dict[str, Any]:
     tiny, compressor = built(model, {"bits": 4})
     tiny.step(tiny.random_gradients(0))
     tiny.step(tiny.random_gradients(1))
-    wire = compressor.report.wire.nbytes
+    wire = compressor.report.traffic.nbytes
     tiny.exchange(tiny.random_gradients(2))
     with rerunning():
         again = tiny.exchange(tiny.random_gradients(2))
     report: dict[str, Any] = {"again": again, "errors": errors_of(compressor)}
     tiny.optimizer.step()
-    report["replayed wire"] = compressor.report.wire.nbytes == wire
+    report["replayed wire"] = compressor.report.traffic.nbytes == wire
     tiny.step(tiny.random_gradients(3))
     report["events"] = compressor.describe()
     # Another model that never ran before: what the second pass must look like with errors of zero.
@@ -772,8 +772,8 @@ def wire_report() -> dict[str, Any]:
     payloads = sum(3 * sender.layout.payload_bytes for sender in compressor.senders)
     elements = sum(bucket.grad_data.numel() * 3 / 4 for bucket in tiny.buckets)
     report = {
-        "nbytes": compressor.report.wire.nbytes == payloads,
-        "elements": compressor.report.wire.elements == elements,
+        "nbytes": compressor.report.traffic.nbytes == payloads,
+        "elements": compressor.report.traffic.elements == elements,
         "statistics": bool((compressor.report.statistics[:4] > 0).all()),
         "error bytes": compressor.error_bytes == sum(s.error.nbytes for s in compressor.senders) > 0,
     }
@@ -870,7 +870,7 @@ def test_experts_are_compressed_over_their_own_ranks(pool):
 def announced(compression: dict[str, Any], several: bool = False) -> dict[str, Any]:
     """What attaching says, and the bytes of buffers after three steps of a model of several buckets."""
     lines: list[str] = []
-    logger = logging.getLogger("megatron_patch.integration.announcement")
+    logger = logging.getLogger("megatron_patch.integration.startup_log")
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)

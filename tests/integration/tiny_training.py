@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tiny_model import Tiny
+from integration.tiny_model import Tiny
 
 MICROBATCHES = 2
 

@@ -20,7 +20,7 @@ from quantization.kernel_agreement import sender_of
 from triton.backends.compiler import GPUTarget
 
 from megatron_patch.quantization import triton_kernels
-from megatron_patch.quantization.blocks import BlockLayout
+from megatron_patch.quantization.layout import BlockLayout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization import reference
-from megatron_patch.quantization.blocks import BlockLayout
-from megatron_patch.quantization.kernels import VARIABLE
+from megatron_patch.quantization.backends import VARIABLE
+from megatron_patch.quantization.layout import BlockLayout
 
 BITS = st.sampled_from([8, 4, 2, 1])
 SEEDS = st.integers(0, 1000)

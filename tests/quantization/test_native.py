@@ -18,8 +18,8 @@ from quantization.kernel_agreement import (
     sender_of,
 )
 
-from megatron_patch.quantization import kernels, native, reference
-from megatron_patch.quantization.blocks import BlockLayout
+from megatron_patch.quantization import backends, native, reference
+from megatron_patch.quantization.layout import BlockLayout
 
 pytestmark = pytest.mark.skipif(not native.variants(), reason="no compiler was there when this was installed")
 
@@ -91,7 +91,7 @@ def test_every_length_from_1_to_1000_comes_back(bits):
         payload = torch.full((1, layout.payload_bytes), 0xFF, dtype=torch.uint8)
         sender_of(layout, CPU).compress(gradient, payload)
         decoded = torch.empty(size)
-        kernels.decompress(payload, layout, decoded)
+        backends.decompress(payload, layout, decoded)
         assert same(decoded, reference.read_payload(payload, layout)[0])
         if bits > 1:
             scales = payload[0, layout.code_bytes :][: 2 * layout.blocks].view(torch.bfloat16).float()
@@ -111,20 +111,20 @@ def test_a_power_of_two_changes_the_scales_and_not_the_codes(bits, exponent, see
         for _ in range(3):
             sender.compress(gradient * factor, payload)
         decoded.append((payload[:, : layout.code_bytes].clone(), torch.empty(1000)))
-        kernels.decompress(payload, layout, decoded[-1][1])
+        backends.decompress(payload, layout, decoded[-1][1])
     assert torch.equal(decoded[0][0], decoded[1][0])
     assert torch.equal(decoded[0][1] * 2.0**exponent, decoded[1][1])
 
 
 def test_the_reference_can_be_asked_for(monkeypatch):
-    assert kernels.fused(CPU) is native
-    assert native.variants()[-1] in kernels.describe(CPU)
-    monkeypatch.setenv(kernels.VARIABLE, "torch")
-    assert kernels.fused(CPU) is None
-    assert kernels.VARIABLE in kernels.describe(CPU)
+    assert backends.fused(CPU) is native
+    assert native.variants()[-1] in backends.describe(CPU)
+    monkeypatch.setenv(backends.VARIABLE, "torch")
+    assert backends.fused(CPU) is None
+    assert backends.VARIABLE in backends.describe(CPU)
 
 
 def test_without_the_library_the_reference_runs_and_says_why(monkeypatch):
     monkeypatch.setattr(native, "variants", tuple)
-    assert kernels.fused(CPU) is None
-    assert "no compiler" in kernels.describe(CPU)
+    assert backends.fused(CPU) is None
+    assert "no compiler" in backends.describe(CPU)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation.loco_float64 import LoCoSimulation
 
-from megatron_patch.quantization.blocks import BlockLayout
+from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.packing import unpack
 from megatron_patch.quantization.reference import (
     block_scales,

@@ -20,7 +20,7 @@ from quantization.kernel_agreement import (
 )
 
 from megatron_patch.quantization import triton_kernels
-from megatron_patch.quantization.blocks import BlockLayout
+from megatron_patch.quantization.layout import BlockLayout
 
 CPU = torch.device("cpu")
 BLOCKS = st.sampled_from([16, 64, 128, 1024])

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from megatron_patch.workflows import checkpoints
+from megatron_patch.workflows.run import checkpoints
 
 
 def differences(undisturbed: Path, disturbed: Path) -> list[str]:

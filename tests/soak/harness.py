@@ -100,8 +100,8 @@ class Runs:
         self._random = random.Random(soak.seed)
 
     def _prepare(self, folder: Path, max_restarts: int) -> Any:
-        from megatron_patch.workflows import configuration, paths
-        from megatron_patch.workflows.prepared_run import prepare_run
+        from megatron_patch.workflows.run import configuration, recipes
+        from megatron_patch.workflows.run.prepare import prepare_run
 
         soak = self._soak
         megatron = [*MODEL, f"train_iters={soak.steps}", f"save_interval={SAVE_INTERVAL}"]
@@ -114,7 +114,7 @@ class Runs:
             *(["compression.rounding=stochastic"] if soak.method != "none" else []),
             *soak.settings,
         ]
-        recipe = paths.method_recipe(soak.method)
+        recipe = recipes.method_recipe(soak.method)
         run = configuration.load(ROOT / "configs/models/llama_tiny.yaml", overrides, and_files=[recipe])
         return prepare_run(run, folder)
 
@@ -139,8 +139,8 @@ class Runs:
 
     def disturbed(self, plan: Sequence[Kill], tally: Tally) -> Path:
         """One run with a kill in each of its first attempts, gone on with until it has come to its end."""
-        from megatron_patch.workflows import checkpoints
-        from megatron_patch.workflows.launcher import RankFailed
+        from megatron_patch.workflows.run import checkpoints
+        from megatron_patch.workflows.run.launcher import RankFailed
 
         tally.runs += 1
         folder = self._soak.folder / f"disturbed-{tally.runs}"

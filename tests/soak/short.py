@@ -29,7 +29,7 @@ def main(folder: Path) -> None:
     assert tally.points["exchange: under way"] == 1, tally
 
     # The comparison sees what it must: here the senders' errors are not put back after step 9.
-    from megatron_patch.integration import checkpoint
+    from megatron_patch.integration.checkpoint import hooks as checkpoint
 
     checkpoint.restore = lambda *args: None
     found = differences(undisturbed, runs.disturbed([Kill(rank=0, point="step done", nth=10)], tally))

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_patch.workflows import configuration
 from megatron_patch.workflows.cli import build_parser
-from megatron_patch.workflows.paths import shipped
+from megatron_patch.workflows.run import configuration
+from megatron_patch.workflows.run.recipes import shipped
 
 FOLDER = shipped("pretrain_scripts/kubernetes")
 Manifest = dict[str, Any]

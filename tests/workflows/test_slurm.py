@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from workflows import slurm_cluster, test_ablate
+from workflows import slurm_cluster
+from workflows.ablation import test_ablate
 from workflows.engine_runs import ROOT
 from workflows.slurm_cluster import Cluster
 from workflows.test_train import SMALL, megatron_loco
 
-from megatron_patch.workflows import checkpoints
+from megatron_patch.workflows.run import checkpoints
 
 SCRIPT = "pretrain_scripts/slurm/pretrain.sbatch"
 CONFIG = "configs/models/llama_tiny.yaml"

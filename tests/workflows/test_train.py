@@ -14,8 +14,9 @@ import pytest
 from worker_pool import in_warm_process
 from workflows.engine_runs import MODEL, ROOT, SCRIPT, STEPS, cpu_flags, prepare
 
-from megatron_patch.workflows import cli, compare, launcher, train
-from megatron_patch.workflows.configuration import Launch
+from megatron_patch.workflows import cli, compare, train
+from megatron_patch.workflows.run import launcher
+from megatron_patch.workflows.run.configuration import Launch
 
 SMALL = [
     "megatron.num_layers=1",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_patch.quantization.blocks import BlockLayout
+from megatron_patch.quantization.layout import BlockLayout
 
 LIBRARY = Path(__file__).with_name("libmegatron_loco.so")
 

@@ -1,8 +1,8 @@
-// The interface of the native kernels: plain pointers, called from quantization/native.py through ctypes.
+// The interface of the native kernels: plain pointers, called from quantization/native through ctypes.
 #pragma once
 #include <cstdint>
 
-// How a bucket is cut: quantization/blocks.py.
+// How a bucket is cut: quantization/layout.py.
 struct Layout {
   int64_t numel, shards, shard_size, bits, block, blocks, code_bytes, payload_bytes;
 };

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 import torch
 import triton
 
-from megatron_patch.quantization.blocks import BlockLayout
+from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.reference import largest_scale
-from megatron_patch.quantization.triton_kernels.compressing import compress_kernel
-from megatron_patch.quantization.triton_kernels.reducing import decompress_reduce_kernel
+from megatron_patch.quantization.triton_kernels.compress import compress_kernel
+from megatron_patch.quantization.triton_kernels.decompress_reduce import decompress_reduce_kernel
 
 _TILE = 2048  # elements, of compress: 16 for each of 128 threads
 _LARGEST_BLOCK = 4096

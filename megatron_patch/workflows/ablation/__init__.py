@@ -2,7 +2,7 @@
 
 command.py      the options; the loop over the runs
 definition.py   configs/ablations/NAME.yaml -> cells, and the runs of every seed
-paired.py       the mean of paired differences and its confidence interval
+statistics.py       the mean of paired differences and its confidence interval
 results.py      results.csv, ablation.md, the tables
-pictures.py     differences.png, curves.png
+plots.py     differences.png, curves.png
 """

@@ -24,12 +24,13 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_patch.errors import UserError
-from megatron_patch.workflows import launcher, progress, run_state, train
-from megatron_patch.workflows.ablation import definition, pictures
+from megatron_patch.workflows import train
+from megatron_patch.workflows.ablation import definition, plots
 from megatron_patch.workflows.ablation.definition import Ablation, Run
 from megatron_patch.workflows.ablation.results import Results
-from megatron_patch.workflows.prepared_run import prepare_run
-from megatron_patch.workflows.run_state import State
+from megatron_patch.workflows.run import launcher, progress, run_folder
+from megatron_patch.workflows.run.prepare import prepare_run
+from megatron_patch.workflows.run.run_folder import State
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
                 f"task: {args.task}: must be from 0 to {len(runs) - 1} (--dry-run lists the runs)"
             )
         _make(ablation, [runs[args.task]], out, args, alone=True)
-        return int(run_state.failure(runs[args.task].folder) is not None)
+        return int(run_folder.failure(runs[args.task].folder) is not None)
     with _only_one(out):
         _make(ablation, runs, out, args)
         return _show(Results(ablation, runs), out)
@@ -88,9 +89,9 @@ def _make(
     """Make those of `runs` that are left, one after another."""
     if not args.overwrite:
         for one in runs:
-            run_state.check_unchanged(one.folder, one.configured)
+            run_folder.check_unchanged(one.folder, one.configured)
     finished = (State.DONE,) if args.retry_failed else (State.DONE, State.FAILED)
-    left = [one for one in runs if run_state.look(one.folder, one.configured) not in finished]
+    left = [one for one in runs if run_folder.look(one.folder, one.configured) not in finished]
     _check(left)
     with progress.Board(ablation.name, len(runs), len(runs) - len(left)) as board:
         try:
@@ -119,22 +120,22 @@ def _check(left: Sequence[Run]) -> None:
 
 def _make_one(one: Run, board: progress.Board, cache: Path | None) -> str:
     """Make a run, from its checkpoint if it has one; returns a line on what came of it."""
-    if run_state.look(one.folder, one.configured) is State.CHANGED:
+    if run_folder.look(one.folder, one.configured) is State.CHANGED:
         shutil.rmtree(one.folder)
-    run_state.forget_failure(one.folder)
+    run_folder.forget_failure(one.folder)
     try:
         prepared = prepare_run(one.configured, one.folder, cache=cache)
         summary = train.go_on(prepared, one.label, board)
     except launcher.Stopped:
         raise
     except (launcher.RankFailed, UserError) as error:
-        run_state.note_failure(one.folder, str(error))
+        run_folder.note_failure(one.folder, str(error))
         return f"failed: {str(error).splitlines()[0]}"
     if cache:
         shutil.rmtree(cache, ignore_errors=True)
     if summary["steps"] < prepared.steps:
         early = f"ended after step {summary['steps']} of {prepared.steps} (megatron.exit_interval?)"
-        run_state.note_failure(one.folder, early)
+        run_folder.note_failure(one.folder, early)
         return f"failed: {early}"
     loss = summary["valid_loss"]
     return "no validation loss" if loss is None else f"validation loss {loss:.4f}"
@@ -152,8 +153,8 @@ def write(results: Results, out: Path) -> None:
 def _show(results: Results, out: Path) -> int:
     """Write everything, print the table, and name the runs that failed."""
     write(results, out)
-    pictures.draw_differences(out / "differences.png", results)
-    pictures.draw_curves(out / "curves.png", results)
+    plots.draw_differences(out / "differences.png", results)
+    plots.draw_curves(out / "curves.png", results)
     # A log or a pipe has no width of its own; the table must not be folded to 80 columns there.
     console = Console(width=None if sys.stdout.isatty() else 160)
     for table in results.tables():
@@ -172,7 +173,7 @@ def _list(ablation: Ablation, runs: Sequence[Run]) -> int:
     """--dry-run: the runs with the numbers that --task takes."""
     print(f"# {ablation.name} over {ablation.base}: {len(runs)} runs, {len(ablation.cells)} cells")
     for number, one in enumerate(runs):
-        print(f"{number:4d}  {run_state.look(one.folder, one.configured).value:11s}  {one.label}")
+        print(f"{number:4d}  {run_folder.look(one.folder, one.configured).value:11s}  {one.label}")
     return 0
 
 

@@ -32,8 +32,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_patch.errors import UserError, nearest
-from megatron_patch.workflows import configuration, paths
-from megatron_patch.workflows.configuration import RunConfig
+from megatron_patch.workflows.run import configuration, recipes
+from megatron_patch.workflows.run.configuration import RunConfig
 
 _KEYS = ("base", "seeds", "overrides", "baseline", "grid", "cells", "contrast")
 Settings = dict[str, Any]
@@ -124,7 +124,7 @@ def read(
     recipe = base or content.get("base")
     if not isinstance(recipe, str):
         raise UserError(f"{path}: base: {recipe!r} must be the path of a recipe")
-    recipe = paths.find(recipe)
+    recipe = recipes.find(recipe)
     baseline = Cell(_settings(content.get("baseline"), "baseline", path))
     cells = [baseline, *_grid(content.get("grid"), path), *_listed(content.get("cells"), path)]
     if len(cells) == 1:
@@ -150,11 +150,11 @@ def _seeded(run: RunConfig, seed: int) -> RunConfig:
 
 def find(name: str) -> Path:
     """The definition called `name`: a path, a shipped one, or the bare name of one in configs/ablations."""
-    path = paths.find(name)
+    path = recipes.find(name)
     if path.suffix == "" and not path.exists():
-        path = paths.shipped(f"configs/ablations/{name}.yaml")
+        path = recipes.shipped(f"configs/ablations/{name}.yaml")
     if not path.is_file():
-        known = sorted(one.stem for one in paths.shipped("configs/ablations").glob("*.yaml"))
+        known = sorted(one.stem for one in recipes.shipped("configs/ablations").glob("*.yaml"))
         raise UserError(
             f"{name}: no such ablation{nearest(Path(name).stem, known)}; ready-made: {', '.join(known)}"
         )

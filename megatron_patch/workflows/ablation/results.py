@@ -17,10 +17,10 @@ from typing import Any
 
 from rich.table import Table
 
-from megatron_patch.workflows import run_state
 from megatron_patch.workflows.ablation.definition import Ablation, Cell, Run
-from megatron_patch.workflows.ablation.paired import CONFIDENCE, Interval, interval, percent
-from megatron_patch.workflows.run_state import State
+from megatron_patch.workflows.ablation.statistics import CONFIDENCE, Interval, interval, percent
+from megatron_patch.workflows.run import run_folder
+from megatron_patch.workflows.run.run_folder import State
 
 _INTERVAL = f"{100 * CONFIDENCE:g} % interval"
 COLUMNS = ("cell", "runs", "valid. loss", "difference", _INTERVAL, "", "bits/gradient", "error state MB")
@@ -205,8 +205,8 @@ _NUMBERS = (
 
 
 def _outcome(run: Run) -> Outcome:
-    found = run_state.look(run.folder, run.configured)
-    return Outcome(run, found, run_state.summary(run.folder) if found is State.DONE else None)
+    found = run_folder.look(run.folder, run.configured)
+    return Outcome(run, found, run_folder.summary(run.folder) if found is State.DONE else None)
 
 
 def _numbers(one: Outcome) -> list[Any]:

@@ -232,7 +232,7 @@ def _flat(content: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def _first_failure(folder: Path) -> str | None:
-    """The earliest error among those that the ranks left (workflows/launcher.py)."""
+    """The earliest error among those that the ranks left (workflows/run/launcher.py)."""
     told = []
     for path in sorted(folder.glob("rank-*.json")):
         with contextlib.suppress(UserError):  # a rank that was killed as it wrote

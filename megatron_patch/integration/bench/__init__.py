@@ -1,0 +1,1 @@
+"""What `bench network` trains: Megatron's and PyTorch's data-parallel training, timed."""

@@ -1,0 +1,1 @@
+"""The error states in Megatron's checkpoints."""

@@ -1,0 +1,228 @@
+"""Putting saved error states back: exactly, or under another layout.
+
+Whether a state can be put back is decided by all ranks together, so that they never go on with errors of
+different checkpoints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_patch.compensation.resharding import Part, SavedState, reshard
+from megatron_patch.config import CompressionConfig
+from megatron_patch.errors import UserError
+from megatron_patch.integration.checkpoint import files as sidecar
+from megatron_patch.integration.checkpoint.files import Damaged, RankFile, RankLayout, RankTensors, Storage
+from megatron_patch.integration.checkpoint.rank_state import RankState
+from megatron_patch.integration.chunk import Events
+from megatron_patch.integration.onebit_adam.warm_up import Phase
+from megatron_patch.integration.seams.optimizer_step import loss_scale
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """What Megatron has just loaded.
+
+    `folder` is the checkpoint's, or None where errors are not to be looked for, and `without` says why.
+    `id` is our part's, as the checkpoint's arguments name it; None where it was saved without.
+    """
+
+    folder: Path | None
+    iteration: int
+    id: str | None = None
+    without: str = "the checkpoint has none"
+
+
+def restore(chunks: Sequence[Any], checkpoint: Checkpoint, optimizer: Any) -> None:
+    """Put the error states of a checkpoint back into attached chunks; says in one line what happened.
+
+    Raises:
+        UserError: on every rank, for a damaged state with `strict_load`.
+    """
+    rank = RankState(chunks)
+    rank.start_from_zero(checkpoint.iteration)  # whatever is not found
+    if not _has_errors(checkpoint):
+        _say(logging.INFO, f"errors start from zero: {checkpoint.without}", checkpoint)
+        return
+    reader = _Reader(rank, checkpoint)
+    problem, exact = reader.look()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (problem, exact))
+    problems = [problem for problem, _ in everyone if problem is not None]
+    if problems:
+        if rank.config.strict_load:
+            raise UserError(
+                f"{problems[0]}; without --compression-strict-load the errors would start from zero"
+            )
+        _say(logging.WARNING, f"errors start from zero: {problems[0]}", checkpoint)
+        return
+    _say(logging.INFO, reader.apply(all(exact for _, exact in everyone), loss_scale(optimizer)), checkpoint)
+
+
+def _has_errors(checkpoint: Checkpoint) -> bool:
+    """Whether there is a state, or should be one."""
+    if checkpoint.folder is None:
+        return False
+    return checkpoint.id is not None or (checkpoint.folder / sidecar.FOLDER).exists()
+
+
+def _say(level: int, line: str, checkpoint: Checkpoint) -> None:
+    if dist.get_rank() == 0:
+        logger.log(level, "megatron-loco: iteration %d: %s", checkpoint.iteration, line)
+
+
+class _Reader:
+    """One rank's view of a saved state."""
+
+    def __init__(self, rank: RankState, checkpoint: Checkpoint) -> None:
+        assert checkpoint.folder is not None
+        self._rank = rank
+        self._checkpoint = checkpoint
+        self._folder = checkpoint.folder / sidecar.FOLDER
+        self._manifest: dict[str, Any] = {}
+        self._layouts: list[RankLayout] = []
+        self._files: list[RankFile | None] = []
+        self._mine: int | None = None
+
+    def look(self) -> tuple[str | None, bool]:
+        """What is wrong with the files that this rank looks at (None: nothing), and whether one fits it."""
+        try:
+            self._read_manifest()
+            same = [place for place, layout in enumerate(self._layouts) if layout == self._rank.layout]
+            here = dist.get_rank()
+            self._mine = here if here in same else next(iter(same), None)
+            # Under another layout a rank reads of many files: together the ranks look at every one of them.
+            looked_at = set(range(here, len(self._files), dist.get_world_size()))
+            for place in looked_at | ({self._mine} if self._mine is not None else set()):
+                listed = self._files[place]
+                if listed is not None:
+                    sidecar.verify(self._folder, listed)
+        except Damaged as problem:
+            return str(problem), False
+        same_world = len(self._files) == dist.get_world_size()
+        return None, same_world and self._mine is not None
+
+    def _read_manifest(self) -> None:
+        self._manifest = manifest = sidecar.read_manifest(self._folder)
+        if self._checkpoint.id not in (None, manifest.get("id")):
+            raise Damaged(f"{self._folder} is of another checkpoint")
+        try:
+            shared = [RankLayout.from_json(layout) for layout in manifest["layouts"]]
+            self._layouts = [shared[rank["layout"]].at(rank["positions"]) for rank in manifest["ranks"]]
+            self._files = [rank["file"] and RankFile(**rank["file"]) for rank in manifest["ranks"]]
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise Damaged(f"{self._folder} holds what this release does not know: {error!r}") from error
+
+    def apply(self, exact: bool, loss_scale: float) -> str:
+        """Put the state back as far as it goes; returns what happened. Call on all ranks."""
+        manifest, rank = self._manifest, self._rank
+        rank.start_from_zero(manifest["steps"])
+        for compressor in rank.compressors:
+            compressor.steps_seen = manifest["steps_seen"]
+            compressor.events = Events(**manifest["events"])
+        factor = loss_scale / manifest["loss_scale"]
+        saved = manifest["config"]
+        if saved["method"] != rank.config.method:
+            return f"errors start from zero: the checkpoint is of method {saved['method']}"
+        for compressor in rank.compressors:
+            compressor.phase = _resumed(Phase(**manifest.get("phase", {})), compressor.config)
+        if manifest["mid_step"]:
+            for compressor in rank.compressors:
+                compressor.events.replays += 1
+            return "errors start from zero: the checkpoint is from within a step, which runs again"
+        if exact:
+            self._apply_exactly(factor)
+        if not rank.config.has_memory:
+            return "step counters restored; this method keeps no errors"
+        if not saved["save_error"]:
+            return "errors start from zero: they were not saved (compression.save_error: false)"
+        if exact:
+            return "error states restored exactly"
+        return self._reshard(factor)
+
+    def _apply_exactly(self, factor: float) -> None:
+        assert self._mine is not None
+        listed = self._files[self._mine]
+        if listed is None:
+            return
+        tensors = RankTensors(self._folder, listed)
+        for number, sender in enumerate(self._rank.senders):
+            found = tensors.of(number)
+            generator = found.pop("generator", None)
+            if sender.error is not None and found:
+                sender.error.restore(found)
+                if factor != 1.0:
+                    sender.error.scale_by(factor)
+            if sender.generator is None or generator is None:
+                continue
+            if generator.numel() == sender.generator.get_state().numel():  # else of another device
+                sender.generator.set_state(generator)
+
+    def _reshard(self, factor: float) -> str:
+        new = [part for part, _ in self._rank.layout.states]
+        lost = total = 0
+        for sender, (values, missing) in zip(
+            self._rank.senders, reshard(new, self._saved_states()), strict=True
+        ):
+            assert sender.error is not None
+            sender.error.set((values * factor).to(sender.statistics.device))
+            lost += missing
+            total += values.numel()
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (lost, total, self._same_senders(new)))
+        lost, total = (sum(counts[place] for counts in everyone) for place in (0, 1))
+        if all(same for *_, same in everyone):
+            how = "every sender keeps its own"
+        else:
+            how = "where their number changed, senders start from the mean of the old ones"
+        rest = f"; {lost:,} of {total:,} elements start from zero" if lost else ""
+        groups = self._rank.groups()
+        changed = [f"{name} {n} -> {groups[name]}" for name, n in self._manifest["groups"].items()]
+        changed = [text for text, name in zip(changed, groups, strict=True) if self._changed(name)]
+        why = f" ({', '.join(changed)})" if changed else ""
+        return f"error states carried over to another layout{why}: {how}{rest}"
+
+    def _changed(self, group: str) -> bool:
+        return bool(self._manifest["groups"][group] != self._rank.groups()[group])
+
+    def _same_senders(self, new: Sequence[Part]) -> bool:
+        """Whether every element of this rank has as many senders as before."""
+        old = {
+            (piece.key, part.kind, part.senders)
+            for layout in self._layouts
+            for part, _ in layout.states
+            for piece in part.pieces
+        }
+        return all((piece.key, part.kind, part.senders) in old for part in new for piece in part.pieces)
+
+    def _saved_states(self) -> Iterator[SavedState]:
+        """The saved states that hold elements of this rank's parameters."""
+        keys = {piece.key for part, _ in self._rank.layout.states for piece in part.pieces}
+        for layout, listed in zip(self._layouts, self._files, strict=True):
+            if listed is None:
+                continue
+            tensors: RankTensors | None = None
+            for number, (part, storage) in enumerate(layout.states):
+                if storage.dtype is None or keys.isdisjoint(piece.key for piece in part.pieces):
+                    continue
+                tensors = tensors or RankTensors(self._folder, listed)
+                yield part, _read_later(tensors, number, part, storage)
+
+
+def _resumed(phase: Phase, config: CompressionConfig) -> Phase:
+    """The saved phase; a warm-up that is still going on ends when the options of this run say."""
+    if phase.variance_steps is None and config.warmup_steps is not None:
+        phase.switch_step = config.warmup_steps
+    return phase
+
+
+def _read_later(tensors: RankTensors, number: int, part: Any, storage: Storage) -> Any:
+    return lambda: sidecar.decode(tensors.of(number), part.position.numel, storage)

@@ -1,0 +1,145 @@
+"""Saving the error states of attached models with a checkpoint.
+
+What a job remembers is more than the errors: the step counters (start_step, reset_interval) and the random
+generators of stochastic rounding are saved, and put back by restore.py, with them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import threading
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_patch.errors import UserError
+from megatron_patch.integration.checkpoint import files as sidecar
+from megatron_patch.integration.checkpoint.files import RankFile
+from megatron_patch.integration.checkpoint.rank_state import RankState
+from megatron_patch.integration.seams.optimizer_step import loss_scale
+
+
+class ErrorSave:
+    """The error states of one checkpoint on their way to disk. Every rank makes one and calls the same.
+
+    `start` (or `write`) writes this rank's file into a staging folder beside the checkpoint's, `complete`
+    waits for all ranks and writes the manifest, `publish` moves the folder into the checkpoint.
+
+    Args:
+        chunks: the rank's attached DDP-wrapped chunks.
+        checkpoint: the checkpoint's own folder (`iter_0000020`), which need not exist yet.
+        iteration: of the checkpoint.
+        optimizer: Megatron's; its loss scale is the errors' unit.
+
+    Raises:
+        UserError: on every rank, where the folder cannot be written.
+    """
+
+    def __init__(self, chunks: Sequence[Any], checkpoint: Path, iteration: int, optimizer: Any) -> None:
+        self.checkpoint = checkpoint
+        self._staging = checkpoint.with_name(f".compression-{iteration:07d}")
+        self._rank = RankState(chunks)
+        counted = self._rank.compressors[0]
+        self._content = {
+            "iteration": iteration,
+            "config": self._rank.config.as_dict(),
+            "groups": self._rank.groups(),
+            "world_size": dist.get_world_size(),
+            "loss_scale": loss_scale(optimizer),
+            "mid_step": any(s.exchanged for a in self._rank.attachments for s in a.seams),
+            "steps": counted.steps,
+            "steps_seen": counted.steps_seen,
+            "events": dataclasses.asdict(counted.events),
+            "phase": dataclasses.asdict(counted.phase),
+        }
+        self._tensors = {name: tensor.cpu() for name, tensor in self._rank.tensors()}
+        self._file: RankFile | None = None
+        self._problem: str | None = None
+        self._thread: threading.Thread | None = None
+        self.id = self._make_staging()
+
+    def _make_staging(self) -> str:
+        """Rank 0 makes an empty folder, and an id that all ranks use."""
+        answer: list[str | None] = [None, None]
+        if dist.get_rank() == 0:
+            try:
+                for left_over in self._staging.parent.glob(".compression-*"):
+                    shutil.rmtree(left_over, ignore_errors=True)
+                self._staging.mkdir(parents=True)
+                answer = [uuid.uuid4().hex, None]
+            except OSError as error:
+                answer = [None, error.strerror or str(error)]
+        dist.broadcast_object_list(answer, src=0)
+        self._refuse([(0, answer[1])])
+        assert answer[0] is not None
+        return answer[0]
+
+    def write(self) -> None:
+        """Write this rank's file; what goes wrong is told by `complete`."""
+        try:
+            if self._tensors:
+                self._file = sidecar.write_rank_file(self._staging, dist.get_rank(), self._tensors)
+        except OSError as error:
+            self._problem = error.strerror or str(error)
+        self._tensors = {}
+
+    def start(self) -> None:
+        """`write` in the background, from a copy of the states."""
+        self._tensors = {name: tensor.clone() for name, tensor in self._tensors.items()}
+        self._thread = threading.Thread(target=self.write, name="megatron-loco-save")
+        self._thread.start()
+
+    def complete(self) -> None:
+        """Wait until all ranks have written, and vouch for it by the manifest.
+
+        Raises:
+            UserError: on every rank, where one could not write; nothing is left behind.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        layout = self._rank.layout
+        mine = (self._problem, self._file, layout.without_positions().as_json(), layout.positions)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        self._refuse([(rank, problem) for rank, (problem, *_) in enumerate(everyone)])
+        problem = None
+        if dist.get_rank() == 0:
+            try:
+                sidecar.write_manifest(self._staging, self._manifest(everyone))
+            except OSError as error:
+                problem = error.strerror or str(error)
+        answer = [problem]
+        dist.broadcast_object_list(answer, src=0)
+        self._refuse([(0, answer[0])])
+
+    def _manifest(self, everyone: list[Any]) -> dict[str, Any]:
+        layouts: list[Any] = []
+        ranks = []
+        for _, file, layout, positions in everyone:
+            if layout not in layouts:
+                layouts.append(layout)
+            listed = dataclasses.asdict(file) if file is not None else None
+            ranks.append({"file": listed, "layout": layouts.index(layout), "positions": positions})
+        return {"id": self.id, **self._content, "layouts": layouts, "ranks": ranks}
+
+    def publish(self) -> None:
+        """On one rank, after `complete` and before the checkpoint is announced: move it into place."""
+        sidecar.publish(self._staging, self.checkpoint / sidecar.FOLDER)
+
+    def discard(self) -> None:
+        """Remove what is not in place."""
+        if dist.get_rank() == 0:
+            shutil.rmtree(self._staging, ignore_errors=True)
+
+    def _refuse(self, problems: list[tuple[int, str | None]]) -> None:
+        for rank, problem in problems:
+            if problem is not None:
+                self.discard()
+                raise UserError(
+                    f"the error state of rank {rank} could not be saved below {self.checkpoint.parent}: "
+                    f"{problem}; the last complete checkpoint is still the latest"
+                )

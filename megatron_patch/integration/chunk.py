@@ -1,0 +1,241 @@
+"""What one model chunk (one Megatron DDP instance) holds while it is compressed.
+
+A ChunkState owns the senders of the chunk's buckets, counts optimizer steps, and clears or rescales all
+error states at once when a step asks for it. The bucket groups' seam (seams/gradients.py) sends through it;
+the optimizer's seam (seams/optimizer_step.py) tells it how a step ended; metrics.py reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from megatron_patch.collectives import two_hop_all_reduce
+from megatron_patch.collectives.all_reduce import AllReduceHandle, SenderAndOwner, start_all_reduce
+from megatron_patch.collectives.reduce_scatter import ReduceScatterHandle, start_reduce_scatter
+from megatron_patch.collectives.topology import TwoHops
+from megatron_patch.collectives.traffic import Traffic
+from megatron_patch.collectives.two_hop_all_reduce import TwoHopSenderAndOwner, start_two_hop_all_reduce
+from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopSender, start_two_hop_reduce_scatter
+from megatron_patch.collectives.workspace import Workspace
+from megatron_patch.compensation.sender import Sender
+from megatron_patch.config import CompressionConfig
+from megatron_patch.integration.onebit_adam.warm_up import Phase
+from megatron_patch.quantization.layout import BlockLayout
+
+logger = logging.getLogger(__name__)
+
+IN_FLIGHT = 2
+"""Exchanges of a chunk that may be under way at a time: so many buckets' payloads are held in memory."""
+
+
+@dataclass
+class Events:
+    """How often something out of the ordinary happened to the errors."""
+
+    resets: int = 0
+    """Every `reset_interval` steps: e <- 0 in all buckets."""
+    skipped_steps: int = 0
+    """The optimizer skipped its step (fp16 overflow): the exchange must not count, e <- 0."""
+    replays: int = 0
+    """Megatron's rerun state machine ran a backward pass again: e <- 0."""
+    uncompressed_syncs: int = 0
+    """Exchanges of a whole bucket group that bypassed compression (force_all_reduce, before start_step)."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What the last finished step's exchanges were like on this rank."""
+
+    traffic: Traffic = field(default_factory=Traffic)
+    statistics: torch.Tensor | None = None
+    """fp64 [5], summed over buckets, as compensation.sender.STATISTICS; None: nothing was compressed."""
+    compression_seconds: Callable[[], float] = float
+    """Time spent in compressing and decompressing; on CUDA, asking waits for it."""
+    inside_bytes: float = 0.0
+    """Bytes sent to ranks of the same node by the first of two hops; `traffic` counts the second."""
+
+
+class ChunkState:
+    """Compression state of one model chunk on one rank.
+
+    `steps` counts the optimizer steps that succeeded, `steps_seen` all of them.
+
+    Args:
+        config: the options.
+        device: where the gradient buffers live.
+    """
+
+    def __init__(self, config: CompressionConfig, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self.workspace = Workspace(device)
+        self.senders: list[Sender] = []
+        """All of the chunk's, in the order of their allocation: the owners of all-reduced shards too."""
+        self.steps = 0
+        self.steps_seen = 0
+        self.events = Events()
+        self.report = StepReport()
+        self._traffic = Traffic()
+        self._used: list[Sender] = []
+        self._inside_bytes = 0.0
+        self._in_flight: deque[ReduceScatterHandle | AllReduceHandle] = deque()
+        self._replaying = False
+        self._warned = False
+        self.phase = Phase(config.warmup_steps)
+        """Of 1-bit Adam."""
+
+    @property
+    def active(self) -> bool:
+        """Whether the next exchange is compressed: a method that does, from `start_step` on."""
+        if self.config.momentum:
+            return self.phase.switch_step is not None and self.steps >= self.phase.switch_step
+        return self.config.compresses and self.steps >= self.config.start_step
+
+    @functools.cached_property
+    def stream(self) -> torch.cuda.Stream | None:
+        """Where overlapped exchanges run; None on CPU, where only gloo's threads run beside the caller."""
+        return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    @property
+    def error_bytes(self) -> int:
+        """Memory of all error states on this rank, in bytes."""
+        return sum(sender.error.nbytes for sender in self.senders if sender.error is not None)
+
+    def add_reduce_scatter(self, numel: int, group: dist.ProcessGroup) -> Sender:
+        """Allocate the state of the reduce-scatter of `numel` elements over `group`."""
+        return self._add(BlockLayout.of(numel, group.size(), self.config.bits, self.config.block_size))
+
+    def add_two_hops(self, numel: int, hops: TwoHops) -> TwoHopSender:
+        """Allocate the state of the two-hop reduce-scatter of `numel` elements."""
+        config = self.config
+        between = BlockLayout.of(numel // hops.local, hops.nodes, config.bits, config.block_size)
+        return TwoHopSender(hops, self._add(between), config, self.device)
+
+    def add_all_reduce(
+        self, numel: int, group: dist.ProcessGroup, hops: TwoHops | None = None
+    ) -> SenderAndOwner:
+        """Allocate the state of the all-reduce of `numel` elements over `group`, in two hops where given."""
+        config = self.config
+        # Megatron's optimizer takes what it wants of an all-reduced bucket: owners may hold what suits us.
+        whole = config.momentum
+        if hops is not None:
+            chunk, layout = two_hop_all_reduce.layouts(numel, hops, config, whole)
+            sender, owner = self._add(layout), self._add(layout.shard(hops.inter.rank()))
+            return two_hop_all_reduce.parts(numel, chunk, hops, sender, owner, config)
+        layout = BlockLayout.of(numel, group.size(), config.bits, config.block_size, whole)
+        return SenderAndOwner(self._add(layout), self._add(layout.shard(group.rank())))
+
+    def _add(self, layout: BlockLayout) -> Sender:
+        stream = dist.get_rank() * 4096 + len(self.senders)
+        self.senders.append(Sender(self.config, layout, self.device, stream))
+        return self.senders[-1]
+
+    def reduce_scatter(
+        self,
+        sender: Sender | TwoHopSender,
+        gradient: torch.Tensor,
+        output: torch.Tensor,
+        group: dist.ProcessGroup,
+        average: bool,
+    ) -> ReduceScatterHandle:
+        """Start the compressed reduce-scatter of one bucket; counts it, and ends one that began long ago."""
+        self._drain()
+        if isinstance(sender, TwoHopSender):
+            self._count_payloads(sender.sender)
+            self._inside_bytes += sender.inside_bytes(gradient)
+            handle = start_two_hop_reduce_scatter(sender, gradient, output, average, self.workspace)
+        else:
+            self._count_payloads(sender)
+            divisor = group.size() if average else 1
+            handle = start_reduce_scatter(sender, gradient, output, group, divisor, self.workspace)
+        self._in_flight.append(handle)
+        return handle
+
+    def _drain(self) -> None:
+        """Make room for one more exchange: end the oldest where that would be more than two."""
+        while len(self._in_flight) >= IN_FLIGHT:
+            self._in_flight.popleft().wait()
+
+    def all_reduce(
+        self, parts: SenderAndOwner, data: torch.Tensor, group: dist.ProcessGroup, average: bool
+    ) -> AllReduceHandle:
+        """Start the compressed all-reduce of `data`, in place; counts it."""
+        self._count_payloads(parts.sender)
+        self._count_payloads(parts.owner, peers=parts.sender.layout.shards - 1)
+        self._drain()
+        if isinstance(parts, TwoHopSenderAndOwner):
+            self._inside_bytes += parts.inside_bytes(data)
+            handle = start_two_hop_all_reduce(parts, data, average, self.workspace)
+        else:
+            divisor = group.size() if average else 1
+            handle = start_all_reduce(parts, data, group, divisor, self.workspace)
+        self._in_flight.append(handle)
+        return handle
+
+    def _count_payloads(self, sender: Sender, peers: int | None = None) -> None:
+        peers = sender.layout.shards - 1 if peers is None else peers
+        self.count(Traffic(peers * sender.layout.payload_bytes, peers * sender.layout.shard_size))
+        self._used.append(sender)
+
+    def count(self, traffic: Traffic) -> None:
+        """Count bytes sent to other ranks in this step, compressed or not."""
+        self._traffic.add(traffic)
+
+    def replayed(self) -> None:
+        """The backward pass of this step is running again: what its first run remembered must not count."""
+        if self._replaying:
+            return  # another bucket group of the same replay
+        self._replaying = True
+        self.events.replays += 1
+        self.clear_errors()
+        self._traffic, self._used, self._inside_bytes = Traffic(), [], 0.0
+
+    def exchanged_twice(self) -> None:
+        """A second exchange in one step: the loop's optimizer is not Megatron's. Count the step here."""
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "megatron-loco: no Megatron optimizer step was seen between two gradient exchanges; "
+                "counting exchanges as steps"
+            )
+        self.end_step(successful=True)
+
+    def end_step(self, successful: bool, loss_scale_factor: float = 1.0) -> None:
+        """The optimizer's step is over. It changed fp16's loss scale by a factor: the errors carry it too."""
+        statistics = torch.stack([sender.statistics for sender in self._used]).sum(0) if self._used else None
+        self.report = StepReport(self._traffic, statistics, self.workspace.lap(), self._inside_bytes)
+        self._traffic, self._used, self._inside_bytes, self._replaying = Traffic(), [], 0.0, False
+        self._in_flight.clear()
+        self.steps_seen += 1
+        if successful:
+            self.steps += 1
+            interval = self.config.reset_interval
+            if interval and self.config.has_memory and self.steps % interval == 0:
+                self.events.resets += 1
+                self.clear_errors()
+        else:
+            self.events.skipped_steps += 1
+            if not self.config.momentum:  # which exchanges nothing in a step that is skipped
+                self.clear_errors()
+        if loss_scale_factor != 1.0 and not self.config.momentum:  # momentum carries no loss scale
+            for sender in self.senders:
+                if sender.error is not None:
+                    sender.error.scale_by(loss_scale_factor)
+
+    def clear_errors(self) -> None:
+        """e <- 0 in all buckets at once."""
+        for sender in self.senders:
+            if sender.error is not None:
+                sender.error.reset()
+
+    def describe(self) -> dict[str, object]:
+        """The counters, for logs and summaries."""
+        return {"steps": self.steps, **dataclasses.asdict(self.events)}

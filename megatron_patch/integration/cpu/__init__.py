@@ -1,0 +1,1 @@
+"""Megatron's engine on CPU over gloo, for trials, tests and CI."""

@@ -1,0 +1,1 @@
+"""1-bit Adam inside Megatron's optimizers: warm-up, step, momentum."""

@@ -1,0 +1,1 @@
+"""How Megatron's own calls reach the exchanges: gradients, the optimizer's step."""

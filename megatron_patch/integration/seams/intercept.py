@@ -1,0 +1,58 @@
+"""Megatron's gradient collectives, written down instead of run.
+
+`start_grad_sync` asks for them through two globals of megatron.core.distributed.param_and_grad_buffer,
+`dist_reduce_scatter_func` and `torch`; for a while they are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import param_and_grad_buffer
+
+
+@dataclass
+class CollectiveCalls:
+    """The collectives that upstream asked for, one per bucket, as (output, input) and (tensor); not run."""
+
+    reduce_scatter: list[tuple[torch.Tensor, torch.Tensor]]
+    all_reduce: list[torch.Tensor]
+    average: bool = False
+
+
+class _View:
+    """A module with some of its names replaced; every other name is the module's own."""
+
+    def __init__(self, module: Any, **replaced: Any) -> None:
+        self.__dict__.update(replaced, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+@contextmanager
+def intercepted() -> Iterator[CollectiveCalls]:
+    """Within the block, upstream's gradient collectives are written down instead of run."""
+    asked = CollectiveCalls([], [])
+
+    def reduce_scatter(output: torch.Tensor, input: torch.Tensor, op: Any = None, **_: Any) -> None:
+        asked.reduce_scatter.append((output, input))
+        asked.average = op == dist.ReduceOp.AVG
+
+    def all_reduce(tensor: torch.Tensor, op: Any = None, **_: Any) -> None:
+        asked.all_reduce.append(tensor)
+        asked.average = op == dist.ReduceOp.AVG
+
+    module: Any = param_and_grad_buffer
+    before = module.dist_reduce_scatter_func, module.torch
+    module.dist_reduce_scatter_func = reduce_scatter
+    module.torch = _View(before[1], distributed=_View(before[1].distributed, all_reduce=all_reduce))
+    try:
+        yield asked
+    finally:
+        module.dist_reduce_scatter_func, module.torch = before

@@ -1,0 +1,234 @@
+"""compress: gradient and error in, payload and the new error out, in one pass over memory.
+
+A program takes tiles of ROWS blocks of b elements, neighbours in one shard; 16 neighbours go to a thread:
+
+    gradient, error  ->  h  ->  max|h| of each row  ->  scale  ->  codes, packed  ->  payload
+                                                          r = h - s*q            ->  error
+
+The fp32 results of compensation/sender.py and quantization/reference.py, bit for bit: a multiplication and an
+addition are fused where the product is exact, a code times a scale, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_patch.quantization.triton_kernels.float_bits import (
+    INFINITE,
+    NAN,
+    add_energies,
+    from_bf16,
+    inverse_of,
+    largest_magnitude,
+    normal,
+    over,
+    packed,
+    quotient,
+    round_up_to_bf16,
+    to_bf16,
+)
+
+# 1.5 * 2^23: its sum with a number is whole, rounded with ties to even, the number in its lowest bits.
+_WHOLE = tl.constexpr(12582912.0)
+_WHOLE_BITS = tl.constexpr(0x4B400000)
+
+
+@triton.jit
+def _load_1(pointer, at, count, K: tl.constexpr):
+    return tl.load(pointer + at + K, mask=at + K < count, other=0)
+
+
+@triton.jit
+def _load_4(pointer, at, count, K: tl.constexpr):
+    even = tl.join(_load_1(pointer, at, count, K), _load_1(pointer, at, count, K + 8))
+    odd = tl.join(_load_1(pointer, at, count, K + 4), _load_1(pointer, at, count, K + 12))
+    return tl.join(even, odd)
+
+
+@triton.jit
+def _load_16(pointer, at, count):
+    """Elements at to at + 15 for `at` [rows, n]: [rows, n, 2, 2, 2, 2], 0 from the `count`-th on.
+
+    For tiles that begin anywhere. Loaded at once, the 16 would be spread over as many threads, one each, and
+    be brought together through shared memory several times over.
+    """
+    even = tl.join(_load_4(pointer, at, count, 0), _load_4(pointer, at, count, 2))
+    odd = tl.join(_load_4(pointer, at, count, 1), _load_4(pointer, at, count, 3))
+    return tl.join(even, odd)
+
+
+@triton.jit
+def _load(pointer, count, ROWS: tl.constexpr, B: tl.constexpr, ALIGNED: tl.constexpr):
+    """The first `count` elements of a tile, [ROWS, B], zeros behind them."""
+    row = tl.arange(0, ROWS)[:, None] * B
+    if ALIGNED:
+        at = row + tl.arange(0, B)[None, :]
+        return tl.load(pointer + at, mask=at // 16 < count // 16, other=0)
+    at = row + tl.arange(0, B // 16)[None, :] * 16
+    return tl.reshape(_load_16(pointer, at, count), (ROWS, B))
+
+
+@triton.jit
+def _as_int32(number: tl.constexpr):
+    return tl.constexpr((number + 0x80000000) % 0x100000000 - 0x80000000)
+
+
+@triton.jit
+def compress_kernel(
+    gradient,  # fp32, bf16 (as int16) or fp16 [numel]
+    error,  # int8, bf16 (as int16) or fp32 [shards, shard_size]; unused without
+    error_scales,  # bf16 [shards, blocks] as int16
+    noise,  # fp32 [shards, blocks, B]
+    words,  # the payload, [shards, payload_bytes], as words: int32, or int16 where a block has less bits
+    bytes_,  # the same as uint8
+    scales,  # the same as int16
+    statistics,  # fp64 [5], zeros
+    numel,
+    shard_size,
+    blocks,
+    code_bytes,
+    payload_bytes,
+    beta,
+    rest,
+    largest,
+    largest8,
+    BITS: tl.constexpr,
+    B: tl.constexpr,
+    ROWS: tl.constexpr,
+    BF16: tl.constexpr,
+    ERROR: tl.constexpr,  # 0: none, 1: int8, 2: bf16, 3: fp32
+    ALIGNED: tl.constexpr,  # the bucket and its shards are multiples of 16 elements
+    BETA_IS_ZERO: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    TILE: tl.constexpr = ROWS * B
+    WORD: tl.constexpr = 32 if B * BITS >= 32 else 16
+    WORDS: tl.constexpr = B * BITS // WORD  # of a block
+    # Two's complement, by way of numbers >= 0, which add up to a word without a carry: code + HALF, and then
+    # that bit turned over.
+    HALF: tl.constexpr = 1 << (BITS - 1)
+    LIMIT: tl.constexpr = HALF - 1
+    EACH: tl.constexpr = 0xFFFFFFFF // ((1 << BITS) - 1)  # a 1 in every code of a word
+    program = tl.program_id(0)
+    shard = tl.program_id(1).to(tl.int64)
+    in_tile = tl.arange(0, ROWS)[:, None] * B + tl.arange(0, B)[None, :]
+    word_in_tile = tl.arange(0, ROWS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    base = shard * shard_size
+    count_in_shard = tl.minimum(tl.maximum(numel - base, 0), shard_size)  # of real elements
+    if ALIGNED:  # so that the compiler sees: loads and stores may be 16 elements wide
+        base = tl.multiple_of(base, 16)
+    gradient += base
+    error += base
+    error_scales += shard * blocks
+    noise += shard * blocks * B
+    words += shard * (payload_bytes // (WORD // 8))
+    bytes_ += shard * payload_bytes
+    scales += (shard * payload_bytes + code_bytes) // 2
+    of_h = tl.zeros([ROWS, B // 16], tl.float64)
+    of_r = tl.zeros([ROWS, B // 16], tl.float64)
+    of_g = tl.zeros([ROWS, B // 16], tl.float64)
+    of_e = tl.zeros([ROWS, B // 16], tl.float64)
+    bad = tl.zeros([ROWS], tl.int32)
+    # Two stages: the next tile is on its way to shared memory while this one is computed.
+    for tile in tl.range(program, tl.cdiv(blocks, ROWS), tl.num_programs(0), num_stages=2 if ALIGNED else 1):
+        rows_left = blocks - tile * ROWS
+        there = tl.arange(0, ROWS) < rows_left
+        start = tile * tl.full([], TILE, tl.int64)
+        count = tl.minimum(count_in_shard - start, TILE).to(tl.int32)  # of real elements in the tile
+        live = in_tile // 16 < count // 16 if ALIGNED else in_tile < count
+
+        g = _load(gradient + start, count, ROWS, B, ALIGNED)
+        g = from_bf16(g) if BF16 else g.to(tl.float32)
+        h = g
+        if ERROR != 0:
+            stored = _load(error + start, count, ROWS, B, ALIGNED)
+            if ERROR == 1:
+                old = from_bf16(tl.load(error_scales + tile * ROWS + tl.arange(0, ROWS), mask=there, other=0))
+                stored = stored.to(tl.float32)
+                e = stored * old[:, None]
+                h = tl.fma(stored, tl.broadcast_to(old[:, None], stored.shape), g)
+            else:
+                e = from_bf16(stored) if ERROR == 2 else stored
+                h = g + e
+        largest_h = largest_magnitude(h)
+        finite = largest_h < INFINITE
+        largest_h = tl.where(finite, largest_h, 0).to(tl.float32, bitcast=True)
+
+        if BITS == 1:
+            total = tl.sum(tl.where(live, tl.abs(h), 0.0).to(tl.float64), axis=1)
+            number = tl.maximum(tl.sum(live.to(tl.int32), axis=1), 1)
+            wanted = tl.where(finite, (total / number.to(tl.float64)).to(tl.float32), 0.0)
+        elif BITS == 2:
+            wanted = largest_h
+        else:
+            wanted = over(largest_h, 1.0 / LIMIT)
+        scale = round_up_to_bf16(wanted, largest)
+        unit, inverse_unit = normal(scale)
+        near_one = h * unit[:, None]
+        if BITS == 1:
+            q = tl.where(h >= 0, 1.0, -1.0)
+            on_wire = in_tile < tl.minimum(shard_size - start, TILE).to(tl.int32)
+            sums = packed(tl.where(on_wire & (q > 0), 1, 0), BITS, WORD)
+        else:
+            head, tail = inverse_of(scale * unit)
+            ratio = quotient(near_one, head, tail)
+            if STOCHASTIC:
+                drawn = tl.load(noise + start + in_tile, mask=there[:, None], other=0.0)
+                ratio = tl.minimum(tl.maximum(tl.floor(ratio + drawn), -LIMIT), LIMIT)
+            whole = ratio + (_WHOLE + HALF)
+            q = whole - (_WHOLE + HALF)
+            sums = packed(whole.to(tl.int32, bitcast=True), BITS, WORD) - _as_int32(_WHOLE_BITS * EACH)
+            sums = tl.where((scale > 0)[:, None], sums ^ _as_int32(HALF * EACH), 0)
+        words_left = code_bytes // (WORD // 8) - tile * (ROWS * WORDS)
+        tl.store(
+            words + start // (WORD // BITS) + word_in_tile,
+            sums.to(words.dtype.element_ty),
+            mask=word_in_tile < tl.minimum(words_left, rows_left * WORDS),
+        )
+        sent_scale = tl.where(finite, scale.to(tl.int32, bitcast=True) >> 16, NAN).to(tl.int16)
+        tl.store(scales + tile * ROWS + tl.arange(0, ROWS), sent_scale, mask=there)
+
+        r = tl.fma(-q, tl.broadcast_to(scale[:, None], q.shape), h)
+        if BITS == 1:
+            r = tl.where(live, r, 0.0)
+        bad += (there & (finite == 0)).to(tl.int32)
+        of_h = add_energies(of_h, near_one, inverse_unit, finite)
+        of_r = add_energies(of_r, r * unit[:, None], inverse_unit, finite)
+        if ERROR != 0:
+            # Where e undid g, h and its unit are too small for them.
+            if ERROR == 1:
+                e_unit, inverse_e_unit = normal(old)
+                of_e = add_energies(of_e, stored, old, finite)
+            else:
+                largest_e = largest_magnitude(e).to(tl.float32, bitcast=True)
+                e_unit, inverse_e_unit = normal(tl.where(finite, largest_e, 0.0))
+                of_e = add_energies(of_e, e * e_unit[:, None], inverse_e_unit, finite)
+            unit = tl.minimum(unit, e_unit)
+            of_g = add_energies(of_g, g * unit[:, None], tl.maximum(inverse_unit, inverse_e_unit), finite)
+
+            average = r if BETA_IS_ZERO else e * beta + r * rest
+            sent = live & finite[:, None]
+            if ERROR == 1:
+                most = largest_magnitude(average).to(tl.float32, bitcast=True)
+                new = round_up_to_bf16(over(most, 1.0 / 127.0), largest8)
+                new_unit, _ = normal(new)
+                head, tail = inverse_of(new * new_unit)
+                whole = quotient(average * new_unit[:, None], head, tail) + _WHOLE
+                tl.store(error + start + in_tile, whole.to(tl.int32, bitcast=True).to(tl.int8), mask=sent)
+                new = (new.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+                tl.store(error_scales + tile * ROWS + tl.arange(0, ROWS), new, mask=there & finite)
+            elif ERROR == 2:
+                tl.store(error + start + in_tile, to_bf16(average), mask=sent)
+            else:
+                tl.store(error + start + in_tile, average, mask=sent)
+    if program == 0:  # what alignment leaves between codes, scales and the end of a payload
+        gap = blocks * (B * BITS // 8) + tl.arange(0, 16)
+        tl.store(bytes_ + gap, tl.zeros([16], tl.uint8), mask=gap < code_bytes)
+        gap = code_bytes + 2 * blocks + tl.arange(0, 16)
+        tl.store(bytes_ + gap, tl.zeros([16], tl.uint8), mask=gap < payload_bytes)
+    tl.atomic_add(statistics + 0, tl.sum(of_h), sem="relaxed")
+    tl.atomic_add(statistics + 1, tl.sum(of_r), sem="relaxed")
+    tl.atomic_add(statistics + 2, tl.sum(of_g if ERROR != 0 else of_h), sem="relaxed")
+    tl.atomic_add(statistics + 3, tl.sum(of_e), sem="relaxed")
+    tl.atomic_add(statistics + 4, tl.sum(bad).to(tl.float64), sem="relaxed")

@@ -1,0 +1,79 @@
+"""decompress_reduce: N senders' payloads of one shard in, their sum out, in one pass over memory.
+
+A thread has V words of codes, and their sums in registers, sender after sender. A code becomes a float
+without a conversion: its bits, behind the exponent of a number so large that the place they are at counts 1.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_patch.quantization.triton_kernels.float_bits import from_bf16, to_bf16
+
+
+@triton.jit
+def _codes(words, ones, BITS: tl.constexpr, WORD: tl.constexpr):
+    """uint32 [lanes, V] -> the codes of each word, fp32 [lanes, V * WORD / BITS], in the word's thread."""
+    lanes: tl.constexpr = words.shape[0]
+    count: tl.constexpr = words.shape[1] * (WORD // BITS)
+    at = tl.zeros(words.shape, tl.int32)  # where in the word; known when the kernel is compiled
+    if WORD == 32:
+        words = tl.join(words, words >> 16)  # the exponent leaves no room behind the 16th bit
+        at = tl.join(at, at)
+    for level in tl.static_range(4):
+        if 8 >> level >= BITS:
+            words = tl.join(words, words)
+            at = tl.join(at, at + (8 >> level))
+    if BITS == 1:
+        codes = (((~words << (31 - at)) & 0x80000000) | 0x3F800000).to(tl.float32, bitcast=True)
+    else:
+        exponent = (127 + 23 - at) << 23
+        zero = exponent.to(tl.float32, bitcast=True) + (1 << (BITS - 1))  # what a code of 0 makes
+        codes = ((words & (ones << at)) | exponent.to(tl.uint32)).to(tl.float32, bitcast=True) - zero
+    return tl.reshape(codes, (lanes, count))
+
+
+@triton.jit(do_not_specialize=["ones"])
+def decompress_reduce_kernel(
+    words,  # payloads [senders, payload_bytes] as words: int32, or int16 where a block has less bits
+    scales,  # the same as int16, from the first scale on
+    output,  # [length]; bf16 as int16
+    length,
+    blocks,
+    senders,
+    code_quads,  # bytes / 16
+    payload_quads,
+    ones,  # 2^BITS - 1
+    divisor,
+    BITS: tl.constexpr,
+    B: tl.constexpr,
+    LANES: tl.constexpr,
+    V: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    BF16: tl.constexpr,
+):
+    WORD: tl.constexpr = 32 if B * BITS >= 32 else 16
+    LANE: tl.constexpr = V * (WORD // BITS)  # elements, of one block
+    SIGN: tl.constexpr = 1 << (BITS - 1) if BITS > 1 else 0
+    SIGNS: tl.constexpr = SIGN * (0xFFFFFFFF // ((1 << BITS) - 1))  # code + 2^(BITS-1) instead of the code
+    lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    block = lane // (B // LANE)
+    there = (lane * V < code_quads * (128 // WORD)) & (block < blocks)
+    words += lane[:, None] * V + tl.arange(0, V)[None, :]
+    scales += block
+    # An argument, not a constant: it, and its shifts, stay in registers, beside the exponents as constants.
+    ones = ones.to(tl.uint32)
+    total = tl.full([LANES, LANE], -0.0, tl.float32)  # what leaves a -0 that is added to it
+    for _ in tl.range(0, senders, loop_unroll_factor=4):
+        coded = tl.load(words, mask=there[:, None], other=0).to(tl.uint32) ^ SIGNS
+        codes = _codes(coded, ones, BITS, WORD)
+        scale = from_bf16(tl.load(scales, mask=there, other=0))
+        total = tl.fma(codes, tl.broadcast_to(scale[:, None], codes.shape), total)
+        words += payload_quads * (128 // WORD)
+        scales += payload_quads * 8
+    if DIVIDE:
+        total = tl.div_rn(total, tl.zeros([LANES, LANE], tl.float32) + divisor)
+    at = lane.to(tl.int64)[:, None] * LANE + tl.arange(0, LANE)[None, :]
+    total = to_bf16(total) if BF16 else total.to(output.dtype.element_ty)
+    tl.store(output + at, total, mask=at < length)

@@ -1,0 +1,143 @@
+"""`megatron-loco bench`: measures this machine.
+
+`bench network` (network/): training over slow links. `bench kernels`: how fast compression is on a GPU
+(gpu_rates.py) or on one core (cpu_rates.py), with a copy of memory as the yardstick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_patch.config import BITS, SHARD, CompressionConfig
+from megatron_patch.errors import UserError
+from megatron_patch.workflows.bench.network import command as network
+
+_SENDERS = 8
+_ON_CPU, _ON_GPU = 8 << 20, 256 << 20  # elements
+_RUNS = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `megatron-loco bench`."""
+    kinds = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    kernels = kinds.add_parser("kernels", help="compress and decompress_reduce, beside memcpy")
+    _add_kernel_arguments(kernels)
+    over_links = kinds.add_parser(
+        "network",
+        help="training over slow links, made of network namespaces (root)",
+        description=network.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    network.add_arguments(over_links)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command line's way in; returns the exit status."""
+    return network.run(args) if args.what == "network" else _run_kernels(args)
+
+
+def _add_kernel_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", default="auto", choices=["auto", "cpu", "cuda"], help="default: a GPU where one is"
+    )
+    parser.add_argument("--bits", type=int, default=4, choices=BITS, help="bits per element; default 4")
+    parser.add_argument("--block-size", default="128", help="elements per scale, or 'shard'; default 128")
+    parser.add_argument(
+        "--elements", type=int, metavar="N", help="elements of the bucket; default 8 M, on a GPU 256 M"
+    )
+    parser.add_argument(
+        "--dtype", default="fp32", choices=["fp32", "bf16", "fp16"], help="of the gradient; default fp32"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help=f"spent on each line; default 2. On a GPU {_RUNS} runs"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write kernels.json and kernels.png here")
+
+
+def _run_kernels(args: argparse.Namespace) -> int:
+    size = args.block_size if args.block_size == SHARD else _number(args.block_size)
+    config = CompressionConfig(bits=args.bits, block_size=size)
+    result = measure(config, args.dtype, args.device, args.elements, args.seconds)
+    show(result)
+    files = [args.json] if args.json else []
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        files.append(args.out / "kernels.json")
+        from megatron_patch.workflows.plots import draw_kernels
+
+        draw_kernels(args.out / "kernels.png", result)
+    for path in files:
+        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _number(text: str) -> Any:
+    return int(text) if text.isdigit() else text
+
+
+def measure(
+    config: CompressionConfig, dtype: str, device: str, elements: int | None, seconds: float
+) -> dict[str, Any]:
+    """The numbers that `--json` writes."""
+    import torch
+
+    from megatron_patch.workflows.bench import cpu_rates, gpu_rates
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: no GPU is there; leave it out, and a CPU core is measured")
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    if elements is None:
+        elements = _ON_GPU if on_gpu else _ON_CPU
+    if elements < cpu_rates.LEAST:
+        raise UserError(f"--elements: {elements} is too few; it must be {cpu_rates.LEAST} or more")
+    torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    if on_gpu:
+        found = gpu_rates.measure(config, elements, torch_dtype, _SENDERS, _RUNS, torch.device("cuda"))
+    else:
+        found = cpu_rates.measure(config, elements, torch_dtype, _SENDERS, seconds)
+    asked = {"elements": elements, "bits": config.bits, "block_size": config.block_size, "dtype": dtype}
+    return found | asked
+
+
+def show(result: dict[str, Any]) -> None:
+    """The table on the terminal."""
+    rates, memcpy = result["elements_per_second"], result["memcpy_bytes_per_second"]
+    reference = rates.get("torch_chunked") or rates.get("torch", 0.0)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("what", "M elements/s", "GB/s", "of memcpy", "of torch"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for name, rate in sorted(rates.items(), key=lambda item: item[1]):
+        if name == "native":
+            continue
+        traffic = rate * result["bytes_per_element"]
+        table.add_row(
+            f"compress, {name.replace('_', ' ')}",
+            f"{rate / 1e6:.0f}",
+            f"{traffic / 1e9:.2f}",
+            f"{traffic / (2 * memcpy):.0%}",
+            f"{rate / reference:.1f} x" if reference else "",
+        )
+    reduced = result["decompress_reduce_elements_per_second"]
+    traffic = reduced * result["decompress_reduce_bytes_per_element"]
+    table.add_row(
+        f"decompress_reduce, {_SENDERS} senders",
+        f"{reduced / 1e6:.0f}",
+        f"{traffic / 1e9:.2f}",
+        f"{traffic / (2 * memcpy):.0%}",
+        "",
+    )
+    table.add_row("memcpy (bytes read and written)", "", f"{2 * memcpy / 1e9:.2f}", "100%", "")
+    console = Console()
+    console.print(
+        f"{result['bits']} bits, block {result['block_size']}, {result['dtype']} gradients, "
+        f"{result['elements']:,} elements; {result['device']}; kernels: {result['kernels']}",
+        highlight=False,
+    )
+    console.print(table)

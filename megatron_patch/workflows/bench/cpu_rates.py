@@ -1,0 +1,109 @@
+"""How fast compression is on one core, beside memcpy.
+
+One bucket: compress (read gradient and error; write codes, scales and the new error) by the native kernel's
+variants and by the torch reference in pieces that fit the cache, and decompress_reduce of 8 senders.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_patch.compensation.sender import Sender
+from megatron_patch.config import CompressionConfig
+from megatron_patch.quantization import backends, native
+from megatron_patch.quantization.layout import BlockLayout
+
+LEAST = 1 << 17
+"""Elements of the smallest bucket: the largest piece."""
+_PIECES = (1 << 14, 1 << 15, 1 << 16, LEAST)
+
+
+def measure(
+    config: CompressionConfig, elements: int, dtype: torch.dtype, senders: int, seconds: float
+) -> dict[str, Any]:
+    """Rates of every way there is, each for `seconds`; elements and bytes per second.
+
+    `LEAST` elements or more; `decompress_reduce` sums the payloads of `senders`.
+    """
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    gradient = torch.randn(elements, generator=torch.Generator().manual_seed(1)).to(dtype)
+    layout = BlockLayout.of(elements, 1, config.bits, config.block_size)
+    payload = torch.empty(senders, layout.payload_bytes, dtype=torch.uint8)
+    sender = Sender(config, layout, device)
+    rates: dict[str, float] = {}
+    for index, name in enumerate(native.variants()):
+        with native.using(index):
+            rates[f"native_{name}"] = elements / _best(
+                lambda: sender.compress(gradient, payload[:1]), seconds
+            )
+    with _reference():
+        for size in _PIECES:
+            piece = Sender(config, BlockLayout.of(size, 1, config.bits, config.block_size), device)
+            one = torch.empty(1, piece.layout.payload_bytes, dtype=torch.uint8)
+            pieces = [part for part in gradient.split(size) if len(part) == size]
+
+            def chunked(piece: Sender = piece, one: Any = one, pieces: Any = pieces) -> None:
+                for part in pieces:
+                    piece.compress(part, one)
+
+            rate = len(pieces) * size / _best(chunked, seconds / len(_PIECES))
+            rates["torch_chunked"] = max(rate, rates.get("torch_chunked", 0.0))
+    if native.variants():
+        rates["native"] = rates[f"native_{native.variants()[-1]}"]
+    payload[:] = payload[0]
+    reduced = torch.empty(layout.shard_size, dtype=dtype)
+    decompress = _best(lambda: backends.decompress_reduce(payload, layout, reduced), seconds)
+    source = torch.empty(256 << 20, dtype=torch.uint8).fill_(1)
+    target = torch.empty_like(source).fill_(2)
+    return {
+        "elements_per_second": rates,
+        "decompress_reduce_elements_per_second": elements * senders / decompress,
+        "decompress_reduce_bytes_per_element": (payload.nbytes + reduced.nbytes) / (elements * senders),
+        "memcpy_bytes_per_second": source.nbytes / _best(lambda: target.copy_(source), seconds),
+        # Gradient and error are read; error, codes and scales are written.
+        "bytes_per_element": gradient.element_size() + 2 + 4 / layout.block + layout.payload_bytes / elements,
+        "device": _processor(),
+        "kernels": backends.describe(device),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+
+
+@contextmanager
+def _reference() -> Iterator[None]:
+    before = os.environ.get(backends.VARIABLE)
+    os.environ[backends.VARIABLE] = "torch"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[backends.VARIABLE]
+        else:
+            os.environ[backends.VARIABLE] = before
+
+
+def _best(call: Callable[[], object], seconds: float) -> float:
+    """The least time of one call, in seconds, of as many as fit (3 at least): others only add to it."""
+    call()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 3 or time.perf_counter() < end:
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip() + ", one core"
+    return platform.machine() + ", one core"

@@ -1,0 +1,178 @@
+"""How fast the GPU kernels are, beside a copy on the same device in the same run.
+
+What moves is what must: gradient and error in, error and payload out; payloads in, the shard out. Inputs
+rotate, so that no cache serves one call with the last one's data, and several calls go out in a row, since
+launching one can take as long as running it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatron_patch.compensation.sender import Sender
+from megatron_patch.config import CompressionConfig
+from megatron_patch.quantization import backends
+from megatron_patch.quantization.layout import BlockLayout
+
+SHARDS = 8  # of the bucket that `compress` cuts
+_ROTATING = 3
+_IN_A_ROW = 6
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing measured: the bytes that a call must move, and the median seconds of a call."""
+
+    what: str
+    bytes: int
+    seconds: float
+
+
+def copy(nbytes: int, device: torch.device, runs: int) -> Line:
+    """The yardstick: a copy of `nbytes` on the device, read and written bytes counted."""
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return Line("copy", 2 * nbytes, _seconds_of(target.copy_, [source], device, runs))
+
+
+def compress(
+    config: CompressionConfig,
+    elements: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    runs: int,
+    compiled: bool = True,
+) -> list[Line]:
+    """A bucket of `elements`, with its error: by the fused kernel, by the torch reference, and compiled."""
+    layout = BlockLayout.of(elements, SHARDS, config.bits, config.block_size)
+    sender = Sender(config, layout, device)
+    gradients = [torch.randn(elements, device=device).to(dtype) for _ in range(_ROTATING)]
+    payload = torch.empty(SHARDS, layout.payload_bytes, dtype=torch.uint8, device=device)
+    tensors, beta, moved = {}, 0.0, gradients[0].nbytes + payload.nbytes
+    if sender.error is not None:
+        tensors, beta = sender.error.tensors(), sender.error.beta
+        moved += 2 * sender.error.nbytes
+    ways: dict[str, Callable[[torch.Tensor], object]] = {}
+    fused = _fused(layout, device)
+    if fused is not None:
+        ways["triton"] = lambda g: fused.compress(g, payload, layout, tensors, beta, None, sender.statistics)
+    ways["torch"] = lambda g: sender.compress_in_torch(g, payload, None)
+    if compiled:
+        reference = torch.compile(sender.compress_in_torch)
+        ways["torch.compile"] = lambda g: reference(g, payload, None)
+    lines = []
+    for what, way in ways.items():
+        try:
+            seconds = _seconds_of(way, gradients, device, runs)
+        except torch.OutOfMemoryError as failure:  # the reference holds some ten copies of the bucket
+            print(f"compress, {what}: {str(failure).splitlines()[0]}", file=sys.stderr)
+            continue
+        lines.append(Line(f"compress, {what}", moved, seconds))
+    return lines
+
+
+def decompress_reduce(
+    config: CompressionConfig,
+    elements: int,
+    senders: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    runs: int,
+) -> Line:
+    """A shard of `elements`: the mean of the payloads of `senders`."""
+    layout = BlockLayout.of(elements, 1, config.bits, config.block_size)
+    received = [
+        torch.randint(256, (senders, layout.payload_bytes), dtype=torch.uint8, device=device)
+        for _ in range(_ROTATING)
+    ]
+    for payloads in received:
+        payloads[:, layout.code_bytes :].view(torch.bfloat16).fill_(0.5)
+    output = torch.empty(elements, dtype=dtype, device=device)
+    reduce = (_fused(layout, device) or backends).decompress_reduce
+    seconds = _seconds_of(lambda payloads: reduce(payloads, layout, output, senders), received, device, runs)
+    return Line(f"decompress_reduce, {senders} senders", received[0].nbytes + output.nbytes, seconds)
+
+
+def measure(
+    config: CompressionConfig,
+    elements: int,
+    dtype: torch.dtype,
+    senders: int,
+    runs: int,
+    device: torch.device,
+    compiled: bool = True,
+) -> dict[str, Any]:
+    """What cpu_rates.measure returns, of a GPU; medians of `runs`."""
+    shard = elements // SHARDS
+    lines = compress(config, elements, dtype, device, runs, compiled)
+    reduced = decompress_reduce(config, shard, senders, dtype, device, runs)
+    yardstick = copy(4 * elements, device, runs)
+    rates = {line.what.removeprefix("compress, "): elements / line.seconds for line in lines}
+    return {
+        "elements_per_second": {what.replace(".", "_"): rate for what, rate in rates.items()},
+        "decompress_reduce_elements_per_second": shard * senders / reduced.seconds,
+        "decompress_reduce_bytes_per_element": reduced.bytes / (shard * senders),
+        "memcpy_bytes_per_second": yardstick.bytes / 2 / yardstick.seconds,
+        "bytes_per_element": lines[0].bytes / elements,
+        "kernels": backends.describe(device),
+        **machine(device),
+    }
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What was measured: the device's name, and the versions of all that has a part in it."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    if device.type != "cuda":
+        return {"device": platform.machine(), "versions": versions}
+    import triton
+
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    versions |= {"triton": triton.__version__, "cuda": torch.version.cuda or "", "driver": driver}
+    return {"device": torch.cuda.get_device_name(device), "versions": versions}
+
+
+def _fused(layout: BlockLayout, device: torch.device) -> ModuleType | None:
+    """The Triton kernels: on a CPU, where only their interpreter runs, too."""
+    if device.type != "cpu":
+        return backends.fused(device, layout)
+    from megatron_patch.quantization import triton_kernels
+
+    return triton_kernels if triton_kernels.supports(layout) else None
+
+
+def _seconds_of(
+    call: Callable[[torch.Tensor], object], inputs: list[torch.Tensor], device: torch.device, runs: int
+) -> float:
+    """Median seconds of a call with one of the `inputs`, in turn; on a GPU after a round that warms up."""
+    turns = itertools.cycle(inputs)
+
+    def on_gpu() -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(_IN_A_ROW):
+            call(next(turns))
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / _IN_A_ROW
+
+    def on_cpu() -> float:
+        began = time.perf_counter()
+        call(next(turns))
+        return time.perf_counter() - began
+
+    if device.type == "cpu":
+        return statistics.median(on_cpu() for _ in range(runs))
+    on_gpu()
+    return statistics.median(on_gpu() for _ in range(runs))

@@ -1,0 +1,1 @@
+"""Text to Megatron data sets."""

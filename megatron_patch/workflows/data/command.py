@@ -1,0 +1,304 @@
+"""`megatron-loco prepare-data`: from text to the `.bin` and `.idx` files that Megatron trains on.
+
+Megatron-core writes the files (its own `IndexedDatasetBuilder`); this workflow finds the documents, shuffles
+and tokenizes them (`tokenization`), and sees to it that a data set is either whole or absent (`data_files`).
+A fingerprint of source and options makes a second call with the same arguments a no-op. Megatron, torch and
+the tokenizer libraries are imported only once there is work for them: that takes longer than the work.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import platform
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from megatron_patch.errors import UserError
+from megatron_patch.workflows.data.files import (
+    FORMAT,
+    Manifest,
+    beside,
+    check_dataset,
+    commit,
+    is_foreign_json,
+    load_manifest,
+    megatron_flags,
+    partial_folder,
+)
+from megatron_patch.workflows.data.tokenization import (
+    Advance,
+    Corpus,
+    Encoder,
+    TokenizerSpec,
+    find_files,
+    load_encoder,
+    open_corpus,
+    parse_tokenizer,
+    train_bpe,
+)
+
+__all__ = ["Manifest", "add_arguments", "check_dataset", "load_manifest", "prepare", "run"]
+
+_BATCH_BYTES = 4 << 20  # tokenized at once, over all cores
+_FEW_DOCUMENTS = 34  # below, Megatron's default split 969,30,1 can leave validation without a document
+_LINE_SECONDS = 10.0  # between two progress lines where there is no terminal
+
+
+def prepare(
+    source: Path | None,
+    prefix: Path,
+    *,
+    tokenizer: str = "bytes",
+    include: Sequence[str] = (),
+    json_key: str = "text",
+    max_bytes: int | None = None,
+    seed: int = 1234,
+    force: bool = False,
+    quiet: bool = False,
+) -> Manifest:
+    """Tokenize `source` into the Megatron data set PREFIX.bin, PREFIX.idx, PREFIX.json.
+
+    A data set of the same fingerprint is left as it is, unless `force` is set.
+
+    Args:
+        source: a folder, or a text or JSON lines file; None for the Python standard library's source.
+        prefix: the data set's path without ending, as in Megatron's `--data-path`.
+        tokenizer: `bytes`, `bpe:SIZE`, or the path of a `tokenizer.json`.
+        include: file name patterns; none means all files (`*.py` for the standard library).
+        json_key: where a line of a .jsonl or .json file holds its text.
+        max_bytes: stop after that many source bytes, counted in shuffled order.
+        seed: of the shuffle of the documents.
+
+    Raises:
+        UserError: bad input, or output that cannot be written; PREFIX is then as it was, or has no manifest.
+    """
+    if max_bytes is not None and max_bytes < 1:
+        raise UserError(f"max-bytes: {max_bytes}; allowed: 1 or more")
+    if not 0 <= seed < 2**32:
+        raise UserError(f"seed: {seed}; allowed: 0 to {2**32 - 1}")
+    if not prefix.name or prefix.name == "..":
+        raise UserError(f"out: {prefix} has no file name; allowed: a path such as {prefix / 'text'}")
+    spec = parse_tokenizer(tokenizer)
+    outputs = {beside(prefix, suffix).absolute() for suffix in (".bin", ".idx", ".json")}
+    tokenizer_folder = beside(prefix, "-tokenizer").absolute()
+    files = find_files(
+        source, include, lambda p: p.absolute() in outputs or p.absolute().parent == tokenizer_folder
+    )
+    options = {"tokenizer": spec.identity, "json_key": json_key, "max_bytes": max_bytes, "seed": seed}
+    fingerprint = _fingerprint(files, source, options)
+    try:
+        if is_foreign_json(prefix):
+            raise UserError(f"out: {beside(prefix, '.json')} exists and is no manifest; choose another --out")
+        existing = None
+        with contextlib.suppress(UserError):  # a damaged data set is one to be prepared again
+            existing = load_manifest(prefix)
+        if existing and existing.fingerprint == fingerprint and not force:
+            _say(f"{prefix} is already prepared from this source and options; --force does it again", quiet)
+            return existing
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        with partial_folder(prefix) as (folder, leftovers):
+            ours = leftovers or beside(prefix, ".json").exists()
+            if not (ours or force) and _is_whole(prefix):
+                raise UserError(
+                    f"out: {prefix} is a Megatron data set that prepare-data did not make; "
+                    "choose another --out, or overwrite it with --force"
+                )
+            start = time.monotonic()
+            with _progress("find documents", sum(path.stat().st_size for path in files), quiet) as advance:
+                corpus = open_corpus(files, json_key, max_bytes, seed, advance)
+            encoder = _make_encoder(spec, corpus, quiet)
+            encoder.save(folder / "tokenizer")
+            documents, tokens = _write(folder / "set", corpus, encoder, quiet)
+            manifest = Manifest(
+                tokenizer=spec.kind,
+                vocab_size=encoder.vocab_size,
+                eod=encoder.eod,
+                documents=documents,
+                tokens=tokens,
+                source=str(source.absolute()) if source else f"Python {platform.python_version()} stdlib",
+                source_bytes=corpus.source_bytes,
+                fingerprint=fingerprint,
+                files={},  # commit fills them in
+                megatron_flags=megatron_flags(spec.kind, prefix),
+            )
+            manifest = commit(folder, prefix, manifest)
+    except OSError as error:
+        raise UserError(f"out: cannot write {prefix}: {error.strerror or error}") from error
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in manifest.megatron_flags.items())
+    _say(
+        f"{prefix}: {documents:,} documents, {tokens:,} tokens, vocabulary {encoder.vocab_size}, "
+        f"{time.monotonic() - start:.1f} s\ntrain on it with: --data-path {prefix} {flags}",
+        quiet,
+    )
+    if documents < _FEW_DOCUMENTS:
+        _say(
+            "few documents: Megatron splits by document, so check that --split leaves some to validate", quiet
+        )
+    return manifest
+
+
+def _make_encoder(spec: TokenizerSpec, corpus: Corpus, quiet: bool) -> Encoder:
+    if spec.kind != "bpe":
+        return load_encoder(spec)
+    with _progress("train tokenizer", corpus.source_bytes, quiet) as advance:
+        return train_bpe(spec.size, (text for batch in _batches(corpus, advance) for text in batch))
+
+
+def _write(stem: Path, corpus: Corpus, encoder: Encoder, quiet: bool) -> tuple[int, int]:
+    """Write `stem`.bin and `stem`.idx; returns the numbers of documents and tokens."""
+    _say("loading megatron-core", quiet or not sys.stderr.isatty())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about Apex and Transformer Engine, which play no part here
+        from megatron.core.datasets import indexed_dataset
+
+    documents = tokens = 0
+    dtype = indexed_dataset.DType.optimal_dtype(encoder.vocab_size)
+    builder = indexed_dataset.IndexedDatasetBuilder(indexed_dataset.get_bin_path(str(stem)), dtype=dtype)
+    try:
+        with _progress("tokenize", corpus.source_bytes, quiet) as advance:
+            for batch in _batches(corpus, advance):
+                for ids in encoder.encode(batch):
+                    builder.add_document(ids, [len(ids)])
+                    documents, tokens = documents + 1, tokens + len(ids)
+        builder.finalize(indexed_dataset.get_idx_path(str(stem)))
+    finally:
+        # On a full disk closing fails as well, and would fail again, loudly, in the destructor.
+        with contextlib.suppress(OSError):
+            builder.data_file.close()
+    if not documents:
+        raise UserError(f"source: all {len(corpus.table)} documents are empty")
+    return documents, tokens
+
+
+def _fingerprint(files: list[Path], source: Path | None, options: Mapping[str, object]) -> str:
+    """SHA-256 of options and of the files' names below the source, sizes and times of change."""
+    digest = hashlib.sha256(json.dumps([FORMAT, options], sort_keys=True).encode())
+    root = source if source and source.is_dir() else files[0].parent if source else None
+    for path in files:
+        try:
+            state = path.stat()
+        except OSError as error:
+            raise UserError(f"source: cannot read {path}: {error.strerror}") from error
+        name = path.relative_to(root) if root else path
+        digest.update(f"{name}\0{state.st_size}\0{state.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def _is_whole(prefix: Path) -> bool:
+    try:
+        check_dataset(prefix)
+    except UserError:
+        return False
+    return True
+
+
+def _batches(corpus: Corpus, advance: Advance) -> Iterator[list[bytes]]:
+    """The documents that have any text, about `_BATCH_BYTES` at a time."""
+    batch: list[bytes] = []
+    held = 0
+    for text, size in corpus.documents():
+        if text:
+            batch.append(text)
+        held += size
+        if held >= _BATCH_BYTES:
+            yield batch
+            advance(held)
+            batch, held = [], 0
+    yield batch
+    advance(held)
+
+
+def _say(line: str, quiet: bool) -> None:
+    if not quiet:
+        print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _progress(label: str, total: int, quiet: bool) -> Iterator[Advance]:
+    """Yields a function to be told of bytes done. A bar on a terminal, else a line every ten seconds."""
+    if quiet:
+        yield lambda done: None
+    elif sys.stderr.isatty():
+        from rich import console, progress
+
+        columns = (
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.DownloadColumn(),
+            progress.TimeRemainingColumn(),
+        )
+        with progress.Progress(*columns, console=console.Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(label, total=total)
+            yield lambda done: bar.advance(task, done)
+    else:
+        start = last = time.monotonic()
+        count = 0
+
+        def advance(done: int) -> None:
+            nonlocal count, last
+            count, now = count + done, time.monotonic()
+            if now - last >= _LINE_SECONDS:
+                last, left = now, (now - start) * (total - count) / max(count, 1)
+                _say(f"{label}: {count / 1e6:.0f} of {total / 1e6:.0f} MB, {left:.0f} s left", quiet)
+
+        yield advance
+        if time.monotonic() - start > _LINE_SECONDS / 10:
+            _say(f"{label}: {count / 1e6:.1f} MB in {time.monotonic() - start:.1f} s", quiet)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `megatron-loco prepare-data`."""
+    parser.add_argument(
+        "source",
+        nargs="?",
+        type=Path,
+        metavar="SOURCE",
+        help="folder of text and .jsonl files, or one file (default: the Python standard library's source)",
+    )
+    parser.add_argument(
+        "--out", required=True, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx, PREFIX.json"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        default="bytes",
+        metavar="T",
+        help="bytes (default), bpe:SIZE to train one on this text, or the path of a tokenizer.json",
+    )
+    parser.add_argument(
+        "--include",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="take only files that match, such as '*.py'; may be repeated (default: all but hidden files)",
+    )
+    parser.add_argument("--json-key", default="text", metavar="KEY", help="key of the text (default: text)")
+    parser.add_argument("--max-bytes", type=int, metavar="N", help="stop after N bytes of source")
+    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="of the shuffle (default: 1234)")
+    parser.add_argument("--force", action="store_true", help="prepare again, and overwrite another data set")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command line's way in; returns the exit status.
+
+    Raises:
+        UserError: as `prepare`.
+    """
+    if args.out.endswith("/") or Path(args.out).is_dir():
+        raise UserError(f"out: {args.out} is a folder; allowed: a prefix, such as {Path(args.out) / 'text'}")
+    prepare(
+        args.source,
+        Path(args.out),
+        tokenizer=args.tokenizer,
+        include=args.include,
+        json_key=args.json_key,
+        max_bytes=args.max_bytes,
+        seed=args.seed,
+        force=args.force,
+        quiet=args.quiet,
+    )
+    return 0

@@ -1,0 +1,107 @@
+"""`megatron-loco train CONFIG --dry-run`: the command and the configuration, with nothing started or written.
+
+What it shows is what a run would do, checked against Megatron's own parser and validation for all of the
+job's ranks. It needs neither the data set nor a GPU: what a data set would add to the flags is known from its
+tokenizer, and Megatron's questions about the GPU are answered for a Hopper one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_patch.errors import UserError
+from megatron_patch.workflows.data import files as data_files
+from megatron_patch.workflows.run import launcher
+from megatron_patch.workflows.run.configuration import Data, RunConfig
+
+
+def data_settings(run: RunConfig) -> dict[str, Any]:
+    """The flags that name the data set of a run, as if it were there already."""
+    data = run.data
+    if data.path is None:
+        return {}
+    prefix = Path(data.path)
+    found = data_files.load_manifest(prefix)
+    kind = found.tokenizer if found else data.tokenizer.partition(":")[0]
+    if found is None and data.source is None and _is_there(prefix):
+        return {
+            "data_path": [data.path]
+        }  # made by other means: the flags of its tokenizer stand in megatron:
+    return {"data_path": [data.path], **data_files.megatron_flags(kind, prefix)}
+
+
+def _is_there(prefix: Path) -> bool:
+    try:
+        data_files.check_dataset(prefix)
+    except UserError:
+        return False
+    return True
+
+
+def data_line(run: RunConfig) -> str:
+    """One line on the data: there already, prepared by the run itself, or to be prepared first."""
+    data = run.data
+    if data.path is None:
+        named = run.megatron.get("data_path")
+        missing = [str(item) for item in named or [] if not (_is_number(item) or _is_there(Path(item)))]
+        if missing:
+            return f"data: needed, and not there: {', '.join(missing)} (.bin and .idx)"
+        return (
+            f"data: {'as megatron.data_path says' if named else 'made up by Megatron (megatron.mock_data)'}"
+        )
+    if _is_there(Path(data.path)):
+        return f"data: {data.path}.bin and .idx are there"
+    if data.source is not None:
+        return f"data: {data.path} would be prepared from {data.source}, tokenizer {data.tokenizer}"
+    return f"data: {data.path}.bin and .idx are needed, and not there: {preparation(data)}"
+
+
+def preparation(data: Data) -> str:
+    """The command that makes a data set which a run needs."""
+    return f"megatron-loco prepare-data TEXTS --out {data.path} --tokenizer {data.tokenizer}"
+
+
+def _is_number(item: object) -> bool:
+    with contextlib.suppress(ValueError):
+        float(str(item))
+        return True
+    return False
+
+
+def shown(run: RunConfig, job: launcher.Job) -> str:
+    """What a dry run prints: comments, the command, the resolved configuration."""
+    launch = run.launch
+    nodes = f" on {launch.nnodes} nodes, this is node {launch.node_rank}" if launch.nnodes > 1 else ""
+    lines = [f"# {launch.world_size} ranks{nodes}; nothing is started", f"# {data_line(run)}"]
+    if launch.nnodes > 1 and not launch.rdzv_endpoint:
+        lines.append("# FIRST_NODE: launch.rdzv_endpoint is not set; a run needs it (configs/clusters)")
+    return "\n".join([*lines, job.command_text(), "# configuration", run.as_yaml().rstrip()])
+
+
+@contextlib.contextmanager
+def assumed_gpu() -> Iterator[None]:
+    """Within the block Megatron's validation, which asks for the GPU's generation, is told Hopper's.
+
+    Only where there is no GPU: a run on GPUs is checked against the one it finds.
+    """
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() > (0, 0):  # cpu_device's stand-in
+        yield
+        return
+    hopper = {
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_properties": lambda device=None: SimpleNamespace(major=9, minor=0),
+    }
+    before = {name: getattr(torch.cuda, name) for name in hopper}
+    try:
+        for name, answer in hopper.items():
+            setattr(torch.cuda, name, answer)
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(torch.cuda, name, function)

@@ -1,0 +1,150 @@
+"""The `megatron:` section against Megatron's real parser: keys become flags, before any process is spawned.
+
+The parser is `megatron.training.arguments.add_megatron_arguments` with our flags added, the very one that a
+rank uses; after parsing, Megatron's own `validate_args` looks at the combination.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import re
+import traceback
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from megatron_patch.config import CompressionConfig
+from megatron_patch.errors import UserError, nearest
+from megatron_patch.integration.arguments import PREFIX, add_compression_arguments
+from megatron_patch.integration.unsupported import refuse_flags
+from megatron_patch.workflows.run.configuration import RunConfig
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"megatron: {message}")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Megatron's parser with the --compression-* flags. Imports Megatron."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    return add_compression_arguments(add_megatron_arguments(_Parser(allow_abbrev=False)))
+
+
+def flags_of(section: Mapping[str, Any], parser: argparse.ArgumentParser) -> list[str]:
+    """`{num_layers: 4, swiglu: true}` -> `["--num-layers", "4", "--swiglu"]`.
+
+    `null` leaves a flag out, and so does `false` for one that is a switch.
+
+    Raises:
+        UserError: a key that is no flag, or a value of another type than the flag takes.
+    """
+    options = {option: action for action in parser._actions for option in action.option_strings}
+    flags: list[str] = []
+    for key, value in section.items():
+        option = next((o for o in ("--" + key.replace("_", "-"), "--" + key) if o in options), None)
+        if option is None:
+            names = [o.removeprefix("--").replace("-", "_") for o in options]
+            raise UserError(f"megatron.{key}: no such flag of Megatron{nearest(key, names)}")
+        if value is not None:
+            flags += _flag(key, value, option, options[option])
+    return flags
+
+
+def _flag(key: str, value: Any, option: str, action: argparse.Action) -> list[str]:
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise UserError(f"megatron.{key}: {value!r} must be true or false")
+        if value:
+            return [option]
+        negated = "--no-" + option.removeprefix("--")
+        return [negated] if negated in action.option_strings else []
+    values = value if isinstance(value, list) else [value]
+    for item in values:
+        _check_value(key, item, action)
+    return [option, *map(str, values)]
+
+
+def _check_value(key: str, value: Any, action: argparse.Action) -> None:
+    kind = getattr(action.type, "__name__", "text")
+    if isinstance(value, bool | dict) or (kind == "int" and isinstance(value, float)):
+        raise UserError(f"megatron.{key}: {value!r} must be {_word(kind)}")
+    converted: Any = value
+    if callable(action.type):
+        try:
+            converted = action.type(str(value))
+        except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+            raise UserError(f"megatron.{key}: {value!r} must be {_word(kind)}") from error
+    if action.choices is not None and converted not in action.choices:
+        allowed = [getattr(choice, "name", choice) for choice in action.choices]
+        listed = ", ".join(map(str, allowed))
+        raise UserError(f"megatron.{key}: {value!r} must be one of {listed}{nearest(value, allowed)}")
+
+
+def _word(kind: str) -> str:
+    return {"int": "a whole number", "float": "a number", "str": "text"}.get(kind, f"a value of type {kind}")
+
+
+def compression_flags(config: CompressionConfig, attach: bool) -> list[str]:
+    """The --compression-* flags that give this configuration."""
+    flags = [] if attach else ["--no-compression-attach"]
+    for name, value in config.as_dict().items():
+        flag = (PREFIX + name).replace("_", "-")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", str(value)]
+    return flags
+
+
+def check(run: RunConfig, flags: list[str], parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse `flags` as a rank would, and refuse what cannot run; returns Megatron's validated arguments.
+
+    Raises:
+        UserError: flags that Megatron or the compression refuses, or more ranks than the batch allows.
+    """
+    args = parser.parse_args(flags)
+    if run.attach:
+        refuse_flags(args)
+    _check_batch(args, run.launch.world_size)
+    from megatron.training.arguments import validate_args
+
+    args.rank, args.world_size, args.local_rank = 0, run.launch.world_size, 0
+    args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            validate_args(args)
+    except (AssertionError, ValueError) as error:
+        reason = str(error).strip().splitlines()
+        raise UserError(f"megatron: {reason[0] if reason else _asserted(error, args)}") from error
+    return args
+
+
+def _asserted(error: Exception, args: argparse.Namespace) -> str:
+    """What a bare assert of Megatron's asks for, with the values of the flags it names."""
+    condition = str(traceback.extract_tb(error.__traceback__)[-1].line).removeprefix("assert ")
+    named = sorted(set(re.findall(r"args\.(\w+)", condition)))
+    values = ", ".join(f"{name} is {getattr(args, name, None)!r}" for name in named)
+    return f"Megatron requires {condition.replace('args.', '')}" + (f", but {values}" if values else "")
+
+
+def _check_batch(args: argparse.Namespace, world_size: int) -> None:
+    model_parallel = (
+        args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    )
+    if world_size % model_parallel:
+        raise UserError(
+            f"launch: {world_size} ranks do not divide by tensor x pipeline x context parallel size "
+            f"{model_parallel}"
+        )
+    ranks = world_size // model_parallel
+    micro, whole = args.micro_batch_size, args.global_batch_size
+    if micro and whole and whole % (micro * ranks):
+        raise UserError(
+            f"megatron.global_batch_size: {whole} must be a multiple of micro_batch_size {micro} x {ranks} "
+            "data-parallel ranks"
+        )

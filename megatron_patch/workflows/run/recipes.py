@@ -1,0 +1,34 @@
+"""Where recipes and entry points are: at the top of the repository, or inside an installed wheel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_patch.errors import UserError, nearest
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+
+
+def shipped(name: str) -> Path:
+    """`configs/...` or `pretrain_scripts/...` as this installation has it (it may not exist)."""
+    root = _PACKAGE.parent if (_PACKAGE.parent / "configs").is_dir() else _PACKAGE / "_shipped"
+    return root / name
+
+
+def find(name: str) -> Path:
+    """`name` as given if it is there, else the shipped file of that name."""
+    path = Path(name)
+    return path if path.exists() or path.is_absolute() else shipped(name)
+
+
+def method_recipe(name: str) -> Path:
+    """configs/methods/NAME.yaml.
+
+    Raises:
+        UserError: there is none; names those there are.
+    """
+    path = shipped(f"configs/methods/{name}.yaml")
+    if not path.is_file():
+        known = sorted(p.stem for p in path.parent.glob("*.yaml"))
+        raise UserError(f"method {name!r}: must be one of {', '.join(known)}{nearest(name, known)}")
+    return path

@@ -1,0 +1,117 @@
+"""The two-hop reduce-scatter: the true sum and mean, 8 bits inside the node, NaN; and the pool's buffers.
+
+That its parameters, errors and steps are the simulated ones is in tests/integration/test_parallelism.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+SHARD = 300
+RANKS, PER_NODE = 4, 2
+
+
+def exchange(options: dict[str, Any], dtype: str, average: bool, bad: float | None) -> dict[str, Any]:
+    """Five exchanges; the last shard, what it should be, and what the hops cost. `bad` stands in rank 1's."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_patch.collectives.topology import two_hops
+    from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopSender, start_two_hop_reduce_scatter
+    from megatron_patch.collectives.workspace import Workspace
+    from megatron_patch.compensation.sender import Sender
+    from megatron_patch.config import CompressionConfig
+    from megatron_patch.quantization.layout import BlockLayout
+
+    config = CompressionConfig(**options)
+    rank, device = dist.get_rank(), torch.device("cpu")
+    hops = two_hops(dist.group.WORLD, PER_NODE)
+    layout = BlockLayout.of(RANKS * SHARD // hops.local, hops.nodes, config.bits, config.block_size)
+    parts = TwoHopSender(hops, Sender(config, layout, device), config, device)
+    workspace = Workspace(device)
+    nbytes = []
+    for step in range(5):
+        gradients = [
+            torch.from_numpy(np.random.default_rng((step, other)).standard_normal(RANKS * SHARD)).to(
+                getattr(torch, dtype)
+            )
+            for other in range(RANKS)
+        ]
+        if bad is not None:
+            gradients[1][2 * SHARD + 7] = bad
+        bucket = gradients[rank].clone()
+        output = bucket[rank * SHARD : (rank + 1) * SHARD]
+        handle = start_two_hop_reduce_scatter(parts, bucket, output, average, workspace)
+        handle.wait()
+        nbytes.append(workspace.nbytes)
+    exact = sum(gradient.double() for gradient in gradients)[rank * SHARD : (rank + 1) * SHARD]
+    error = parts.sender.error
+    return {
+        "shard": output.double(),
+        "exact": exact / (RANKS if average else 1),
+        "nbytes": nbytes,
+        "error bytes": 0 if error is None else error.nbytes,
+        "inside": parts.inside_bytes(bucket),
+    }
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("intra_bits", [None, 8])
+def test_the_shard_is_the_sum_or_the_true_mean(
+    pool: Any, average: bool, dtype: str, intra_bits: int | None
+) -> None:
+    options = {"method": "naive", "bits": 8, "block_size": 64, "intra_bits": intra_bits}
+    for report in pool.run(exchange, options, dtype, average, None, world_size=RANKS):
+        exact = report["exact"]
+        # 1/254 of a block's maximum for each 8-bit hop's senders, and bf16's own rounding.
+        bound = exact.abs().max() * (0.04 if dtype == "bfloat16" else 0.03)
+        assert (report["shard"] - exact).abs().max() <= bound
+        assert (report["shard"] - exact).abs().max() > 0
+        assert report["nbytes"][0] == report["nbytes"][-1]
+
+
+@pytest.mark.parametrize("intra_bits", [None, 8])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_reaches_the_owner_alone(pool: Any, bad: float, intra_bits: int | None) -> None:
+    options = {"bits": 4, "intra_bits": intra_bits}
+    reports = pool.run(exchange, options, "float32", False, bad, world_size=RANKS)
+    finite = [bool(report["shard"].isfinite().all()) for report in reports]
+    assert not finite[2]
+    if intra_bits is None:
+        assert finite == [True, True, False, True]
+    else:  # inside a node a block may span the chunks of one local rank, of all nodes
+        assert finite[1]
+        assert finite[3]
+
+
+def test_error_and_traffic_inside_the_node(pool: Any) -> None:
+    for intra_bits, inside in ((None, 4 * RANKS * SHARD / 2), (8, 2 * SHARD + 8 + 2 * 5 + 6)):
+        for report in pool.run(
+            exchange, {"bits": 4, "intra_bits": intra_bits}, "float32", True, None, world_size=RANKS
+        ):
+            assert report["error bytes"] == RANKS * SHARD // 2 + 2 * 2 * 3  # codes; scales of 2 x 3 blocks
+            assert report["inside"] == inside
+
+
+def test_the_pool_keeps_no_more_buffers_than_were_in_use_at_a_time() -> None:
+    import torch
+
+    from megatron_patch.collectives.workspace import Workspace
+
+    workspace = Workspace(torch.device("cpu"))
+    for rows, columns in ((2, 100), (4, 64), (1, 300), (3, 10), (2, 100)):
+        first, second = workspace.take(rows, columns), workspace.take(rows, columns)
+        assert first.shape == (rows, columns)
+        assert first.data_ptr() != second.data_ptr()
+        workspace.give(first)
+        workspace.give(second)
+    assert workspace.nbytes == 600
+    big, small = workspace.take(1, 300), workspace.take(1, 8)
+    workspace.give(small)
+    assert workspace.take(1, 200).data_ptr() == small.data_ptr()
+    assert workspace.nbytes == 600
+    workspace.give(big)

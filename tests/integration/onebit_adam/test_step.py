@@ -1,0 +1,119 @@
+"""1-bit Adam through Megatron's DDP and optimizers, against a float64 simulation of its formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from simulation.onebit_adam_float64 import OneBitAdamSimulation
+
+RANKS = 4
+STEPS = 60
+WARMUP = 15
+OPTIMIZER = {"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 1.0, "adam_beta2": 0.95}
+REPLICATED = {"ddp": {"use_distributed_optimizer": False}, "optimizer": {"use_distributed_optimizer": False}}
+
+
+def learning_rate(step: int) -> float:
+    """Rises over 5 steps, and falls from then on."""
+    return OPTIMIZER["lr"] * min((step + 1) / 5, 1 - step / 100)
+
+
+def train(model: dict[str, Any], compression: dict[str, Any]) -> dict[str, Any]:
+    """In a worker: STEPS steps of a tiny model; what the simulation needs, in the order of the buckets."""
+    import torch
+    from integration.tiny_model import build
+
+    import megatron_patch
+    from megatron_patch.integration.attach import chunk_state_of
+
+    model = {**model, "optimizer": OPTIMIZER | model.get("optimizer", {})}
+    tiny = build(**model)
+    megatron_patch.attach([tiny.ddp], megatron_patch.CompressionConfig(method="onebit_adam", **compression))
+    compressor = chunk_state_of(tiny.ddp)
+
+    def in_order(values: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([flat.double() for flat in tiny.in_buckets(values)])
+
+    report: dict[str, Any] = {
+        "initial": in_order([p.detach() for p in tiny.parameters]),
+        "decays": in_order([torch.full_like(p, float(p.dim() > 1)) for p in tiny.parameters]),
+        "padding": 1 - in_order([torch.ones_like(p) for p in tiny.parameters]),
+        "lengths": [bucket.grad_data.numel() for bucket in tiny.buckets],
+        "steps": [],
+    }
+    for step in range(STEPS):
+        gradients = tiny.random_gradients(step)
+        for group in tiny.optimizer.param_groups:  # as Megatron's scheduler does
+            group["lr"] = learning_rate(step)
+            group["weight_decay"] = OPTIMIZER["weight_decay"] * group["wd_mult"]
+        tiny.ddp.zero_grad_buffer()
+        tiny.optimizer.zero_grad()
+        tiny.backward(gradients)
+        tiny.ddp.finish_grad_sync()
+        active = compressor.active
+        successful, norm, _ = tiny.optimizer.step()
+        assert successful
+        report["steps"].append(
+            {
+                "gradients": in_order(gradients),
+                "weights": in_order([p.detach() for p in tiny.parameters]),
+                "norm": norm,
+                "active": active,
+                "bits": 8 * compressor.report.traffic.nbytes / sum(report["lengths"]),
+            }
+        )
+    report["events"] = compressor.describe()
+    report["phase"] = compressor.phase
+    megatron_patch.disable()
+    return report
+
+
+@pytest.mark.parametrize(
+    ("model", "compression"),
+    [
+        ({}, {}),
+        ({"overlap": True, "bucket_size": 400}, {}),
+        (REPLICATED, {}),
+        (REPLICATED | {"average": True, "bucket_size": 400}, {"block_size": 64}),
+        ({}, {"error_compensation": False}),
+        (REPLICATED, {"ranks_per_node": 2}),
+        ({"overlap": True}, {"ranks_per_node": 2}),
+    ],
+)
+def test_formulas_over_the_switch(pool: Any, model: dict[str, Any], compression: dict[str, Any]) -> None:
+    compression = {"warmup_steps": WARMUP, "error_dtype": "fp32", **compression}
+    reports = pool.run(train, model, compression, world_size=RANKS)
+    first = reports[0]
+    simulation = OneBitAdamSimulation(
+        first["initial"].numpy(),
+        first["lengths"],
+        workers=RANKS,
+        warmup_steps=WARMUP,
+        lr=OPTIMIZER["lr"],
+        betas=(0.9, OPTIMIZER["adam_beta2"]),
+        eps=1e-8,
+        decay=OPTIMIZER["weight_decay"] * first["decays"].numpy(),
+        clip=OPTIMIZER["clip_grad"],
+        block=compression.get("block_size", 128),
+        compensate=compression.get("error_compensation", True),
+        ranks_per_node=compression.get("ranks_per_node", 1),
+        padding=first["padding"].numpy().astype(bool),
+    )
+    for step in range(STEPS):
+        simulation.lr = learning_rate(step)
+        gradients = np.stack([report["steps"][step]["gradients"].numpy() for report in reports])
+        simulation.step(gradients, first["steps"][step]["norm"])
+        norms = 1 if step < WARMUP else np.linalg.norm(gradients.mean(axis=0)) / simulation.norm
+        for report in reports:
+            found = report["steps"][step]
+            assert found["active"] == (step >= WARMUP)
+            assert found["norm"] == pytest.approx(simulation.norm, rel=1e-5), step
+            assert norms == pytest.approx(1, abs=0.12)  # 1,096 elements in 1,024 columns: few meet
+            decided = ~simulation.undecided
+            assert decided.mean() > 0.7
+            off = np.linalg.norm((found["weights"].numpy() - simulation.x)[decided])
+            off /= np.linalg.norm(simulation.x[decided])
+            assert off < 1e-5, f"step {step}: {off}"
+    assert first["phase"].variance_steps == WARMUP

@@ -1,0 +1,54 @@
+"""1-bit Adam's all-reduce on the wire: what the loopback interface counts as momentum goes both ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from collectives.test_reduce_scatter import loopback_bytes
+
+PARAMETERS = 2**22 + 5  # the last shard is shorter
+
+
+def momentum_bytes(numel: int, tries: int) -> dict[str, Any]:
+    """What the interface counts in one exchange of all ranks, the least of several."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_patch.collectives.all_reduce import SenderAndOwner, start_all_reduce
+    from megatron_patch.collectives.workspace import Workspace
+    from megatron_patch.compensation.sender import Sender
+    from megatron_patch.config import CompressionConfig
+    from megatron_patch.quantization.layout import BlockLayout
+
+    config = CompressionConfig(method="onebit_adam", warmup_steps=1)
+    device, rank, ranks = torch.device("cpu"), dist.get_rank(), dist.get_world_size()
+    layout = BlockLayout.of(numel, ranks, config.bits, config.block_size, True)
+    parts = SenderAndOwner(Sender(config, layout, device), Sender(config, layout.shard(rank), device))
+    workspace = Workspace(device)
+    momentum = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+    counted = []
+    for _ in range(tries):  # other processes use the loopback interface too: the least count is ours
+        held = momentum.clone()
+        dist.barrier()
+        before = loopback_bytes()
+        dist.barrier()
+        start_all_reduce(parts, held, dist.group.WORLD, ranks, workspace).wait()
+        dist.barrier()
+        counted.append(loopback_bytes() - before)
+        dist.barrier()
+    return {"counted": min(counted), "payload": layout.payload_bytes, "held": held}
+
+
+@pytest.mark.alone
+def test_momentum_costs_at_most_2_3_bits_a_parameter_both_directions_together(pool: Any) -> None:
+    ranks = 4
+    reports = pool.run(momentum_bytes, PARAMETERS, tries=4, world_size=ranks)
+    counted = min(report["counted"] for report in reports)
+    # To every owner and back; what a rank owns itself does not travel.
+    assert counted == pytest.approx(2 * ranks * (ranks - 1) * reports[0]["payload"], rel=0.05)
+    bits_per_parameter = 8 * counted / ((ranks - 1) * PARAMETERS)
+    assert 2.25 < bits_per_parameter <= 2.3
+    for report in reports[1:]:
+        assert report["held"].equal(reports[0]["held"])
+    assert reports[0]["held"].abs().min() > 0

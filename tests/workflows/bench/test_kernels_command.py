@@ -1,0 +1,82 @@
+"""`megatron-loco bench kernels`: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_patch.config import CompressionConfig
+from megatron_patch.quantization import native
+from megatron_patch.workflows import cli
+from megatron_patch.workflows.bench import command as bench
+from megatron_patch.workflows.bench import gpu_rates
+from megatron_patch.workflows.plots import draw_kernels
+
+
+def test_kernels_are_measured_beside_memcpy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = tmp_path / "numbers.json"
+    flags = [
+        "--seconds",
+        "0.05",
+        "--elements",
+        "200000",
+        "--json",
+        str(numbers),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert cli.main(["bench", "kernels", *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "torch chunked" in shown
+    assert "memcpy" in shown
+    found = json.loads(numbers.read_text())
+    assert json.loads((tmp_path / "out" / "kernels.json").read_text()) == found
+    assert (tmp_path / "out" / "kernels.png").read_bytes().startswith(b"\x89PNG")
+    assert found["memcpy_bytes_per_second"] > 1e8
+    assert found["bytes_per_element"] == pytest.approx(4 + 1 + 1 + 0.5 + 6 / 128, rel=1e-3)
+    rates = found["elements_per_second"]
+    assert rates["torch_chunked"] > 0
+    if native.variants():
+        assert rates["native"] > rates["torch_chunked"]
+        assert {f"native_{name}" for name in native.variants()} <= set(rates)
+
+
+def test_a_gpu_s_numbers_are_shown_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In Triton's interpreter, which only looks slow."""
+    config = CompressionConfig(bits=4)
+    found = gpu_rates.measure(config, 8192, torch.bfloat16, 8, 1, torch.device("cpu"), compiled=False)
+    assert found["bytes_per_element"] == pytest.approx(2 + 1 + 1 + 0.5 + 6 / 128, rel=1e-3)
+    # bf16 goes out once for 8 senders.
+    assert found["decompress_reduce_bytes_per_element"] == pytest.approx(0.5 + 2 / 128 + 2 / 8, rel=1e-2)
+    result = found | {"elements": 8192, "bits": 4, "block_size": 128, "dtype": "bf16"}
+    bench.show(result)
+    shown = capsys.readouterr().out
+    assert "compress, triton" in shown
+    assert "1.0 x" in shown
+    draw_kernels(tmp_path / "kernels.png", result)
+    assert (tmp_path / "kernels.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        pytest.param(
+            ["--device", "cuda"],
+            ["--device", "no GPU"],
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there"),
+        ),
+        (["--block-size", "100"], ["block_size", "power of two"]),
+        (["--elements", "10"], ["--elements", "131072"]),
+        (["--elements", "0"], ["--elements", "131072"]),
+        (["--bits", "3"], ["--bits", "3"]),
+    ],
+)
+def test_a_mistake_is_one_line(
+    flags: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "kernels", *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(word in line for word in words)

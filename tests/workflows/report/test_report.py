@@ -1,0 +1,458 @@
+"""`megatron-loco report`: what its page says of runs that are over, under way, broken, alike and many."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from report_runs import VERSIONS, write_run
+
+from megatron_patch.workflows import cli
+from megatron_patch.workflows.report import figures, quantities
+from megatron_patch.workflows.report.groups import group_runs, run_names
+from megatron_patch.workflows.report.runs import read_runs
+
+
+@pytest.fixture(autouse=True)
+def one_figure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most tests look at one figure, the loss: drawing takes most of their time."""
+    if "all_figures" not in request.fixturenames:
+        monkeypatch.setattr(quantities, "QUANTITIES", quantities.QUANTITIES[:1])
+
+
+@pytest.fixture
+def all_figures() -> None:
+    """CollectiveCalls for by tests that look at the others too."""
+
+
+class Page(HTMLParser):
+    """A page's tables (lists of rows of texts), its text, and the tags and attributes that it is made of."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.source = path.read_text(encoding="utf-8")
+        self.tables: list[list[list[str]]] = []
+        self.text = ""
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self._style = self._cell = False
+        self.feed(self.source)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        self._style = tag == "style"
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+            self._cell = True
+        elif tag == "span" and self._cell:
+            self.tables[-1][-1][-1] += "|"
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("td", "th"):
+            self._cell = False
+            self.tables[-1][-1][-1] = self.tables[-1][-1][-1].strip()
+        self._style = False
+
+    def handle_data(self, data: str) -> None:
+        if not self._style:
+            self.text += data
+        if self._cell:
+            self.tables[-1][-1][-1] += data
+
+    def labels(self) -> dict[str, str]:
+        """Title of a picture -> what a reader is told who does not see it."""
+        told = [value for name, value in self.attributes if name == "aria-label" and ", against the" in value]
+        return {label.partition(",")[0]: label for label in told}
+
+    def lines(self, title: str) -> set[str]:
+        """The curves' styles in the picture of this title, as CSS colours."""
+        begin = self.source.index(f'aria-label="{title},')
+        picture = self.source[begin : self.source.index("</svg>", begin)]
+        return set(re.findall(r"var\(--curve-\d\)", picture))
+
+
+def report(tmp_path: Path, *folders: Path) -> Page:
+    out = tmp_path / "out" / "page.html"
+    assert cli.main(["report", *map(str, folders), "--out", str(out)]) == 0
+    return Page(out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    capsys.readouterr()
+    assert cli.main(["report", *map(str, arguments)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("megatron-loco: error: ")
+    assert error.count("\n") == 1
+    return error.removeprefix("megatron-loco: error: ").strip()
+
+
+def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], all_figures: None) -> None:
+    runs = tmp_path / "runs"
+    write_run(runs / "loco", valid_loss=2.01)
+    write_run(runs / "none", "none")
+    (runs / "comparison.json").write_text("{}")  # compare's own files are no run
+    page = report(tmp_path, runs)
+    heads, first, second = page.tables[0]
+    assert heads[:3] == ["run", "validation loss", "against the first"]  # what a narrow screen shows first
+    assert heads[-3:] == ["method", "bits", "steps"]
+    row = dict(zip(heads, second, strict=True))
+    assert [first[0], *first[-3:]] == ["none", "none", "–", "100"]  # uncompressed first: the others' baseline
+    assert first[heads.index("against the first")] == "–"
+    assert row["run"] == "loco"
+    assert row["bits"] == "4"
+    assert row["validation loss"] == "2.0100"
+    assert row["against the first"] == "+0.50 %"
+    assert row["step time (s)"] == "0.260"
+    assert row["bits per gradient element"] == "4.00"
+    assert row["gradient MB per step"] == "0.175"
+    assert row["weight MB per step"] == "1.40"
+    assert row["error state MB"] == "0.483"
+    assert row["tokens per second"] == "15,837"
+    assert page.tables[1] == [["key", "none", "loco"], ["compression.method", "none", "loco"]]
+    titles = {quantity.title for quantity in quantities.QUANTITIES}
+    assert set(page.labels()) == titles
+    labels = page.labels()
+    assert "none: 0.260; loco: 0.260" in labels["Step time"]
+    assert "none: 1.40; loco: 0.175" in labels["Gradient bytes on the wire"]
+    assert "Medians: loco: 16.0" in labels["Signal-to-noise ratio of compression"]  # null in the other run
+    assert page.lines("Training loss") == {"var(--curve-0)", "var(--curve-1)"}
+    assert page.lines("Norm of the remembered error") == {"var(--curve-1)"}
+    assert "4 ranks, cpu (x86_64); python 3.12.1, megatron-loco 0.1.0" in page.text
+    assert "cannot be compared" not in page.text
+    assert re.search(r"^2 runs: .*page\.html \(\d+ kB\)$", capsys.readouterr().out.strip())
+
+
+def test_the_order_of_runs_that_are_named_is_the_users(tmp_path: Path) -> None:
+    loco, none = write_run(tmp_path / "loco"), write_run(tmp_path / "none", "none")
+    assert [row[0] for row in report(tmp_path, loco, none, tmp_path / ".." / tmp_path.name).tables[0]][
+        1:
+    ] == [
+        "loco",
+        "none",
+    ]
+
+
+def test_the_page_is_one_file_that_names_no_other(tmp_path: Path, all_figures: None) -> None:
+    page = report(tmp_path, write_run(tmp_path / "a"), write_run(tmp_path / "b", bits=2))
+    assert not set(page.tags) & {"script", "link", "img", "iframe", "object", "embed", "base", "image"}
+    for name, value in page.attributes:
+        if name in ("src", "href", "xlink:href", "srcset", "data", "action", "poster"):
+            assert value.startswith("#"), (name, value)
+    assert "@import" not in page.source
+    assert all(name.startswith("#") for name in re.findall(r"url\(([^)]*)\)", page.source))
+    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in page.attributes
+    assert "<metadata" not in page.source
+    identifiers = [value for name, value in page.attributes if name == "id"]
+    assert len(identifiers) == len(set(identifiers))
+    used = set(re.findall(r"url\(#([^)]*)\)", page.source))
+    assert len(used) == len(quantities.QUANTITIES)  # each picture its own clipping
+    assert used <= set(identifiers)
+
+
+def test_texts_of_runs_are_escaped(tmp_path: Path) -> None:
+    name = """<b onload="x">&"'{{ 7 * 7 }}"""
+    evil = "<script>alert(1)</script>"
+    run = write_run(tmp_path / name, config={"megatron.x": evil}, summary={"device": evil})
+    write_run(tmp_path / "other")
+    failed = write_run(tmp_path / "failed", finished=False)
+    (failed / "failures").mkdir()
+    (failed / "failures" / "rank-0.json").write_text(json.dumps({"time": 1, "error": evil}))
+    page = report(tmp_path, run, tmp_path / "other", failed)
+    assert "script" not in page.tags
+    assert "b" not in page.tags or "onload" not in dict(page.attributes)
+    assert page.tables[0][1][0] == name
+    assert page.text.count(evil) >= 4  # differences, configuration, failure, device
+    assert name in page.labels()["Training loss"]
+
+
+def test_runs_that_have_not_come_to_an_end(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    write_run(runs / "a_whole", "none")
+    torn = write_run(runs / "b_torn", logged=8, finished=False)
+    with (torn / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 45, "lo')
+    failed = write_run(runs / "c_failed", logged=2, finished=False)
+    (failed / "failures").mkdir()
+    for rank, moment in ((0, 5.0), (1, 4.0)):
+        record = {"rank": rank, "time": moment, "error": f"ValueError: of rank {rank}\nmore"}
+        (failed / "failures" / f"rank-{rank}.json").write_text(json.dumps(record))
+    empty = write_run(runs / "d_begun", finished=False)
+    (empty / "metrics.jsonl").unlink()
+    write_run(runs / "e_stopped", logged=10)
+    page = report(tmp_path, runs)
+    heads, *rows = page.tables[0]
+    assert [row[0] for row in rows] == [
+        "a_whole",
+        "b_torn|unfinished",
+        "c_failed|failed",
+        "d_begun|unfinished",
+        "e_stopped|stopped",
+    ]
+    steps = heads.index("steps")
+    assert [row[steps] for row in rows] == ["100", "40 of 100", "10 of 100", "0 of 100", "50 of 100"]
+    torn_row = dict(zip(heads, rows[1], strict=True))
+    assert torn_row["method"] == "loco"
+    assert torn_row["bits"] == "4"
+    assert torn_row["validation loss"] == "–"
+    assert torn_row["error state MB"] == "–"
+    assert torn_row["gradient MB per step"] == "0.175"
+    assert rows[3][heads.index("training loss")] == "–"
+    assert "c_failed: failed after 10 of 100 steps: ValueError: of rank 1\n" in page.text  # the earliest
+    assert "b_torn: unfinished after 40 of 100 steps: still running, or killed" in page.text
+    assert "4 of 5 runs have not come to an end" in page.text
+    assert len(page.lines("Training loss")) == 4  # all but the one without a step
+
+
+def test_a_run_that_has_logged_no_step_alone(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "begun", finished=False)
+    (run / "metrics.jsonl").write_text("")
+    page = report(tmp_path, run)
+    assert "svg" in page.tags  # the table's sample of a line
+    assert not page.labels()
+    assert "no run here has logged a value" in page.text
+    assert "There is one configuration." in page.text
+
+
+def test_a_run_started_without_a_configuration(tmp_path: Path) -> None:
+    """`python -m megatron_patch.launch ... --compression-output DIR` leaves metrics and a summary."""
+    run = write_run(tmp_path / "script")
+    (run / "config.yaml").unlink()
+    (run / "command.txt").unlink()
+    page = report(tmp_path, run, write_run(tmp_path / "other", bits=2), write_run(tmp_path / "third", bits=8))
+    row = page.tables[0][1]
+    assert [row[0], *row[-3:]] == ["script", "loco", "4", "100"]
+    assert ["compression.bits", "not recorded", "2", "8"] in page.tables[1]
+
+
+def test_values_that_are_no_numbers(tmp_path: Path, all_figures: None) -> None:
+    run = write_run(tmp_path / "diverged", summary={"train_loss": float("nan"), "valid_loss": None})
+    path = run / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records[0]["loss"] = None
+    records[1] = {"step": 10}
+    for record in records[10:]:
+        record["loss"] = float("inf")
+        record["compression_snr_db"] = float("nan")
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    page = report(tmp_path, run, write_run(tmp_path / "none", "none"))
+    row = dict(zip(*page.tables[0][:2], strict=True))
+    losses = ("training loss", "validation loss", "against the first")
+    assert [row[loss] for loss in losses] == ["nan", "–", "–"]
+    assert "diverged: nan" in page.labels()["Training loss"]
+    assert "diverged: 16.0" in page.labels()["Signal-to-noise ratio of compression"]
+    assert "NaN" not in page.source.partition("</style>")[2]  # no coordinate is
+
+
+def test_seeds_are_one_configuration_and_paired(tmp_path: Path) -> None:
+    losses = {1: (2.0, 2.02), 2: (2.2, 2.2), 10: (2.4, 2.424)}
+    for seed, (none, loco) in losses.items():
+        write_run(tmp_path / "runs" / f"seed-{seed}" / "none", "none", seed=seed, valid_loss=none)
+        write_run(tmp_path / "runs" / f"seed-{seed}" / "loco", seed=seed, valid_loss=loco)
+    page = report(tmp_path, tmp_path / "runs")
+    heads, none_row, loco_row = page.tables[0]
+    assert [none_row[0], loco_row[0]] == ["none|3 runs", "loco|3 runs"]
+    assert loco_row[heads.index("validation loss")] == "2.2147 ± 0.2024"
+    # +1, 0 and +1 %, run against run; mean against mean would be +0.67 % without a spread.
+    assert loco_row[heads.index("against the first")] == "+0.67 ± 0.58 %"
+    singles = [row[0] for row in page.tables[1][1:]]
+    assert singles == [f"seed-{seed}/{name}" for name in ("none", "loco") for seed in (1, 2, 10)]
+    assert ["megatron.seed", "1, 2, 10", "1, 2, 10"] in page.tables[2]
+    assert page.lines("Training loss") == {"var(--curve-0)", "var(--curve-1)"}
+    assert "Thin lines are single runs" in page.text
+
+
+def test_means_are_of_the_runs_that_came_to_their_end(tmp_path: Path) -> None:
+    write_run(tmp_path / "x" / "seed-1", valid_loss=2.0)
+    write_run(tmp_path / "x" / "seed-2", seed=2, logged=2, finished=False)
+    page = report(tmp_path, tmp_path / "x")
+    heads, row = page.tables[0]
+    assert row[0] == "x|2 runs, 1 of them not finished"
+    assert row[heads.index("steps")] == "10 to 100 of 100"
+    whole = page.tables[1][1]
+    assert row[heads.index("training loss")] == whole[heads.index("training loss")]
+
+
+def test_many_configurations(tmp_path: Path) -> None:
+    """An ablation: 32 configurations, four seeds each."""
+    for bits in (8, 4, 2, 1):
+        for block in range(8):
+            for seed in range(1, 5):
+                folder = tmp_path / "runs" / f"bits={bits},block={block}" / f"seed-{seed}"
+                settings = {"compression.block_size": block}
+                write_run(folder, bits=bits, seed=seed, logged=5, planned=25, config=settings)
+    page = report(tmp_path, tmp_path / "runs")
+    heads, *rows = page.tables[0]
+    assert heads[0] == "configuration"
+    assert len(rows) == 32
+    assert rows[0][0] == "bits=1,block=0|4 runs"
+    assert "128 runs of 32 configurations" in page.text
+    assert "first 28 of 32 configurations" in page.text
+    assert "Lines are means of a configuration's runs" in page.text
+    samples = re.findall(r'<path d="M1 4H29" style="([^"]*)" stroke-dasharray="([^"]*)"', page.source)
+    assert len(set(samples)) == 28  # no two look alike
+    assert page.source.count('class="key-27"') == len(quantities.QUANTITIES)
+    assert 'class="key-28"' not in page.source
+    transposed = page.tables[2]
+    assert transposed[0] == ["configuration", "megatron.seed", "compression.bits", "compression.block_size"]
+    assert transposed[-1] == ["bits=8,block=7", "1, 2, 3, 4", "8", "7"]
+    assert len(page.source) < 1e6
+
+
+def test_equal_runs_are_not_taken_for_seeds(tmp_path: Path) -> None:
+    for when in ("before", "after"):
+        for seed in (1, 2):
+            write_run(tmp_path / when / f"seed-{seed}", seed=seed)
+    runs = read_runs([tmp_path / "before", tmp_path / "after"])
+    names = [group.name for group in group_runs(runs)]
+    assert names == ["before/seed-1", "before/seed-2", "after/seed-1", "after/seed-2"]
+
+
+def test_names_are_the_shortest_that_tell_apart(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "a" / "x" / "none", "none")
+    second = write_run(tmp_path / "b" / "x" / "none", "none")
+    assert run_names(read_runs([first])) == ["none"]
+    assert run_names(read_runs([first, second])) == ["a", "b"]
+    other = write_run(tmp_path / "b" / "x" / "loco")
+    assert run_names(read_runs([first, second, other])) == ["a/x/none", "b/x/none", "b/x/loco"]
+    assert run_names(read_runs([second, other])) == ["none", "loco"]
+
+
+def test_runs_that_were_made_differently(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "a")
+    write_run(
+        tmp_path / "runs" / "b",
+        bits=2,
+        summary={"world_size": 8, "device": "NVIDIA H100", "versions": {**VERSIONS, "torch": "2.16.0"}},
+    )
+    page = report(tmp_path, tmp_path / "runs")
+    assert "more than compression" not in page.text
+    assert "different devices and numbers of ranks and versions" in page.text
+    assert "step times and tokens per second cannot be compared" in page.text
+    assert (
+        "8 ranks, NVIDIA H100; python 3.12.1, megatron-loco 0.1.0, megatron-core 0.19.2, torch 2.16.0: b"
+        in (page.text)
+    )
+
+
+def test_runs_that_were_trained_differently(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "a", "none", seed=3)
+    write_run(tmp_path / "runs" / "b", config={"megatron.lr": 0.1})
+    page = report(tmp_path, tmp_path / "runs")
+    assert (
+        "differ in more than compression (megatron.lr): differences of their losses have other" in page.text
+    )
+
+
+def test_slow_steps_do_not_press_the_others_flat(tmp_path: Path, all_figures: None) -> None:
+    run = write_run(tmp_path / "run", logged=40, planned=200)
+    path = run / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records[0]["step_seconds"] = 30.0
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert "1 of 40 points lie above the axis, up to 30.0." in report(tmp_path, run).text
+
+
+def test_long_runs_are_thinned(tmp_path: Path) -> None:
+    short = report(tmp_path, write_run(tmp_path / "short", logged=500, planned=2500))
+    long = report(tmp_path, write_run(tmp_path / "long", logged=20_000, planned=100_000))
+    assert "neighbouring logged steps are drawn as their mean" not in short.text
+    assert "up to 34 neighbouring logged steps are drawn as their mean" in long.text
+    assert len(long.source) < 2 * len(short.source)
+    steps, values = figures._thinned({step: float(step) for step in range(1, 20_001)})
+    assert len(steps) <= figures.MOST_POINTS
+    assert list(steps) == list(values)  # means of the same points, the short last piece's too
+
+
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run")
+    out = tmp_path / "page.html"
+    assert refused(capsys, tmp_path / "nowhere", "--out", out) == f"{tmp_path / 'nowhere'}: no such folder"
+    assert refused(capsys, run / "metrics.jsonl", "--out", out).endswith(f"name the run's folder, e.g. {run}")
+    (tmp_path / "empty").mkdir()
+    told = refused(capsys, tmp_path / "empty", "--out", out)
+    assert "holds no run" in told
+    assert "metrics.jsonl" in told
+    assert "--out DIR" in told
+    assert refused(capsys, run, "--out", run / "metrics.jsonl").endswith("must be a file that ends in .html")
+    (tmp_path / "folder.html").mkdir()
+    assert "must be a file" in refused(capsys, run, "--out", tmp_path / "folder.html")
+    told = refused(capsys, run, "--out", run / "metrics.jsonl" / "page.html")
+    assert told.startswith(f"--out: {run / 'metrics.jsonl' / 'page.html'} cannot be written: ")
+    assert "RUN" in refused(capsys)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("metrics.jsonl", 'hello\n{"step": 5}\n', "line 1 is no JSON: 'hello'"),
+        ("metrics.jsonl", '{"step": 5}\n{"step": 1\n{"step": 15}\n', "line 2 is no JSON"),
+        ("metrics.jsonl", "torn, but by no run", "line 1 is no JSON"),
+        ("metrics.jsonl", "[1, 2]\n", "line 1 is no record of a step"),
+        ("metrics.jsonl", '{"loss": 1}\n', "line 1 is no record of a step"),
+        ("summary.json", "{", "is no JSON"),
+        ("summary.json", "[]", "is no summary of a run"),
+        ("config.yaml", "a: [", "is no YAML"),
+    ],
+)
+def test_files_that_no_run_leaves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, told: str
+) -> None:
+    run = write_run(tmp_path / "run")
+    (run / name).write_text(content)
+    error = refused(capsys, run, "--out", tmp_path / "page.html")
+    assert error.startswith(str(run / name))
+    assert told in error
+    assert "leave the run out" in error
+
+
+def test_the_page_is_replaced_in_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "pages" / "page.html"
+    run = write_run(tmp_path / "run")
+    seen = []
+    replace = Path.replace
+
+    def watched(self: Path, target: Path) -> Path:
+        seen.append((out.read_text() if out.exists() else None, self.read_text()[-8:], target))
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", watched)
+    for _ in range(2):
+        assert cli.main(["report", str(run), "--out", str(out)]) == 0
+    (before, end, target), (old, _, _) = seen
+    assert before is None
+    assert end.strip() == "</html>"
+    assert target == out
+    assert old is not None
+    assert old.strip().endswith("</html>")
+
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(Path, "replace", full)
+    whole = out.read_text()
+    assert cli.main(["report", str(run), "--out", str(out)]) == 2
+    assert out.read_text() == whole
+    assert [path.name for path in out.parent.iterdir()] == ["page.html"]  # nothing partial stays
+
+
+def test_the_page_goes_where_help_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "somewhere" / "run")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["report", "somewhere"]) == 0
+    assert (tmp_path / "runs" / "report.html").is_file()
+    with pytest.raises(SystemExit):
+        cli.main(["report", "--help"])
+    assert "(default: runs/report.html)" in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,124 @@
+"""Configurations: composition, overrides, and one clear line for everything that is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_patch.errors import UserError
+from megatron_patch.workflows.cli import main
+from megatron_patch.workflows.run import configuration
+from megatron_patch.workflows.run.recipes import shipped
+from megatron_patch.workflows.run.run_folder import claim_folder
+
+LLAMA = shipped("configs/models/llama_tiny.yaml")
+RECIPES = sorted(path for path in shipped("configs").glob("*/*.yaml") if path.parent.name != "ablations")
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_defaults_come_first_and_overrides_last(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "megatron: {lr: 1.0, num_layers: 2}\ncompression: {bits: 8}\n")
+    top = write(tmp_path, "top.yaml", "defaults: [base.yaml]\nmegatron: {lr: 2.0}\n")
+    run = configuration.load(top, ["megatron.num_layers=3", "compression.block_size=shard"])
+    assert run.megatron == {"lr": 2.0, "num_layers": 3}
+    assert (run.compression.bits, run.compression.block_size) == (8, "shard")
+
+
+def test_the_resolved_configuration_loads_to_itself(tmp_path: Path) -> None:
+    run = configuration.load(LLAMA, ["compression.method=naive"])
+    again = configuration.load(write(tmp_path, "config.yaml", run.as_yaml()))
+    assert again == run
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
+def test_every_shipped_recipe_loads(recipe: Path) -> None:
+    assert configuration.load(recipe).compression.bits in (1, 2, 4, 8)
+
+
+BAD = {
+    "megatorn: {}": ["megatorn", "did you mean megatron"],
+    "compression: {bit: 4}": ["compression.bit", "did you mean bits"],
+    "compression: {bits: 3}": ["compression.bits", "3", "8, 4, 2, 1"],
+    "compression: {bits: four}": ["compression.bits", "'four'", "8, 4, 2, 1"],
+    "compression: {method: locco}": ["compression.method", "'locco'", "did you mean loco"],
+    "compression: {reset_interval: -1}": ["compression.reset_interval", "-1", "0 or more"],
+    "compression: {attach: maybe}": ["compression.attach", "'maybe'", "true or false"],
+    "compression: 4": ["compression", "4", "mapping"],
+    "launch: {device: tpu}": ["launch.device", "'tpu'", "cuda or cpu"],
+    "launch: {nproc_per_node: 0}": ["launch.nproc_per_node", "0", "1 or more"],
+    "launch: {max_restarts: -1}": ["launch.max_restarts", "-1", "whole number, 0 or more"],
+    "launch: {max_restarts: 1.5}": ["launch.max_restarts", "1.5", "whole number"],
+    "launch: {nnodes: 2}": ["launch.nnodes", "2", "rdzv_endpoint"],
+    "data: {source: stdlib}": ["data.source", "data.path"],
+    "data: {path: 3}": ["data.path", "3", "text"],
+    "- 1": ["mapping"],
+    "megatron: {a: [": ["not valid YAML"],
+    "defaults: [nothing.yaml]": ["nothing.yaml", "no such configuration file"],
+    "defaults: [bad.yaml]": ["include this file again"],
+}
+
+
+@pytest.mark.parametrize("text", BAD, ids=[t.replace(" ", "") for t in BAD])
+def test_bad_configurations(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, "bad.yaml", text + "\n")
+    assert main(["train", str(path), "--out", str(tmp_path / "run")]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("megatron-loco: error: ")
+    assert err.count("\n") == 1
+    assert out == ""
+    for word in BAD[text]:
+        assert word in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "nowhere.yaml"], ["nowhere.yaml", "no such configuration file"]),
+        (["train", str(LLAMA.with_name("llama_tinny.yaml"))], ["did you mean llama_tiny.yaml"]),
+        (["train", str(LLAMA), "lr=1"], ["'lr=1'", "section.key=value"]),
+        (["train", str(LLAMA), "--fast"], ["--fast", "--help"]),
+        (["tarin", str(LLAMA)], ["'tarin'"]),
+        (["compare", str(LLAMA), "--methods", "none,lcoo"], ["'lcoo'", "did you mean loco"]),
+        (["compare", str(LLAMA), "--methods", "none,none"], ["'none,none'", "different"]),
+    ],
+)
+def test_bad_command_lines(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("megatron-loco: error: ")
+    assert err.count("\n") == 1
+    for word in words:
+        assert word in err
+
+
+def test_overrides_may_stand_behind_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(LLAMA), "--out", str(tmp_path / "x"), "compression.bits=5"]) == 2
+    assert "compression.bits: 5" in capsys.readouterr().err
+
+
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = write(tmp_path, "run/config.yaml", "megatron: {}\n")
+    assert main(["train", str(LLAMA), "--out", str(tmp_path / "run")]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert kept.read_text() == "megatron: {}\n"
+
+
+def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    write(tmp_path, "taken", "a file")
+    with pytest.raises(UserError, match="taken cannot be written"):
+        claim_folder(tmp_path / "taken", overwrite=True)
+
+
+def test_method_is_a_user_error() -> None:
+    with pytest.raises(UserError, match="error_beta"):
+        configuration.load(LLAMA, ["compression.method=error_feedback", "compression.error_beta=0.8"])

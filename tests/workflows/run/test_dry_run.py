@@ -1,0 +1,185 @@
+"""`megatron-loco train CONFIG --dry-run`: what it prints, and that it starts, writes and needs nothing."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_patch.workflows.cli import main
+from megatron_patch.workflows.run import configuration, dry_run
+from megatron_patch.workflows.run.launcher import Job
+from megatron_patch.workflows.run.recipes import shipped
+
+SEVEN_B = str(shipped("configs/models/llama2_7b.yaml"))
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "top.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_gpu_recipe_where_there_is_no_gpu_no_data_and_no_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command line, and a configuration that loads to itself."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    out = tmp_path / "run"
+    assert main(["train", SEVEN_B, "megatron.lr=1e-4", "--dry-run", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    comments, command, rest = printed.partition("CUDA_DEVICE_MAX_CONNECTIONS=1 ")
+    assert "16 ranks on 2 nodes" in comments
+    assert "data/llama2.bin and .idx are needed, and not there: megatron-loco prepare-data" in comments
+    assert "launch.rdzv_endpoint is not set" in comments
+    words = shlex.split((command + rest).splitlines()[0])
+    assert words[:2] == ["CUDA_DEVICE_MAX_CONNECTIONS=1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600"]
+    assert words[2:8] == [
+        *("torchrun", "--nproc-per-node=8", "--nnodes=2", "--node-rank=0"),
+        *("--rdzv-backend=c10d", "--rdzv-endpoint=FIRST_NODE:29500"),
+    ]
+    flags = " ".join(words)
+    assert "--num-layers 32" in flags
+    assert "--lr 0.0001" in flags
+    assert f"--compression-output {out}" in flags
+    shown = write(tmp_path, printed.partition("# configuration\n")[2])
+    assert configuration.load(shown) == configuration.load(Path(SEVEN_B), ["megatron.lr=1e-4"])
+    assert list(tmp_path.iterdir()) == [shown]
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["megatron.num_layer=4"], ["megatron.num_layer", "did you mean num_layers"]),
+        (["megatron.global_batch_size=1000"], ["megatron.global_batch_size: 1000", "multiple"]),
+        (["megatron.tensor_model_parallel_size=3"], ["16 ranks do not divide by", "3"]),
+        (["launch.node_rank=2"], ["launch.node_rank: 2", "below launch.nnodes, 2"]),
+        (["launch.rdzv_endpoint=node01"], ["launch.rdzv_endpoint: 'node01'", "host:port"]),
+        (["--with", "configs/clusters/slum.yaml"], ["slum.yaml", "did you mean slurm.yaml"]),
+        (["launch.script=nowhere.py"], ["launch.script: 'nowhere.py'", "no such file"]),
+    ],
+)
+def test_mistakes_are_found_without_running(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", SEVEN_B, *arguments, "--dry-run"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    for word in ("megatron-loco: error: ", *words):
+        assert word in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "words"),
+    [
+        ([], {}, ["launch.nnodes: 2 needs launch.rdzv_endpoint", "--dry-run"]),
+        (["--with", "configs/clusters/two_nodes.yaml"], {}, ["'localhost:29500'", "MASTER_ADDR"]),
+        (["launch.nnodes=1", "launch.device=cuda"], {"CUDA_VISIBLE_DEVICES": ""}, ["no GPU", "--dry-run"]),
+        (["launch.device=cpu", "launch.rdzv_endpoint=a:1"], {}, ["GLOO_SOCKET_IFNAME", "eth0"]),
+    ],
+)
+def test_what_only_a_run_needs(
+    arguments: list[str],
+    variables: dict[str, str],
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("MASTER_ADDR", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", SEVEN_B, *arguments, "--out", str(tmp_path / "run")]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    for word in words:
+        assert word in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("section", "line", "flags"),
+    [
+        ("{path: a, tokenizer: x/tokenizer.json}", "a.bin and .idx are needed", "HuggingFaceTokenizer"),
+        ("{path: a, source: texts}", "a would be prepared from texts, tokenizer bytes", "NullTokenizer"),
+        ("{path: a, source: stdlib, tokenizer: 'bpe:8000'}", "from stdlib", "HuggingFaceTokenizer"),
+        ("{}", "made up by Megatron", None),
+    ],
+)
+def test_what_is_said_of_the_data(section: str, line: str, flags: str | None, tmp_path: Path) -> None:
+    run = configuration.load(write(tmp_path, f"data: {section}\n"))
+    assert line in dry_run.data_line(run)
+    assert dry_run.data_settings(run).get("tokenizer_type") == flags
+
+
+def test_data_that_is_there_and_data_named_by_megatrons_own_flag(tmp_path: Path) -> None:
+    from megatron_patch.workflows.data.command import prepare
+
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("some words\n" * 50)
+    prepare(tmp_path / "texts", tmp_path / "set", quiet=True)
+    run = configuration.load(write(tmp_path, f"data: {{path: {tmp_path}/set, tokenizer: 'bpe:900'}}\n"))
+    assert dry_run.data_line(run) == f"data: {tmp_path}/set.bin and .idx are there"
+    assert dry_run.data_settings(run)["tokenizer_type"] == "NullTokenizer", "the manifest knows"
+
+    run = configuration.load(
+        write(tmp_path, f"megatron: {{data_path: [0.5, {tmp_path}/set, 0.5, {tmp_path}/no]}}\n")
+    )
+    assert dry_run.data_line(run) == f"data: needed, and not there: {tmp_path}/no (.bin and .idx)"
+
+
+SHIPPED = {
+    "single_node_8gpu": ({"NPROC_PER_NODE": "4"}, ["--nproc-per-node=4", "--standalone"]),
+    "two_nodes": (
+        {"NODE_RANK": "1", "MASTER_ADDR": "gpu01"},
+        ["--nnodes=2", "--node-rank=1", "--rdzv-endpoint=gpu01:29500"],
+    ),
+    "torchrun": (
+        {"NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "gpu01", "MASTER_PORT": "7000"},
+        ["--nnodes=4", "--node-rank=3", "--rdzv-endpoint=gpu01:7000", "--nproc-per-node=8"],
+    ),
+    "slurm": (
+        {"SLURM_JOB_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_GPUS_ON_NODE": "4", "MASTER_ADDR": "gpu01"},
+        ["--nnodes=2", "--node-rank=1", "--nproc-per-node=4", "--rdzv-endpoint=gpu01:29500"],
+    ),
+    "kubernetes": (
+        {
+            **{"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "8"},
+            **{"PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29400", "MASTER_ADDR": "other"},
+        },
+        ["--nnodes=2", "--node-rank=1", "--nproc-per-node=8", "--rdzv-endpoint=job-node-0-0.job:29400"],
+    ),
+}
+
+
+@pytest.mark.parametrize("cluster", sorted(path.stem for path in shipped("configs/clusters").glob("*.yaml")))
+def test_clusters_take_their_settings_from_the_environment(
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Composed over a model's recipe by `defaults:`, and by --with, whatever the recipe's own nodes are."""
+    variables, words = SHIPPED[cluster]
+    for name in [name for name in os.environ if name.startswith(("PET_", "SLURM_", "MASTER_", "NNODES"))]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    file = shipped(f"configs/clusters/{cluster}.yaml")
+    method = shipped("configs/methods/loco_two_hop.yaml")
+    top = write(tmp_path, f"defaults: [{SEVEN_B}, {method}, {file}]\n")
+    composed = configuration.load(top)
+    assert composed == configuration.load(Path(SEVEN_B), and_files=[method, file])
+    assert composed.compression.topology == "two_hop"
+    command = Job(composed.launch, Path("s.py"), [], tmp_path).torchrun()
+    assert set(words) <= set(command)
+
+
+def test_a_number_that_is_none_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NNODES", "two")
+    assert main(["train", SEVEN_B, "--with", "configs/clusters/torchrun.yaml", "--dry-run"]) == 2
+    assert "launch.nnodes: 'two' must be a whole number" in capsys.readouterr().err

@@ -1,0 +1,126 @@
+"""The `megatron:` section against Megatron's real parser and its own validation."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from megatron_patch.errors import UserError
+from megatron_patch.workflows.run import configuration, megatron_flags
+from megatron_patch.workflows.run.configuration import RunConfig
+from megatron_patch.workflows.run.recipes import shipped
+
+LLAMA = shipped("configs/models/llama_tiny.yaml")
+CPU = ["launch.device=cpu", "launch.nproc_per_node=4"]
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    return megatron_flags.build_parser()
+
+
+def flags(run: RunConfig, parser: argparse.ArgumentParser) -> list[str]:
+    local = {"transformer_impl": "local", "no_persist_layer_norm": True, "vocab_size": 257}
+    settings = {**local, "tokenizer_type": "NullTokenizer", "mock_data": True, **run.megatron}
+    return [
+        *megatron_flags.flags_of(settings, parser),
+        *megatron_flags.compression_flags(run.compression, run.attach),
+    ]
+
+
+def test_values_become_flags(parser: argparse.ArgumentParser) -> None:
+    section = {
+        "num_layers": 4,
+        "swiglu": True,
+        "bf16": False,
+        "lr": 1e-3,
+        "data_path": ["a", "b"],
+        "save": None,
+    }
+    found = megatron_flags.flags_of(section, parser)
+    assert found == ["--num-layers", "4", "--swiglu", "--lr", "0.001", "--data-path", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"num_layer": 4}, ["megatron.num_layer", "did you mean num_layers"]),
+        ({"num_layers": "many"}, ["megatron.num_layers", "'many'", "a whole number"]),
+        ({"num_layers": 2.5}, ["megatron.num_layers", "2.5", "a whole number"]),
+        ({"lr": "fast"}, ["megatron.lr", "'fast'", "a number"]),
+        ({"swiglu": 1}, ["megatron.swiglu", "1", "true or false"]),
+        ({"num_layers": True}, ["megatron.num_layers", "True", "a whole number"]),
+        ({"normalization": "RMSNrom"}, ["megatron.normalization", "'RMSNrom'", "did you mean RMSNorm"]),
+    ],
+)
+def test_bad_flags(section: dict[str, object], words: list[str], parser: argparse.ArgumentParser) -> None:
+    with pytest.raises(UserError) as caught:
+        megatron_flags.flags_of(section, parser)
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_tiny_llama_passes_megatrons_own_validation(parser: argparse.ArgumentParser) -> None:
+    run = configuration.load(LLAMA, CPU)
+    args = megatron_flags.check(run, flags(run, parser), parser)
+    assert (args.data_parallel_size, args.global_batch_size) == (4, run.megatron["global_batch_size"])
+    assert (args.compression_method, args.compression_bits) == ("loco", 4)
+
+
+def test_a_replicated_optimizer_is_not_refused(parser: argparse.ArgumentParser) -> None:
+    run = configuration.load(LLAMA, [*CPU, "megatron.use_distributed_optimizer=false"])
+    assert megatron_flags.check(run, flags(run, parser), parser).use_distributed_optimizer is False
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["megatron.global_batch_size=30"], ["megatron.global_batch_size", "30", "multiple"]),
+        (["megatron.tensor_model_parallel_size=3"], ["4 ranks", "3"]),
+        (["megatron.use_megatron_fsdp=true"], ["use_megatron_fsdp", "compression", "leave it out"]),
+        (["megatron.use_torch_fsdp2=true"], ["use_torch_fsdp2", "compression"]),
+        (
+            ["megatron.ddp_reduce_scatter_with_fp32_accumulation=true"],
+            ["ddp_reduce_scatter_with_fp32_accumulation", "compression"],
+        ),
+        (["megatron.optimizer=muon"], ["optimizer", "'muon'"]),
+        (
+            ["megatron.num_attention_heads=5"],
+            ["hidden_size % num_attention_heads == 0", "num_attention_heads is 5", "hidden_size is 128"],
+        ),
+        (
+            ["megatron.train_iters=10", "megatron.lr_decay_iters=5", "megatron.train_samples=3"],
+            ["megatron: "],
+        ),
+    ],
+)
+def test_what_cannot_run_is_refused(
+    overrides: list[str], words: list[str], parser: argparse.ArgumentParser
+) -> None:
+    run = configuration.load(LLAMA, [*CPU, *overrides])
+    with pytest.raises(UserError) as caught:
+        megatron_flags.check(run, flags(run, parser), parser)
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_stock_megatron_may_use_what_compression_cannot(parser: argparse.ArgumentParser) -> None:
+    overrides = ["compression.attach=false", "megatron.ddp_reduce_scatter_with_fp32_accumulation=true"]
+    run = configuration.load(LLAMA, [*CPU, *overrides])
+    assert megatron_flags.check(run, flags(run, parser), parser).compression_attach is False
+
+
+def test_compression_flags_give_the_same_configuration_back(parser: argparse.ArgumentParser) -> None:
+    from megatron_patch.integration.arguments import config_from_arguments
+
+    overrides = [
+        "compression.block_size=shard",
+        "compression.error_beta=0.5",
+        "compression.rounding=stochastic",
+    ]
+    run = configuration.load(LLAMA, overrides)
+    args = parser.parse_args(megatron_flags.compression_flags(run.compression, run.attach))
+    assert config_from_arguments(args) == run.compression
