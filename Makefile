@@ -28,7 +28,7 @@ test-compat: $(READY) ## the seam's tests on the older megatron-core releases th
 	@bash tools/compat.sh "$(VENV)"
 
 test-gpu: $(READY) ## the kernels' tests on a GPU
-	@TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/gpu
+	@TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/quantization/test_backends.py -k gpu
 
 test-slow: $(READY) ## the tests that take minutes each
 	@$(BIN)/python -m pytest -m slow

@@ -75,7 +75,7 @@ class AllReduceHandle:
             buffers.append(passed)
             receive = passed
         with self._workspace.timed():
-            decompress(receive.view(-1, layout.payload_bytes), layout, self._data)
+            decompress(receive.view(-1, layout.payload_bytes), owner.codec, layout, self._data)
         for buffer in buffers:
             self._workspace.give(buffer)
 

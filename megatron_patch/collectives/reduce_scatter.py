@@ -15,7 +15,6 @@ import torch.distributed as dist
 from megatron_patch.collectives.workspace import Workspace
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.quantization.backends import decompress_reduce
-from megatron_patch.quantization.layout import BlockLayout
 
 
 class ReduceScatterHandle:
@@ -27,14 +26,15 @@ class ReduceScatterHandle:
         send: torch.Tensor,
         receive: torch.Tensor,
         workspace: Workspace,
-        layout: BlockLayout,
+        sender: Sender,
         output: torch.Tensor,
         divisor: int,
     ) -> None:
         self._work = work
         self._buffers: tuple[torch.Tensor, torch.Tensor] | None = (send, receive)
         self._workspace = workspace
-        self._layout = layout
+        self._codec = sender.codec
+        self._layout = sender.layout
         self._output = output
         self._divisor = divisor
 
@@ -48,7 +48,7 @@ class ReduceScatterHandle:
         if self._work is not None:
             self._work.wait()
         with self._workspace.timed():
-            decompress_reduce(receive, self._layout, self._output, self._divisor)
+            decompress_reduce(receive, self._codec, self._layout, self._output, self._divisor)
         self._workspace.give(send)
         self._workspace.give(receive)
 
@@ -72,4 +72,4 @@ def start_reduce_scatter(
     with workspace.timed():
         sender.compress(gradient, send)
     work = dist.all_to_all_single(receive, send, group=group, async_op=True)
-    return ReduceScatterHandle(work, send, receive, workspace, layout, output, divisor)
+    return ReduceScatterHandle(work, send, receive, workspace, sender, output, divisor)

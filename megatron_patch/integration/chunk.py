@@ -56,7 +56,7 @@ class StepReport:
 
     traffic: Traffic = field(default_factory=Traffic)
     statistics: torch.Tensor | None = None
-    """fp64 [5], summed over buckets, as compensation.sender.STATISTICS; None: nothing was compressed."""
+    """fp64 [5], summed over buckets, as compensation.compress.STATISTICS; None: nothing was compressed."""
     compression_seconds: Callable[[], float] = float
     """Time spent in compressing and decompressing; on CUDA, asking waits for it."""
     inside_bytes: float = 0.0

@@ -30,7 +30,7 @@ from megatron.training import get_args, training
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
 from megatron_patch.collectives.traffic import Traffic
-from megatron_patch.compensation.sender import STATISTICS
+from megatron_patch.compensation.compress import STATISTICS
 from megatron_patch.config import CompressionConfig
 from megatron_patch.integration.attach import chunk_state_of
 from megatron_patch.integration.chunk import ChunkState

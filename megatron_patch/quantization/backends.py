@@ -1,7 +1,7 @@
-"""Which code compresses: a fused kernel where the device has one, the torch reference where not.
+"""Which code compresses: a fused kernel where one serves the codec on the device, else the torch reference.
 
-A fused kernel is a module with the functions of quantization/native/__init__.py. Results are the same bits,
-so that ranks may differ in what they run. MEGATRON_LOCO_KERNELS=torch takes the reference everywhere.
+Results are the same bits, so that ranks may differ in what they run. MEGATRON_LOCO_KERNELS=torch takes the
+reference everywhere.
 """
 
 from __future__ import annotations
@@ -9,38 +9,76 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from types import ModuleType
+from collections.abc import Mapping
+from typing import Protocol, cast
 
 import torch
 
-from megatron_patch.quantization import native, reference
+from megatron_patch.quantization import decompress_reduce as reference
+from megatron_patch.quantization import native
+from megatron_patch.quantization.codec import Codec
 from megatron_patch.quantization.layout import BlockLayout
 
 VARIABLE = "MEGATRON_LOCO_KERNELS"
 
 
-def fused(device: torch.device, layout: BlockLayout | None = None) -> ModuleType | None:
-    """The kernels for buckets cut by `layout` on a device; None: the torch reference."""
+class Backend(Protocol):
+    """Fused kernels: the functions of quantization/native/__init__.py, where they are described."""
+
+    def supports(self, codec: Codec, layout: BlockLayout) -> bool:
+        """Whether the kernels give the codec's bits for this cut; what they do not is the reference's."""
+        ...
+
+    def compress(
+        self,
+        gradient: torch.Tensor,
+        payload: torch.Tensor,
+        codec: Codec,
+        layout: BlockLayout,
+        error: Mapping[str, torch.Tensor],
+        beta: float,
+        noise: torch.Tensor | None,
+        statistics: torch.Tensor,
+    ) -> None: ...
+
+    def decompress_reduce(
+        self,
+        payloads: torch.Tensor,
+        codec: Codec,
+        layout: BlockLayout,
+        output: torch.Tensor,
+        divisor: int = 1,
+    ) -> None: ...
+
+
+def fused(codec: Codec, layout: BlockLayout, device: torch.device) -> Backend | None:
+    """The kernels for buckets of `layout` in `codec` on a device; None: the torch reference."""
+    kernels = available(device)
+    return kernels if kernels is not None and kernels.supports(codec, layout) else None
+
+
+def available(device: torch.device) -> Backend | None:
+    """The kernels of a device, whatever codecs they serve."""
     if os.environ.get(VARIABLE, "auto") == "torch":
         return None
     if device.type == "cpu":
         return native if native.variants() else None
-    kernels = _triton() if device.type == "cuda" else None
-    return kernels if kernels is not None and (layout is None or kernels.supports(layout)) else None
+    return _triton() if device.type == "cuda" else None
 
 
 @functools.cache
-def _triton() -> ModuleType | None:
+def _triton() -> Backend | None:
     # Imported where a GPU is used only: Triton takes a while.
     try:
-        return importlib.import_module("megatron_patch.quantization.triton_kernels")
+        module = importlib.import_module("megatron_patch.quantization.triton_kernels")
     except ImportError:
         return None
+    return cast(Backend, module)
 
 
 def describe(device: torch.device) -> str:
     """The kernels of a device in words, for logs and `doctor`."""
-    kernels = fused(device)
+    kernels = available(device)
     if kernels is native:
         return f"native ({native.variants()[-1]})"
     if kernels is not None:
@@ -52,14 +90,14 @@ def describe(device: torch.device) -> str:
 
 
 def decompress_reduce(
-    payloads: torch.Tensor, layout: BlockLayout, output: torch.Tensor, divisor: int = 1
+    payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor, divisor: int = 1
 ) -> None:
-    """Sum N senders' payloads of one shard: reference.decompress_reduce, fused where possible."""
-    kernels = fused(output.device, layout)
-    (kernels or reference).decompress_reduce(payloads, layout, output, divisor)
+    """Sum N senders' payloads of one shard (decompress_reduce.py), fused where possible."""
+    run = fused(codec, layout, output.device) or reference
+    run.decompress_reduce(payloads, codec, layout, output, divisor)
 
 
-def decompress(payloads: torch.Tensor, layout: BlockLayout, output: torch.Tensor) -> None:
+def decompress(payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor) -> None:
     """Decode one payload per shard, uint8 [N, payload_bytes], into `output` [B] of any float dtype."""
     for index, part in enumerate(output.split(layout.shard_size)):
-        decompress_reduce(payloads[index : index + 1], layout, part)
+        decompress_reduce(payloads[index : index + 1], codec, layout, part)

@@ -72,7 +72,7 @@ def _devices() -> list[tuple[str, str, str]]:
         (
             "cpu kernels",
             native.variants()[-1] if native.variants() else "-",
-            "" if backends.fused(cpu) else backends.describe(cpu),
+            "" if backends.available(cpu) else backends.describe(cpu),
         ),
         ("cuda (torch)", torch.version.cuda or "-", "" if torch.version.cuda else "missing for: GPU runs"),
         (

@@ -23,7 +23,6 @@ def all_reduce(options: dict[str, Any], numel: int, dtype: str, average: bool) -
     from megatron_patch.compensation.sender import Sender
     from megatron_patch.config import CompressionConfig
     from megatron_patch.quantization.layout import BlockLayout
-    from megatron_patch.quantization.reference import read_payload
 
     config, device = CompressionConfig(**options), torch.device("cpu")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -37,7 +36,9 @@ def all_reduce(options: dict[str, Any], numel: int, dtype: str, average: bool) -
 
         def compress_and_keep(gradient: torch.Tensor, payload: torch.Tensor) -> None:
             compress(gradient, payload)
-            report[name].append(read_payload(payload, sender.layout).reshape(-1)[: sender.layout.numel])
+            report[name].append(
+                sender.codec.decode(payload, sender.layout).reshape(-1)[: sender.layout.numel]
+            )
 
         sender.compress = compress_and_keep
 

@@ -34,7 +34,6 @@ def exchange(options: dict[str, Any], dtype: str, average: bool, aliased: bool, 
     from megatron_patch.compensation.sender import Sender
     from megatron_patch.config import CompressionConfig
     from megatron_patch.quantization.layout import BlockLayout
-    from megatron_patch.quantization.reference import read_payload
 
     config = CompressionConfig(**options)
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -46,7 +45,7 @@ def exchange(options: dict[str, Any], dtype: str, average: bool, aliased: bool, 
 
     def recording(gradient: torch.Tensor, payload: torch.Tensor) -> None:
         compress(gradient, payload)
-        kept.append(read_payload(payload, layout).reshape(-1))
+        kept.append(sender.codec.decode(payload, layout).reshape(-1))
 
     sender.compress = recording
     report: dict[str, Any] = {"sent": kept, "errors": [], "shards": [], "rest": [], "nbytes": []}

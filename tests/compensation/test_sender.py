@@ -10,11 +10,11 @@ import torch
 from simulation.agreement import Agreement
 from simulation.loco_float64 import LoCoSimulation, round_to_gradient_dtype
 
+from megatron_patch.compensation.compress import STATISTICS
 from megatron_patch.compensation.error_state import MovingAverageError
-from megatron_patch.compensation.sender import STATISTICS, Sender
+from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization.layout import BlockLayout
-from megatron_patch.quantization.reference import read_payload
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,7 +48,9 @@ class Senders:
             self.payloads[rank] = 0xEE
             sender.compress(gradient, self.payloads[rank])
             assert torch.equal(gradient.nan_to_num(7), before.nan_to_num(7)), "the gradient is only read"
-        return np.stack([read_payload(p, self.layout).reshape(-1).numpy() for p in self.payloads])
+        return np.stack(
+            [self.senders[0].codec.decode(p, self.layout).reshape(-1).numpy() for p in self.payloads]
+        )
 
     def errors(self) -> np.ndarray:
         return np.stack(

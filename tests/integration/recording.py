@@ -146,7 +146,6 @@ class _Recorder:
         group.start_grad_sync = start
 
     def _keep_sent(self, place: int, part: str, sender: Any) -> None:
-        from megatron_patch.quantization.reference import read_payload
 
         compress = sender.compress
 
@@ -154,7 +153,7 @@ class _Recorder:
             compress(gradient, payload)
             of_bucket = self.sent.setdefault(place, {})
             assert part not in of_bucket, "a sender was used twice in one step"
-            of_bucket[part] = _flat(read_payload(payload, sender.layout), sender)
+            of_bucket[part] = _flat(sender.codec.decode(payload, sender.layout), sender)
 
         sender.compress = compress_and_keep
 

@@ -28,7 +28,6 @@ def train(model: dict[str, Any], compression: dict[str, Any], how: str) -> dict[
 
     import megatron_patch
     from megatron_patch.integration.attach import chunk_state_of
-    from megatron_patch.quantization.reference import read_payload
 
     tiny = build(**model)
     megatron_patch.attach([tiny.ddp], megatron_patch.CompressionConfig(**compression))
@@ -41,7 +40,7 @@ def train(model: dict[str, Any], compression: dict[str, Any], how: str) -> dict[
         def compress_and_keep(gradient: torch.Tensor, payload: torch.Tensor) -> None:
             compress(gradient, payload)
             assert place not in sent, "a bucket was exchanged twice in one step"
-            sent[place] = read_payload(payload, sender.layout).reshape(-1)
+            sent[place] = sender.codec.decode(payload, sender.layout).reshape(-1)
 
         sender.compress = compress_and_keep
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import triton
-from quantization.kernel_agreement import sender_of
+from quantization.backend_agreement import compress_by, sender_of
 from triton.backends.compiler import GPUTarget
 
 from megatron_patch.quantization import triton_kernels
@@ -58,9 +58,7 @@ def compress(
     sender = sender_of(layout, CPU, error, 0.8)
     payload = torch.empty(layout.shards, layout.payload_bytes, dtype=torch.uint8)
     drawn = torch.rand(layout.shards, layout.blocks, layout.block) if noise else None
-    tensors = {} if sender.error is None else sender.error.tensors()
-    gradient = torch.zeros(layout.numel, dtype=DTYPES[dtype])
-    triton_kernels.compress(gradient, payload, layout, tensors, 0.8, drawn, sender.statistics)
+    compress_by(triton_kernels, sender, torch.zeros(layout.numel, dtype=DTYPES[dtype]), payload, drawn)
     return kernels.pop()
 
 
@@ -68,7 +66,7 @@ def decompress_reduce(dtype: str, bits: int, size: int, senders: int) -> Any:
     layout = BlockLayout.of(size, 1, bits, 128)
     payloads = torch.zeros(senders, layout.payload_bytes, dtype=torch.uint8)
     output = torch.empty(size, dtype=DTYPES[dtype])
-    triton_kernels.decompress_reduce(payloads, layout, output, senders)
+    triton_kernels.decompress_reduce(payloads, sender_of(layout, CPU).codec, layout, output, senders)
     return kernels.pop()
 
 

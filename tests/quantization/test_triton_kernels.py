@@ -1,4 +1,4 @@
-"""The Triton kernels without a GPU: the reference's bits in the interpreter, and compiled for a GPU."""
+"""The Triton kernels compiled for a GPU, without one. Their bits: test_backends.py."""
 
 from __future__ import annotations
 
@@ -6,63 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from quantization.kernel_agreement import (
-    BITS,
-    COMPRESS,
-    DECOMPRESS,
-    check_compress,
-    check_decompress_reduce,
-)
-
-from megatron_patch.quantization import triton_kernels
-from megatron_patch.quantization.layout import BlockLayout
-
-CPU = torch.device("cpu")
-BLOCKS = st.sampled_from([16, 64, 128, 1024])
-
-
-def shapes() -> st.SearchStrategy[tuple[int, int]]:
-    """(elements, shards): any, and some whose blocks all have a multiple of 16."""
-    return st.one_of(
-        st.tuples(st.integers(1, 2500), st.integers(1, 5)),
-        st.sampled_from([(1024, 1), (4096, 4), (2048, 2), (3120, 3)]),
-    )
-
-
-@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
-@given(
-    shape=shapes(),
-    bits=BITS,
-    block_size=BLOCKS,
-    **COMPRESS,
-)
-@settings(max_examples=40, deadline=None)
-def test_codes_scales_and_errors_are_the_reference_s_bits(shape, bits, block_size, **options):
-    check_compress(triton_kernels, BlockLayout.of(*shape, bits, block_size), device=CPU, **options)
-
-
-@given(
-    size=st.integers(1, 1500),
-    bits=BITS,
-    block_size=BLOCKS,
-    **DECOMPRESS,
-)
-@settings(max_examples=40, deadline=None)
-def test_the_reduced_shard_is_the_reference_s_bits(size, bits, block_size, **options):
-    layout = BlockLayout.of(size, 1, bits, block_size)
-    check_decompress_reduce(triton_kernels, layout, device=CPU, **options)
-
-
-def test_one_scale_for_a_shard_is_left_to_the_reference():
-    assert triton_kernels.supports(BlockLayout.of(10_000, 2, 4, 128))
-    assert not triton_kernels.supports(BlockLayout.of(10_000, 2, 4, "shard"))
-    assert not triton_kernels.supports(BlockLayout.of(2 * 8192, 2, 4, 8192))
-
 
 # Of 16 elements, 4 energies; sums and quotients that are exact or rounded once, and no other product.
 _OF_ENERGIES = 4 * 16 * 3 // 4 + 4

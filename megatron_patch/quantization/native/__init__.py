@@ -1,7 +1,7 @@
 """The CPU kernels: kernels.cpp, compiled when the package is built (hatch_build.py), called through ctypes.
 
-`compress` and `decompress_reduce` do in one pass over memory what compensation/sender.py and
-quantization/reference.py do in some twenty, bit for bit. The library has one variant of the code per
+`compress` and `decompress_reduce` do in one pass over memory what compensation/compress.py and
+quantization/decompress_reduce.py do in some twenty, bit for bit. The library has one variant of the code per
 instruction set (baseline, AVX2, AVX-512) and runs the widest that the processor has.
 """
 
@@ -15,12 +15,15 @@ from pathlib import Path
 
 import torch
 
+from megatron_patch.quantization.codec import Codec
 from megatron_patch.quantization.layout import BlockLayout
 
 LIBRARY = Path(__file__).with_name("libmegatron_loco.so")
 
 _FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ERRORS = {torch.int8: 1, torch.bfloat16: 2, torch.float32: 3}
+CODECS = {("uniform", 8), ("uniform", 4), ("uniform", 2), ("sign", 1)}
+"""Names and bits of the codecs in kernels.cpp."""
 
 
 _LAYOUT = ("numel", "shards", "shard_size", "bits", "block", "blocks", "code_bytes", "payload_bytes")
@@ -68,24 +71,32 @@ def variants() -> tuple[str, ...]:
     return tuple(library.megatron_loco_variant_name(index).decode() for index in range(count))
 
 
+def supports(codec: Codec, layout: BlockLayout) -> bool:
+    """Whether the kernels serve a codec for this cut: blocks must begin at whole bytes."""
+    return (codec.name, codec.bits) in CODECS and (layout.block % 8 == 0 or layout.blocks <= 1)
+
+
 def compress(
     gradient: torch.Tensor,
     payload: torch.Tensor,
+    codec: Codec,
     layout: BlockLayout,
     error: Mapping[str, torch.Tensor],
     beta: float,
     noise: torch.Tensor | None,
     statistics: torch.Tensor,
 ) -> None:
-    """Steps 1 to 4 of DESIGN section 4 for one bucket, in place.
+    """Compensate, quantize, and keep what was lost, for one bucket, in place (docs/numerics.md).
 
     Args:
         gradient: [B] of fp32, bf16 or fp16.
         payload: uint8 [N, payload_bytes]; every byte is written.
+        codec: one that `supports` knows.
+        layout: the bucket's cut.
         error: MovingAverageError.tensors(); empty for none. Updated.
         beta: weight of the old error.
         noise: fp32 [N, blocks, b] in [0, 1) for stochastic rounding.
-        statistics: fp64 [5], written as compensation.sender.STATISTICS.
+        statistics: fp64 [5], written as compensation.compress.STATISTICS.
     """
     values = error.get("codes", error.get("values"))
     scales = error.get("scales")
@@ -106,9 +117,9 @@ def compress(
 
 
 def decompress_reduce(
-    payloads: torch.Tensor, layout: BlockLayout, output: torch.Tensor, divisor: int = 1
+    payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor, divisor: int = 1
 ) -> None:
-    """quantization.reference.decompress_reduce."""
+    """quantization.decompress_reduce.decompress_reduce."""
     arguments = _DecompressArguments(
         layout=_layout(layout),
         payloads=_pointer(payloads),

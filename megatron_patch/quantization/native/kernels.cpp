@@ -1,5 +1,5 @@
 // LoCo's compress and decompress_reduce, each in one pass over memory: block by block, in the first-level
-// cache. quantization/reference.py defines the numbers and is the place to read them; here every step of it
+// cache. quantization/uniform.py and sign.py define the numbers and are the place to read them; here every step of it
 // appears once, in the same fp32 operations, so that codes, scales and errors are the same bits.
 //
 // Compiled once per instruction set (VARIANT names the namespace); dispatch.cpp picks one at run time.

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 import torch
 import triton
 
+from megatron_patch.quantization.codec import Codec
 from megatron_patch.quantization.layout import BlockLayout
-from megatron_patch.quantization.reference import largest_scale
+from megatron_patch.quantization.native import CODECS
+from megatron_patch.quantization.scales import largest_scale
 from megatron_patch.quantization.triton_kernels.compress import compress_kernel
 from megatron_patch.quantization.triton_kernels.decompress_reduce import decompress_reduce_kernel
 
@@ -24,14 +26,16 @@ _LANES = 128  # of decompress_reduce: one for each of 128 threads
 _ERRORS = {torch.int8: 1, torch.bfloat16: 2, torch.float32: 3}
 
 
-def supports(layout: BlockLayout) -> bool:
-    """Whether the kernels serve this cut: a block must fit a tile."""
-    return layout.block <= _LARGEST_BLOCK and layout.block & (layout.block - 1) == 0
+def supports(codec: Codec, layout: BlockLayout) -> bool:
+    """Whether the kernels serve a codec for this cut: a block must fit a tile."""
+    known = (codec.name, codec.bits) in CODECS
+    return known and layout.block <= _LARGEST_BLOCK and layout.block & (layout.block - 1) == 0
 
 
 def compress(
     gradient: torch.Tensor,
     payload: torch.Tensor,
+    codec: Codec,
     layout: BlockLayout,
     error: Mapping[str, torch.Tensor],
     beta: float,
@@ -64,8 +68,8 @@ def compress(
         layout.payload_bytes,
         beta,
         1 - beta,
-        largest_scale(layout.bits),
-        largest_scale(8),
+        largest_scale(max(2 ** (layout.bits - 1) - 1, 1)),
+        largest_scale(127),
         BITS=layout.bits,
         B=layout.block,
         ROWS=rows,
@@ -81,9 +85,9 @@ def compress(
 
 
 def decompress_reduce(
-    payloads: torch.Tensor, layout: BlockLayout, output: torch.Tensor, divisor: int = 1
+    payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor, divisor: int = 1
 ) -> None:
-    """quantization.reference.decompress_reduce, for tensors of the GPU that is current."""
+    """quantization.decompress_reduce.decompress_reduce, for tensors of the GPU that is current."""
     words = _as_words(payloads, layout)
     word = 8 * words.element_size()
     # Of a thread: 16 bytes at most, which is what a load takes, of one block, and not more than 32 sums.

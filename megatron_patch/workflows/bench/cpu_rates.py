@@ -61,7 +61,7 @@ def measure(
         rates["native"] = rates[f"native_{native.variants()[-1]}"]
     payload[:] = payload[0]
     reduced = torch.empty(layout.shard_size, dtype=dtype)
-    decompress = _best(lambda: backends.decompress_reduce(payload, layout, reduced), seconds)
+    decompress = _best(lambda: backends.decompress_reduce(payload, sender.codec, layout, reduced), seconds)
     source = torch.empty(256 << 20, dtype=torch.uint8).fill_(1)
     target = torch.empty_like(source).fill_(2)
     return {

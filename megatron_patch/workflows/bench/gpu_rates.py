@@ -15,14 +15,16 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
 
+from megatron_patch.compensation import compress as reference
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization import backends
+from megatron_patch.quantization.codec import Codec
+from megatron_patch.quantization.codecs import codec_of
 from megatron_patch.quantization.layout import BlockLayout
 
 SHARDS = 8  # of the bucket that `compress` cuts
@@ -64,13 +66,14 @@ def compress(
         tensors, beta = sender.error.tensors(), sender.error.beta
         moved += 2 * sender.error.nbytes
     ways: dict[str, Callable[[torch.Tensor], object]] = {}
-    fused = _fused(layout, device)
+    rest = (payload, sender.codec, layout, tensors, beta, None, sender.statistics)
+    fused = _fused(sender.codec, layout, device)
     if fused is not None:
-        ways["triton"] = lambda g: fused.compress(g, payload, layout, tensors, beta, None, sender.statistics)
-    ways["torch"] = lambda g: sender.compress_in_torch(g, payload, None)
+        ways["triton"] = lambda g: fused.compress(g, *rest)
+    ways["torch"] = lambda g: reference.compress(g, *rest)
     if compiled:
-        reference = torch.compile(sender.compress_in_torch)
-        ways["torch.compile"] = lambda g: reference(g, payload, None)
+        compiled_reference = torch.compile(reference.compress)
+        ways["torch.compile"] = lambda g: compiled_reference(g, *rest)
     lines = []
     for what, way in ways.items():
         try:
@@ -99,8 +102,14 @@ def decompress_reduce(
     for payloads in received:
         payloads[:, layout.code_bytes :].view(torch.bfloat16).fill_(0.5)
     output = torch.empty(elements, dtype=dtype, device=device)
-    reduce = (_fused(layout, device) or backends).decompress_reduce
-    seconds = _seconds_of(lambda payloads: reduce(payloads, layout, output, senders), received, device, runs)
+    codec = codec_of(config)
+    run = _fused(codec, layout, device) or backends
+    seconds = _seconds_of(
+        lambda payloads: run.decompress_reduce(payloads, codec, layout, output, senders),
+        received,
+        device,
+        runs,
+    )
     return Line(f"decompress_reduce, {senders} senders", received[0].nbytes + output.nbytes, seconds)
 
 
@@ -143,13 +152,13 @@ def machine(device: torch.device) -> dict[str, Any]:
     return {"device": torch.cuda.get_device_name(device), "versions": versions}
 
 
-def _fused(layout: BlockLayout, device: torch.device) -> ModuleType | None:
+def _fused(codec: Codec, layout: BlockLayout, device: torch.device) -> backends.Backend | None:
     """The Triton kernels: on a CPU, where only their interpreter runs, too."""
     if device.type != "cpu":
-        return backends.fused(device, layout)
+        return backends.fused(codec, layout, device)
     from megatron_patch.quantization import triton_kernels
 
-    return triton_kernels if triton_kernels.supports(layout) else None
+    return triton_kernels if triton_kernels.supports(codec, layout) else None
 
 
 def _seconds_of(

@@ -181,7 +181,7 @@ def change_ranks(folder: str, model: dict[str, Any], save: bool) -> tuple[Any, l
     import torch
     from integration.gpt_model import build
     from megatron.core import dist_checkpointing
-    from test_saved_errors import _captured, _number_weights, _weights
+    from integration.checkpoint.test_save_restore import _captured, _number_weights, _weights
 
     import megatron_patch
     from megatron_patch.integration.attach import chunk_state_of

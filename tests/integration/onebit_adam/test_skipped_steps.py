@@ -20,7 +20,7 @@ FP16 = {"initial_loss_scale": SCALE, "min_loss_scale": 1.0, "hysteresis": 1, "lo
 def bad_gradients(model: dict[str, Any]) -> dict[str, Any]:
     """In a worker: good steps, and between them steps with one element of one rank not finite."""
     import torch
-    from test_onebit_resume import equal, start, state_of
+    from integration.onebit_adam.test_onebit_resume import equal, start, state_of
 
     import megatron_patch
     from megatron_patch.integration.seams.optimizer_step import parts_of
@@ -64,7 +64,7 @@ def bad_gradients(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _same(before: dict[str, Any], after: dict[str, Any], name: str) -> bool:
-    from test_onebit_resume import equal
+    from integration.onebit_adam.test_onebit_resume import equal
 
     return equal(before[name], after[name])
 
@@ -83,7 +83,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_changes_nothing(pool: 
 def without_gradients(model: dict[str, Any]) -> list[bool]:
     """In a worker: 20 steps in which two parameters' gradients are zero; which parameters moved."""
     import torch
-    from test_onebit_resume import start
+    from integration.onebit_adam.test_onebit_resume import start
 
     import megatron_patch
 
@@ -108,7 +108,7 @@ def test_a_parameter_whose_gradient_is_always_zero_stays_put(pool: Any, model: d
 
 def refusal(model: dict[str, Any], settings: dict[str, Any]) -> str:
     """In a worker: what attaching a model and making a step says; `settings` go into its optimizer's."""
-    from test_onebit_resume import start
+    from integration.onebit_adam.test_onebit_resume import start
 
     import megatron_patch
 

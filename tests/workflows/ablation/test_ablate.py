@@ -74,13 +74,13 @@ def test_killed_and_started_again_it_makes_what_is_left_and_reports_what_failed(
     while any(alive(pid) for pid in ranks) and time.monotonic() < deadline:
         time.sleep(0.02)
     before = made(out)
-    assert before.keys() == {"method=none/seed-1"}
+    assert before.keys() >= {"method=none/seed-1"}  # and the second run, where it was faster than the kill
 
     done = warm_megatron_loco(*arguments, folder=tmp_path / "second")
     assert done.returncode == 1, done.stderr  # two runs of six failed; the others were made
     after = made(out)
     assert len(after) == 4
-    assert after["method=none/seed-1"] == before["method=none/seed-1"], "it was done: not made again"
+    assert {name: after[name] for name in before} == before, "what was done is not run again"
     assert f"{broken} seed 1: failed: rank " in done.stderr
     assert "RuntimeError: no such luck" in (out / broken / "seed-1/failed.txt").read_text()
     assert str(out / broken / "seed-2/failed.txt") in done.stderr

@@ -337,7 +337,7 @@ def ours() -> list[str]:
             words = process.read_bytes().replace(b"\0", b" ").decode()
         except OSError:
             continue
-        if "workflows.network.rank" in words or "workflows.network.agent" in words:
+        if "workflows.bench.network.rank" in words or "workflows.bench.network.agent" in words:
             found.append(words)
     return found
 

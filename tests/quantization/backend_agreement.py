@@ -1,21 +1,20 @@
-"""What every fused kernel must do, on any device: the torch reference's bits.
-
-`kernels` is a module with compress and decompress_reduce, as megatron_patch.quantization.native.
-"""
+"""What every backend must do, on any device: the torch reference's bits."""
 
 from __future__ import annotations
 
 import os
-from types import ModuleType
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
+from megatron_patch.compensation import compress as reference
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
-from megatron_patch.quantization import reference
-from megatron_patch.quantization.backends import VARIABLE
+from megatron_patch.quantization import decompress_reduce as reference_reduce
+from megatron_patch.quantization.backends import VARIABLE, Backend
 from megatron_patch.quantization.layout import BlockLayout
 
 BITS = st.sampled_from([8, 4, 2, 1])
@@ -30,7 +29,7 @@ COMPRESS = {
     "kind": _KINDS,
     "seed": SEEDS,
 }
-"""What `check_compress` takes beside kernels, layout and device."""
+"""What `check_compress` takes beside backend, layout and device."""
 DECOMPRESS = {
     "senders": st.integers(1, 9),
     "dtype": _DTYPES,
@@ -73,13 +72,26 @@ def sender_of(
     return Sender(CompressionConfig(**({"method": "naive", "bits": layout.bits} | options)), layout, device)
 
 
-def with_torch(sender: Sender, gradient: torch.Tensor, payload: torch.Tensor) -> None:
-    """Sender.compress by the reference."""
+@contextmanager
+def only_torch() -> Iterator[None]:
+    """Within the block the reference is taken everywhere."""
     os.environ[VARIABLE] = "torch"
     try:
-        sender.compress(gradient, payload)
+        yield
     finally:
         del os.environ[VARIABLE]
+
+
+def compress_by(
+    backend: Backend | Any,
+    sender: Sender,
+    gradient: torch.Tensor,
+    payload: torch.Tensor,
+    noise: torch.Tensor | None = None,
+) -> None:
+    """Sender.compress by a backend, or by the torch reference, whatever the device would have."""
+    error, beta = ({}, 0.0) if sender.error is None else (sender.error.tensors(), sender.error.beta)
+    backend.compress(gradient, payload, sender.codec, sender.layout, error, beta, noise, sender.statistics)
 
 
 def same(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -88,7 +100,7 @@ def same(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def check_compress(
-    kernels: ModuleType,
+    backend: Backend | Any,
     layout: BlockLayout,
     *,
     dtype: torch.dtype,
@@ -114,13 +126,13 @@ def check_compress(
             noise = torch.rand(
                 (layout.shards, layout.blocks, layout.block), generator=generator, device=device
             )
-        error = {} if mine.error is None else mine.error.tensors()
-        kernels.compress(gradient, sent, layout, error, beta, noise, mine.statistics)
-        theirs.compress_in_torch(gradient, wanted, noise)
+        assert backend.supports(mine.codec, layout)
+        compress_by(backend, mine, gradient, sent, noise)
+        compress_by(reference, theirs, gradient, wanted, noise)
         assert same(gradient, kept), "the gradient is read only"
         assert same(sent, wanted)
-        if theirs.error is not None:
-            for name, tensor in error.items():
+        if mine.error is not None and theirs.error is not None:
+            for name, tensor in mine.error.tensors().items():
                 assert same(tensor, theirs.error.tensors()[name]), name
         assert mine.statistics[4] == theirs.statistics[4]
         smallest = 1e-20 * float(theirs.statistics[:4].max())  # beside the largest, it does not matter
@@ -128,7 +140,7 @@ def check_compress(
 
 
 def check_decompress_reduce(
-    kernels: ModuleType,
+    backend: Backend | Any,
     layout: BlockLayout,
     *,
     senders: int,
@@ -143,12 +155,13 @@ def check_decompress_reduce(
     payloads = torch.empty(senders, layout.payload_bytes, dtype=torch.uint8, device=device)
     for index in range(senders):
         gradient = gradient_of(layout.numel, seed + index, torch.float32, kind if index == 0 else "plain")
-        sender_of(layout, device).compress_in_torch(gradient.to(device), payloads[index : index + 1], None)
+        sender = sender_of(layout, device)
+        compress_by(reference, sender, gradient.to(device), payloads[index : index + 1])
     length = max(layout.shard_size - short, 1)
     divisor = senders if average else 1
     found, wanted = (torch.full((length + 8,), 7.0, dtype=dtype, device=device) for _ in range(2))
-    kernels.decompress_reduce(payloads, layout, found[:length], divisor)
-    reference.decompress_reduce(payloads, layout, wanted[:length], divisor)
+    backend.decompress_reduce(payloads, sender.codec, layout, found[:length], divisor)
+    reference_reduce.decompress_reduce(payloads, sender.codec, layout, wanted[:length], divisor)
     assert torch.equal(found.isnan(), wanted.isnan())
     assert same(found.nan_to_num(), wanted.nan_to_num())
     assert (found[length:] == 7).all(), "nothing is written beyond the shard"

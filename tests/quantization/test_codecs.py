@@ -1,4 +1,7 @@
-"""The codec: its bounds, its bytes, its treatment of the odd, and equality with the float64 simulation."""
+"""Every codec: its bounds, its bytes, its treatment of the odd, and equality with the float64 simulation.
+
+Codes and scales are read off the payload, as docs/numerics.md says where they are.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation.loco_float64 import LoCoSimulation
 
+from megatron_patch.config import CompressionConfig
+from megatron_patch.quantization import decompress_reduce as reference
+from megatron_patch.quantization.codec import Sent
+from megatron_patch.quantization.codecs import codec_of
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.packing import unpack
-from megatron_patch.quantization.reference import (
-    block_scales,
-    decompress_reduce,
-    dequantize,
-    largest_scale,
-    levels,
-    quantize,
-    read_payload,
-    round_up_to_bf16,
-    write_payload,
-)
+from megatron_patch.quantization.scales import largest_scale as largest_scale_of
+from megatron_patch.quantization.scales import round_up_to_bf16
 
 ALL_BITS = [8, 4, 2, 1]
+LEVELS = {8: 127, 4: 7, 2: 1, 1: 1}
+CODECS = {bits: codec_of(CompressionConfig(method="naive", bits=bits)) for bits in ALL_BITS}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -44,12 +44,55 @@ def training_gradients(*shape: int, seed: int = 0) -> torch.Tensor:
     return values * size.repeat_interleave(16)[:columns]
 
 
+def encoded(
+    h: torch.Tensor, layout: BlockLayout, noise: torch.Tensor | None = None, poison: int = 0xA5
+) -> tuple[torch.Tensor, Sent]:
+    """The payload of blocks, [N, blocks, b], and what the codec says that it sent."""
+    payload = torch.full((layout.shards, layout.payload_bytes), poison, dtype=torch.uint8)
+    return payload, CODECS[layout.bits].encode(h, layout, payload, noise)
+
+
+def codes_of(payload: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+    """[N, S]: two's complement, and at 1 bit +1 for a set bit, -1 for a clear one."""
+    raw = unpack(payload[:, : -(-layout.shard_size * layout.bits // 8)], layout.bits, layout.shard_size)
+    if layout.bits == 1:
+        return raw * 2 - 1
+    wrapped = raw.int() % 2**layout.bits
+    return torch.where(wrapped < 2 ** (layout.bits - 1), wrapped, wrapped - 2**layout.bits).to(torch.int8)
+
+
+def scales_of(payload: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+    """fp32 [N, blocks]: little-endian bf16 after the codes."""
+    stored = payload[:, layout.code_bytes : layout.code_bytes + 2 * layout.blocks].contiguous()
+    return stored.view(torch.bfloat16).float()
+
+
+def quantize(
+    h: torch.Tensor, layout: BlockLayout, noise: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes [N, S], scales [N, blocks]) of blocks, [N, blocks, b]."""
+    payload, _ = encoded(h, layout, noise)
+    return codes_of(payload, layout), scales_of(payload, layout)
+
+
 def encode(values: torch.Tensor, layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(codes [N, S], scales [N, blocks], payload) of a bucket."""
-    codes, scales = quantize(layout.cut(values), layout)
-    payload = torch.full((layout.shards, layout.payload_bytes), 0xA5, dtype=torch.uint8)
-    write_payload(codes, scales, layout, payload)
-    return layout.join(codes), scales, payload
+    payload, _ = encoded(layout.cut(values), layout)
+    return codes_of(payload, layout), scales_of(payload, layout), payload
+
+
+def decode(payload: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+    return CODECS[layout.bits].decode(payload, layout)
+
+
+def decompress_reduce(
+    payloads: torch.Tensor, layout: BlockLayout, output: torch.Tensor, divisor: int = 1
+) -> None:
+    reference.decompress_reduce(payloads, CODECS[layout.bits], layout, output, divisor)
+
+
+def largest_scale(bits: int) -> float:
+    return largest_scale_of(LEVELS[bits])
 
 
 def per_element(scales: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
@@ -59,8 +102,17 @@ def per_element(scales: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
 # --- scales ----------------------------------------------------------------------------------------------
 
 
-def test_levels_are_symmetric_and_leave_out_the_lowest_code():
-    assert [levels(bits) for bits in ALL_BITS] == [127, 7, 1, 1]
+def test_each_number_of_bits_has_its_codec():
+    named = {bits: (codec.name, codec.bits) for bits, codec in CODECS.items()}
+    assert named == {8: ("uniform", 8), 4: ("uniform", 4), 2: ("uniform", 2), 1: ("sign", 1)}
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_the_lowest_code_is_left_out(bits):
+    layout = BlockLayout.of(64, 1, bits, 16)
+    codes, _ = quantize(layout.cut(torch.linspace(-1, 1, 64)), layout)
+    assert codes.min() == -LEVELS[bits]
+    assert codes.max() == LEVELS[bits]
 
 
 @given(st.floats(0, FLOAT32_MAX, width=32))
@@ -83,11 +135,11 @@ def test_rounding_up_gives_the_next_bf16(value):
 def test_scales_are_bf16_from_a_over_l_within_one_bf16_step(values, bits, block_size):
     h = torch.tensor(values, dtype=torch.float32)
     layout = BlockLayout.of(len(values), 1, bits, block_size)
-    scales = block_scales(layout.cut(h), layout)
+    _, scales = quantize(layout.cut(h), layout)
     assert torch.equal(scales.to(torch.bfloat16).float(), scales)
     for index in range(layout.blocks):
         a = h[index * layout.block : (index + 1) * layout.block].abs().max().item()
-        quotient = float(np.float32(a) / np.float32(levels(bits)))
+        quotient = float(np.float32(a) / np.float32(LEVELS[bits]))
         scale = scales[0, index].item()
         if scale == largest_scale(bits):
             assert quotient >= scale or quotient > scale * (1 - 2**-7)
@@ -102,7 +154,7 @@ def test_scales_are_bf16_from_a_over_l_within_one_bf16_step(values, bits, block_
 def test_the_scale_of_one_bit_is_the_mean_magnitude_of_the_real_elements(values, block_size):
     h = torch.tensor(values, dtype=torch.float32)
     layout = BlockLayout.of(len(values), 1, 1, block_size)
-    scales = block_scales(layout.cut(h), layout)[0]
+    scales = quantize(layout.cut(h), layout)[1][0]
     for index, scale in enumerate(scales.tolist()):
         block = h[index * layout.block : (index + 1) * layout.block].double()
         mean = math.fsum(block.abs().tolist()) / len(block)
@@ -115,9 +167,9 @@ def test_the_scale_of_one_bit_is_the_mean_magnitude_of_the_real_elements(values,
 def test_the_largest_scale_is_the_last_bf16_whose_largest_code_is_finite(bits):
     scale = torch.tensor(largest_scale(bits))
     assert scale.to(torch.bfloat16).float() == scale
-    assert torch.isfinite(scale * levels(bits))
+    assert torch.isfinite(scale * LEVELS[bits])
     following = (scale.view(torch.int32) + 0x10000).view(torch.float32)
-    assert not torch.isfinite(following * levels(bits))
+    assert not torch.isfinite(following * LEVELS[bits])
 
 
 # --- round trip ------------------------------------------------------------------------------------------
@@ -129,16 +181,16 @@ def test_each_element_is_off_by_at_most_half_a_scale(values, bits, block_size):
     h = torch.tensor(values, dtype=torch.float32)
     layout = BlockLayout.of(len(values), 1, bits, block_size)
     codes, scales, payload = encode(h, layout)
-    decoded = read_payload(payload, layout)
-    assert codes.abs().max() <= levels(bits)
+    decoded = decode(payload, layout)
+    assert codes.abs().max() <= LEVELS[bits]
     assert torch.all(torch.isfinite(decoded))
     scale = per_element(scales, layout).double()
     lost = (h.double() - decoded[0].double()).abs()
     # a/L is an fp32 quotient, so L*s may miss a by one rounding of it; a scale of zero loses all of a block
     # whose a/L is below the smallest fp32; at the cap the largest element may lie above L*s by a bf16 step.
-    slack = scale * levels(bits) * 2.0**-23
-    slack[scale == 0] = levels(bits) * 2.0**-149
-    slack[scale == largest_scale(bits)] += largest_scale(bits) * levels(bits) * 2.0**-7
+    slack = scale * LEVELS[bits] * 2.0**-23
+    slack[scale == 0] = LEVELS[bits] * 2.0**-149
+    slack[scale == largest_scale(bits)] += largest_scale(bits) * LEVELS[bits] * 2.0**-7
     assert torch.all(lost <= scale / 2 + slack)
 
 
@@ -147,7 +199,7 @@ def test_half_a_scale_is_a_bound_that_is_met():
     h = training_gradients(4 * 1024)
     layout = BlockLayout.of(h.numel(), 4, 4, 128)
     codes, scales, payload = encode(h, layout)
-    lost = (h.view(4, -1).double() - read_payload(payload, layout)).abs()
+    lost = (h.view(4, -1).double() - decode(payload, layout)).abs()
     scale = per_element(scales, layout).double()
     assert torch.all(lost <= scale / 2 * (1 + 1e-6))
     assert (lost / scale)[scale > 0].max() > 0.49
@@ -182,15 +234,15 @@ def test_codes_are_rounded_half_to_even(bits):
     if bits == 1:
         h[:4] = torch.tensor([0.0, -0.0, 1.0, -1.0])
         layout = BlockLayout.of(16, 1, 1, 16)
-        assert quantize(layout.cut(h), layout)[0][0, 0, :4].tolist() == [1, 1, 1, -1]
+        assert quantize(layout.cut(h), layout)[0][0, :4].tolist() == [1, 1, 1, -1]
         return
-    limit = levels(bits)
+    limit = LEVELS[bits]
     h[:6] = torch.tensor([limit, 0.5, -0.5, min(1.5, limit), -min(1.5, limit), min(2.5, limit)])
     layout = BlockLayout.of(16, 1, bits, 16)
     codes, scales = quantize(layout.cut(h), layout)
     assert scales.item() == 1.0
     wanted = [limit, 0, 0, 2, -2, 2] if limit > 1 else [1, 0, 0, 1, -1, 1]
-    assert codes[0, 0, :6].tolist() == wanted
+    assert codes[0, :6].tolist() == wanted
 
 
 # --- payloads --------------------------------------------------------------------------------------------
@@ -201,12 +253,7 @@ def test_codes_are_rounded_half_to_even(bits):
 def test_every_byte_of_a_payload_is_written_and_the_fill_is_zero(shards, size, bits, block_size):
     layout = BlockLayout.of(shards * size, shards, bits, block_size)
     h = layout.cut(training_gradients(shards * size, seed=size))
-    codes, scales = quantize(h, layout)
-    written = []
-    for poison in (0x00, 0xFF):
-        payload = torch.full((shards, layout.payload_bytes), poison, dtype=torch.uint8)
-        write_payload(codes, scales, layout, payload)
-        written.append(payload)
+    written = [encoded(h, layout, poison=poison)[0] for poison in (0x00, 0xFF)]
     assert torch.equal(*written)
     packed = -(-size * bits // 8)
     assert not written[0][:, packed : layout.code_bytes].any()
@@ -218,17 +265,26 @@ def test_every_byte_of_a_payload_is_written_and_the_fill_is_zero(shards, size, b
 def test_a_payload_decodes_to_scale_times_code(shards, size, bits, block_size):
     layout = BlockLayout.of(shards * size, shards, bits, block_size)
     h = layout.cut(training_gradients(shards * size, seed=size))
-    codes, scales = quantize(h, layout)
-    _, _, payload = encode(layout.join(h).reshape(-1), layout)
-    decoded = read_payload(payload, layout)
-    assert torch.equal(decoded, layout.join(codes.float() * scales[..., None]))
-    assert torch.equal(decoded, layout.join(dequantize(codes, scales)))
-    # The bytes lie where the format says: little-endian bf16 after the codes.
-    start = layout.code_bytes
-    raw = payload[:, start : start + 2 * layout.blocks].contiguous().view(torch.bfloat16).float()
-    assert torch.equal(raw, scales)
-    stored = unpack(payload[:, : -(-size * bits // 8)], bits, size)
-    assert torch.equal(stored, layout.join(codes))
+    payload, sent = encoded(h, layout)
+    codes, scales = codes_of(payload, layout), scales_of(payload, layout)
+    decoded = decode(payload, layout)
+    assert torch.equal(decoded, codes.float() * per_element(scales, layout))
+    assert torch.equal(decoded, layout.join(sent.values))
+    assert sent.finite.all()
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_what_is_sent_of_fill_and_of_blocks_that_are_not_finite_is_zero(bits):
+    layout = BlockLayout.of(2 * 100 - 30, 2, bits, 32)
+    h = torch.ones(layout.numel)
+    h[40] = math.nan
+    _, sent = encoded(layout.cut(h), layout)
+    real = torch.arange(layout.block) < layout.lengths(torch.device("cpu"))[..., None]
+    assert not sent.values[~real].any()
+    assert not sent.finite[0, 1]
+    assert sent.finite.sum() == sent.finite.numel() - 1
+    assert not sent.values[0, 1].any()
+    assert (sent.values[real & sent.finite[..., None]] > 0.9).all()
 
 
 def test_one_senders_payload_is_independent_of_the_others():
@@ -257,7 +313,7 @@ def test_the_sum_is_taken_in_fp32_in_rank_order(bits, dtype, divisor):
     output = torch.full((size,), 99.0, dtype=DTYPES[dtype])
     decompress_reduce(payloads, layout, output, divisor)
     total = np.zeros(size, dtype=np.float32)
-    for decoded in read_payload(payloads, layout).numpy():
+    for decoded in decode(payloads, layout).numpy():
         total = total + decoded
     wanted = torch.from_numpy(total / np.float32(divisor)).to(DTYPES[dtype])
     assert torch.equal(output, wanted)
@@ -290,7 +346,7 @@ def test_a_block_that_is_not_finite_decodes_to_nan_and_no_other_block_does(bits,
         h = clean.clone()
         h[place] = poison
         _, scales, payload = encode(h, layout)
-        decoded = read_payload(payload, layout)
+        decoded = decode(payload, layout)
         shard, inside = divmod(place, 150)
         block = inside // layout.block
         expected = torch.zeros(3, layout.blocks, dtype=torch.bool)
@@ -298,7 +354,7 @@ def test_a_block_that_is_not_finite_decodes_to_nan_and_no_other_block_does(bits,
         assert torch.equal(torch.isnan(scales), expected)
         hit = torch.isnan(decoded)
         assert torch.equal(hit, per_element(expected, layout))
-        untouched = read_payload(encode(clean, layout)[2], layout)
+        untouched = decode(encode(clean, layout)[2], layout)
         assert torch.equal(decoded[~hit], untouched[~hit])
 
 
@@ -318,7 +374,7 @@ def test_zeros_are_sent_as_zeros(bits):
     layout = BlockLayout.of(2 * 100, 2, bits, 32)
     _, scales, payload = encode(torch.zeros(200), layout)
     assert not scales.any()
-    assert not read_payload(payload, layout).any()
+    assert not decode(payload, layout).any()
 
 
 @pytest.mark.parametrize("bits", ALL_BITS)
@@ -329,12 +385,12 @@ def test_the_ends_of_fp32_stay_finite_and_close(bits, value):
     h[::3] = 0
     h[0] = value
     _, scales, payload = encode(h, layout)
-    decoded = read_payload(payload, layout)[0]
+    decoded = decode(payload, layout)[0]
     assert torch.all(torch.isfinite(decoded))
     assert torch.all(decoded * torch.sign(h) >= 0)
     if bits > 1:
         # Half a scale for what is inside the codes' range, and a bf16 step of what the cap cuts off.
-        bound = per_element(scales, layout)[0].double() / 2 + abs(value) * 2**-7 + levels(bits) * 2**-149
+        bound = per_element(scales, layout)[0].double() / 2 + abs(value) * 2**-7 + LEVELS[bits] * 2**-149
         assert torch.all((h.double() - decoded.double()).abs() <= bound)
 
 
@@ -346,7 +402,7 @@ def test_a_gradient_s_values_count_not_its_bits(dtype, bits):
     layout = BlockLayout.of(600, 2, bits, 128)
     payload = encode(values, layout)[2]
     assert torch.equal(payload, encode(values.float(), layout)[2])
-    decoded = read_payload(payload, layout).reshape(-1)
+    decoded = decode(payload, layout).reshape(-1)
     large = values.float().abs() > 1e-2
     assert torch.all(torch.sign(decoded[large]) * torch.sign(values.float()[large]) >= 0)
 
@@ -363,8 +419,9 @@ def test_stochastic_rounding_is_unbiased(bits):
     trials = 2000
     total = torch.zeros_like(cut, dtype=torch.float64)
     for _ in range(trials):
-        codes, scales = quantize(cut, layout, torch.rand(cut.shape, generator=generator))
-        total += dequantize(codes, scales)
+        payload, sent = encoded(cut, layout, torch.rand(cut.shape, generator=generator))
+        total += sent.values
+    codes, scales = codes_of(payload, layout), scales_of(payload, layout)
     # One draw is off by at most s, with a deviation of at most s/2: five deviations of the mean.
     bound = 5 * 0.5 * scales[..., None].double() / math.sqrt(trials)
     assert torch.all((total / trials - cut.double()).abs() <= bound + 1e-12)
@@ -384,8 +441,9 @@ def test_stochastic_rounding_lands_on_a_neighbour_and_follows_its_seed(bits):
     assert torch.equal(drawn[0][0], drawn[1][0])
     assert not torch.equal(drawn[0][0], drawn[2][0])
     codes, scales = drawn[0]
-    assert codes.abs().max() <= levels(bits)
-    assert torch.all((dequantize(codes, scales) - cut).abs() <= scales[..., None] * (1 + 1e-6))
+    assert codes.abs().max() <= LEVELS[bits]
+    scale = per_element(scales, layout)
+    assert torch.all((codes * scale - layout.join(cut)).abs() <= scale * (1 + 1e-6))
     assert torch.equal(scales, quantize(cut, layout)[1])
 
 
@@ -418,7 +476,7 @@ def test_codes_and_scales_are_those_of_the_simulation(bits, block_size, dtype):
         assert step.max() <= 1
         assert not step[~result.near_tie[rank]].any()
         exact = step == 0
-        decoded = read_payload(payload, layout).reshape(-1).numpy()
+        decoded = decode(payload, layout).reshape(-1).numpy()
         sound = exact & ~np.isnan(decoded)
         np.testing.assert_array_equal(decoded[sound], result.sent[rank][sound].astype(np.float32))
 

@@ -1,0 +1,53 @@
+"""What a codec is: it turns the numbers of blocks into a payload, and a payload into numbers.
+
+A codec is one file that implements `Codec`, and a line in codecs.py. The torch reference
+(compensation/compress.py, decompress_reduce.py) serves any codec; the fused kernels say which they know
+(`supports`, backends.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatron_patch.quantization.layout import BlockLayout
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What the receivers of a payload will decode."""
+
+    values: torch.Tensor
+    """fp32 [N, blocks, b]; 0 in the fill of short blocks, and in blocks that are not finite."""
+    finite: torch.Tensor
+    """bool [N, blocks]: whether a block was sent; one with a NaN or Inf decodes to NaN."""
+
+
+class Codec(Protocol):
+    """How h becomes codes of `bits` bits and scales; stateless, and equal on all ranks."""
+
+    @property
+    def name(self) -> str:
+        """The family of codes; with `bits`, what tells one codec from another."""
+        ...
+
+    @property
+    def bits(self) -> int:
+        """Bits of one code: those of the layout that it is used with."""
+        ...
+
+    def encode(
+        self, h: torch.Tensor, layout: BlockLayout, payload: torch.Tensor, noise: torch.Tensor | None = None
+    ) -> Sent:
+        """Write h, fp32 [N, blocks, b], into `payload`, uint8 [N, payload_bytes], every byte of it.
+
+        `noise`, fp32 [N, blocks, b] in [0, 1), asks for stochastic rounding. The fill of short blocks
+        (`layout.lengths`) is 0 in h, and the codec's to keep out of scales and of what it returns.
+        """
+        ...
+
+    def decode(self, payload: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+        """uint8 [n, payload_bytes] -> the shards, fp32 [n, S]; what fill decodes to is not defined."""
+        ...

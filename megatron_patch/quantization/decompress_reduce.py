@@ -1,0 +1,23 @@
+"""decompress_reduce of the torch reference: the owner's sum of N senders' payloads, for any codec."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_patch.quantization.codec import Codec
+from megatron_patch.quantization.layout import BlockLayout
+
+
+def decompress_reduce(
+    payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor, divisor: int = 1
+) -> None:
+    """Sum the N senders' payloads of one shard in fp32, in rank order, into `output` of any float dtype.
+
+    `payloads` is uint8 [N, payload_bytes], `output` is [S], or less in a short shard; `divisor` is N where
+    Megatron asked for the average, else 1.
+    """
+    total = codec.decode(payloads[:1], layout)[0]
+    for sender in range(1, payloads.shape[0]):
+        total = total + codec.decode(payloads[sender : sender + 1], layout)[0]
+    total = total[: output.numel()]
+    output.copy_(total if divisor == 1 else total / divisor)

@@ -1,0 +1,74 @@
+"""The uniform codec: whole multiples of a block's scale, which its largest magnitude sets (absmax).
+
+LoCo's quantizer (arXiv 2407.04480), with a scale per block. One block h of b elements, p bits:
+
+    L = 2^(p-1) - 1,  s = max|h| / L rounded UP to bf16,  q = clamp(round(h / s), -L, L)
+
+The code is symmetric: -2^(p-1) is never sent. Since s >= max|h| / L, |h - s*q| <= s/2. All arithmetic is
+fp32; s*q is exact: 8 bits of scale times at most 7 bits of code. A block of zeros, or one whose scale
+underflows, has s = 0 and decodes to 0; a block with a NaN or Inf has s = NaN and decodes to NaN, so that
+the shard's owner sees it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_patch.quantization.codec import Sent
+from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.quantization.payload import read_payload, write_payload
+from megatron_patch.quantization.scales import block_scales
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """`bits` bits, in two's complement: 2 to 8."""
+
+    bits: int
+    name = "uniform"
+
+    @property
+    def levels(self) -> int:
+        """L, the largest code: 127, 7, 1 for 8, 4, 2 bits."""
+        return int(2 ** (self.bits - 1)) - 1
+
+    def scales(self, h: torch.Tensor) -> torch.Tensor:
+        """fp32 [n, blocks, b] -> fp32 [n, blocks], bf16 values; NaN for a non-finite block."""
+        largest = h.abs().amax(dim=-1)
+        return block_scales(largest / self.levels, largest, self.levels)
+
+    def quantize(
+        self, h: torch.Tensor, noise: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """fp32 [n, blocks, b] -> (codes int8 [n, blocks, b], scales fp32 [n, blocks]).
+
+        `noise`, uniform in [0, 1) and shaped like h, asks for stochastic rounding: floor(h/s + noise).
+        A block whose scale is 0 or NaN has codes 0.
+        """
+        scales = self.scales(h)
+        usable = (scales > 0)[..., None]
+        ratio = torch.where(usable, h, 0.0) / torch.where(usable, scales[..., None], 1.0)
+        rounded = ratio.round_() if noise is None else (ratio + noise).floor_()
+        return rounded.clamp_(-self.levels, self.levels).to(torch.int8), scales
+
+    def encode(
+        self, h: torch.Tensor, layout: BlockLayout, payload: torch.Tensor, noise: torch.Tensor | None = None
+    ) -> Sent:
+        """Codec.encode. The fill of short blocks is 0, and so are its codes."""
+        codes, scales = self.quantize(h, noise)
+        write_payload(codes, scales, layout, payload)
+        finite = torch.isfinite(scales)
+        return Sent(dequantize(codes, torch.where(finite, scales, 0.0)), finite)
+
+    def decode(self, payload: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+        """Codec.decode."""
+        raw, scales = read_payload(payload, layout)
+        unused = 8 - self.bits
+        return layout.join(dequantize(raw << unused >> unused, scales))  # the code's sign, in int8's
+
+
+def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """(int8 [n, blocks, b], fp32 [n, blocks]) -> fp32 [n, blocks, b]: s*q, exact; NaN where s is NaN."""
+    return codes.to(torch.float32) * scales[..., None]

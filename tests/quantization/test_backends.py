@@ -1,0 +1,167 @@
+"""Every backend gives the torch reference's bits: native variants, Triton interpreted, Triton on a GPU.
+
+And which backend serves what: a codec or a cut that a backend does not know is the reference's.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from quantization.backend_agreement import (
+    BITS,
+    COMPRESS,
+    DECOMPRESS,
+    check_compress,
+    check_decompress_reduce,
+    only_torch,
+    sender_of,
+)
+
+from megatron_patch.config import CompressionConfig
+from megatron_patch.quantization import backends, native, triton_kernels
+from megatron_patch.quantization.codecs import codec_of
+from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.quantization.uniform import Uniform
+
+CPU = torch.device("cpu")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Any cut, and some whose blocks all have a multiple of 16.
+ALIGNED = [(1024, 1), (4096, 4), (2048, 2), (3120, 3)]
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """A backend on a device; tests draw `examples` buckets of up to `most` elements."""
+
+    name: str
+    backend: Any
+    device: str
+    most: int
+    examples: int
+    blocks: tuple[int | str, ...]
+    without: str = ""
+    """Why it cannot run here."""
+    variant: int | None = field(default=None)
+
+    def chosen(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.variant is None else native.using(self.variant)
+
+
+GPU = "" if torch.cuda.is_available() and not INTERPRETED else "no GPU is there"
+NO_INTERPRETER = "" if INTERPRETED else "TRITON_INTERPRET is 0"
+BACKENDS = [
+    *(
+        OnDevice(f"native-{name}", native, "cpu", 3000, 120, (16, 64, 128, 1024, "shard"), variant=index)
+        for index, name in enumerate(native.variants())
+    ),
+    OnDevice("triton-interpreted", triton_kernels, "cpu", 2500, 40, (16, 64, 128, 1024), NO_INTERPRETER),
+    OnDevice("triton-gpu", triton_kernels, "cuda", 300_000, 300, (16, 64, 128, 1024, 4096), GPU),
+]
+every_backend = pytest.mark.parametrize(
+    "tested",
+    [
+        pytest.param(
+            tested, id=tested.name, marks=pytest.mark.skipif(bool(tested.without), reason=tested.without)
+        )
+        for tested in BACKENDS
+    ],
+)
+MINUS_ZERO = {"dtype": torch.float32, "error_dtype": "bf16", "beta": 0.0, "stochastic": False, "kind": "tiny"}
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+@every_backend
+def test_codes_scales_and_errors_are_the_reference_s_bits(tested):
+    shapes = st.one_of(st.tuples(st.integers(1, tested.most), st.integers(1, 9)), st.sampled_from(ALIGNED))
+
+    @given(shape=shapes, bits=BITS, block_size=st.sampled_from(tested.blocks), **COMPRESS)
+    # A gradient of -0 with a code of 0: what is lost is -0.
+    @example(shape=(116, 1), bits=8, block_size=16, seed=0, **MINUS_ZERO)
+    @settings(max_examples=tested.examples, deadline=None)
+    def check(shape, bits, block_size, **options):
+        layout = BlockLayout.of(*shape, bits, block_size)
+        check_compress(tested.backend, layout, device=torch.device(tested.device), **options)
+
+    with tested.chosen():
+        check()
+
+
+@every_backend
+def test_the_reduced_shard_is_the_reference_s_bits(tested):
+    @given(
+        size=st.integers(1, tested.most), bits=BITS, block_size=st.sampled_from(tested.blocks), **DECOMPRESS
+    )
+    @settings(max_examples=tested.examples, deadline=None)
+    def check(size, bits, block_size, **options):
+        layout = BlockLayout.of(size, 1, bits, block_size)
+        check_decompress_reduce(tested.backend, layout, device=torch.device(tested.device), **options)
+
+    with tested.chosen():
+        check()
+
+
+# --- what a backend serves -------------------------------------------------------------------------------
+
+
+class Doubled(Uniform):
+    """A code that no kernel knows: half the levels, of twice the size."""
+
+    name = "doubled"
+
+    @property
+    def levels(self) -> int:
+        return super().levels // 2
+
+
+def test_a_codec_that_no_kernel_knows_is_the_reference_s(monkeypatch):
+    """The CPU kernels would send it wrongly, without an error."""
+    layout, codec = BlockLayout.of(256, 2, 4, 128), Doubled(4)
+    for backend in (native, triton_kernels):
+        assert not backend.supports(codec, layout)
+    assert backends.fused(codec, layout, CPU) is None
+    sender = sender_of(layout, CPU)
+    sender.codec = codec
+    gradient, payload = torch.linspace(-1, 1, 256), torch.empty(2, layout.payload_bytes, dtype=torch.uint8)
+    sender.compress(gradient, payload)
+    decoded = torch.empty(256)
+    backends.decompress(payload, codec, layout, decoded)
+    assert (decoded - gradient).abs().max() < 0.18  # half a step of 1/3, rounded up to bf16
+    assert (decoded - gradient).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+def test_the_codecs_of_the_configuration_have_kernels(bits):
+    codec = codec_of(CompressionConfig(method="naive", bits=bits))
+    for backend in (native, triton_kernels):
+        assert backend.supports(codec, BlockLayout.of(10_000, 2, bits, 128))
+
+
+def test_one_scale_for_a_shard_is_left_to_the_reference_by_triton():
+    codec = Uniform(4)
+    for block_size, numel in (("shard", 10_000), (8192, 2 * 8192)):
+        layout = BlockLayout.of(numel, 2, 4, block_size)
+        assert not triton_kernels.supports(codec, layout)
+        assert native.supports(codec, layout)
+
+
+@pytest.mark.skipif(not native.variants(), reason="no compiler was there when this was installed")
+def test_the_reference_can_be_asked_for():
+    codec, layout = Uniform(4), BlockLayout.of(1000, 2, 4, 128)
+    assert backends.fused(codec, layout, CPU) is native
+    assert native.variants()[-1] in backends.describe(CPU)
+    with only_torch():
+        assert backends.fused(codec, layout, CPU) is None
+        assert backends.VARIABLE in backends.describe(CPU)
+
+
+def test_without_the_library_the_reference_runs_and_says_why(monkeypatch):
+    monkeypatch.setattr(native, "variants", tuple)
+    assert backends.fused(Uniform(4), BlockLayout.of(1000, 2, 4, 128), CPU) is None
+    assert "no compiler" in backends.describe(CPU)
