@@ -12,26 +12,53 @@ The senders' part is the flat reduce-scatter; the owner then is the sender of it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 
+from megatron_patch.collectives.exchange import ExchangeTraffic, SenderState, Setup, payloads
 from megatron_patch.collectives.reduce_scatter import ReduceScatterHandle, start_reduce_scatter
 from megatron_patch.collectives.workspace import Workspace
+from megatron_patch.compensation.resharding import ALL_REDUCE, OWNER, Position
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.quantization.backends import decompress
 
 
-@dataclass(frozen=True)
-class SenderAndOwner:
-    """A rank's two parts in the all-reduce of one bucket: it sends N shards and owns one of them.
+class AllReduce:
+    """The flat all-reduce of `numel` elements over `group`, in place: `output` is the tensor itself.
 
-    `owner.layout` is `sender.layout.shard(rank)`.
+    `sender` sends N shards; `owner` sends the one that this rank owns, `sender.layout.shard(rank)`.
     """
 
-    sender: Sender
-    owner: Sender
+    def __init__(self, numel: int, group: dist.ProcessGroup, setup: Setup) -> None:
+        self._group = group
+        self._workspace = setup.workspace
+        layout = setup.layout(numel, group.size(), whole_blocks=setup.config.momentum)
+        self.sender = setup.new_sender(layout)
+        self.owner = setup.new_sender(layout.shard(group.rank()))
+
+    def start(self, tensor: torch.Tensor, output: torch.Tensor, average: bool) -> AllReduceHandle:
+        """Exchange.start; `output` must be `tensor`."""
+        divisor = self._group.size() if average else 1
+        return start_all_reduce(self.sender, self.owner, tensor, self._group, divisor, self._workspace)
+
+    def states(self) -> list[SenderState]:
+        """Exchange.states: every rank sends all, and owns one shard."""
+        layout, rank, ranks = self.sender.layout, self._group.rank(), self._group.size()
+        whole = Position(0, layout.numel)
+        own = Position(min(rank * layout.shard_size, layout.numel), self.owner.layout.numel)
+        return [
+            SenderState(self.sender, ALL_REDUCE, whole, rank, ranks, ranks),
+            SenderState(self.owner, OWNER, own),
+        ]
+
+    def traffic(self, tensor: torch.Tensor) -> ExchangeTraffic:
+        """Exchange.traffic."""
+        peers = self._group.size() - 1
+        return ExchangeTraffic(payloads(self.sender) + payloads(self.owner, peers))
+
+    def describe(self) -> str:
+        """Exchange.describe."""
+        return f"all-reduce over {self._group.size()} ranks"
 
 
 class AllReduceHandle:
@@ -41,7 +68,8 @@ class AllReduceHandle:
         self,
         scatter: ReduceScatterHandle,
         reduced: torch.Tensor,
-        parts: SenderAndOwner,
+        sender: Sender,
+        owner: Sender,
         data: torch.Tensor,
         group: dist.ProcessGroup,
         workspace: Workspace,
@@ -49,7 +77,8 @@ class AllReduceHandle:
     ) -> None:
         self._scatter = scatter
         self._reduced: torch.Tensor | None = reduced
-        self._parts = parts
+        self._sender = sender
+        self._owner = owner
         self._data = data
         self._group = group
         self._workspace = workspace
@@ -62,7 +91,7 @@ class AllReduceHandle:
             return
         reduced, self._reduced = self._reduced, None
         self._scatter.wait()
-        layout, owner = self._parts.sender.layout, self._parts.owner
+        layout, owner = self._sender.layout, self._owner
         send = self._workspace.take(1, layout.payload_bytes)
         receive = self._workspace.take(layout.shards, layout.payload_bytes)
         with self._workspace.timed():
@@ -81,7 +110,8 @@ class AllReduceHandle:
 
 
 def start_all_reduce(
-    parts: SenderAndOwner,
+    sender: Sender,
+    owner: Sender,
     data: torch.Tensor,
     group: dist.ProcessGroup,
     divisor: int,
@@ -95,9 +125,9 @@ def start_all_reduce(
     replace that vector instead.
     """
     around, result = passed_on or (None, data)
-    reduced = workspace.take(1, 4 * parts.sender.layout.shard_size, "sums")
-    scatter = start_reduce_scatter(parts.sender, data, _as_fp32(reduced), group, divisor, workspace)
-    return AllReduceHandle(scatter, reduced, parts, result, group, workspace, around)
+    reduced = workspace.take(1, 4 * sender.layout.shard_size, "sums")
+    scatter = start_reduce_scatter(sender, data, _as_fp32(reduced), group, divisor, workspace)
+    return AllReduceHandle(scatter, reduced, sender, owner, result, group, workspace, around)
 
 
 def _as_fp32(buffer: torch.Tensor) -> torch.Tensor:

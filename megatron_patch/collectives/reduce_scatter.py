@@ -12,9 +12,39 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_patch.collectives.exchange import ExchangeTraffic, SenderState, Setup, payloads
 from megatron_patch.collectives.workspace import Workspace
+from megatron_patch.compensation.resharding import REDUCE_SCATTER, Position
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.quantization.backends import decompress_reduce
+
+
+class ReduceScatter:
+    """The flat reduce-scatter of a bucket of `numel` elements over `group`: `output` is this rank's shard."""
+
+    def __init__(self, numel: int, group: dist.ProcessGroup, setup: Setup) -> None:
+        self._group = group
+        self._workspace = setup.workspace
+        self.sender = setup.new_sender(setup.layout(numel, group.size()))
+
+    def start(self, tensor: torch.Tensor, output: torch.Tensor, average: bool) -> ReduceScatterHandle:
+        """Exchange.start; `output` is [S]."""
+        divisor = self._group.size() if average else 1
+        return start_reduce_scatter(self.sender, tensor, output, self._group, divisor, self._workspace)
+
+    def states(self) -> list[SenderState]:
+        """Exchange.states: every rank sends the whole bucket."""
+        ranks = self._group.size()
+        whole = Position(0, self.sender.layout.numel)
+        return [SenderState(self.sender, REDUCE_SCATTER, whole, self._group.rank(), ranks, ranks)]
+
+    def traffic(self, tensor: torch.Tensor) -> ExchangeTraffic:
+        """Exchange.traffic."""
+        return ExchangeTraffic(payloads(self.sender))
+
+    def describe(self) -> str:
+        """Exchange.describe."""
+        return f"reduce-scatter over {self._group.size()} ranks"
 
 
 class ReduceScatterHandle:

@@ -30,6 +30,10 @@ class TwoHops:
     intra: dist.ProcessGroup
     inter: dist.ProcessGroup
 
+    def describe(self) -> str:
+        """For the log."""
+        return f"{self.nodes} nodes of {self.local} ranks"
+
 
 class NoTwoHops(Exception):
     """A group that two hops do not serve, or not better than one; the text says why.

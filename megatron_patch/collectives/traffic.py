@@ -16,6 +16,9 @@ class Traffic:
         self.nbytes += other.nbytes
         self.elements += other.elements
 
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.nbytes + other.nbytes, self.elements + other.elements)
+
     @property
     def bits_per_element(self) -> float:
         """Bits on the wire for every element sent."""

@@ -13,90 +13,94 @@ average is divided by M*R after both sums. Chunks are cut so that M*R shards of 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from megatron_patch.collectives.all_reduce import AllReduceHandle, SenderAndOwner, start_all_reduce
+from megatron_patch.collectives.all_reduce import AllReduceHandle, start_all_reduce
+from megatron_patch.collectives.exchange import ExchangeTraffic, SenderState, Setup, payloads
 from megatron_patch.collectives.reduce_scatter import start_reduce_scatter
 from megatron_patch.collectives.topology import TwoHops
 from megatron_patch.collectives.two_hop_reduce_scatter import inside_sender
-from megatron_patch.collectives.workspace import Workspace
-from megatron_patch.compensation.sender import Sender
-from megatron_patch.config import CompressionConfig
-from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.compensation.resharding import ALL_REDUCE, OWNER, Position
 
 
-@dataclass(frozen=True)
-class TwoHopSenderAndOwner(SenderAndOwner):
-    """A rank's parts in the two-hop all-reduce of `numel` elements: those of its chunk, and its groups.
+class TwoHopAllReduce:
+    """The two-hop all-reduce of `numel` elements, in place: `output` is the tensor itself.
 
-    `chunk` is the length of a chunk; the last ones may be short, or empty. `inside` sends to the node's ranks
-    in 8 bits and remembers nothing (None: gradient precision).
+    `sender` and `owner` are those of this rank's chunk between the nodes, as in AllReduce. `chunk` is the
+    length of a chunk; the last ones may be short, or empty. `inside` sends to the node's ranks in 8 bits and
+    keeps no error (None: gradient precision).
     """
 
-    hops: TwoHops
-    numel: int
-    chunk: int
-    inside: Sender | None
+    def __init__(self, numel: int, hops: TwoHops, setup: Setup) -> None:
+        self.hops = hops
+        self.numel = numel
+        self._workspace = setup.workspace
+        ranks = hops.nodes * hops.local
+        shard = setup.layout(numel, ranks, whole_blocks=setup.config.momentum).shard_size
+        self.chunk = hops.nodes * shard
+        whole = setup.layout(self.chunk, hops.nodes)
+        here = min(max(numel - hops.intra.rank() * self.chunk, 0), self.chunk)
+        layout = dataclasses.replace(whole, numel=here)
+        self.sender = setup.new_sender(layout)
+        self.owner = setup.new_sender(layout.shard(hops.inter.rank()))
+        self.inside = inside_sender(self.chunk * hops.local, hops, setup)
 
-    @property
-    def start(self) -> int:
-        """Where this rank's chunk begins."""
-        return min(self.hops.intra.rank() * self.chunk, self.numel)
+    def start(self, tensor: torch.Tensor, output: torch.Tensor, average: bool) -> AllReduceHandle:
+        """Exchange.start; `output` must be `tensor`.
 
-    def inside_bytes(self, data: torch.Tensor) -> float:
-        """Bytes that this rank sends to others of its node, in hops 1 and 3."""
-        others, layout = self.hops.local - 1, self.sender.layout
-        first = self.chunk * data.element_size() if self.inside is None else self.inside.layout.payload_bytes
-        return float(others * (first + self.hops.nodes * layout.payload_bytes))
+        The first hop is over when this returns (on CUDA: on the current stream).
+        """
+        hops, workspace = self.hops, self._workspace
+        padded = workspace.take(1, self.chunk * hops.local * tensor.element_size(), "columns")
+        whole = padded.view(-1).view(tensor.dtype)
+        whole[: self.numel].copy_(tensor)
+        whole[self.numel :].zero_()
+        dtype = tensor.dtype if self.inside is None else torch.float32
+        buffer = workspace.take(1, self.chunk * dtype.itemsize, "node sums")
+        sums = buffer.view(-1).view(dtype)
+        if self.inside is None:
+            dist.reduce_scatter_tensor(sums, whole, group=hops.intra)
+        else:
+            start_reduce_scatter(self.inside, whole, sums, hops.intra, 1, workspace).wait()
+        divisor = hops.nodes * hops.local if average else 1
+        handle = start_all_reduce(
+            self.sender,
+            self.owner,
+            sums[: self.sender.layout.numel],
+            hops.inter,
+            divisor,
+            workspace,
+            passed_on=(hops.intra, tensor),
+        )
+        workspace.give(padded)
+        workspace.give(buffer)  # it has been compressed
+        return handle
 
+    def states(self) -> list[SenderState]:
+        """Exchange.states: every node has one sender for each chunk, and each of them owns a shard of it."""
+        hops, layout = self.hops, self.sender.layout
+        node = hops.inter.rank()
+        start = min(hops.intra.rank() * self.chunk, self.numel)
+        own = start + min(node * layout.shard_size, layout.numel)
+        chunk = Position(start, layout.numel)
+        ranks = hops.nodes * hops.local
+        return [
+            SenderState(self.sender, ALL_REDUCE, chunk, node, hops.nodes, ranks),
+            SenderState(self.owner, OWNER, Position(own, self.owner.layout.numel)),
+        ]
 
-def layouts(
-    numel: int, hops: TwoHops, config: CompressionConfig, whole_blocks: bool
-) -> tuple[int, BlockLayout]:
-    """The length of a chunk, and the layout of this rank's over the nodes."""
-    shard = BlockLayout.of(
-        numel, hops.nodes * hops.local, config.bits, config.block_size, whole_blocks
-    ).shard_size
-    chunk = hops.nodes * shard
-    whole = BlockLayout.of(chunk, hops.nodes, config.bits, config.block_size)
-    start = hops.intra.rank() * chunk
-    return chunk, dataclasses.replace(whole, numel=min(max(numel - start, 0), chunk))
+    def traffic(self, tensor: torch.Tensor) -> ExchangeTraffic:
+        """Exchange.traffic; hops 1 and 3 stay inside the node."""
+        hops = self.hops
+        first = self.chunk * tensor.element_size()
+        if self.inside is not None:
+            first = self.inside.layout.payload_bytes
+        inside = (hops.local - 1) * (first + hops.nodes * self.sender.layout.payload_bytes)
+        between = payloads(self.sender) + payloads(self.owner, hops.nodes - 1)
+        return ExchangeTraffic(between, float(inside))
 
-
-def parts(
-    numel: int, chunk: int, hops: TwoHops, sender: Sender, owner: Sender, config: CompressionConfig
-) -> TwoHopSenderAndOwner:
-    """The state of the two-hop all-reduce of `numel` elements, with what `layouts` says."""
-    inside = inside_sender(chunk * hops.local, hops, config, sender.statistics.device)
-    return TwoHopSenderAndOwner(sender, owner, hops, numel, chunk, inside)
-
-
-def start_two_hop_all_reduce(
-    mine: TwoHopSenderAndOwner, data: torch.Tensor, average: bool, workspace: Workspace
-) -> AllReduceHandle:
-    """Sum `data` [B] in the node and send the sums; the handle's `wait` replaces it by what all hold.
-
-    The first hop is over when this returns (on CUDA: on the current stream).
-    """
-    hops = mine.hops
-    padded = workspace.take(1, mine.chunk * hops.local * data.element_size(), "columns")
-    whole = padded.view(-1).view(data.dtype)
-    whole[: mine.numel].copy_(data)
-    whole[mine.numel :].zero_()
-    dtype = data.dtype if mine.inside is None else torch.float32
-    buffer = workspace.take(1, mine.chunk * dtype.itemsize, "node sums")
-    sums = buffer.view(-1).view(dtype)
-    if mine.inside is None:
-        dist.reduce_scatter_tensor(sums, whole, group=hops.intra)
-    else:
-        start_reduce_scatter(mine.inside, whole, sums, hops.intra, 1, workspace).wait()
-    divisor = hops.nodes * hops.local if average else 1
-    handle = start_all_reduce(
-        mine, sums[: mine.sender.layout.numel], hops.inter, divisor, workspace, passed_on=(hops.intra, data)
-    )
-    workspace.give(padded)
-    workspace.give(buffer)  # it has been compressed
-    return handle
+    def describe(self) -> str:
+        """Exchange.describe."""
+        return f"all-reduce in two hops over {self.hops.describe()}"

@@ -17,79 +17,81 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_patch.collectives.exchange import ExchangeTraffic, SenderState, Setup, payloads
 from megatron_patch.collectives.reduce_scatter import ReduceScatterHandle, start_reduce_scatter
 from megatron_patch.collectives.topology import TwoHops
-from megatron_patch.collectives.workspace import Workspace
+from megatron_patch.compensation.resharding import NODE_SUM, Position
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization.layout import BlockLayout
 
 
-class TwoHopSender:
-    """A rank's part in the two hops of one bucket.
+class TwoHopReduceScatter:
+    """The two-hop reduce-scatter of a bucket of `numel` elements: `output` is this rank's shard.
 
-    `sender` sends the node's sum of this rank's column, [M*S], to the M nodes, and remembers; `inside` sends
-    the bucket to the R ranks of the node in 8 bits, and remembers nothing (None: gradient precision).
-
-    Args:
-        hops: the groups.
-        sender: of a layout of `numel / R` elements in M shards.
-        config: the options.
-        device: where the gradient lives.
+    `sender` sends the node's sum of this rank's column, [M*S], to the M nodes, with its error; `inside` sends
+    the bucket to the R ranks of the node in 8 bits, and keeps no error (None: gradient precision).
     """
 
-    def __init__(
-        self, hops: TwoHops, sender: Sender, config: CompressionConfig, device: torch.device
-    ) -> None:
+    def __init__(self, numel: int, hops: TwoHops, setup: Setup) -> None:
         self.hops = hops
-        self.sender = sender
-        self.inside = inside_sender(sender.layout.numel * hops.local, hops, config, device)
+        self._workspace = setup.workspace
+        self.sender = setup.new_sender(setup.layout(numel // hops.local, hops.nodes))
+        self.inside = inside_sender(numel, hops, setup)
 
-    def inside_bytes(self, gradient: torch.Tensor) -> float:
-        """Bytes that this rank sends to others of its node."""
+    def start(self, tensor: torch.Tensor, output: torch.Tensor, average: bool) -> ReduceScatterHandle:
+        """Exchange.start; `output` is [S].
+
+        The first hop is over when this returns (on CUDA: on the current stream); the second may be under way.
+        """
+        hops, layout, workspace = self.hops, self.sender.layout, self._workspace
+        dtype = tensor.dtype if self.inside is None else torch.float32
+        buffer = workspace.take(1, layout.numel * dtype.itemsize, "sums")
+        sums = buffer.view(-1).view(dtype)
+        if self.inside is None:
+            rows = tensor.view(hops.nodes, -1)
+            works: list[Any] = [
+                dist.reduce_scatter_tensor(chunk, row, group=hops.intra, async_op=True)
+                for chunk, row in zip(sums.view(hops.nodes, -1), rows, strict=True)
+            ]
+            for work in works:
+                work.wait()
+        else:
+            columns = workspace.take(1, tensor.nbytes, "columns")
+            by_receiver = columns.view(-1).view(tensor.dtype)
+            source = tensor.view(hops.nodes, hops.local, layout.shard_size)
+            by_receiver.view(hops.local, hops.nodes, layout.shard_size).copy_(source.transpose(0, 1))
+            start_reduce_scatter(self.inside, by_receiver, sums, hops.intra, 1, workspace).wait()
+            workspace.give(columns)
+        divisor = hops.nodes * hops.local if average else 1
+        handle = start_reduce_scatter(self.sender, sums, output, hops.inter, divisor, workspace)
+        workspace.give(buffer)  # it has been compressed: the payload is what travels
+        return handle
+
+    def states(self) -> list[SenderState]:
+        """Exchange.states: every node has one sender for each local rank's column."""
+        hops, shard = self.hops, self.sender.layout.shard_size
+        column = Position(hops.intra.rank() * shard, shard, hops.nodes, hops.local * shard)
+        ranks = hops.nodes * hops.local
+        return [SenderState(self.sender, NODE_SUM, column, hops.inter.rank(), hops.nodes, ranks)]
+
+    def traffic(self, tensor: torch.Tensor) -> ExchangeTraffic:
+        """Exchange.traffic."""
         others = self.hops.local - 1
+        inside = tensor.nbytes * others / self.hops.local
         if self.inside is not None:
-            return float(others * self.inside.layout.payload_bytes)
-        return gradient.nbytes * others / self.hops.local
+            inside = float(others * self.inside.layout.payload_bytes)
+        return ExchangeTraffic(payloads(self.sender), inside)
+
+    def describe(self) -> str:
+        """Exchange.describe."""
+        return f"reduce-scatter in two hops over {self.hops.describe()}"
 
 
-def inside_sender(
-    numel: int, hops: TwoHops, config: CompressionConfig, device: torch.device
-) -> Sender | None:
+def inside_sender(numel: int, hops: TwoHops, setup: Setup) -> Sender | None:
     """What sends `numel` elements to the ranks of a node in `intra_bits`; None where they are not set."""
+    config = setup.config
     if config.intra_bits is None:
         return None
     plain = CompressionConfig(method="naive", bits=config.intra_bits, block_size=config.block_size)
-    return Sender(plain, BlockLayout.of(numel, hops.local, plain.bits, plain.block_size), device)
-
-
-def start_two_hop_reduce_scatter(
-    parts: TwoHopSender, gradient: torch.Tensor, output: torch.Tensor, average: bool, workspace: Workspace
-) -> ReduceScatterHandle:
-    """Sum `gradient` [B] in the node and send the sums; the handle's `wait` writes this rank's `output` [S].
-
-    The first hop is over when this returns (on CUDA: on the current stream); the second may be under way.
-    """
-    hops, layout = parts.hops, parts.sender.layout
-    dtype = gradient.dtype if parts.inside is None else torch.float32
-    buffer = workspace.take(1, layout.numel * dtype.itemsize, "sums")
-    sums = buffer.view(-1).view(dtype)
-    if parts.inside is None:
-        rows = gradient.view(hops.nodes, -1)
-        works: list[Any] = [
-            dist.reduce_scatter_tensor(chunk, row, group=hops.intra, async_op=True)
-            for chunk, row in zip(sums.view(hops.nodes, -1), rows, strict=True)
-        ]
-        for work in works:
-            work.wait()
-    else:
-        columns = workspace.take(1, gradient.nbytes, "columns")
-        by_receiver = columns.view(-1).view(gradient.dtype)
-        source = gradient.view(hops.nodes, hops.local, layout.shard_size)
-        by_receiver.view(hops.local, hops.nodes, layout.shard_size).copy_(source.transpose(0, 1))
-        start_reduce_scatter(parts.inside, by_receiver, sums, hops.intra, 1, workspace).wait()
-        workspace.give(columns)
-    divisor = hops.nodes * hops.local if average else 1
-    handle = start_reduce_scatter(parts.sender, sums, output, hops.inter, divisor, workspace)
-    workspace.give(buffer)  # it has been compressed: the payload is what travels
-    return handle
+    return Sender(plain, BlockLayout.of(numel, hops.local, plain.bits, plain.block_size), setup.device)

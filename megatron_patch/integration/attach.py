@@ -39,15 +39,15 @@ SUPPORTED = (Version("0.17"), Version("0.20"))
 
 
 class Attachment:
-    """One attached DDP instance: its compressor and the seams of its bucket groups, dense before expert."""
+    """One attached DDP instance: its state and the seams of its bucket groups, dense before expert."""
 
     def __init__(self, chunk: Any, config: CompressionConfig) -> None:
         groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
         buckets = [bucket for group in groups for bucket in group.buckets]
         device = buckets[0].grad_data.device if buckets else torch.device("cpu")
-        self.compressor = ChunkState(config, device)
+        self.state = ChunkState(config, device)
         self.seams = [
-            BucketGroupSeam(group, self.compressor, expert=place >= len(chunk.bucket_groups))
+            BucketGroupSeam(group, self.state, expert=place >= len(chunk.bucket_groups))
             for place, group in enumerate(groups)
         ]
         self._marked = replicated_params.mark(chunk) if config.compresses else []
@@ -72,7 +72,7 @@ def attachment_of(chunk: Any) -> Attachment | None:
 def chunk_state_of(chunk: Any) -> ChunkState | None:
     """The compression state of an attached DDP instance; None where nothing is attached."""
     attachment = attachment_of(chunk)
-    return attachment.compressor if attachment is not None else None
+    return attachment.state if attachment is not None else None
 
 
 def onebit_of(optimizer: Any) -> OneBitAdam | None:
@@ -101,7 +101,7 @@ def attach(chunks: Sequence[Any] | Any, config: CompressionConfig | None = None)
         attached = _attachments.get(chunk)
         if attached is None:
             new.append(chunk)
-        elif attached.compressor.config != config:
+        elif attached.state.config != config:
             raise UserError(
                 "compression is attached to this model already, with other options; disable() first"
             )
@@ -146,9 +146,9 @@ def _step(optimizer: Any, original: Callable[[], Any]) -> Any:
     """A step of Megatron's, which 1-bit Adam makes where it is attached."""
     if (onebit := _onebit.get(optimizer)) is None:
         attached = [
-            (chunk, attachment.compressor, attachment.seams)
+            (chunk, attachment.state, attachment.seams)
             for chunk, attachment in _attachments.items()
-            if attachment.compressor.config.momentum and optimizer_step.updates(optimizer, chunk)
+            if attachment.state.config.momentum and optimizer_step.updates(optimizer, chunk)
         ]
         if not attached:
             return original()
@@ -159,7 +159,7 @@ def _step(optimizer: Any, original: Callable[[], Any]) -> Any:
 def _end_step(optimizer: Any, successful: bool, loss_scale_factor: float) -> None:
     for chunk, attachment in list(_attachments.items()):
         if optimizer_step.updates(optimizer, chunk):
-            attachment.compressor.end_step(successful, loss_scale_factor)
+            attachment.state.end_step(successful, loss_scale_factor)
 
 
 @functools.cache

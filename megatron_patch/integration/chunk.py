@@ -17,13 +17,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from megatron_patch.collectives import two_hop_all_reduce
-from megatron_patch.collectives.all_reduce import AllReduceHandle, SenderAndOwner, start_all_reduce
-from megatron_patch.collectives.reduce_scatter import ReduceScatterHandle, start_reduce_scatter
-from megatron_patch.collectives.topology import TwoHops
+from megatron_patch.collectives.exchange import Exchange, Handle, Setup
 from megatron_patch.collectives.traffic import Traffic
-from megatron_patch.collectives.two_hop_all_reduce import TwoHopSenderAndOwner, start_two_hop_all_reduce
-from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopSender, start_two_hop_reduce_scatter
 from megatron_patch.collectives.workspace import Workspace
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
@@ -86,7 +81,7 @@ class ChunkState:
         self._traffic = Traffic()
         self._used: list[Sender] = []
         self._inside_bytes = 0.0
-        self._in_flight: deque[ReduceScatterHandle | AllReduceHandle] = deque()
+        self._in_flight: deque[Handle] = deque()
         self._replaying = False
         self._warned = False
         self.phase = Phase(config.warmup_steps)
@@ -109,81 +104,27 @@ class ChunkState:
         """Memory of all error states on this rank, in bytes."""
         return sum(sender.error.nbytes for sender in self.senders if sender.error is not None)
 
-    def add_reduce_scatter(self, numel: int, group: dist.ProcessGroup) -> Sender:
-        """Allocate the state of the reduce-scatter of `numel` elements over `group`."""
-        return self._add(BlockLayout.of(numel, group.size(), self.config.bits, self.config.block_size))
+    @property
+    def setup(self) -> Setup:
+        """What this chunk's exchanges are made with."""
+        return Setup(self.config, self.workspace, self._new_sender)
 
-    def add_two_hops(self, numel: int, hops: TwoHops) -> TwoHopSender:
-        """Allocate the state of the two-hop reduce-scatter of `numel` elements."""
-        config = self.config
-        between = BlockLayout.of(numel // hops.local, hops.nodes, config.bits, config.block_size)
-        return TwoHopSender(hops, self._add(between), config, self.device)
-
-    def add_all_reduce(
-        self, numel: int, group: dist.ProcessGroup, hops: TwoHops | None = None
-    ) -> SenderAndOwner:
-        """Allocate the state of the all-reduce of `numel` elements over `group`, in two hops where given."""
-        config = self.config
-        # Megatron's optimizer takes what it wants of an all-reduced bucket: owners may hold what suits us.
-        whole = config.momentum
-        if hops is not None:
-            chunk, layout = two_hop_all_reduce.layouts(numel, hops, config, whole)
-            sender, owner = self._add(layout), self._add(layout.shard(hops.inter.rank()))
-            return two_hop_all_reduce.parts(numel, chunk, hops, sender, owner, config)
-        layout = BlockLayout.of(numel, group.size(), config.bits, config.block_size, whole)
-        return SenderAndOwner(self._add(layout), self._add(layout.shard(group.rank())))
-
-    def _add(self, layout: BlockLayout) -> Sender:
+    def _new_sender(self, layout: BlockLayout) -> Sender:
         stream = dist.get_rank() * 4096 + len(self.senders)
         self.senders.append(Sender(self.config, layout, self.device, stream))
         return self.senders[-1]
 
-    def reduce_scatter(
-        self,
-        sender: Sender | TwoHopSender,
-        gradient: torch.Tensor,
-        output: torch.Tensor,
-        group: dist.ProcessGroup,
-        average: bool,
-    ) -> ReduceScatterHandle:
-        """Start the compressed reduce-scatter of one bucket; counts it, and ends one that began long ago."""
-        self._drain()
-        if isinstance(sender, TwoHopSender):
-            self._count_payloads(sender.sender)
-            self._inside_bytes += sender.inside_bytes(gradient)
-            handle = start_two_hop_reduce_scatter(sender, gradient, output, average, self.workspace)
-        else:
-            self._count_payloads(sender)
-            divisor = group.size() if average else 1
-            handle = start_reduce_scatter(sender, gradient, output, group, divisor, self.workspace)
-        self._in_flight.append(handle)
-        return handle
-
-    def _drain(self) -> None:
-        """Make room for one more exchange: end the oldest where that would be more than two."""
+    def start(self, exchange: Exchange, tensor: torch.Tensor, output: torch.Tensor, average: bool) -> Handle:
+        """Start the exchange of one bucket; counts it, and ends one that began long ago."""
         while len(self._in_flight) >= IN_FLIGHT:
             self._in_flight.popleft().wait()
-
-    def all_reduce(
-        self, parts: SenderAndOwner, data: torch.Tensor, group: dist.ProcessGroup, average: bool
-    ) -> AllReduceHandle:
-        """Start the compressed all-reduce of `data`, in place; counts it."""
-        self._count_payloads(parts.sender)
-        self._count_payloads(parts.owner, peers=parts.sender.layout.shards - 1)
-        self._drain()
-        if isinstance(parts, TwoHopSenderAndOwner):
-            self._inside_bytes += parts.inside_bytes(data)
-            handle = start_two_hop_all_reduce(parts, data, average, self.workspace)
-        else:
-            divisor = group.size() if average else 1
-            handle = start_all_reduce(parts, data, group, divisor, self.workspace)
+        traffic = exchange.traffic(tensor)
+        self.count(traffic.between)
+        self._inside_bytes += traffic.inside
+        self._used += [state.sender for state in exchange.states()]
+        handle = exchange.start(tensor, output, average)
         self._in_flight.append(handle)
         return handle
-
-    def _count_payloads(self, sender: Sender, peers: int | None = None) -> None:
-        peers = sender.layout.shards - 1 if peers is None else peers
-        self.count(Traffic(peers * sender.layout.payload_bytes, peers * sender.layout.shard_size))
-        self._used.append(sender)
 
     def count(self, traffic: Traffic) -> None:
         """Count bytes sent to other ranks in this step, compressed or not."""

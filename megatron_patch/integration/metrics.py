@@ -130,7 +130,7 @@ class RunMetrics:
             self._file.flush()
         self._show(record, step)
 
-    def _compressors(self) -> list[ChunkState]:
+    def _states(self) -> list[ChunkState]:
         return [c for chunk in self._model if (c := chunk_state_of(chunk)) is not None]
 
     def _bucket_groups(self) -> list[Any]:
@@ -145,16 +145,16 @@ class RunMetrics:
         gradients, weights = Traffic(), Traffic()
         seconds = inside = 0.0
         sums = torch.zeros(len(STATISTICS), dtype=torch.float64)
-        compressors = self._compressors()
-        for compressor in compressors:
-            gradients.add(compressor.report.traffic)
-            seconds += compressor.report.compression_seconds()
-            inside += compressor.report.inside_bytes
-            if compressor.report.statistics is not None:
-                sums += compressor.report.statistics.cpu()
+        states = self._states()
+        for state in states:
+            gradients.add(state.report.traffic)
+            seconds += state.report.compression_seconds()
+            inside += state.report.inside_bytes
+            if state.report.statistics is not None:
+                sums += state.report.statistics.cpu()
         for group in self._bucket_groups():
             weights.add(stock_traffic.weights(group))
-            if not compressors:
+            if not states:
                 gradients.add(stock_traffic.stock_gradients(group))
         totals = torch.cat(
             [
@@ -209,7 +209,7 @@ class RunMetrics:
         """Steps after which 1-bit Adam's variance was frozen (None: not yet); nothing for other methods."""
         if not self._config.momentum:
             return {}
-        return {"warmup_steps": next((c.phase.variance_steps for c in self._compressors()), None)}
+        return {"warmup_steps": next((c.phase.variance_steps for c in self._states()), None)}
 
     def _writes(self) -> bool:
         return dist.get_rank() == dist.get_world_size() - 1
@@ -221,8 +221,8 @@ class RunMetrics:
         memory = torch.tensor(
             [
                 _peak_memory(),
-                sum(c.error_bytes for c in self._compressors()),
-                sum(c.workspace.nbytes for c in self._compressors()),
+                sum(c.error_bytes for c in self._states()),
+                sum(c.workspace.nbytes for c in self._states()),
             ],
             dtype=torch.float64,
         )
@@ -242,7 +242,7 @@ class RunMetrics:
         peak, error_bytes, buffer_bytes = memory.tolist()
         args = get_args()
         median = _median(self._seconds or [record["step_seconds"] for record in earlier])
-        events = [c.describe() for c in self._compressors()]
+        events = [c.describe() for c in self._states()]
         summary = {
             "method": self._config.method if self._attached else "stock",
             "bits": self._config.bits if self._attached and self._config.compresses else None,

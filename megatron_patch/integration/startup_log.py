@@ -32,15 +32,21 @@ def _lines(config: CompressionConfig, seams: Sequence[BucketGroupSeam]) -> Itera
     memory = f"beta {config.beta}, errors in {config.error_dtype}" if config.has_memory else "no errors kept"
     start = f", from step {config.start_step} on" if config.start_step else ""
     yield logging.INFO, f"{config.method}, {config.bits} bits, block {config.block_size}, {memory}{start}"
-    for reason in dict.fromkeys(seam.flat_because for seam in seams if seam.flat_because):
-        yield logging.WARNING, f"one hop, not two, for a group of ranks: {reason}"
-    found: dict[tuple[str, int], list[int]] = {}
-    for seam in seams:
-        for collective, ranks, sizes in seam.collectives():
-            found.setdefault((collective, ranks), []).extend(sizes)
-    for (collective, ranks), sizes in found.items():
-        elements = f"{sum(sizes):,} gradient elements in {len(sizes)} bucket{'s' if len(sizes) > 1 else ''}"
-        if ranks > 1:
-            yield logging.INFO, f"{collective} over {ranks} ranks: {elements}"
+    stages = [(seam, stage) for seam in seams for stage in seam.stages]
+    for reason in dict.fromkeys(stage.made.flat_because for _, stage in stages):
+        if reason is not None:
+            yield logging.WARNING, f"one hop, not two, for a group of ranks: {reason}"
+    found: dict[tuple[str, str, bool], list[int]] = {}
+    for seam, stage in stages:
+        ranks = "expert data parallel" if seam.expert else "data parallel"
+        instances = " between optimizer instances" if stage is not seam.stages[0] else ""
+        exchanges = stage.made.exchanges
+        how = exchanges[0].describe() if exchanges else stage.kind
+        found.setdefault((f"{ranks} {how}{instances}", stage.of, bool(exchanges)), []).extend(stage.sizes)
+    for (exchange, of, compressed), sizes in found.items():
+        buckets = f"{len(sizes)} bucket{'s' if len(sizes) > 1 else ''}"
+        line = f"{exchange}: {sum(sizes):,} {of} elements in {buckets}"
+        if compressed:
+            yield logging.INFO, line
         else:
-            yield logging.WARNING, f"{collective}: {elements}, not compressed: the group is a single rank"
+            yield logging.WARNING, f"{line}, not compressed: the group is a single rank"

@@ -17,21 +17,15 @@ def all_reduce(options: dict[str, Any], numel: int, dtype: str, average: bool) -
     """Several all-reduces of one bucket: what was sent and remembered in both phases, what all ranks hold."""
     import torch
     import torch.distributed as dist
+    from collectives.setups import setup_of
 
-    from megatron_patch.collectives.all_reduce import SenderAndOwner, start_all_reduce
-    from megatron_patch.collectives.workspace import Workspace
-    from megatron_patch.compensation.sender import Sender
-    from megatron_patch.config import CompressionConfig
-    from megatron_patch.quantization.layout import BlockLayout
+    from megatron_patch.collectives.all_reduce import AllReduce
 
-    config, device = CompressionConfig(**options), torch.device("cpu")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    layout = BlockLayout.of(numel, ranks, config.bits, config.block_size)
-    parts = SenderAndOwner(Sender(config, layout, device), Sender(config, layout.shard(rank), device))
-    workspace = Workspace(device)
+    rank, setup = dist.get_rank(), setup_of(**options)
+    exchange = AllReduce(numel, dist.group.WORLD, setup)
     report: dict[str, Any] = {"sent": [], "errors": [], "owned": [], "owner_errors": [], "held": []}
 
-    def record(sender: Sender, name: str) -> None:
+    def record(sender: Any, name: str) -> None:
         compress = sender.compress
 
         def compress_and_keep(gradient: torch.Tensor, payload: torch.Tensor) -> None:
@@ -42,17 +36,17 @@ def all_reduce(options: dict[str, Any], numel: int, dtype: str, average: bool) -
 
         sender.compress = compress_and_keep
 
-    record(parts.sender, "sent")
-    record(parts.owner, "owned")
+    record(exchange.sender, "sent")
+    record(exchange.owner, "owned")
     report["nbytes"] = []
     for step in range(STEPS):
         data = torch.from_numpy(gradient_of(rank, step, numel)).to(getattr(torch, dtype))
-        handle = start_all_reduce(parts, data, dist.group.WORLD, RANKS if average else 1, workspace)
+        handle = exchange.start(data, data, average)
         handle.wait()
         handle.wait()  # once only
         report["held"].append(data.float())
-        report["nbytes"].append(workspace.nbytes)
-        for name, sender in (("errors", parts.sender), ("owner_errors", parts.owner)):
+        report["nbytes"].append(setup.workspace.nbytes)
+        for name, sender in (("errors", exchange.sender), ("owner_errors", exchange.owner)):
             if sender.error is not None:
                 report[name].append(sender.layout.flat(sender.error.decode()))
     return report

@@ -28,18 +28,14 @@ def exchange(options: dict[str, Any], dtype: str, average: bool, aliased: bool, 
     """Several exchanges of one bucket; what was sent, what is remembered and what was reduced, per step."""
     import torch
     import torch.distributed as dist
+    from collectives.setups import setup_of
 
-    from megatron_patch.collectives.reduce_scatter import start_reduce_scatter
-    from megatron_patch.collectives.workspace import Workspace
-    from megatron_patch.compensation.sender import Sender
-    from megatron_patch.config import CompressionConfig
-    from megatron_patch.quantization.layout import BlockLayout
+    from megatron_patch.collectives.reduce_scatter import ReduceScatter
 
-    config = CompressionConfig(**options)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cpu")
-    layout = BlockLayout.of(ranks * SHARD, ranks, config.bits, config.block_size)
-    sender, workspace = Sender(config, layout, device, stream=rank), Workspace(device)
+    setup = setup_of(stream=rank, **options)
+    reduce_scatter = ReduceScatter(ranks * SHARD, dist.group.WORLD, setup)
+    sender, layout = reduce_scatter.sender, reduce_scatter.sender.layout
     kept = []
     compress = sender.compress
 
@@ -54,8 +50,7 @@ def exchange(options: dict[str, Any], dtype: str, average: bool, aliased: bool, 
         before = bucket.clone()
         own = slice(rank * SHARD, (rank + 1) * SHARD)
         output = bucket[own] if aliased else torch.full((SHARD,), 77.0, dtype=bucket.dtype)
-        divisor = ranks if average else 1
-        handle = start_reduce_scatter(sender, bucket, output, dist.group.WORLD, divisor, workspace)
+        handle = reduce_scatter.start(bucket, output, average)
         handle.wait()
         after = output.clone()
         handle.wait()  # once only: a second wait changes nothing
@@ -65,7 +60,7 @@ def exchange(options: dict[str, Any], dtype: str, average: bool, aliased: bool, 
         report["shards"].append(output.float())
         if sender.error is not None:
             report["errors"].append(layout.join(sender.error.decode()).reshape(-1))
-        report["nbytes"].append(workspace.nbytes)
+        report["nbytes"].append(setup.workspace.nbytes)
     report["expected_nbytes"] = 2 * ranks * layout.payload_bytes
     return report
 
@@ -74,31 +69,25 @@ def two_in_flight() -> dict[str, Any]:
     """Two buckets of one shape exchanged at once, waited for in the other order; then again."""
     import torch
     import torch.distributed as dist
+    from collectives.setups import setup_of
 
-    from megatron_patch.collectives.reduce_scatter import start_reduce_scatter
-    from megatron_patch.collectives.workspace import Workspace
-    from megatron_patch.compensation.sender import Sender
-    from megatron_patch.config import CompressionConfig
-    from megatron_patch.quantization.layout import BlockLayout
+    from megatron_patch.collectives.reduce_scatter import ReduceScatter
 
-    device = torch.device("cpu")
-    config = CompressionConfig(method="naive", bits=8)
-    layout = BlockLayout.of(RANKS * SHARD, RANKS, 8, 128)
-    workspace = Workspace(device)
-    senders = [Sender(config, layout, device) for _ in range(2)]
+    setup = setup_of(method="naive", bits=8)
+    exchanges = [ReduceScatter(RANKS * SHARD, dist.group.WORLD, setup) for _ in range(2)]
     nbytes, errors = [], []
     for step in range(3):
         buckets = [
-            torch.from_numpy(gradient_of(dist.get_rank(), 10 * step + k, layout.numel)) for k in range(2)
+            torch.from_numpy(gradient_of(dist.get_rank(), 10 * step + k, RANKS * SHARD)) for k in range(2)
         ]
         outputs = [torch.empty(SHARD) for _ in range(2)]
         handles = [
-            start_reduce_scatter(sender, bucket, output, dist.group.WORLD, 1, workspace)
-            for sender, bucket, output in zip(senders, buckets, outputs, strict=True)
+            one.start(bucket, output, average=False)
+            for one, bucket, output in zip(exchanges, buckets, outputs, strict=True)
         ]
         for handle in reversed(handles):
             handle.wait()
-        nbytes.append(workspace.nbytes)
+        nbytes.append(setup.workspace.nbytes)
         for bucket, output in zip(buckets, outputs, strict=True):
             dist.all_reduce(bucket)
             exact = bucket[dist.get_rank() * SHARD : (dist.get_rank() + 1) * SHARD]
@@ -116,17 +105,13 @@ def wire_bytes(bits: int, numel: int, tries: int) -> dict[str, Any]:
     """What the interface counts while the payloads of all ranks travel, the smallest of several tries."""
     import torch
     import torch.distributed as dist
+    from collectives.setups import setup_of
 
-    from megatron_patch.collectives.reduce_scatter import start_reduce_scatter
-    from megatron_patch.collectives.workspace import Workspace
-    from megatron_patch.compensation.sender import Sender
-    from megatron_patch.config import CompressionConfig
-    from megatron_patch.quantization.layout import BlockLayout
+    from megatron_patch.collectives.reduce_scatter import ReduceScatter
 
-    device = torch.device("cpu")
     ranks = dist.get_world_size()
-    layout = BlockLayout.of(numel, ranks, bits, 128)
-    sender = Sender(CompressionConfig(method="naive", bits=bits), layout, device)
+    reduce_scatter = ReduceScatter(numel, dist.group.WORLD, setup_of(method="naive", bits=bits))
+    layout = reduce_scatter.sender.layout
     counted: list[int] = []
     inner = dist.all_to_all_single
 
@@ -147,15 +132,15 @@ def wire_bytes(bits: int, numel: int, tries: int) -> dict[str, Any]:
     try:
         generator = torch.Generator().manual_seed(dist.get_rank())
         bucket = torch.randn(numel, generator=generator)
-        workspace = Workspace(device)
         shard = torch.empty(layout.shard_size)
-        start_reduce_scatter(sender, bucket, shard, dist.group.WORLD, 1, workspace).wait()
+        reduce_scatter.start(bucket, shard, average=False).wait()
     finally:
         dist.all_to_all_single = inner
     return {
         "counted": min(counted),
         "expected": ranks * (ranks - 1) * layout.payload_bytes,
         "bits_per_element": 8 * layout.payload_bytes / layout.shard_size,
+        "traffic": reduce_scatter.traffic(bucket).between.nbytes,
         "shard_norm": shard.norm().item(),
     }
 
@@ -228,4 +213,5 @@ def test_the_interface_counts_the_bytes_that_the_payload_has(pool):
     expected = reports[0]["expected"]
     assert reports[0]["bits_per_element"] <= 4.2
     assert counted == pytest.approx(expected, rel=0.05)
+    assert expected == sum(report["traffic"] for report in reports)
     assert all(report["shard_norm"] > 0 for report in reports)

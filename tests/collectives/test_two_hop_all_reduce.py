@@ -15,20 +15,12 @@ def exchange(
 ) -> dict[str, Any]:
     """In a worker: two all-reduces of random numbers; what it holds, what is exact, bytes."""
     import torch.distributed as dist
+    from collectives.setups import setup_of
 
-    from megatron_patch.collectives import two_hop_all_reduce
     from megatron_patch.collectives.topology import two_hops
-    from megatron_patch.collectives.workspace import Workspace
-    from megatron_patch.compensation.sender import Sender
-    from megatron_patch.config import CompressionConfig
+    from megatron_patch.collectives.two_hop_all_reduce import TwoHopAllReduce
 
-    config = CompressionConfig(**options)
-    hops = two_hops(dist.group.WORLD, 2)
-    chunk, layout = two_hop_all_reduce.layouts(numel, hops, config, whole_blocks=False)
-    cpu = torch.device("cpu")
-    owner = Sender(config, layout.shard(hops.inter.rank()), cpu)
-    mine = two_hop_all_reduce.parts(numel, chunk, hops, Sender(config, layout, cpu), owner, config)
-    workspace = Workspace(cpu)
+    two_hop = TwoHopAllReduce(numel, two_hops(dist.group.WORLD, 2), setup_of(**options))
     for _ in range(2):
         every = [
             torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(getattr(torch, dtype))
@@ -37,7 +29,7 @@ def exchange(
         if bad is not None:
             every[3][5] = bad
         data = every[dist.get_rank()].clone()
-        two_hop_all_reduce.start_two_hop_all_reduce(mine, data, average, workspace).wait()
+        two_hop.start(data, data, average).wait()
     exact = sum(one.double() for one in every) / (RANKS if average else 1)
     held = [torch.empty_like(data) for _ in range(RANKS)]
     dist.all_gather(held, data)
@@ -45,9 +37,9 @@ def exchange(
         "held": data.double(),
         "exact": exact,
         "same": all(torch.equal(held[0].nan_to_num(7), other.nan_to_num(7)) for other in held),
-        "elements": mine.sender.layout.numel,
-        "start": mine.start,
-        "inside": mine.inside_bytes(data),
+        "elements": two_hop.sender.layout.numel,
+        "start": two_hop.states()[0].position.start,
+        "inside": two_hop.traffic(data).inside,
     }
 
 

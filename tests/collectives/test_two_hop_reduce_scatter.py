@@ -18,20 +18,13 @@ def exchange(options: dict[str, Any], dtype: str, average: bool, bad: float | No
     """Five exchanges; the last shard, what it should be, and what the hops cost. `bad` stands in rank 1's."""
     import torch
     import torch.distributed as dist
+    from collectives.setups import setup_of
 
     from megatron_patch.collectives.topology import two_hops
-    from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopSender, start_two_hop_reduce_scatter
-    from megatron_patch.collectives.workspace import Workspace
-    from megatron_patch.compensation.sender import Sender
-    from megatron_patch.config import CompressionConfig
-    from megatron_patch.quantization.layout import BlockLayout
+    from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopReduceScatter
 
-    config = CompressionConfig(**options)
-    rank, device = dist.get_rank(), torch.device("cpu")
-    hops = two_hops(dist.group.WORLD, PER_NODE)
-    layout = BlockLayout.of(RANKS * SHARD // hops.local, hops.nodes, config.bits, config.block_size)
-    parts = TwoHopSender(hops, Sender(config, layout, device), config, device)
-    workspace = Workspace(device)
+    rank, setup = dist.get_rank(), setup_of(**options)
+    two_hop = TwoHopReduceScatter(RANKS * SHARD, two_hops(dist.group.WORLD, PER_NODE), setup)
     nbytes = []
     for step in range(5):
         gradients = [
@@ -44,17 +37,17 @@ def exchange(options: dict[str, Any], dtype: str, average: bool, bad: float | No
             gradients[1][2 * SHARD + 7] = bad
         bucket = gradients[rank].clone()
         output = bucket[rank * SHARD : (rank + 1) * SHARD]
-        handle = start_two_hop_reduce_scatter(parts, bucket, output, average, workspace)
-        handle.wait()
-        nbytes.append(workspace.nbytes)
+        two_hop.start(bucket, output, average).wait()
+        nbytes.append(setup.workspace.nbytes)
     exact = sum(gradient.double() for gradient in gradients)[rank * SHARD : (rank + 1) * SHARD]
-    error = parts.sender.error
+    error = two_hop.sender.error
     return {
         "shard": output.double(),
         "exact": exact / (RANKS if average else 1),
         "nbytes": nbytes,
         "error bytes": 0 if error is None else error.nbytes,
-        "inside": parts.inside_bytes(bucket),
+        "inside": two_hop.traffic(bucket).inside,
+        "between": two_hop.traffic(bucket).between.nbytes,
     }
 
 
@@ -95,6 +88,7 @@ def test_error_and_traffic_inside_the_node(pool: Any) -> None:
         ):
             assert report["error bytes"] == RANKS * SHARD // 2 + 2 * 2 * 3  # codes; scales of 2 x 3 blocks
             assert report["inside"] == inside
+            assert report["between"] == SHARD // 2 + 10 + 2 * 3 + 10  # to one other node; alignment to 16
 
 
 def test_the_pool_keeps_no_more_buffers_than_were_in_use_at_a_time() -> None:

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+PARTS = {"reduce_scatter": "scatter", "node_sum": "scatter", "all_reduce": "reduce", "owner": "owner"}
+"""What the comparison calls each kind of sender; in two hops, `scatter` is of a node's sum."""
+
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
     """The parameters' values by name, flat fp32 copies."""
@@ -101,13 +104,12 @@ class _Recorder:
                         "dtype": str(bucket.grad_data.dtype),
                         "parameters": inside,
                     }
-                    senders = {}
-                    if seam.reduce_scatter:
-                        sender = seam.reduce_scatter[index]
-                        senders["scatter"] = getattr(sender, "sender", sender)  # of a node's sum, in two hops
-                    if seam.all_reduce:
-                        senders["reduce"] = seam.all_reduce[index].sender
-                        senders["owner"] = seam.all_reduce[index].owner
+                    senders = {
+                        PARTS[state.kind]: state.sender
+                        for stage in seam.stages
+                        if stage.made.exchanges
+                        for state in stage.made.exchanges[index].states()
+                    }
                     for part, sender in senders.items():
                         self._keep_sent(len(self.buckets), part, sender)
                     self.buckets.append((description, senders))

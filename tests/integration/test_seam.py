@@ -645,13 +645,13 @@ def accumulated(model: dict[str, Any], microbatches: int, steps: int) -> dict[st
 
     tiny, compressor = built(model, {"bits": 4})
     calls = [0]
-    exchange = compressor.reduce_scatter
+    exchange = compressor.start
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
         return exchange(*args, **kwargs)
 
-    compressor.reduce_scatter = counting
+    compressor.start = counting
     report: dict[str, Any] = {"shards": [], "errors": [], "gradients": [], "calls": []}
     for step in range(steps):
         tiny.ddp.zero_grad_buffer()
@@ -698,13 +698,13 @@ def dispatch_times() -> dict[str, Any]:
     tiny, compressor = built(SEVERAL, {"bits": 4})
     phases: list[list[str]] = []
     phase = ["backward"]
-    exchange = compressor.reduce_scatter
+    exchange = compressor.start
 
-    def noting(*args: Any, **kwargs: Any) -> Any:
+    def note(*args: Any, **kwargs: Any) -> Any:
         phases[-1].append(phase[0])
         return exchange(*args, **kwargs)
 
-    compressor.reduce_scatter = noting
+    compressor.start = note
     handles = []
     for step in range(3):
         phases.append([])
@@ -897,8 +897,8 @@ def announced(compression: dict[str, Any], several: bool = False) -> dict[str, A
 
 TOPOLOGIES = {
     "unknown": ({}, None),
-    "auto": ({"ranks_per_node": 2}, "in two hops, 2 nodes of 2 ranks: over 4 ranks"),
-    "asked for": ({"ranks_per_node": 2, "topology": "two_hop"}, "in two hops, 2 nodes of 2 ranks"),
+    "auto": ({"ranks_per_node": 2}, "reduce-scatter in two hops over 2 nodes of 2 ranks: "),
+    "asked for": ({"ranks_per_node": 2, "topology": "two_hop"}, "in two hops over 2 nodes of 2 ranks"),
     "flat": ({"ranks_per_node": 2, "topology": "flat"}, None),
     "one node": ({"ranks_per_node": 4}, None),
     "one node, asked for": (

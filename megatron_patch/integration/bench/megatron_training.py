@@ -297,9 +297,9 @@ class MegatronTraining(Training):
 
     @property
     def gradient_bytes(self) -> float:
-        compressor = chunk_state_of(self.model)
-        if compressor is not None:
-            return compressor.report.traffic.nbytes
+        state = chunk_state_of(self.model)
+        if state is not None:
+            return state.report.traffic.nbytes
         return sum(stock_traffic.stock_gradients(group).nbytes for group in self.model.bucket_groups)
 
     @property

@@ -15,17 +15,7 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from megatron_patch.collectives.two_hop_all_reduce import TwoHopSenderAndOwner
-from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopSender
-from megatron_patch.compensation.resharding import (
-    ALL_REDUCE,
-    NODE_SUM,
-    OWNER,
-    REDUCE_SCATTER,
-    Part,
-    Piece,
-    Position,
-)
+from megatron_patch.compensation.resharding import Part, Piece
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.integration.attach import Attachment
 from megatron_patch.integration.seams.gradients import BucketGroupSeam
@@ -40,13 +30,6 @@ def parts_of(chunk: Any, attachment: Attachment) -> list[tuple[Sender, Part]]:
 def _parts_of_group(
     seam: BucketGroupSeam, pieces: dict[torch.nn.Parameter, tuple[Piece, ...]]
 ) -> Iterator[tuple[Sender, Part]]:
-    scatter, reduce = seam.scatter_group, seam.reduce_group
-    shards, shard = (scatter.size(), scatter.rank()) if scatter is not None else (1, 0)
-    copies, copy = (reduce.size(), reduce.rank()) if reduce is not None else (1, 0)
-    average = seam.group.ddp_config.average_in_collective
-    if seam.exchanges_momentum:  # whole buckets, whoever holds Adam's state; the mean, whatever Megatron does
-        shards, shard, average = 1, 0, True
-        copies, copy = seam.momentum_group.size(), seam.momentum_group.rank()
     buckets = seam.group.buckets
     placed = [
         tuple(
@@ -56,39 +39,20 @@ def _parts_of_group(
         )
         for bucket in buckets
     ]
-
-    def part(kind: str, place: int, position: Position, index: int, senders: int, weight: float) -> Part:
-        numel = buckets[place].grad_data.numel()
-        return Part(kind, placed[place], numel, position, index, senders, weight)
-
-    for place, sender in enumerate(seam.reduce_scatter):
-        if isinstance(sender, TwoHopSender):
-            hops, size = sender.hops, sender.sender.layout.shard_size
-            node, local = divmod(shard, hops.local)
-            column = Position(local * size, size, hops.nodes, hops.local * size)
-            index, senders = copy * hops.nodes + node, copies * hops.nodes
-            weight = 1 / (copies * shards) if average else 1.0
-            yield sender.sender, part(NODE_SUM, place, column, index, senders, weight)
-            continue
-        whole = Position(0, buckets[place].grad_data.numel())
-        index, senders = copy * shards + shard, copies * shards
-        weight = 1 / senders if average else 1.0
-        yield sender, part(REDUCE_SCATTER, place, whole, index, senders, weight)
-    for place, both in enumerate(seam.all_reduce):
-        layout = both.sender.layout
-        if isinstance(both, TwoHopSenderAndOwner):
-            nodes, node = layout.shards, both.hops.inter.rank()
-            weight = 1 / copies if average else 1.0
-            chunk = Position(both.start, layout.numel)
-            yield both.sender, part(ALL_REDUCE, place, chunk, node, nodes, weight)
-            start = both.start + min(node * layout.shard_size, layout.numel)
-            yield both.owner, part(OWNER, place, Position(start, both.owner.layout.numel), 0, 1, 1.0)
-            continue
-        start, end = shard * layout.numel, (shard + 1) * layout.numel
-        weight = 1 / copies if average else 1.0
-        yield both.sender, part(ALL_REDUCE, place, Position(start, layout.numel), copy, copies, weight)
-        start = min(start + copy * layout.shard_size, end)
-        yield both.owner, part(OWNER, place, Position(start, both.owner.layout.numel), 0, 1, 1.0)
+    for stage in seam.stages:
+        for place, exchange in enumerate(stage.made.exchanges):
+            first = stage.shard * stage.sizes[place]
+            for state in exchange.states():
+                part = Part(
+                    state.kind,
+                    placed[place],
+                    buckets[place].grad_data.numel(),
+                    dataclasses.replace(state.position, start=first + state.position.start),
+                    stage.copy * state.senders + state.index,
+                    stage.copies * state.senders,
+                    1 / (stage.copies * state.ranks) if stage.averages else 1.0,
+                )
+                yield state.sender, part
 
 
 def _pieces_of_parameters(chunk: Any) -> dict[torch.nn.Parameter, tuple[Piece, ...]]:

@@ -88,8 +88,8 @@ def _compressed(chunks: Any) -> list[Any]:
     """The chunks whose gradients leave in low bits."""
     found = []
     for chunk in chunks if isinstance(chunks, list | tuple) else [chunks]:
-        compressor = chunk_state_of(chunk)
-        if compressor is not None and compressor.config.compresses:
+        state = chunk_state_of(chunk)
+        if state is not None and state.config.compresses:
             found.append(chunk)
     return found
 

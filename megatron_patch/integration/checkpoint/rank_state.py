@@ -27,8 +27,8 @@ class RankState:
         ]
         self.senders = [sender for sender, _ in found]
         self.layout = RankLayout(tuple((part, _storage(sender)) for sender, part in found))
-        self.compressors = [attachment.compressor for attachment in self.attachments]
-        self.config = self.compressors[0].config
+        self.states = [attachment.state for attachment in self.attachments]
+        self.config = self.states[0].config
 
     def groups(self) -> dict[str, int]:
         """Sizes of the groups of ranks that the model is spread over."""
@@ -49,12 +49,13 @@ class RankState:
                     yield f"{number}.{name}", tensor
 
     def start_from_zero(self, steps: int) -> None:
-        for compressor in self.compressors:
-            compressor.clear_errors()
-            compressor.steps = compressor.steps_seen = steps
-            compressor.phase = Phase(compressor.config.warmup_steps)
+        for state in self.states:
+            state.clear_errors()
+            state.steps = state.steps_seen = steps
+            state.phase = Phase(state.config.warmup_steps)
         for seam in (seam for attachment in self.attachments for seam in attachment.seams):
-            seam.momentum = None  # it begins from Adam's state
+            if seam.momentum is not None:
+                seam.momentum.held = None  # it begins from Adam's state
         for sender in self.senders:
             sender.reseed(steps)
 

@@ -125,18 +125,18 @@ class _Reader:
         """Put the state back as far as it goes; returns what happened. Call on all ranks."""
         manifest, rank = self._manifest, self._rank
         rank.start_from_zero(manifest["steps"])
-        for compressor in rank.compressors:
-            compressor.steps_seen = manifest["steps_seen"]
-            compressor.events = Events(**manifest["events"])
+        for state in rank.states:
+            state.steps_seen = manifest["steps_seen"]
+            state.events = Events(**manifest["events"])
         factor = loss_scale / manifest["loss_scale"]
         saved = manifest["config"]
         if saved["method"] != rank.config.method:
             return f"errors start from zero: the checkpoint is of method {saved['method']}"
-        for compressor in rank.compressors:
-            compressor.phase = _resumed(Phase(**manifest.get("phase", {})), compressor.config)
+        for state in rank.states:
+            state.phase = _resumed(Phase(**manifest.get("phase", {})), state.config)
         if manifest["mid_step"]:
-            for compressor in rank.compressors:
-                compressor.events.replays += 1
+            for state in rank.states:
+                state.events.replays += 1
             return "errors start from zero: the checkpoint is from within a step, which runs again"
         if exact:
             self._apply_exactly(factor)

@@ -43,7 +43,7 @@ class ErrorSave:
         self.checkpoint = checkpoint
         self._staging = checkpoint.with_name(f".compression-{iteration:07d}")
         self._rank = RankState(chunks)
-        counted = self._rank.compressors[0]
+        counted = self._rank.states[0]
         self._content = {
             "iteration": iteration,
             "config": self._rank.config.as_dict(),

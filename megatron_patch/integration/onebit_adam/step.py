@@ -50,7 +50,7 @@ class OneBitAdam:
 
     Args:
         optimizer: Megatron's, chained or not.
-        attached: each DDP-wrapped chunk with its compressor and seams.
+        attached: each DDP-wrapped chunk with its state and seams.
 
     Raises:
         UserError: an optimizer that is no Adam, or keeps its state where 1-bit Adam cannot go.
@@ -64,20 +64,21 @@ class OneBitAdam:
         for part in self._parts:
             refuse_optimizer(part)
         self._chunks = [chunk for chunk, _, _ in attached]
-        self._compressors = [compressor for _, compressor, _ in attached]
-        self._seams = [(compressor, seam) for _, compressor, seams in attached for seam in seams]
+        self._states = [state for _, state, _ in attached]
+        self._seams = [(state, seam) for _, state, seams in attached for seam in seams]
+        self._momentum = [seam.momentum for _, seam in self._seams if seam.momentum is not None]
         self._copies: list[replicas.Replicas] = []
 
     def step(self, original: Callable[[], StepResult]) -> StepResult:
         """The optimizer's step in either phase; `original` is Megatron's own."""
-        first = self._compressors[0]
+        first = self._states[0]
         if first.active:
             return self._compressed_step()
         result = original()
         phase = first.phase
         if result[0] and phase.switch_step is None and warm_up.settled(phase, self._parts):
-            for compressor in self._compressors:
-                compressor.phase.switch_step = compressor.steps + 1  # this one is not counted yet
+            for state in self._states:
+                state.phase.switch_step = state.steps + 1  # this one is not counted yet
         return result
 
     @torch.no_grad()
@@ -103,17 +104,18 @@ class OneBitAdam:
 
         NaN where a gradient of any rank is not finite. What several ranks of the model hold counts once.
         """
-        first = self._compressors[0]
+        first = self._states[0]
         sketches: dict[dist.ProcessGroup, NormSketch] = {}
         with naming_lost_ranks("1-bit Adam's gradient norm"):
             for _, seam in self._seams:
-                group = seam.momentum_group
+                assert seam.momentum is not None
+                group = seam.momentum.group
                 seed = first.config.seed + first.steps_seen
                 sketch = sketches.setdefault(group, NormSketch(seed, first.device))
                 for bucket in seam.group.buckets:
                     for parameter in bucket.params_list:
                         if _counts(parameter):
-                            sketch.add(parameter.main_grad, seam.mean_factor)
+                            sketch.add(parameter.main_grad, seam.momentum.mean_factor)
             total = torch.zeros((), dtype=torch.float64, device=first.device)
             for group, sketch in sketches.items():
                 total += sketch.squared_norm_of_mean(group) / group.size()
@@ -123,19 +125,22 @@ class OneBitAdam:
     def _exchange(self, factor: float) -> None:
         """Form every rank's own momentum, and make it the shared one."""
         beta1 = self._optimizer.config.adam_beta1
-        for compressor, seam in self._seams:
+        for state, seam in self._seams:
             assert seam.momentum is not None
+            assert seam.momentum.held is not None
+            (stage,) = seam.stages
             handles = []
-            with naming_lost_ranks("momentum exchange", seam.momentum_group):
-                for place, (bucket, held) in enumerate(zip(seam.group.buckets, seam.momentum, strict=True)):
-                    update.form(held, bucket.grad_data, beta1, factor * seam.mean_factor)
-                    if seam.all_reduce:
-                        parts = seam.all_reduce[place]
-                        handles.append(compressor.all_reduce(parts, held, seam.momentum_group, average=True))
+            with naming_lost_ranks("momentum exchange", stage.group):
+                for place, (bucket, held) in enumerate(
+                    zip(seam.group.buckets, seam.momentum.held, strict=True)
+                ):
+                    update.form(held, bucket.grad_data, beta1, factor * seam.momentum.mean_factor)
+                    if stage.made.exchanges:
+                        exchange = stage.made.exchanges[place]
+                        handles.append(state.start(exchange, held, held, average=True))
                 for handle in handles:
                     handle.wait()
-            for bucket, held in zip(seam.group.buckets, seam.momentum, strict=True):
-                _clear_padding(bucket, held)
+            seam.momentum.clear_padding()
         for shared in self._copies:
             shared.average()
 
@@ -150,7 +155,7 @@ class OneBitAdam:
                 del part.optimizer.step
 
     def _inner_step(self, part: Any) -> None:
-        variance_steps = self._compressors[0].phase.variance_steps
+        variance_steps = self._states[0].phase.variance_steps
         assert variance_steps is not None
         steps = warm_up.adam_steps(part) + 1
         for group in part.optimizer.param_groups:
@@ -178,11 +183,11 @@ class OneBitAdam:
     @contextmanager
     def _momentum_as_gradients(self) -> Iterator[None]:
         """Within the block, each parameter of the optimizers has its part of m as its gradient."""
-        new = any(seam.momentum is None for _, seam in self._seams)
+        new = any(momentum.held is None for momentum in self._momentum)
         gradients: dict[Any, torch.Tensor] = {}
         views: dict[Any, torch.Tensor] = {}
-        for _, seam in self._seams:
-            for parameter, view in seam.momentum_views():
+        for momentum in self._momentum:
+            for parameter, view in momentum.views():
                 gradients[parameter], views[parameter] = parameter.main_grad, view
                 parameter.main_grad = view
         try:
@@ -207,10 +212,10 @@ class OneBitAdam:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         parameter.grad.copy_(part.optimizer.state[parameter]["exp_avg"])
-        for _, seam in self._seams:
-            seam.gather_momentum()
+        for momentum in self._momentum:
+            momentum.gather()
         self._copies = list(replicas.find(self._chunks, views))
-        if self._compressors[0].phase.variance_steps is None:
+        if self._states[0].phase.variance_steps is None:
             self._announce_switch()
 
     def _announce_switch(self) -> None:
@@ -218,25 +223,15 @@ class OneBitAdam:
         if "nccl" in dist.get_backend():
             steps = steps.cuda()
         dist.all_reduce(steps, op=dist.ReduceOp.MAX)
-        for compressor in self._compressors:
-            compressor.phase.variance_steps = int(steps)
+        for state in self._states:
+            state.phase.variance_steps = int(steps)
         if dist.get_rank() == 0:
             logger.warning(
                 "megatron-loco: 1-bit Adam's warm-up is over after %d steps (%s): the variance is frozen, "
                 "and from now on momentum is exchanged in 1 bit instead of gradients",
                 int(steps),
-                self._compressors[0].config.warmup,
+                self._states[0].config.warmup,
             )
-
-
-def _clear_padding(bucket: Any, held: torch.Tensor) -> None:
-    """Zero the momentum between and behind a bucket's parameters: a 1-bit code leaves something there, which
-    weighs in the next scales, but no checkpoint has it."""
-    last = 0
-    for start, end in sorted(bucket.param_to_index.values()):
-        held[last:start].zero_()
-        last = end
-    held[last:].zero_()
 
 
 def _counts(parameter: torch.nn.Parameter) -> bool:

@@ -9,8 +9,8 @@ Then it calls a collective per bucket, in order:
     replicated optimizer                   `torch.distributed.all_reduce` of the bucket
 
 So the method is overridden on the INSTANCE. For the length of the original call the module's two globals only
-write down what they are asked for (intercept.py); after it, the same collectives run in low bits, and where
-upstream left a handle it gets ours.
+record what they are asked for (intercept.py); after it, the same collectives run in low bits, each by its
+exchange (collectives/exchange.py), and where upstream left a handle it gets ours.
 
 Why not one layer down (torch.distributed itself)? Other users of it would be hit. Why not one layer up (the
 whole method)? It differs between releases. Why after the call and not within? Upstream calls within
@@ -24,18 +24,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 
-from megatron_patch.collectives.all_reduce import SenderAndOwner
+from megatron_patch.collectives.exchange import Exchange, Handle
 from megatron_patch.collectives.lost_ranks import naming_lost_ranks
-from megatron_patch.collectives.topology import NoTwoHops, TwoHops, ranks_per_node, two_hops
-from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopSender
-from megatron_patch.compensation.sender import Sender
+from megatron_patch.collectives.makers import Made, make_all_reduces, make_reduce_scatters
 from megatron_patch.integration.chunk import ChunkState
+from megatron_patch.integration.onebit_adam.momentum_buffers import MomentumBuffers
 from megatron_patch.integration.seams.intercept import CollectiveCalls, intercepted
 from megatron_patch.integration.seams.stock_traffic import stock_gradients
 
@@ -43,16 +43,12 @@ _WHAT = "gradient exchange"
 _REPLAYING = (RerunState.RERUNNING_IN_PLACE, RerunState.RERUNNING_FROM_CHECKPOINT)
 
 
-class _Handle(Protocol):
-    def wait(self) -> Any: ...
-
-
 class _AllHandles:
     """Stands where upstream keeps a bucket group's one handle (`grad_reduce_handle`)."""
 
     def __init__(
         self,
-        handles: Sequence[_Handle],
+        handles: Sequence[Handle],
         groups: Sequence[dist.ProcessGroup | None],
         stream: torch.cuda.Stream | None = None,
     ) -> None:
@@ -72,23 +68,46 @@ class _AllHandles:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 
+@dataclass(frozen=True)
+class Stage:
+    """One of the collectives that a bucket group's gradients pass, one after the other."""
+
+    kind: str
+    """What Megatron calls it: "reduce-scatter" or "all-reduce"."""
+    of: str
+    """What is exchanged: "gradient" or "momentum"."""
+    group: dist.ProcessGroup
+    sizes: Sequence[int]
+    """Elements of each bucket's tensor."""
+    averages: bool
+    """Whether the sum is divided by the number of ranks."""
+    made: Made
+    """An exchange for each bucket; none over a single rank, nor with method none."""
+    shard: int = 0
+    """The tensor is this one of its bucket's shards of that size."""
+    copies: int = 1
+    """So many groups do the same with other gradients of the same elements, and are summed in the next
+    stage."""
+    copy: int = 0
+    """Which of them this rank's group is."""
+
+
 class BucketGroupSeam:
     """Overrides `start_grad_sync` of one bucket group until `detach`.
 
-    `group` is Megatron's `_ParamAndGradBucketGroup`. `reduce_scatter` and `all_reduce` hold the state of its
-    two possible collectives, one entry per bucket; either is empty where the group has no such collective,
-    or has it within a single rank.
+    `group` is Megatron's `_ParamAndGradBucketGroup`; `stages` are its collectives in their order, with an
+    exchange for each bucket (none over a single rank, nor with method none).
 
     Args:
         bucket_group: Megatron's bucket group.
-        compressor: the chunk's state, in which the senders are allocated.
+        state: the chunk's, in which the senders are allocated.
         expert: whether the parameters are experts', reduced over the expert-data-parallel group.
     """
 
-    def __init__(self, bucket_group: Any, compressor: ChunkState, expert: bool = False) -> None:
+    def __init__(self, bucket_group: Any, state: ChunkState, expert: bool = False) -> None:
         self.group = bucket_group
         self.expert = expert
-        self._compressor = compressor
+        self._state = state
         config = bucket_group.ddp_config
         self.scatter_group: dist.ProcessGroup | None = None
         self.reduce_group: dist.ProcessGroup | None = None
@@ -98,36 +117,12 @@ class BucketGroupSeam:
             self.scatter_group = bucket_group.intra_distributed_optimizer_instance_group
             if config.num_distributed_optimizer_instances > 1:
                 self.reduce_group = bucket_group.inter_distributed_optimizer_instance_group
-
-        shards = self.scatter_group.size() if self.scatter_group is not None else 1
-        sizes = [bucket.grad_data.numel() for bucket in bucket_group.buckets]
-        self.reduce_scatter: list[Sender | TwoHopSender] = []
-        self.all_reduce: list[SenderAndOwner] = []
-        self.hops: TwoHops | None = None
-        self.flat_because: str | None = None
-        """Why the reduce-scatter goes without two hops, where that may not be what was meant."""
-        self.momentum: list[torch.Tensor] | None = None
-        """1-bit Adam's m of each bucket, fp32 [B], whole on every rank; None before it begins."""
-        self.mean_factor = 1.0
-        """What an unreduced gradient is multiplied by to be its rank's own, of which the mean is wanted."""
-        if compressor.config.momentum:
-            everyone = self.momentum_group
-            if everyone.size() > 1:
-                self.hops = self._hops(everyone)
-                self.all_reduce = [compressor.add_all_reduce(size, everyone, self.hops) for size in sizes]
-        elif compressor.config.compresses:
-            if (ranks := self.scatter_group) is not None and ranks.size() > 1:
-                self.hops = self._hops(ranks)
-                for size in sizes:
-                    if self.hops is None:
-                        self.reduce_scatter.append(compressor.add_reduce_scatter(size, ranks))
-                    else:
-                        self.reduce_scatter.append(compressor.add_two_hops(size, self.hops))
-            if (ranks := self.reduce_group) is not None and ranks.size() > 1:
-                hops = None  # between instances of the distributed optimizer one hop
-                if self.scatter_group is None:
-                    hops = self.hops = self._hops(ranks)
-                self.all_reduce = [compressor.add_all_reduce(n // shards, ranks, hops) for n in sizes]
+        self.momentum: MomentumBuffers | None = None
+        if state.config.momentum:
+            everyone = self.scatter_group or self.reduce_group
+            assert everyone is not None
+            self.momentum = MomentumBuffers(bucket_group, everyone, self.scatter_group)
+        self.stages = list(self._stages())
 
         self._step_of_last_exchange = -1
         self._original = bucket_group.start_grad_sync
@@ -138,70 +133,43 @@ class BucketGroupSeam:
 
         bucket_group.start_grad_sync = start_grad_sync
 
-    def _hops(self, group: dist.ProcessGroup) -> TwoHops | None:
-        config = self._compressor.config
-        if config.topology == "flat":
-            return None
-        try:
-            return two_hops(group, ranks_per_node(config.ranks_per_node))
-        except NoTwoHops as reason:
-            if reason.irregular or config.topology == "two_hop":
-                self.flat_because = str(reason)
-            return None
-
-    @property
-    def exchanges_momentum(self) -> bool:
-        """Whether the method is 1-bit Adam."""
-        return self._compressor.config.momentum
-
-    @property
-    def momentum_group(self) -> dist.ProcessGroup:
-        """The data-parallel ranks of this bucket group, over which 1-bit Adam exchanges momentum."""
-        group = self.scatter_group or self.reduce_group
-        assert group is not None
-        return group
-
-    def momentum_views(self) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Every parameter with its part of `momentum`, which is allocated where it is not there yet."""
-        buckets = self.group.buckets
-        if self.momentum is None:
-            self.momentum = [torch.zeros_like(bucket.grad_data, dtype=torch.float32) for bucket in buckets]
-        for bucket, held in zip(buckets, self.momentum, strict=True):
-            for parameter, (start, end) in bucket.param_to_index.items():
-                yield parameter, held[start:end].view(parameter.main_grad.shape)
-
-    def gather_momentum(self) -> None:
-        """Where Adam's state is sharded: fetch the other ranks' shards of `momentum`."""
-        if self.scatter_group is None or self.scatter_group.size() == 1:
+    def _stages(self) -> Iterator[Stage]:
+        setup, average = self._state.setup, self.group.ddp_config.average_in_collective
+        sizes = [bucket.grad_data.numel() for bucket in self.group.buckets]
+        compresses = setup.config.compresses
+        if self.momentum is not None:  # whole buckets, whoever holds Adam's state; always the mean
+            everyone = self.momentum.group
+            yield Stage(
+                "all-reduce", "momentum", everyone, sizes, True, make_all_reduces(sizes, everyone, setup)
+            )
             return
-        for held in self.momentum or ():
-            own = held.view(self.scatter_group.size(), -1)[self.scatter_group.rank()].clone()
-            dist.all_gather_into_tensor(held, own, group=self.scatter_group)
+        scatter, reduce = self.scatter_group, self.reduce_group
+        if scatter is not None:
+            made = make_reduce_scatters(sizes, scatter, setup) if compresses else Made()
+            copies, copy = (reduce.size(), reduce.rank()) if reduce is not None else (1, 0)
+            yield Stage("reduce-scatter", "gradient", scatter, sizes, average, made, copies=copies, copy=copy)
+        if reduce is not None:
+            shards, shard = (scatter.size(), scatter.rank()) if scatter is not None else (1, 0)
+            sizes = [size // shards for size in sizes]
+            # Between instances of the distributed optimizer one hop.
+            one_hop = scatter is not None
+            made = make_all_reduces(sizes, reduce, setup, one_hop) if compresses else Made()
+            yield Stage("all-reduce", "gradient", reduce, sizes, average, made, shard=shard)
+
+    @property
+    def exchanges(self) -> Iterator[Exchange]:
+        """Those of all stages and buckets, in the order of their allocation."""
+        return (exchange for stage in self.stages for exchange in stage.made.exchanges)
 
     @property
     def compresses(self) -> bool:
         """Whether any of this group's gradients leave in low bits (not with method none)."""
-        return bool(self.reduce_scatter or self.all_reduce)
-
-    def collectives(self) -> Iterator[tuple[str, int, list[int]]]:
-        """(what and over which group, its ranks, elements of each bucket) of the gradients' collectives."""
-        name = "expert data parallel" if self.expert else "data parallel"
-        sizes = [bucket.grad_data.numel() for bucket in self.group.buckets]
-        how = f" in two hops, {self.hops.nodes} nodes of {self.hops.local} ranks:" if self.hops else ""
-        if self.exchanges_momentum:
-            yield f"{name} all-reduce of momentum{how}", self.momentum_group.size(), sizes
-            return
-        if self.scatter_group is not None:
-            yield f"{name} reduce-scatter{how}", self.scatter_group.size(), sizes
-            sizes = [size // self.scatter_group.size() for size in sizes]
-        if self.reduce_group is not None:
-            where = how if self.scatter_group is None else " between optimizer instances"
-            yield f"{name} all-reduce{where}", self.reduce_group.size(), sizes
+        return any(stage.made.exchanges for stage in self.stages)
 
     @property
     def exchanged(self) -> bool:
         """Whether this step's exchange has taken place, though the optimizer has not stepped yet."""
-        return self._step_of_last_exchange == self._compressor.steps_seen
+        return self._step_of_last_exchange == self._state.steps_seen
 
     def detach(self) -> None:
         """Give the bucket group its own method back."""
@@ -211,27 +179,27 @@ class BucketGroupSeam:
         group = self.group
         if group.is_first_batch and group.grad_reduce_handle is not None:
             return  # upstream's own early return: this batch was dispatched already
-        if self.exchanges_momentum and self._compressor.active:
+        if self.momentum is not None and self._state.active:
             self._leave_unreduced(force_all_reduce)
             return
         self._notice_repetition()
-        if not self.compresses or force_all_reduce or not self._compressor.active:
-            self._compressor.count(stock_gradients(group, bool(force_all_reduce)))
+        if not self.compresses or force_all_reduce or not self._state.active:
+            self._state.count(stock_gradients(group, bool(force_all_reduce)))
             if self.compresses:
-                self._compressor.events.uncompressed_syncs += 1
+                self._state.events.uncompressed_syncs += 1
             self._original(force_all_reduce=force_all_reduce)
             return
 
-        with intercepted() as asked:
+        with intercepted() as calls:
             self._original(force_all_reduce=force_all_reduce)
-        self._check(asked)
+        self._check(calls)
         stream = self._stream()
         groups = self.scatter_group, self.reduce_group
         with (
             naming_lost_ranks(_WHAT, *groups),
             nullcontext() if stream is None else torch.cuda.stream(stream),
         ):
-            handles = self._start(asked)
+            handles = self._start(calls)
             if group.grad_reduce_handle is not None:
                 group.grad_reduce_handle = _AllHandles(handles, groups, stream)
             else:
@@ -239,31 +207,29 @@ class BucketGroupSeam:
 
     def _leave_unreduced(self, force_all_reduce: bool | None) -> None:
         """1-bit Adam after its warm-up: the optimizer's step will exchange momentum (onebit_adam/step.py)."""
+        assert self.momentum is not None
         if force_all_reduce:
             raise RuntimeError("megatron-loco: onebit_adam reduces no gradients after its warm-up")
-        with intercepted() as asked:
+        with intercepted() as calls:
             self._original(force_all_reduce=force_all_reduce)
-        self._check(asked)
-        self.mean_factor = 1.0 if asked.average else float(self.momentum_group.size())
+        self._check(calls)
+        self.momentum.mean_factor = 1.0 if calls.average else float(self.momentum.group.size())
         if self.group.grad_reduce_handle is not None:
             self.group.grad_reduce_handle = _AllHandles([], [])
 
-    def _start(self, asked: CollectiveCalls) -> Sequence[_Handle]:
+    def _start(self, calls: CollectiveCalls) -> Sequence[Handle]:
         """Run what was asked for; the last collective of each bucket may still be under way."""
-        run, average = self._compressor, asked.average
-        handles: list[_Handle] = []
-        if (ranks := self.scatter_group) is not None:
-            handles += [
-                run.reduce_scatter(sender, gradient, output, ranks, average)
-                for sender, (output, gradient) in zip(self.reduce_scatter, asked.reduce_scatter, strict=False)
-            ]
-        if (ranks := self.reduce_group) is not None:
+        handles: list[Handle] = []
+        for stage in self.stages:
             for handle in handles:
-                handle.wait()  # an instance's sum, which the all-reduce between instances needs
-            handles = [
-                run.all_reduce(parts, tensor, ranks, average)
-                for parts, tensor in zip(self.all_reduce, asked.all_reduce, strict=False)
-            ]
+                handle.wait()  # the next stage needs an earlier one's sum
+            if stage.made.exchanges:
+                handles = [
+                    self._state.start(exchange, tensor, output, calls.average)
+                    for exchange, (output, tensor) in zip(
+                        stage.made.exchanges, calls.of(stage.kind), strict=True
+                    )
+                ]
         return handles
 
     def _stream(self) -> torch.cuda.Stream | None:
@@ -272,7 +238,7 @@ class BucketGroupSeam:
         With overlap it is one of its own: what is compressed, and what is waited for so that few buckets are
         in flight, must not hold up the backward pass.
         """
-        config, stream = self.group.ddp_config, self._compressor.stream
+        config, stream = self.group.ddp_config, self._state.stream
         if not config.overlap_grad_reduce or stream is None:
             return None
         if config.num_distributed_optimizer_instances > 1:
@@ -281,10 +247,10 @@ class BucketGroupSeam:
         stream.wait_stream(torch.cuda.current_stream())
         return stream
 
-    def _check(self, asked: CollectiveCalls) -> None:
+    def _check(self, calls: CollectiveCalls) -> None:
         buckets = len(self.group.buckets)
         expected = (buckets if self.scatter_group else 0, buckets if self.reduce_group else 0)
-        found = (len(asked.reduce_scatter), len(asked.all_reduce))
+        found = (len(calls.reduce_scatter), len(calls.all_reduce))
         if found != expected:
             raise RuntimeError(
                 "megatron-loco: start_grad_sync of megatron.core.distributed.param_and_grad_buffer asked for "
@@ -293,11 +259,11 @@ class BucketGroupSeam:
             )
 
     def _notice_repetition(self) -> None:
-        """Tell the compressor of a backward pass that runs again within one optimizer step."""
-        compressor = self._compressor
+        """Tell the chunk's state of a backward pass that runs again within one optimizer step."""
+        state = self._state
         if self.exchanged:
             if get_rerun_state_machine().state in _REPLAYING:
-                compressor.replayed()
+                state.replayed()
             else:
-                compressor.exchanged_twice()
-        self._step_of_last_exchange = compressor.steps_seen
+                state.exchanged_twice()
+        self._step_of_last_exchange = state.steps_seen

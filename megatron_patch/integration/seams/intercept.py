@@ -1,4 +1,4 @@
-"""Megatron's gradient collectives, written down instead of run.
+"""Megatron's gradient collectives, recorded instead of run.
 
 `start_grad_sync` asks for them through two globals of megatron.core.distributed.param_and_grad_buffer,
 `dist_reduce_scatter_func` and `torch`; for a while they are ours.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,11 +18,15 @@ from megatron.core.distributed import param_and_grad_buffer
 
 @dataclass
 class CollectiveCalls:
-    """The collectives that upstream asked for, one per bucket, as (output, input) and (tensor); not run."""
+    """The collectives that upstream asked for, one for each bucket, as (output, input); not run."""
 
-    reduce_scatter: list[tuple[torch.Tensor, torch.Tensor]]
-    all_reduce: list[torch.Tensor]
+    reduce_scatter: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    all_reduce: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     average: bool = False
+
+    def of(self, kind: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Those of a kind: "reduce-scatter" or "all-reduce"."""
+        return {"reduce-scatter": self.reduce_scatter, "all-reduce": self.all_reduce}[kind]
 
 
 class _View:
@@ -37,22 +41,22 @@ class _View:
 
 @contextmanager
 def intercepted() -> Iterator[CollectiveCalls]:
-    """Within the block, upstream's gradient collectives are written down instead of run."""
-    asked = CollectiveCalls([], [])
+    """Within the block, upstream's gradient collectives are recorded instead of run."""
+    calls = CollectiveCalls()
 
     def reduce_scatter(output: torch.Tensor, input: torch.Tensor, op: Any = None, **_: Any) -> None:
-        asked.reduce_scatter.append((output, input))
-        asked.average = op == dist.ReduceOp.AVG
+        calls.reduce_scatter.append((output, input))
+        calls.average = op == dist.ReduceOp.AVG
 
     def all_reduce(tensor: torch.Tensor, op: Any = None, **_: Any) -> None:
-        asked.all_reduce.append(tensor)
-        asked.average = op == dist.ReduceOp.AVG
+        calls.all_reduce.append((tensor, tensor))
+        calls.average = op == dist.ReduceOp.AVG
 
     module: Any = param_and_grad_buffer
     before = module.dist_reduce_scatter_func, module.torch
     module.dist_reduce_scatter_func = reduce_scatter
     module.torch = _View(before[1], distributed=_View(before[1].distributed, all_reduce=all_reduce))
     try:
-        yield asked
+        yield calls
     finally:
         module.dist_reduce_scatter_func, module.torch = before

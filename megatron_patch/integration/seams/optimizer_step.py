@@ -1,4 +1,4 @@
-"""How a step ended: Megatron's optimizers tell the compressors of their model chunks.
+"""How a step ended: Megatron's optimizers tell the states of their model chunks.
 
 `MegatronOptimizer.step()` returns (successful, grad_norm, zeros). The outermost step of a training
 iteration is ChainedOptimizer's (what get_megatron_optimizer returns), or that of a single optimizer, which

@@ -66,16 +66,18 @@ def _states(gpt: Any) -> list[tuple[str, int, Any, Any]]:
                 shards = seam.group.intra_distributed_optimizer_instance_size if seam.scatter_group else 1
                 shard = data_rank % shards
                 own = numbers.view(shards, -1)[shard]
-                if seam.hops is not None:
-                    node, local = divmod(shard, seam.hops.local)
-                    column = numbers.view(seam.hops.nodes, seam.hops.local, -1)[:, local].flatten()
-                    node += seam.hops.nodes * (data_rank // shards)  # of which instance
-                    found.append(("node_sum", node, column, seam.reduce_scatter[place].sender.error.flat()))
-                elif seam.reduce_scatter:
-                    error = seam.reduce_scatter[place].error.flat()
-                    found.append(("reduce_scatter", data_rank, numbers, error))
-                if seam.all_reduce:
-                    both, group = seam.all_reduce[place], seam.reduce_group
+                exchanges = {s.kind: s.made.exchanges[place] for s in seam.stages if s.made.exchanges}
+                scatter, both = exchanges.get("reduce-scatter"), exchanges.get("all-reduce")
+                if hasattr(scatter, "hops"):
+                    hops = scatter.hops
+                    node, local = divmod(shard, hops.local)
+                    column = numbers.view(hops.nodes, hops.local, -1)[:, local].flatten()
+                    node += hops.nodes * (data_rank // shards)  # of which instance
+                    found.append(("node_sum", node, column, scatter.sender.error.flat()))
+                elif scatter is not None:
+                    found.append(("reduce_scatter", data_rank, numbers, scatter.sender.error.flat()))
+                if both is not None:
+                    group = seam.reduce_group
                     found.append(("all_reduce", group.rank(), own, both.sender.error.flat()))
                     owned = own.split(both.sender.layout.shard_size)
                     if group.rank() < len(owned):
@@ -110,7 +112,7 @@ def save(folder: str, parallel: dict[str, Any], compression: dict[str, Any]) -> 
     _number_weights(gpt)
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     for chunk in gpt.chunks:
-        compressor = attachment_of(chunk).compressor
+        compressor = attachment_of(chunk).state
         compressor.steps = compressor.steps_seen = 7
         for sender in compressor.senders:
             values = torch.randn(sender.layout.numel, generator=generator)
@@ -163,7 +165,7 @@ def load(folder: str, parallel: dict[str, Any], compression: dict[str, Any]) -> 
             chunk.module.load_state_dict(state[str(number)], strict=False)
     with _captured() as lines:
         restore(gpt.chunks, Checkpoint(Path(folder, "iter_0000007"), 7), gpt.optimizer)
-    compressors = [attachment_of(chunk).compressor for chunk in gpt.chunks]
+    compressors = [attachment_of(chunk).state for chunk in gpt.chunks]
     states = _states(gpt)
     megatron_patch.disable()
     return states, [c.steps for c in compressors], lines

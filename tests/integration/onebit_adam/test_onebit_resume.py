@@ -60,14 +60,14 @@ def state_of(tiny: Any, attachment: Any) -> dict[str, Any]:
     """Copies of everything that the next step depends on."""
     from megatron_patch.integration.seams.optimizer_step import parts_of
 
-    compressor = attachment.compressor
+    compressor = attachment.state
     adam = [part.optimizer for part in parts_of(tiny.optimizer)]
     found = {
         "weights": [parameter.detach() for parameter in tiny.parameters],
         "main weights": [p.detach() for a in adam for group in a.param_groups for p in group["params"]],
         "adam": [a.state_dict() for a in adam],
         "errors": [s.error.flat() for s in compressor.senders if s.error is not None],
-        "momentum": [held for seam in attachment.seams for held in seam.momentum or ()],
+        "momentum": [held for seam in attachment.seams for held in seam.momentum.held or ()],
         "phase": compressor.phase,
         "counts": (compressor.steps, compressor.steps_seen, compressor.events),
     }
@@ -164,8 +164,8 @@ def _owed(gpt: Any) -> list[tuple[str, int, Any, Any]]:
 
     found = []
     for seam in (seam for chunk in gpt.chunks for seam in attachment_of(chunk).seams):
-        rank = seam.momentum_group.rank()
-        for bucket, both in zip(seam.group.buckets, seam.all_reduce, strict=True):
+        rank, (stage,) = seam.momentum.group.rank(), seam.stages
+        for bucket, both in zip(seam.group.buckets, stage.made.exchanges, strict=True):
             numbers = torch.full((bucket.grad_data.numel(),), -1.0)
             for parameter, (start, end) in bucket.param_to_index.items():
                 numbers[start:end] = parameter.detach().flatten()
@@ -179,9 +179,9 @@ def _owed(gpt: Any) -> list[tuple[str, int, Any, Any]]:
 def change_ranks(folder: str, model: dict[str, Any], save: bool) -> tuple[Any, list[str], list[Any]]:
     """In a worker: save random errors with the weights that number elements; or load both."""
     import torch
+    from integration.checkpoint.test_save_restore import _captured, _number_weights, _weights
     from integration.gpt_model import build
     from megatron.core import dist_checkpointing
-    from integration.checkpoint.test_save_restore import _captured, _number_weights, _weights
 
     import megatron_patch
     from megatron_patch.integration.attach import chunk_state_of

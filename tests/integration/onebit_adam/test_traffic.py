@@ -14,30 +14,23 @@ def momentum_bytes(numel: int, tries: int) -> dict[str, Any]:
     """What the interface counts in one exchange of all ranks, the least of several."""
     import torch
     import torch.distributed as dist
+    from collectives.setups import setup_of
 
-    from megatron_patch.collectives.all_reduce import SenderAndOwner, start_all_reduce
-    from megatron_patch.collectives.workspace import Workspace
-    from megatron_patch.compensation.sender import Sender
-    from megatron_patch.config import CompressionConfig
-    from megatron_patch.quantization.layout import BlockLayout
+    from megatron_patch.collectives.all_reduce import AllReduce
 
-    config = CompressionConfig(method="onebit_adam", warmup_steps=1)
-    device, rank, ranks = torch.device("cpu"), dist.get_rank(), dist.get_world_size()
-    layout = BlockLayout.of(numel, ranks, config.bits, config.block_size, True)
-    parts = SenderAndOwner(Sender(config, layout, device), Sender(config, layout.shard(rank), device))
-    workspace = Workspace(device)
-    momentum = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+    exchange = AllReduce(numel, dist.group.WORLD, setup_of(method="onebit_adam", warmup_steps=1))
+    momentum = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank()))
     counted = []
     for _ in range(tries):  # other processes use the loopback interface too: the least count is ours
         held = momentum.clone()
         dist.barrier()
         before = loopback_bytes()
         dist.barrier()
-        start_all_reduce(parts, held, dist.group.WORLD, ranks, workspace).wait()
+        exchange.start(held, held, average=True).wait()
         dist.barrier()
         counted.append(loopback_bytes() - before)
         dist.barrier()
-    return {"counted": min(counted), "payload": layout.payload_bytes, "held": held}
+    return {"counted": min(counted), "payload": exchange.sender.layout.payload_bytes, "held": held}
 
 
 @pytest.mark.alone

@@ -1,0 +1,103 @@
+"""What an exchange is: it carries one bucket's tensor between ranks in low bits, and keeps what that needs.
+
+An exchange is one file that implements `Exchange`, and a line in makers.py. The bucket groups' seam starts
+it; checkpoints, metrics and the log know only this page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from megatron_patch.collectives.traffic import Traffic
+from megatron_patch.collectives.workspace import Workspace
+from megatron_patch.compensation.resharding import Position
+from megatron_patch.compensation.sender import Sender
+from megatron_patch.config import CompressionConfig
+from megatron_patch.quantization.layout import BlockLayout
+
+
+class Handle(Protocol):
+    """An exchange under way."""
+
+    def wait(self) -> object:
+        """Block (on CUDA: the current stream) until the output is written. Once only."""
+        ...
+
+
+@dataclass(frozen=True)
+class SenderState:
+    """A sender whose state a checkpoint must keep, and what that state is of."""
+
+    sender: Sender
+    kind: str
+    """As compensation.resharding.Part."""
+    position: Position
+    """Which elements of the exchanged tensor."""
+    index: int = 0
+    senders: int = 1
+    """Every element has `senders` of this kind, of which this is number `index`."""
+    ranks: int = 1
+    """How many ranks' tensors an average divides by."""
+
+
+@dataclass(frozen=True)
+class ExchangeTraffic:
+    """What one rank sends in one exchange."""
+
+    between: Traffic = field(default_factory=Traffic)
+    """To the other ranks of the group; in two hops, to those of other nodes."""
+    inside: float = 0.0
+    """Bytes to ranks of the same node, in two hops."""
+
+
+class Exchange(Protocol):
+    """One bucket's way between the ranks of a group."""
+
+    def start(self, tensor: torch.Tensor, output: torch.Tensor, average: bool) -> Handle:
+        """Compress and send `tensor`, [B] of fp32, bf16 or fp16; the handle's `wait` writes `output`.
+
+        `output` may be a view into `tensor`, or `tensor` itself: it is written only after `tensor` was read.
+        The sum over the group is divided by its ranks where `average` is asked for, as ReduceOp.AVG does.
+        """
+        ...
+
+    def states(self) -> Sequence[SenderState]:
+        """What a checkpoint must keep, in the order of allocation."""
+        ...
+
+    def traffic(self, tensor: torch.Tensor) -> ExchangeTraffic:
+        """What `start` sends for such a tensor."""
+        ...
+
+    def describe(self) -> str:
+        """What it is, and over which ranks: a few words for the log."""
+        ...
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the exchanges of one model chunk are made with."""
+
+    config: CompressionConfig
+    workspace: Workspace
+    new_sender: Callable[[BlockLayout], Sender]
+    """Allocates a sender of the chunk's, whose errors are reset and counted with the others'."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors live."""
+        return self.workspace.device
+
+    def layout(self, numel: int, shards: int, whole_blocks: bool = False) -> BlockLayout:
+        """The cut of `numel` elements that `shards` ranks share, with the configuration's bits and blocks."""
+        return BlockLayout.of(numel, shards, self.config.bits, self.config.block_size, whole_blocks)
+
+
+def payloads(sender: Sender, peers: int | None = None) -> Traffic:
+    """One payload of `sender` to each of `peers` ranks; by default to the owners of its other shards."""
+    peers = sender.layout.shards - 1 if peers is None else peers
+    return Traffic(peers * sender.layout.payload_bytes, peers * sender.layout.shard_size)

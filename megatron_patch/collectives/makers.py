@@ -1,0 +1,57 @@
+"""Which exchange carries a bucket: flat, or in two hops where the group's ranks share nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from megatron_patch.collectives.all_reduce import AllReduce
+from megatron_patch.collectives.exchange import Exchange, Setup
+from megatron_patch.collectives.reduce_scatter import ReduceScatter
+from megatron_patch.collectives.topology import NoTwoHops, TwoHops, ranks_per_node, two_hops
+from megatron_patch.collectives.two_hop_all_reduce import TwoHopAllReduce
+from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopReduceScatter
+from megatron_patch.config import CompressionConfig
+
+
+@dataclass(frozen=True)
+class Made:
+    """The exchanges of a bucket group, one for each bucket; none over a single rank."""
+
+    exchanges: Sequence[Exchange] = ()
+    flat_because: str | None = None
+    """Why they go without two hops, where that may not be what was meant."""
+
+
+def make_reduce_scatters(sizes: Sequence[int], group: dist.ProcessGroup, setup: Setup) -> Made:
+    """The reduce-scatters of buckets of `sizes` elements. Every rank of `group` must call it."""
+    if group.size() == 1:
+        return Made()
+    hops, flat_because = _hops(group, setup.config)
+    if hops is None:
+        return Made([ReduceScatter(size, group, setup) for size in sizes], flat_because)
+    return Made([TwoHopReduceScatter(size, hops, setup) for size in sizes])
+
+
+def make_all_reduces(
+    sizes: Sequence[int], group: dist.ProcessGroup, setup: Setup, one_hop: bool = False
+) -> Made:
+    """The all-reduces of tensors of `sizes` elements. Every rank of `group` must call it."""
+    if group.size() == 1:
+        return Made()
+    hops, flat_because = (None, None) if one_hop else _hops(group, setup.config)
+    if hops is None:
+        return Made([AllReduce(size, group, setup) for size in sizes], flat_because)
+    return Made([TwoHopAllReduce(size, hops, setup) for size in sizes])
+
+
+def _hops(group: dist.ProcessGroup, config: CompressionConfig) -> tuple[TwoHops | None, str | None]:
+    if config.topology == "flat":
+        return None, None
+    try:
+        return two_hops(group, ranks_per_node(config.ranks_per_node)), None
+    except NoTwoHops as reason:
+        told = reason.irregular or config.topology == "two_hop"
+        return None, str(reason) if told else None

@@ -1,0 +1,16 @@
+"""What an exchange is made with where it stands alone, without a model chunk."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_patch.collectives.exchange import Setup
+from megatron_patch.collectives.workspace import Workspace
+from megatron_patch.compensation.sender import Sender
+from megatron_patch.config import CompressionConfig
+
+
+def setup_of(stream: int = 0, **options: object) -> Setup:
+    """A workspace of its own, and senders with the options of CompressionConfig."""
+    config, device = CompressionConfig(**options), torch.device("cpu")
+    return Setup(config, Workspace(device), lambda layout: Sender(config, layout, device, stream))
