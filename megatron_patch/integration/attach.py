@@ -27,6 +27,7 @@ from packaging.version import Version
 
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
+from megatron_patch.integration import patching, symbols
 from megatron_patch.integration.chunk import ChunkState
 from megatron_patch.integration.onebit_adam.step import OneBitAdam
 from megatron_patch.integration.seams import optimizer_step, replicated_params
@@ -61,7 +62,6 @@ class Attachment:
 _attachments: WeakKeyDictionary[Any, Attachment] = WeakKeyDictionary()
 _onebit: WeakKeyDictionary[Any, OneBitAdam] = WeakKeyDictionary()
 """By Megatron's optimizer."""
-_MARK = "_megatron_loco_original"
 
 
 def attachment_of(chunk: Any) -> Attachment | None:
@@ -118,23 +118,23 @@ def enable(config: CompressionConfig | None = None) -> None:
 
     Enabling again replaces the options for models built later.
     """
-    original = getattr(DistributedDataParallel.__init__, _MARK, DistributedDataParallel.__init__)
 
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        attach([self], config)
+    def attaching(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            attach([self], config)
 
-    setattr(__init__, _MARK, original)
-    DistributedDataParallel.__init__ = __init__
+        return __init__
+
+    patching.restore(symbols.INIT)
+    patching.replace(symbols.INIT, attaching)
     optimizer_step.listen(_end_step, _step)
 
 
 def disable() -> None:
     """Undo `enable` and detach every attached model: Megatron's own exchange from the next step on."""
-    original = getattr(DistributedDataParallel.__init__, _MARK, None)
-    if original is not None:
-        DistributedDataParallel.__init__ = original
+    patching.restore(symbols.INIT)
     for attachment in list(_attachments.values()):
         attachment.detach()
     _attachments.clear()

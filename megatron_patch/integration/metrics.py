@@ -19,23 +19,26 @@ import platform
 import resource
 import statistics as stats
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-from megatron.training import get_args, training
+from megatron.training import get_args
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
 from megatron_patch.collectives.traffic import Traffic
 from megatron_patch.compensation.compress import STATISTICS
 from megatron_patch.config import CompressionConfig
+from megatron_patch.files import write_whole
+from megatron_patch.integration import patching, symbols
 from megatron_patch.integration.attach import chunk_state_of
 from megatron_patch.integration.chunk import ChunkState
 from megatron_patch.integration.seams import stock_traffic
 
+_WRAPPED = (symbols.TRAIN_STEP, symbols.TRAINING_LOG, symbols.EVALUATE_AND_PRINT, symbols.EVALUATE)
 _WARM_UP_STEPS = 3
 """Steps left out of the median step time: allocation and first-use costs."""
 
@@ -64,30 +67,34 @@ class RunMetrics:
         self._steps = 0
 
     def install(self) -> None:
-        """Wrap the functions of megatron.training.training, for the rest of this process."""
-        self._wrap("train_step", before=self._before_step)
-        self._wrap("training_log", before=self._log_step)
-        self._wrap("evaluate_and_print_results", before=self._before_evaluation)
-        self._wrap("evaluate", after=self._after_evaluation)
+        """Wrap the functions of megatron.training.training, until `uninstall`, or another run's `install`."""
+        self.uninstall()
+        self._wrap(symbols.TRAIN_STEP, before=self._before_step)
+        self._wrap(symbols.TRAINING_LOG, before=self._log_step)
+        self._wrap(symbols.EVALUATE_AND_PRINT, before=self._before_evaluation)
+        self._wrap(symbols.EVALUATE, after=self._after_evaluation)
 
-    def _wrap(self, name: str, before: Any = None, after: Any = None) -> None:
-        original = getattr(training, name, None)
-        if original is None:
-            raise RuntimeError(
-                f"megatron.training.training.{name} is missing in this release of megatron-core"
-            )
-        signature = inspect.signature(original)
+    @staticmethod
+    def uninstall() -> None:
+        """Give Megatron its own functions back."""
+        patching.restore(*_WRAPPED)
 
-        @functools.wraps(original)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if before is not None:
-                before(signature.bind(*args, **kwargs).arguments)
-            result = original(*args, **kwargs)
-            if after is not None:
-                after(result)
-            return result
+    def _wrap(self, path: str, before: Any = None, after: Any = None) -> None:
+        def watched(original: Callable[..., Any]) -> Callable[..., Any]:
+            signature = inspect.signature(original)
 
-        setattr(training, name, wrapped)
+            @functools.wraps(original)
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                if before is not None:
+                    before(signature.bind(*args, **kwargs).arguments)
+                result = original(*args, **kwargs)
+                if after is not None:
+                    after(result)
+                return result
+
+            return wrapped
+
+        patching.replace(path, watched)
 
     def _before_step(self, arguments: dict[str, Any]) -> None:
         self._model = arguments["model"]
@@ -270,12 +277,12 @@ class RunMetrics:
             "device": _device_name(),
             "versions": _versions(),
         }
-        _replace(self._output / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_whole(self._output / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
 def _continue(path: Path, step: int) -> TextIO:
     """Open metrics.jsonl for the lines of `step` on: what an attempt that died logged from there on goes."""
-    _replace(path, "".join(line + "\n" for record, line in _read(path) if record["step"] < step))
+    write_whole(path, "".join(line + "\n" for record, line in _read(path) if record["step"] < step))
     return path.open("a", encoding="utf-8")
 
 
@@ -286,13 +293,6 @@ def _read(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
             yield json.loads(line), line
         except ValueError:
             return
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file that is whole at every moment."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def _median(seconds: list[float]) -> float:

@@ -75,8 +75,7 @@ def _run(script: str, flags: list[str]) -> None:
         from megatron_patch.integration.cpu import device as cpu_device
 
         cpu_device.install()
-    from megatron.training import arguments
-
+    from megatron_patch.integration import patching, symbols
     from megatron_patch.integration.arguments import after_parsing, config_from_arguments
     from megatron_patch.integration.attach import enable
     from megatron_patch.integration.checkpoint import hooks as checkpoint
@@ -101,8 +100,7 @@ def _run(script: str, flags: list[str]) -> None:
         installed[0].install()
 
     checkpoint.install()  # before the script imports checkpoint functions by name
-    original = arguments.add_megatron_arguments
-    arguments.add_megatron_arguments = after_parsing(original, switch_on)
+    patching.replace(symbols.ADD_ARGUMENTS, lambda original: after_parsing(original, switch_on))
     saved, sys.argv = sys.argv, [script, *flags]
     try:
         runpy.run_path(script, run_name="__main__")
@@ -111,9 +109,10 @@ def _run(script: str, flags: list[str]) -> None:
             raise
     finally:
         sys.argv = saved
-        arguments.add_megatron_arguments = original
+        patching.restore(symbols.ADD_ARGUMENTS)
     for metrics in installed:
         metrics.finish()
+        metrics.uninstall()
 
 
 def _show_log() -> None:

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_patch.errors import UserError
+from megatron_patch.files import write_whole
 from megatron_patch.workflows import train
 from megatron_patch.workflows.plots import draw_comparison
 from megatron_patch.workflows.run import configuration, launcher, recipes, run_folder
@@ -86,12 +87,12 @@ def write_comparison(out: Path, summaries: dict[str, dict[str, Any]]) -> None:
     baseline = next(iter(summaries))
     differences = {name: _difference(summaries[baseline], summary) for name, summary in summaries.items()}
     content = {"baseline": baseline, "valid_loss_difference_percent": differences, "runs": summaries}
-    (out / "comparison.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_whole(out / "comparison.json", json.dumps(content, indent=2) + "\n")
     rows = [
         _row(name, summary, None if name == baseline else differences[name])
         for name, summary in summaries.items()
     ]
-    (out / "comparison.md").write_text(_markdown(rows, summaries[baseline]), encoding="utf-8")
+    write_whole(out / "comparison.md", _markdown(rows, summaries[baseline]))
     curves = {name: _read_metrics(out / name / "metrics.jsonl") for name in summaries}
     draw_comparison(out / "comparison.png", curves, summaries)
     table = Table(box=None, pad_edge=False, header_style="bold")

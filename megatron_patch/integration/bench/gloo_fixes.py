@@ -19,20 +19,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_MARK = "_megatron_loco_original"
 _library: Any = None
+_all_to_all: Any = None
+"""What stood there before: torch's own, or cpu/device.py's stand-in."""
 
 
 def install() -> None:
-    """Both, for this process. Idempotent; there is no way back."""
-    global _library
+    """Both, until `uninstall`. Idempotent."""
+    global _library, _all_to_all
     if _library is not None:
         return
     _library = torch.library.Library("aten", "IMPL")
     for name in ("mm", "bmm"):
         _library.impl(name, _product, "CPU", allow_override=True)
         _library.impl(f"{name}.out", _product_out, "CPU", allow_override=True)
-    dist.all_to_all_single = _receiving_first(dist.all_to_all_single)
+    _all_to_all = dist.all_to_all_single
+    dist.all_to_all_single = _receiving_first(_all_to_all)
+
+
+def uninstall() -> None:
+    """torch's own products and all-to-all again."""
+    global _library
+    if _library is not None:
+        _library._destroy()
+        _library, dist.all_to_all_single = None, _all_to_all
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -83,5 +93,4 @@ def _receiving_first(original: Any) -> Any:
             return _All(works)
         return _All(works).wait()
 
-    setattr(all_to_all_single, _MARK, original)
     return all_to_all_single

@@ -19,7 +19,6 @@ that errors start from zero.
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import inspect
 import sys
@@ -29,6 +28,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_patch.integration import patching, symbols
 from megatron_patch.integration.attach import chunk_state_of
 from megatron_patch.integration.checkpoint import tracker
 from megatron_patch.integration.checkpoint.restore import Checkpoint, restore
@@ -36,7 +36,6 @@ from megatron_patch.integration.checkpoint.save import ErrorSave
 
 _MODULE = "megatron.training.checkpointing"
 _ID = "compression_checkpoint_id"
-_MARK = "_megatron_loco_original"
 
 _saving: ErrorSave | None = None
 """The save under way, between the beginning of save_checkpoint and its announcement."""
@@ -46,16 +45,12 @@ _loaded: tuple[Any, ...] | None = None
 
 def install() -> None:
     """Hook into megatron.training's checkpoints; idempotent. Scripts must bind its functions after this."""
-    checkpointing = importlib.import_module(_MODULE)
-    for name, wrapper in _WRAPPERS.items():
-        original = getattr(checkpointing, name, None)
-        if original is None:
-            raise RuntimeError(f"{_MODULE}.{name} is missing in this release of megatron-core")
-        if hasattr(original, _MARK):
-            continue
-        wrapped = functools.wraps(original)(functools.partial(wrapper, original))
-        setattr(wrapped, _MARK, original)
-        _replace(name, original, wrapped)
+    for path, wrapper in _WRAPPERS.items():
+        patching.replace(path, functools.partial(_wrapped, wrapper))
+
+
+def _wrapped(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.wraps(original)(functools.partial(wrapper, original))
 
 
 def install_where_present(loaded_only: bool = False) -> None:
@@ -66,16 +61,7 @@ def install_where_present(loaded_only: bool = False) -> None:
 
 def uninstall() -> None:
     """Give Megatron its own functions back."""
-    for name in _WRAPPERS:
-        wrapped = getattr(sys.modules.get(_MODULE), name, None)
-        if hasattr(wrapped, _MARK):
-            _replace(name, wrapped, getattr(wrapped, _MARK))
-
-
-def _replace(name: str, before: Any, after: Any) -> None:
-    for module in (_MODULE, "megatron.training.training"):
-        if getattr(sys.modules.get(module), name, None) is before:
-            setattr(sys.modules[module], name, after)
+    patching.restore(*_WRAPPERS)
 
 
 def _bound(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -213,9 +199,9 @@ def _folder_of(name: str) -> Path | None:
 
 
 _WRAPPERS: dict[str, Callable[..., Any]] = {
-    "save_checkpoint": _save_checkpoint,
-    "get_checkpoint_tracker_filename": _get_checkpoint_tracker_filename,
-    "schedule_async_save": _schedule_async_save,
-    "load_checkpoint": _load_checkpoint,
-    "_load_base_checkpoint": _load_base_checkpoint,
+    symbols.SAVE_CHECKPOINT: _save_checkpoint,
+    symbols.TRACKER_FILENAME: _get_checkpoint_tracker_filename,
+    symbols.SCHEDULE_ASYNC_SAVE: _schedule_async_save,
+    symbols.LOAD_CHECKPOINT: _load_checkpoint,
+    symbols.LOAD_BASE_CHECKPOINT: _load_base_checkpoint,
 }

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_patch.files import write_whole
+
 NAME = "latest_checkpointed_iteration.txt"
 
 
@@ -31,6 +33,4 @@ def mend(checkpoints: Path) -> None:
     saved = sorted(checkpoints.glob("iter_*"), key=lambda path: path.stat().st_mtime_ns)
     if not saved:
         return
-    partial = tracker.with_suffix(".partial")
-    partial.write_text(str(int(saved[-1].name.removeprefix("iter_"))), encoding="utf-8")
-    partial.replace(tracker)
+    write_whole(tracker, str(int(saved[-1].name.removeprefix("iter_"))))

@@ -11,7 +11,6 @@ Apex or Transformer Engine off (`CPU_FLAGS`), and TORCHDYNAMO_DISABLE=1 before t
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import importlib.util
@@ -22,6 +21,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from megatron_patch.integration import patching, symbols
+from megatron_patch.integration.cpu import torch_adam
+from megatron_patch.integration.cpu.cuda_calls import CPU, RANDOM, STAND_INS, Stream, answer, is_cuda, nothing
 
 CPU_FLAGS: dict[str, Any] = {
     "distributed_backend": "gloo",
@@ -43,138 +46,6 @@ CPU_ENVIRONMENT = {
 }
 """Environment variables of a single-node run on CPU; set before torch is imported."""
 
-_CPU = torch.device("cpu")
-_installed = False
-
-
-class _Stream:
-    """An inert stream: on CPU every call has finished when it returns."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        self.cuda_stream = 0
-        self.device = _CPU
-
-    @staticmethod
-    def priority_range() -> tuple[int, int]:
-        return (0, 0)
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _nothing()
-
-    def query(self) -> bool:
-        return True
-
-    def record_event(self, event: _Event | None = None) -> _Event:
-        return event or _Event()
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        return None
-
-
-class _Event(_Stream):
-    """An inert event, already complete."""
-
-    def elapsed_time(self, other: object) -> float:
-        return 0.0
-
-
-class _Generators:
-    """`torch.cuda.default_generators[i]`: the CPU's generator for every index."""
-
-    def __getitem__(self, index: object) -> torch.Generator:
-        return torch.default_generator
-
-    def __len__(self) -> int:
-        return 1
-
-
-class _Properties:
-    """`torch.cuda.get_device_properties`: no Tensor Cores, so no path that asks for them."""
-
-    name = "cpu"
-    major = minor = 0
-    multi_processor_count = os.cpu_count() or 1
-    total_memory = 0
-
-
-def _answer(value: Any) -> Callable[..., Any]:
-    """A function of its own for every call that it stands in for: torch._dynamo refuses one in two places."""
-    return lambda *args, **kwargs: value
-
-
-def _nothing() -> Callable[..., None]:
-    return _answer(None)
-
-
-def _null_context(*args: object, **kwargs: object) -> contextlib.nullcontext[None]:
-    # Not a generator's context: several optimizer instances enter one torch.cuda.stream(...) twice.
-    return contextlib.nullcontext()
-
-
-def _get_rng_state(*args: object, **kwargs: object) -> torch.Tensor:
-    return torch.default_generator.get_state()
-
-
-def _set_rng_state(state: torch.Tensor, *args: object, **kwargs: object) -> None:
-    torch.default_generator.set_state(state)
-
-
-def _manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-
-
-def _call_now(callable_: Callable[[], None], **kwargs: object) -> None:
-    callable_()
-
-
-def _is_cuda(device: object) -> bool:
-    if isinstance(device, str):
-        return device.startswith("cuda")
-    return isinstance(device, torch.device) and device.type == "cuda"
-
-
-# torch.cuda.NAME -> (stand-in, the call of Megatron that needs it)
-_CUDA_STAND_INS: dict[str, tuple[Any, str]] = {
-    "is_available": (_answer(True), "training.initialize.initialize_megatron asserts it"),
-    "device_count": (_answer(1), "initialize._set_random_seed seeds the tracker only if > 0"),
-    "current_device": (_answer(_CPU), "device=torch.cuda.current_device() in tensor factories, everywhere"),
-    "set_device": (_nothing(), "initialize._initialize_distributed"),
-    "is_initialized": (_answer(False), "core.utils, checkpoint workers"),
-    "init": (_nothing(), "dist_checkpointing.strategies.filesystem_async"),
-    "_lazy_init": (_nothing(), "tensor_parallel.random._get_cuda_rng_state"),
-    "_lazy_call": (_call_now, "tensor_parallel.random._set_cuda_rng_state"),
-    "device": (_null_context, "tensor_parallel.random: device_ctx_manager"),
-    "default_generators": (_Generators(), "tensor_parallel.random._set_cuda_rng_state"),
-    "get_rng_state": (_get_rng_state, "CudaRNGStatesTracker.add, checkpointing.get_rng_state"),
-    "set_rng_state": (_set_rng_state, "rerun_state_machine, checkpointing"),
-    "manual_seed": (_manual_seed, "CudaRNGStatesTracker.add"),
-    "manual_seed_all": (_nothing(), "torch.manual_seed seeds the CPU's generator already"),
-    "Stream": (_Stream, "DistributedDataParallel.__init__, models.dist_utils._ddp_wrap"),
-    "Event": (_Event, "pipeline_parallel, moe token dispatchers"),
-    "stream": (_null_context, "models.dist_utils._ddp_wrap"),
-    "current_stream": (_answer(_Stream()), "bucket groups' start_grad_sync and finish_grad_sync"),
-    "default_stream": (_answer(_Stream()), "pipeline_parallel.utils"),
-    "synchronize": (_nothing(), "core.timers, training.training"),
-    "empty_cache": (_nothing(), "training.training.save_checkpoint_and_time, set_jit_fusion_options"),
-    "memory_allocated": (_answer(0), "training.utils.report_memory"),
-    "max_memory_allocated": (_answer(0), "training.utils.report_memory"),
-    "memory_reserved": (_answer(0), "training.utils.report_memory"),
-    "max_memory_reserved": (_answer(0), "training.utils.report_memory"),
-    "device_memory_used": (_answer(0), "training.utils.report_memory"),
-    "reset_peak_memory_stats": (_nothing(), "training.training"),
-    "mem_get_info": (_answer((0, 0)), "dist_checkpointing"),
-    "get_device_properties": (_answer(_Properties()), "training.utils.get_device_arch_version"),
-    "get_device_capability": (_answer((0, 0)), "fp8 and attention back-end checks"),
-    "get_device_name": (_answer("cpu"), "rerun_state_machine reports"),
-    "is_current_stream_capturing": (_answer(False), "transformer.cuda_graphs"),
-}
-_CUDA_RANDOM = ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all")
-
 _FACTORIES = (
     *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "arange", "linspace"),
     *("rand", "randn", "randint", "randperm"),
@@ -187,8 +58,8 @@ def _without_cuda_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def factory(*args: Any, **kwargs: Any) -> Any:
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = _CPU
+        if is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
         return function(*args, **kwargs)
 
     return factory
@@ -206,9 +77,9 @@ def _stand_in_for_tensor_methods() -> None:
         return original_type(self, dtype, *args, **kwargs)
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        args = tuple(_CPU if _is_cuda(argument) else argument for argument in args)
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = _CPU
+        args = tuple(CPU if is_cuda(argument) else argument for argument in args)
+        if is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
         return original_to(self, *args, **kwargs)
 
     def itself(self: Any, *args: object, **kwargs: object) -> Any:
@@ -219,10 +90,10 @@ def _stand_in_for_tensor_methods() -> None:
         "to": to,  # dist_checkpointing, resharding of optimizer state
         "cuda": itself,  # pretrain_gpt.get_batch, checkpoint loading
         "pin_memory": itself,  # buffers' offload_to_cpu, data loaders
-        "record_stream": _nothing(),  # p2p communication, token dispatchers
+        "record_stream": nothing(),  # p2p communication, token dispatchers
     }.items():
-        setattr(torch.Tensor, name, method)
-    torch.nn.Module.cuda = itself  # type: ignore[method-assign]  # models.dist_utils moves the model
+        _put(f"torch:Tensor.{name}", method)
+    _put("torch.nn:Module.cuda", itself)  # models.dist_utils moves the model
 
 
 def _stand_in_for_distributed() -> None:
@@ -237,8 +108,8 @@ def _stand_in_for_distributed() -> None:
         return wrapped
 
     # initialize._initialize_distributed binds cuda:LOCAL_RANK; gloo refuses device ids in barriers.
-    dist.init_process_group = dropping(dist.init_process_group, "device_id")
-    dist.barrier = dropping(dist.barrier, "device_ids")
+    _put("torch.distributed:init_process_group", dropping(dist.init_process_group, "device_id"))
+    _put("torch.distributed:barrier", dropping(dist.barrier, "device_ids"))
 
     original_exchange, original_gather = dist.all_to_all_single, dist.all_gather
 
@@ -275,8 +146,8 @@ def _stand_in_for_distributed() -> None:
             part.copy_(values.view_as(part))
         return None
 
-    dist.all_to_all_single = all_to_all_single
-    dist.all_gather = all_gather
+    _put("torch.distributed:all_to_all_single", all_to_all_single)
+    _put("torch.distributed:all_gather", all_gather)
 
 
 def _sequence_parallel_norm(
@@ -295,22 +166,24 @@ def _sequence_parallel_norm(
 
 
 def _stand_in_for_megatron() -> None:
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    WrappedTorchNorm.__new__ = _sequence_parallel_norm
-
+    _put(symbols.NORM, _sequence_parallel_norm)
     # initialize_megatron runs `make` on the data-set helper; the wheel ships it compiled.
-    from megatron.core.datasets import utils as dataset_utils
-
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
-        dataset_utils.compile_helpers = _nothing()
+        _put(symbols.COMPILE_HELPERS, nothing())
+    patching.replace(symbols.RESULTS_QUEUE, _queue_of_this_process)
+    torch_adam.install()
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        patching.replace(symbols.TE_GEMM, lambda _: None, may_be_missing=True)
 
-    # A queue in a process of its own, which is spawned: with a script in the place of __main__ that imports
-    # Megatron once more, 5 seconds and 700 MB for every rank at its first save, and outlives a killed rank.
-    # Without async_save, queue and writer are in this very process.
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    spawned = filesystem_async.get_write_results_queue
+def _queue_of_this_process(spawned: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's own is in a process that is spawned.
+
+    With a script in the place of __main__ that imports Megatron once more, that takes 5 seconds and 700 MB
+    for every rank at its first save, and outlives a killed rank. Without async_save, queue and writer are
+    in this very process.
+    """
     here: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def get_write_results_queue(mp_mode: str = "spawn") -> Any:
@@ -319,51 +192,56 @@ def _stand_in_for_megatron() -> None:
         in_background = getattr(global_vars._GLOBAL_ARGS, "async_save", False)
         return spawned(mp_mode) if in_background else here
 
-    filesystem_async.get_write_results_queue = get_write_results_queue
+    return get_write_results_queue
 
-    from megatron_patch.integration.cpu import torch_adam
 
-    torch_adam.install()
+_stood_in: list[str] = []
+"""Paths of what is replaced, but for Megatron's."""
 
-    # Undefined without Transformer Engine in some releases, and tested against None before use.
-    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
+
+def _put(path: str, value: Any) -> None:
+    patching.replace(path, lambda _: value)
+    _stood_in.append(path)
 
 
 def installed() -> bool:
     """Whether this process runs Megatron on CPU by these stand-ins."""
-    return _installed
+    return bool(_stood_in)
 
 
 def install() -> None:
-    """Stand in for the CUDA calls of Megatron in this process. Idempotent; there is no way back.
+    """Stand in for the CUDA calls of Megatron in this process, until `uninstall`. Idempotent.
 
     Call it before Megatron's modules are imported: some bind torch.cuda's functions on import.
     """
-    global _installed
-    if _installed:
+    if installed():
         return
-    _installed = True
     for name, value in CPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     bound_too_early = [
         name for name in ("megatron.core.tensor_parallel.random", "megatron.training") if name in sys.modules
     ]
     if bound_too_early:
-        raise RuntimeError(f"cpu_device.install() must run before {bound_too_early[0]} is imported")
+        raise RuntimeError(f"cpu.device.install() must run before {bound_too_early[0]} is imported")
 
-    for name, (stand_in, _) in _CUDA_STAND_INS.items():
-        setattr(torch.cuda, name, stand_in)
-    for name in _CUDA_RANDOM:
-        setattr(torch.cuda.random, name, getattr(torch.cuda, name))
+    for name, (stand_in, _) in STAND_INS.items():
+        _put(f"torch.cuda:{name}", stand_in)
+    for name in RANDOM:
+        _put(f"torch.cuda.random:{name}", getattr(torch.cuda, name))
     for name in ("range_push", "range_pop"):  # core.utils.nvtx_range_push
-        setattr(torch.cuda.nvtx, name, _nothing())
-    torch.accelerator.current_stream = _answer(_Stream())  # autograd and checkpoint writers ask for it
-    torch.accelerator.current_device_index = _answer(0)
-    torch.accelerator.is_available = _answer(False)  # data loaders would pin memory in a thread
+        _put(f"torch.cuda.nvtx:{name}", nothing())
+    _put("torch.accelerator:current_stream", answer(Stream()))  # autograd and checkpoint writers ask for it
+    _put("torch.accelerator:current_device_index", answer(0))
+    _put("torch.accelerator:is_available", answer(False))  # data loaders would pin memory in a thread
     for name in _FACTORIES:
-        setattr(torch, name, _without_cuda_device(getattr(torch, name)))
+        _put(f"torch:{name}", _without_cuda_device(getattr(torch, name)))
     _stand_in_for_tensor_methods()
     _stand_in_for_distributed()
     _stand_in_for_megatron()
+
+
+def uninstall() -> None:
+    """Give torch and Megatron their own calls back; what modules bound on import keeps the stand-ins."""
+    patching.restore(*_stood_in, symbols.RESULTS_QUEUE, symbols.TE_GEMM)
+    torch_adam.uninstall()
+    _stood_in.clear()

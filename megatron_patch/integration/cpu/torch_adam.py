@@ -15,22 +15,29 @@ What is saved is left alone.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-_MARK = "_megatron_loco_torch_adam"
+from megatron_patch.integration import patching, symbols
 
 
 def install() -> None:
-    """Repair DistributedOptimizer for this process. Idempotent; with Apex or TE it changes nothing."""
+    """Repair DistributedOptimizer, until `uninstall`. Idempotent; with Apex or TE it changes nothing."""
     from megatron.core.optimizer import distrib_optimizer
 
-    cls = distrib_optimizer.DistributedOptimizer
-    if distrib_optimizer.HAVE_APEX_OR_TE or hasattr(cls.state_dict, _MARK):
-        return
-    state_dict, load_state_dict = cls.state_dict, cls.load_state_dict
+    if not distrib_optimizer.HAVE_APEX_OR_TE:
+        patching.replace(symbols.STATE_DICT, _with_step_counts)
+        patching.replace(symbols.LOAD_STATE_DICT, _with_saved_step_counts)
 
+
+def uninstall() -> None:
+    """Give DistributedOptimizer its own methods back."""
+    patching.restore(symbols.STATE_DICT, symbols.LOAD_STATE_DICT)
+
+
+def _with_step_counts(state_dict: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(state_dict)
     def with_step_counts(self: Any) -> Any:
         if not self.optimizer.state:
@@ -39,6 +46,10 @@ def install() -> None:
                 state["step"] = torch.tensor(0.0)
         return state_dict(self)
 
+    return with_step_counts
+
+
+def _with_saved_step_counts(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load_state_dict)
     def with_saved_step_counts(self: Any, loaded: Any) -> None:
         with torch.no_grad():
@@ -47,5 +58,4 @@ def install() -> None:
             for parameter in group["params"]:
                 self.optimizer.state[parameter]["step"] = torch.tensor(float(group["step"]))
 
-    setattr(with_step_counts, _MARK, True)
-    cls.state_dict, cls.load_state_dict = with_step_counts, with_saved_step_counts
+    return with_saved_step_counts

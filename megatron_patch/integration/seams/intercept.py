@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import param_and_grad_buffer
 
+from megatron_patch.integration import patching, symbols
+
 
 @dataclass
 class CollectiveCalls:
@@ -52,11 +54,7 @@ def intercepted() -> Iterator[CollectiveCalls]:
         calls.all_reduce.append((tensor, tensor))
         calls.average = op == dist.ReduceOp.AVG
 
-    module: Any = param_and_grad_buffer
-    before = module.dist_reduce_scatter_func, module.torch
-    module.dist_reduce_scatter_func = reduce_scatter
-    module.torch = _View(before[1], distributed=_View(before[1].distributed, all_reduce=all_reduce))
-    try:
+    upstream: Any = param_and_grad_buffer.torch
+    view = _View(upstream, distributed=_View(upstream.distributed, all_reduce=all_reduce))
+    with patching.swapped({symbols.REDUCE_SCATTER: reduce_scatter, symbols.TORCH: view}):
         yield calls
-    finally:
-        module.dist_reduce_scatter_func, module.torch = before

@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer, MixedPrecisionOptimizer
+from megatron.core.optimizer.optimizer import FP32Optimizer
+
+from megatron_patch.integration import patching, symbols
 
 StepListener = Callable[[Any, bool, float], None]
 """Called with the optimizer, whether the step succeeded, and the factor by which it changed
@@ -24,8 +26,7 @@ the loss scale (1.0 without one: bf16, fp32)."""
 Stepper = Callable[[Any, Callable[[], Any]], Any]
 """Called with the optimizer and its own step; returns what that would."""
 
-_CLASSES = (ChainedOptimizer, MixedPrecisionOptimizer, FP32Optimizer)
-_MARK = "_megatron_loco_original"
+_STEPS = (symbols.CHAINED_STEP, symbols.MIXED_PRECISION_STEP, symbols.FP32_STEP)
 
 
 def updates(optimizer: Any, chunk: Any) -> bool:
@@ -65,25 +66,21 @@ def listen(listener: StepListener, stepper: Stepper) -> None:
 
     Idempotent.
     """
-    for cls in _CLASSES:
-        if hasattr(cls.step, _MARK):
-            continue
-        original = cls.step
 
-        def step(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+    def heard(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
             before = loss_scale(self)
-            result = stepper(self, functools.partial(_original, self, *args, **kwargs))
+            result = stepper(self, functools.partial(original, self, *args, **kwargs))
             listener(self, bool(result[0]), loss_scale(self) / before)
             return result
 
-        wrapped = functools.wraps(original)(step)
-        setattr(wrapped, _MARK, original)
-        cls.step = wrapped
+        return step
+
+    for path in _STEPS:
+        patching.replace(path, heard)
 
 
 def stop_listening() -> None:
     """Give the optimizers their own `step` back."""
-    for cls in _CLASSES:
-        original = getattr(cls.step, _MARK, None)
-        if original is not None:
-            cls.step = original
+    patching.restore(*_STEPS)

@@ -24,6 +24,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_patch.errors import UserError
+from megatron_patch.files import write_whole
 from megatron_patch.workflows import train
 from megatron_patch.workflows.ablation import definition, plots
 from megatron_patch.workflows.ablation.definition import Ablation, Run
@@ -145,9 +146,7 @@ def write(results: Results, out: Path) -> None:
     """results.csv and ablation.md below `out`, each replaced whole."""
     out.mkdir(parents=True, exist_ok=True)
     for name, text in (("results.csv", results.csv()), ("ablation.md", results.markdown())):
-        partial = out / f"{name}.partial"
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(out / name)
+        write_whole(out / name, text)
 
 
 def _show(results: Results, out: Path) -> int:

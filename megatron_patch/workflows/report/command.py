@@ -9,11 +9,10 @@ nothing.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 from pathlib import Path
 
 from megatron_patch.errors import UserError
+from megatron_patch.files import write_whole
 from megatron_patch.workflows.report.runs import read_runs
 
 
@@ -44,14 +43,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(out: Path, page: str) -> None:
-    """Whoever reads `out` meanwhile has the old page or the new one."""
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(out)
+        write_whole(out, page)
     except OSError as error:
         raise UserError(f"--out: {out} cannot be written: {error.strerror}") from error
-    finally:
-        with contextlib.suppress(OSError):  # replaced, or never there
-            partial.unlink()

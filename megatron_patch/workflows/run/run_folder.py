@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_patch.errors import UserError
+from megatron_patch.files import write_whole
 from megatron_patch.workflows.run import checkpoints, configuration
 from megatron_patch.workflows.run.configuration import RunConfig
 
@@ -131,9 +132,7 @@ def failure(folder: Path) -> str | None:
 def note_failure(folder: Path, report: str) -> None:
     """Remember that the run failed, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / "failed.partial"
-    partial.write_text(report.rstrip() + "\n", encoding="utf-8")
-    partial.replace(folder / "failed.txt")
+    write_whole(folder / "failed.txt", report.rstrip() + "\n")
 
 
 def forget_failure(folder: Path) -> None:

@@ -1,0 +1,138 @@
+"""Every symbol of Megatron that this package replaces, and why it is that symbol. docs/architecture.md
+prints it.
+
+A path is MODULE:NAME or MODULE:CLASS.NAME. What is not listed is not replaced (patching.py sees to it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_BUFFER = "megatron.core.distributed.param_and_grad_buffer"
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+_DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+_CHECKPOINTING = "megatron.training.checkpointing"
+_TRAINING = "megatron.training.training"
+
+INIT = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
+START_GRAD_SYNC = f"{_BUFFER}:_ParamAndGradBucketGroup.start_grad_sync"
+REDUCE_SCATTER = f"{_BUFFER}:dist_reduce_scatter_func"
+TORCH = f"{_BUFFER}:torch"
+CHAINED_STEP = f"{_OPTIMIZER}:ChainedOptimizer.step"
+MIXED_PRECISION_STEP = f"{_OPTIMIZER}:MixedPrecisionOptimizer.step"
+FP32_STEP = f"{_OPTIMIZER}:FP32Optimizer.step"
+SAVE_CHECKPOINT = f"{_CHECKPOINTING}:save_checkpoint"
+TRACKER_FILENAME = f"{_CHECKPOINTING}:get_checkpoint_tracker_filename"
+SCHEDULE_ASYNC_SAVE = f"{_CHECKPOINTING}:schedule_async_save"
+LOAD_CHECKPOINT = f"{_CHECKPOINTING}:load_checkpoint"
+LOAD_BASE_CHECKPOINT = f"{_CHECKPOINTING}:_load_base_checkpoint"
+TRAIN_STEP = f"{_TRAINING}:train_step"
+TRAINING_LOG = f"{_TRAINING}:training_log"
+EVALUATE_AND_PRINT = f"{_TRAINING}:evaluate_and_print_results"
+EVALUATE = f"{_TRAINING}:evaluate"
+ADD_ARGUMENTS = "megatron.training.arguments:add_megatron_arguments"
+STATE_DICT = f"{_DISTRIBUTED_OPTIMIZER}.state_dict"
+LOAD_STATE_DICT = f"{_DISTRIBUTED_OPTIMIZER}.load_state_dict"
+NORM = "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__"
+COMPILE_HELPERS = "megatron.core.datasets.utils:compile_helpers"
+RESULTS_QUEUE = "megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue"
+TE_GEMM = "megatron.core.transformer.moe.moe_utils:te_general_gemm"
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """Something of Megatron that is replaced.
+
+    `by` is the file of integration/ that replaces it, `during` how long, `why` what for. `bound_in` are
+    modules of Megatron that import it by name, and get the replacement too.
+    """
+
+    by: str
+    during: str
+    why: str
+    bound_in: tuple[str, ...] = ()
+
+
+_ATTACHED = "from `enable` or `attach` to `disable`"
+_EXCHANGE = "for the length of `start_grad_sync`"
+_LAUNCHED = "for a run of `megatron_patch.launch`"
+_ON_CPU = "on CPU (`launch.device: cpu`)"
+_STEP = (
+    "the end of a training iteration, which error feedback must know of; 1-bit Adam takes its place. On the "
+    "class: optimizers are built after the model"
+)
+
+
+def _checkpoint(why: str) -> Symbol:
+    return Symbol("checkpoint/hooks.py", _ATTACHED, why, (_TRAINING,))
+
+
+SYMBOLS = {
+    INIT: Symbol(
+        "attach.py",
+        "from `enable` to `disable`",
+        "models are wrapped deep inside Megatron's builders; every one passes here",
+    ),
+    START_GRAD_SYNC: Symbol(
+        "seams/gradients.py",
+        f"on the instance, {_ATTACHED}",
+        "every gradient exchange of DDP begins here; a layer above differs between releases, and the layer "
+        "below, torch.distributed, has other users",
+    ),
+    REDUCE_SCATTER: Symbol(
+        "seams/intercept.py", _EXCHANGE, "the collective that it asks for, by this global in all releases"
+    ),
+    TORCH: Symbol(
+        "seams/intercept.py",
+        _EXCHANGE,
+        "its `distributed.all_reduce`: between optimizer instances, and of the replicated optimizer",
+    ),
+    CHAINED_STEP: Symbol("seams/optimizer_step.py", _ATTACHED, _STEP),
+    MIXED_PRECISION_STEP: Symbol("seams/optimizer_step.py", _ATTACHED, "likewise, where nothing is chained"),
+    FP32_STEP: Symbol("seams/optimizer_step.py", _ATTACHED, "likewise"),
+    SAVE_CHECKPOINT: _checkpoint("error states are copied and written before the checkpoint is announced"),
+    TRACKER_FILENAME: _checkpoint(
+        "asked for once, after all ranks' barrier and before a synchronous save is announced as the latest"
+    ),
+    SCHEDULE_ASYNC_SAVE: _checkpoint("its request takes a finalizer before those that announce the save"),
+    LOAD_CHECKPOINT: _checkpoint("error states are put back after Megatron's own"),
+    LOAD_BASE_CHECKPOINT: _checkpoint("the one place that tells which folder was loaded"),
+    TRAIN_STEP: Symbol("metrics.py", _LAUNCHED, "when a step begins, and with which model"),
+    TRAINING_LOG: Symbol("metrics.py", _LAUNCHED, "called on every rank after every step, with its losses"),
+    EVALUATE_AND_PRINT: Symbol("metrics.py", _LAUNCHED, "tells the validation set from the test set"),
+    EVALUATE: Symbol("metrics.py", _LAUNCHED, "its result is the validation loss"),
+    ADD_ARGUMENTS: Symbol(
+        "run_script.py", _LAUNCHED, "every script builds its parser with it: --compression-* is added there"
+    ),
+    STATE_DICT: Symbol(
+        "cpu/torch_adam.py",
+        "without Transformer Engine and Apex",
+        "a repair: loading asserts a step count, which torch's Adam has after its first step only",
+    ),
+    LOAD_STATE_DICT: Symbol(
+        "cpu/torch_adam.py",
+        "without Transformer Engine and Apex",
+        "a repair: all parameters of torch's Adam are given one step count, which is then overwritten with 0",
+    ),
+    NORM: Symbol(
+        "cpu/device.py",
+        _ON_CPU,
+        "asserts sequence parallelism off, which here needs marks on parameters only",
+    ),
+    COMPILE_HELPERS: Symbol("cpu/device.py", _ON_CPU, "runs `make`; the wheel ships the helper compiled"),
+    RESULTS_QUEUE: Symbol(
+        "cpu/device.py", _ON_CPU, "spawns a process that imports Megatron again at every rank's first save"
+    ),
+    TE_GEMM: Symbol(
+        "cpu/device.py", _ON_CPU, "undefined in some releases without Transformer Engine; tested against None"
+    ),
+}
+
+
+def table() -> str:
+    """The symbols as a table in Markdown."""
+    lines = ["| symbol | replaced by | when | why |", "| --- | --- | --- | --- |"]
+    for path, symbol in SYMBOLS.items():
+        shown = path.replace(":", ".")
+        lines.append(f"| `{shown}` | `{symbol.by}` | {symbol.during} | {symbol.why} |")
+    return "\n".join(lines) + "\n"
