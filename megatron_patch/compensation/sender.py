@@ -3,7 +3,7 @@
     h = g + decode(e)      ->  codes q and scales s  ->  payload
     r = h - s*q            ->  e <- encode(beta*e + (1-beta)*r)
 
-with the very s and q that are sent (DESIGN section 4, steps 1 to 4).
+with the very s and q that are sent (docs/numerics.md).
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def compress(
     noise: torch.Tensor | None,
     statistics: torch.Tensor,
 ) -> None:
-    """Steps 1 to 4 of DESIGN section 4 for one bucket, in place.
+    """One bucket from gradient to payload and new error (docs/numerics.md), in place.
 
     Args:
         gradient: [B] of fp32, bf16 or fp16.
