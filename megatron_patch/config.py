@@ -154,7 +154,7 @@ class CompressionConfig:
 
     @property
     def beta(self) -> float:
-        """Weight of the old error, resolved (DESIGN section 4, step 3)."""
+        """Weight of the old error, resolved (docs/numerics.md, "The error")."""
         assert self.error_beta is not None
         return self.error_beta
 

@@ -1,4 +1,4 @@
-"""The rooms of DESIGN section 3: imports go one way only, one room names Megatron, importing is lean."""
+"""The rooms of docs/architecture.md: imports go one way only, one room names Megatron, importing is lean."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_imports_go_one_way(path):
     if room in ENTRANCES:
         return
     place = rank_of(room)
-    assert place is not None, f"{relative(path)} lies in no room of DESIGN section 3"
+    assert place is not None, f"{relative(path)} lies in no room of docs/architecture.md"
     wrong = []
     for imported, line in own_imports(path):
         other = rank_of(imported)

@@ -1,7 +1,7 @@
 """Compares models that Megatron trained under some parallelism with the simulation, parameter by parameter.
 
     own gradients of all ranks     as recording.py wrote them down, before Megatron scaled them
-      x scaling                    Scaling, stated here from DESIGN section 4 and not read from Megatron
+      x scaling                    Scaling, stated here from docs/numerics.md and not read from Megatron
       -> exchange                  over the ranks that Layout names, simulated in float64 (tests/simulation)
       -> finalize_model_grads      sums over tensor-parallel ranks and pipeline ends, division by tokens
       -> Adam                      in float64

@@ -1,4 +1,4 @@
-"""The numbers of DESIGN section 4, through Megatron's own DDP, buckets and distributed optimizer on 4 ranks.
+"""The numbers of docs/numerics.md, through Megatron's own DDP, buckets and distributed optimizer on 4 ranks.
 
 Every case trains 20 steps of a tiny model with gradients that differ between ranks, blocks and steps. What
 each rank sent, what it remembers and what its optimizer gets is compared with the float64 simulation, bucket

@@ -1,6 +1,6 @@
 """The low-bit all-reduce, simulated: LoCo's exchange of loco_float64.py twice, each with its own errors.
 
-    phase 1   every rank n sends its gradient's shards as in section 4 of shared/DESIGN.md, with errors e_n;
+    phase 1   every rank n sends its gradient's shards as in docs/numerics.md, with errors e_n;
               the owner of shard j holds x = sum over n of s_n*q_n (divided by N for the average), in fp32
     phase 2   the owner sends x to all as if it were a gradient: h = x + E, and E takes what was lost
     all       every rank, the owner too, writes the s*q of each shard in the gradient's dtype

@@ -1,4 +1,4 @@
-"""An independent simulation of the numbers in section 4 of shared/DESIGN.md, as an oracle for tests.
+"""An independent simulation of the numbers in docs/numerics.md, as an oracle for tests.
 
 The idea of one step, for N ranks that each hold a gradient of B elements:
 
@@ -285,7 +285,7 @@ class LoCoSimulation:
     def _send_block(
         self, place: tuple[int, int, int], gradient: np.ndarray
     ) -> tuple[np.ndarray, np.float32, np.ndarray]:
-        """Steps 1 to 3 of the text for one block; returns h, s and q."""
+        """From g to s, q and the new error, for one block; returns h, s and q."""
         memory = self._memories[place]
         # A gradient near the largest fp32 may overflow here: that block is then sent as NaN.
         with np.errstate(over="ignore", invalid="ignore"):
@@ -299,7 +299,7 @@ class LoCoSimulation:
         return h, s, q
 
     def _reduce(self, sent: np.ndarray) -> np.ndarray:
-        """Step 5: the owner of each shard adds what the ranks sent, in rank order, in fp32."""
+        """The owner of each shard adds what the ranks sent, in rank order, in fp32."""
         shards = np.zeros((self.ranks, self.shard_size), dtype=np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
             for owner in range(self.ranks):
