@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "megatron_patch"
 ORDER = [
-    {"errors"},
+    {"errors", "files"},
     {"config"},
     {"quantization"},
     {"compensation"},
@@ -87,6 +87,44 @@ def test_imports_go_one_way(path):
         elif other > place:
             wrong.append(f"line {line}: {imported}")
     assert not wrong, f"{relative(path)} ({room}) imports from a later room: {wrong}"
+
+
+def dotted(path: Path) -> str:
+    return ".".join(("megatron_patch", *path.relative_to(PACKAGE).with_suffix("").parts))
+
+
+def test_no_modules_import_one_another_in_a_circle():
+    ours = {dotted(path) for path in MODULES}
+    graph = {dotted(path): {name for name, *_ in imported_names(path)} & ours for path in MODULES}
+    assert circle_in(graph) is None
+    first = next(name for name in graph if graph[name])
+    graph[next(iter(graph[first]))] = {first}
+    assert circle_in(graph) is not None, "the check sees a circle"
+
+
+def circle_in(graph: dict[str, set[str]]) -> list[str] | None:
+    """Names that lead back to the first of them, if there are any."""
+    done: set[str] = set()
+
+    def walk(name: str, way: list[str]) -> list[str] | None:
+        if name in way:
+            return [*way[way.index(name) :], name]
+        if name in done:
+            return None
+        for other in graph.get(name, ()):
+            if found := walk(other, [*way, name]):
+                return found
+        done.add(name)
+        return None
+
+    return next((found for name in graph if (found := walk(name, []))), None)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_a_file_is_short(path):
+    """One idea per file; kernels are as long as they are."""
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= 350, f"{relative(path)} has {lines} lines: does it hold two ideas?"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=relative)

@@ -1,6 +1,6 @@
 """What a codec is: it turns the numbers of blocks into a payload, and a payload into numbers.
 
-A codec is one file that implements `Codec`, and a line in codecs.py. The torch reference
+A codec is one file that implements `Codec`, and is named in codecs.py. The torch reference
 (compensation/compress.py, decompress_reduce.py) serves any codec; the fused kernels say which they know
 (`supports`, backends.py).
 """

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+
 from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization.codec import Codec
-from megatron_patch.quantization.sign import Sign
-from megatron_patch.quantization.uniform import Uniform
 
-_BY_BITS: dict[int, Codec] = {
-    8: Uniform(8),
-    4: Uniform(4),
-    2: Uniform(2),
-    1: Sign(),
-}
+_FILES = ("uniform", "sign")
+"""Modules of this room, each with its codecs in CODECS."""
+
+
+def _all() -> dict[int, Codec]:
+    modules = (importlib.import_module(f"{__package__}.{name}") for name in _FILES)
+    return {codec.bits: codec for module in modules for codec in module.CODECS}
+
+
+_BY_BITS = _all()
 
 
 def codec_of(config: CompressionConfig) -> Codec:

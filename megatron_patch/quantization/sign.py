@@ -49,3 +49,6 @@ class Sign:
         """Codec.decode."""
         raw, scales = read_payload(payload, layout)
         return layout.join(dequantize(raw * 2 - 1, scales))
+
+
+CODECS = (Sign(),)

@@ -69,6 +69,9 @@ class Uniform:
         return layout.join(dequantize(raw << unused >> unused, scales))  # the code's sign, in int8's
 
 
+CODECS = (Uniform(8), Uniform(4), Uniform(2))
+
+
 def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """(int8 [n, blocks, b], fp32 [n, blocks]) -> fp32 [n, blocks, b]: s*q, exact; NaN where s is NaN."""
     return codes.to(torch.float32) * scales[..., None]

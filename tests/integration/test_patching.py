@@ -78,10 +78,16 @@ def test_what_may_be_missing_is_gone_again_after_it(module):
 
 
 def test_values_are_swapped_for_a_block_even_if_it_fails(module):
-    original = module.function
-    with pytest.raises(ZeroDivisionError), patching.swapped({"made_up:function": 5}):
-        assert module.function == 5
-        1 / 0
+    original, seen = module.function, []
+
+    def fails() -> None:
+        with patching.swapped({"made_up:function": 5}):
+            seen.append(module.function)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert seen == [5]
     assert module.function is original
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron_patch.errors import UserError
+from megatron_patch.workflows.data.corpus import Advance, Corpus, find_files, open_corpus
 from megatron_patch.workflows.data.files import (
     FORMAT,
     Manifest,
@@ -30,13 +31,9 @@ from megatron_patch.workflows.data.files import (
     partial_folder,
 )
 from megatron_patch.workflows.data.tokenization import (
-    Advance,
-    Corpus,
     Encoder,
     TokenizerSpec,
-    find_files,
     load_encoder,
-    open_corpus,
     parse_tokenizer,
     train_bpe,
 )

@@ -21,7 +21,8 @@ from megatron_patch.errors import UserError
 from megatron_patch.workflows import cli
 from megatron_patch.workflows.bench.network import hosts, lifeline, methods, progress, rank, results
 from megatron_patch.workflows.bench.network import plot as picture
-from megatron_patch.workflows.bench.network.command import ALL_METHODS, DEFAULT_METHODS, Plan, plan
+from megatron_patch.workflows.bench.network.command import ALL_METHODS, DEFAULT_METHODS, plan
+from megatron_patch.workflows.bench.network.plan import Plan
 from megatron_patch.workflows.bench.network.ranks import Ranks
 from megatron_patch.workflows.bench.network.results import Cell
 from megatron_patch.workflows.run.launcher import RankFailed

@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_patch.errors import UserError
+from megatron_patch.workflows.data import corpus
 from megatron_patch.workflows.data import files as data_files
-from megatron_patch.workflows.data import tokenization
 from megatron_patch.workflows.data.command import add_arguments, check_dataset, load_manifest, prepare, run
 
 with warnings.catch_warnings():
@@ -148,10 +148,10 @@ def test_json_lines(tmp_path):
 def test_more_json_files_than_are_kept_open(tmp_path):
     root = tmp_path / "source"
     root.mkdir()
-    for number in range(tokenization._OPEN_FILES + 5):
+    for number in range(corpus._OPEN_FILES + 5):
         (root / f"{number}.json").write_text("".join(f'{{"text": "{number}-{k}"}}\n' for k in range(3)))
     prepare(root, tmp_path / "set", quiet=True)
-    assert len(set(texts(tmp_path / "set"))) == 3 * (tokenization._OPEN_FILES + 5)
+    assert len(set(texts(tmp_path / "set"))) == 3 * (corpus._OPEN_FILES + 5)
 
 
 def test_default_source_is_the_standard_library(tmp_path):
@@ -159,8 +159,8 @@ def test_default_source_is_the_standard_library(tmp_path):
     found = texts(tmp_path / "set")
     assert sum(map(len, found)) == 300_000
     library = Path(argparse.__file__).parent
-    assert len(tokenization.find_files(None, ["argparse.py"], lambda path: False)) == 1
-    below = [path.relative_to(library) for path in tokenization.find_files(None, (), lambda path: False)]
+    assert len(corpus.find_files(None, ["argparse.py"], lambda path: False)) == 1
+    below = [path.relative_to(library) for path in corpus.find_files(None, (), lambda path: False)]
     assert not any({"test", "tests", "site-packages"} & set(path.parts) for path in below)
 
 

@@ -15,7 +15,6 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from megatron_patch.workflows.bench.network.methods import (
     Method,
     parse,
 )
-from megatron_patch.workflows.bench.network.results import Cell
+from megatron_patch.workflows.bench.network.plan import Plan
 
 DEFAULT_METHODS = f"{BASELINE},loco4,loco2,ddp_bf16"
 _MODEL = {"layers": 4, "hidden": 384, "ffn": 1024, "heads": 6, "vocabulary": 4096}
@@ -76,46 +75,6 @@ ALL_METHODS = (
     *("fp32_reduce_scatter", "bf16_reduce_scatter", BASELINE, ALL_REDUCE),
     *("loco8", "loco4", "loco2", ONEBIT_WARM_UP, ONEBIT, "ddp_bf16", "ddp_powersgd_rank4"),
 )
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is measured, in its order: the methods of one accumulation count one after another."""
-
-    hosts: int
-    ranks_per_host: int
-    methods: tuple[Method, ...]
-    accumulation: tuple[int, ...]
-    rates: tuple[float | None, ...]
-    steps: int
-    overlap: bool
-    buckets: int
-    llama: dict[str, int]
-
-    @property
-    def cells(self) -> list[Cell]:
-        """Grouped by method, which is built once for all rates."""
-        return [
-            Cell(method, count, rate)
-            for count in self.accumulation
-            for method in self.methods
-            for rate in self.rates
-        ]
-
-    @property
-    def parameters(self) -> int:
-        h = self.llama["hidden"]
-        layer = 4 * h**2 + 3 * h * self.llama["ffn"] + 2 * h
-        return self.llama["layers"] * layer + 2 * self.llama["vocabulary"] * h + h
-
-    def estimate(self, cell: Cell, unshaped_seconds: float) -> float:
-        """Seconds that a cell may take: for the time left, and nothing else."""
-        seconds = unshaped_seconds * cell.accumulation
-        if cell.rate_mbit is not None:
-            share = self.ranks_per_host * (1 - 1 / self.hosts)
-            bits = share * self.parameters * cell.method.guessed_bits
-            seconds += 1.1 * bits / (cell.rate_mbit * 1e6)
-        return self.steps * seconds + 0.3
 
 
 def plan(args: argparse.Namespace) -> Plan:

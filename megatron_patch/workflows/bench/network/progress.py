@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from megatron_patch.workflows.bench.network.plan import Plan
+from megatron_patch.workflows.bench.network.results import Cell
 from megatron_patch.workflows.run.progress import Live
-
-if TYPE_CHECKING:
-    from megatron_patch.workflows.bench.network.command import Plan
-    from megatron_patch.workflows.bench.network.results import Cell
 
 _BUILD_SECONDS = 3.0
 

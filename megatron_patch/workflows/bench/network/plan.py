@@ -1,0 +1,48 @@
+"""What a network benchmark measures: methods, links and a model, and the cells in their order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_patch.workflows.bench.network.methods import Method
+from megatron_patch.workflows.bench.network.results import Cell
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured, in its order: the methods of one accumulation count one after another."""
+
+    hosts: int
+    ranks_per_host: int
+    methods: tuple[Method, ...]
+    accumulation: tuple[int, ...]
+    rates: tuple[float | None, ...]
+    steps: int
+    overlap: bool
+    buckets: int
+    llama: dict[str, int]
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Grouped by method, which is built once for all rates."""
+        return [
+            Cell(method, count, rate)
+            for count in self.accumulation
+            for method in self.methods
+            for rate in self.rates
+        ]
+
+    @property
+    def parameters(self) -> int:
+        h = self.llama["hidden"]
+        layer = 4 * h**2 + 3 * h * self.llama["ffn"] + 2 * h
+        return self.llama["layers"] * layer + 2 * self.llama["vocabulary"] * h + h
+
+    def estimate(self, cell: Cell, unshaped_seconds: float) -> float:
+        """Seconds that a cell may take: for the time left, and nothing else."""
+        seconds = unshaped_seconds * cell.accumulation
+        if cell.rate_mbit is not None:
+            share = self.ranks_per_host * (1 - 1 / self.hosts)
+            bits = share * self.parameters * cell.method.guessed_bits
+            seconds += 1.1 * bits / (cell.rate_mbit * 1e6)
+        return self.steps * seconds + 0.3

@@ -1,0 +1,266 @@
+"""The state of a model chunk: which steps count, when errors are cleared or rescaled, bytes, buffers.
+
+On Megatron's real DDP, buckets and distributed optimizer (tiny_model.py), 4 ranks unless said otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from integration.seam_runs import MANY, RANKS, SEVERAL, any_error, built, errors_of, logged, rerunning, scaled
+from simulation.agreement import Agreement
+from simulation.loco_float64 import LoCoSimulation
+
+
+def delayed(start: int, steps: int) -> dict[str, Any]:
+    import megatron_patch
+
+    stock, _ = built({}, None)
+    stock_shards = [stock.step(stock.random_gradients(step)) for step in range(steps)]
+    tiny, compressor = built({}, {"start_step": start, "reset_interval": start + 2})
+    report: dict[str, Any] = {"equal": [], "errors": [], "gradients": [], "shards": [], "bits": []}
+    for step in range(steps):
+        gradients = tiny.random_gradients(step)
+        (shard,) = tiny.step(gradients)
+        report["equal"].append(bool((shard == stock_shards[step][0]).all()))
+        report["errors"].append(errors_of(compressor)[0])
+        report["gradients"].append(scaled(tiny, gradients)[0])
+        report["shards"].append(shard)
+        report["bits"].append(compressor.report.traffic.bits_per_element)
+    report["syncs"] = compressor.events.uncompressed_syncs
+    report["resets"] = compressor.events.resets
+    megatron_patch.disable()
+    return report
+
+
+def test_compression_starts_at_start_step(pool):
+    start, steps = 3, 8
+    reports = pool.run(delayed, start, steps)
+    numel = reports[0]["gradients"][0].numel()
+    # Resets count optimizer steps from the very first, so the simulation steps from there as well.
+    agreement = Agreement(LoCoSimulation(RANKS, numel, bits=4, reset_interval=start + 2))
+    agreement.simulation.steps = start
+    for step in range(start, steps):
+        rows = {
+            name: np.stack([r[name][step].numpy() for r in reports])
+            for name in ("gradients", "errors", "shards")
+        }
+        agreement.check(rows["gradients"], errors=rows["errors"], shards=rows["shards"])
+    for report in reports:
+        assert report["equal"] == [step < start for step in range(steps)]
+        assert not any(error.any() for error in report["errors"][:start])
+        assert report["bits"][:start] == [32.0] * start
+        assert max(report["bits"][start:]) < 4.5
+        assert report["syncs"] == start
+        assert report["resets"] == 1
+
+
+def skipped() -> dict[str, Any]:
+    import megatron_patch
+
+    tiny, compressor = built(SEVERAL, {"reset_interval": 4})
+    report: dict[str, Any] = {"errors": [], "counts": []}
+    for step in range(6):
+        tiny.exchange(tiny.random_gradients(step))
+        parts = tiny.optimizer.chained_optimizers
+        if step == 2:
+            for part in parts:
+                part.prepare_grads = lambda: True
+        successful, _, _ = tiny.optimizer.step()
+        for part in parts:
+            vars(part).pop("prepare_grads", None)
+        assert successful == (step != 2)
+        report["errors"].append(any_error(compressor))
+        report["counts"].append((compressor.steps, compressor.steps_seen))
+    report["events"] = compressor.describe()
+    megatron_patch.disable()
+    return report
+
+
+def test_a_skipped_step_forgets_the_errors_and_does_not_count(pool):
+    for report in pool.run(skipped):
+        # Steps 0, 1, 3, 4 succeeded: the reset after four of them falls on step 4.
+        assert report["errors"] == [True, True, False, True, False, True]
+        assert report["counts"] == [(1, 1), (2, 2), (2, 3), (3, 4), (4, 5), (5, 6)]
+        assert report["events"] == {
+            "steps": 5,
+            "resets": 1,
+            "skipped_steps": 1,
+            "replays": 0,
+            "uncompressed_syncs": 0,
+        }
+
+
+def replayed(model: dict[str, Any]) -> dict[str, Any]:
+    import megatron_patch
+
+    tiny, compressor = built(model, {"bits": 4})
+    tiny.step(tiny.random_gradients(0))
+    tiny.step(tiny.random_gradients(1))
+    wire = compressor.report.traffic.nbytes
+    tiny.exchange(tiny.random_gradients(2))
+    with rerunning():
+        again = tiny.exchange(tiny.random_gradients(2))
+    report: dict[str, Any] = {"again": again, "errors": errors_of(compressor)}
+    tiny.optimizer.step()
+    report["replayed wire"] = compressor.report.traffic.nbytes == wire
+    tiny.step(tiny.random_gradients(3))
+    report["events"] = compressor.describe()
+    # Another model that never ran before: what the second pass must look like with errors of zero.
+    megatron_patch.disable()
+    fresh, other = built(model, {"bits": 4})
+    if model.get("overlap"):
+        # Its first batch goes another way; forget what that one remembered.
+        fresh.exchange(fresh.random_gradients(9))
+        fresh.optimizer.step()
+        other.clear_errors()
+    report["fresh"] = fresh.exchange(fresh.random_gradients(2))
+    report["fresh errors"] = errors_of(other)
+    megatron_patch.disable()
+    return report
+
+
+@pytest.mark.parametrize("model", [{}, SEVERAL], ids=["plain", "several groups"])
+def test_a_replayed_backward_pass_forgets_the_errors_and_counts_once(pool, model):
+    for report in pool.run(replayed, model):
+        for mine, theirs in (("again", "fresh"), ("errors", "fresh errors")):
+            for a, b in zip(report[mine], report[theirs], strict=True):
+                assert np.array_equal(a.numpy(), b.numpy())
+        assert report["events"]["replays"] == 1
+        assert report["events"]["steps"] == 4
+        assert report["replayed wire"]
+
+
+def without_optimizer(model: dict[str, Any], exchanges: int) -> dict[str, Any]:
+    import megatron_patch
+
+    tiny, compressor = built(model, {"reset_interval": 3})
+    report: dict[str, Any] = {"shards": [], "errors": [], "gradients": []}
+    with logged() as messages:
+        for step in range(exchanges):
+            gradients = tiny.random_gradients(step)
+            report["shards"].append(tiny.exchange(gradients))
+            report["errors"].append(errors_of(compressor))
+            report["gradients"].append(scaled(tiny, gradients))
+    report["steps"] = compressor.steps
+    report["resets"] = compressor.events.resets
+    report["replays"] = compressor.events.replays
+    report["messages"] = [m for m in messages if m.startswith("WARNING")]
+    megatron_patch.disable()
+    return report
+
+
+@pytest.mark.parametrize("model", [{}, SEVERAL], ids=["plain", "several groups"])
+def test_a_loop_without_megatron_s_optimizer_counts_exchanges_and_says_so_once(pool, model):
+    exchanges = 8
+    reports = pool.run(without_optimizer, model, exchanges)
+    for bucket in range(len(reports[0]["shards"][0])):
+        numel = reports[0]["gradients"][0][bucket].numel()
+        # Without the error after a reset, every tie counts as decided the other way.
+        agreement = Agreement(LoCoSimulation(RANKS, numel, bits=4, reset_interval=3), forks=0.1)
+        for step in range(exchanges):
+            rows = {
+                name: np.stack([r[name][step][bucket].numpy() for r in reports])
+                for name in ("gradients", "errors", "shards")
+            }
+            # A reset shows with the next exchange only: nothing tells that a step is over before it.
+            late = (step + 1) % 3 == 0
+            agreement.check(rows["gradients"], errors=None if late else rows["errors"], shards=rows["shards"])
+    for report in reports:
+        assert report["steps"] == exchanges - 1
+        assert report["resets"] == 2
+        assert report["replays"] == 0
+        (message,) = report["messages"]
+        assert "counting exchanges as steps" in message
+
+
+def loss_scale(window: int, error_dtype: str) -> dict[str, Any]:
+    import torch
+
+    import megatron_patch
+
+    options = {
+        "initial_loss_scale": 64.0,
+        "min_loss_scale": 1.0,
+        "loss_scale_window": window,
+        "hysteresis": 1,
+    }
+    model = {"dtypes": ("float16",), "optimizer": options}
+    tiny, compressor = built(model, {"error_dtype": error_dtype})
+    report: dict[str, Any] = {"scales": [], "follows": [], "overflow": []}
+    for step in range(5):
+        before = tiny.optimizer.get_loss_scale().item()
+        gradients = [g * before for g in tiny.random_gradients(step)]
+        if step == 3:
+            gradients[0] = torch.full_like(gradients[0], torch.inf)
+        tiny.exchange(gradients)
+        errors = errors_of(compressor)
+        successful, _, _ = tiny.optimizer.step()
+        after = tiny.optimizer.get_loss_scale().item()
+        report["scales"].append((before, after))
+        report["overflow"].append(not successful)
+        if successful:
+            pairs = zip(errors, errors_of(compressor), strict=True)
+            report["follows"].append(all(torch.equal(a * (after / before), b) and a.any() for a, b in pairs))
+        else:
+            report["follows"].append(not any_error(compressor))
+    report["events"] = compressor.describe()
+    megatron_patch.disable()
+    return report
+
+
+@pytest.mark.parametrize(("window", "error_dtype"), [(2, "int8"), (1, "int8"), (1, "fp32")])
+def test_errors_follow_the_loss_scale_of_fp16(pool, window, error_dtype):
+    for report in pool.run(loss_scale, window, error_dtype):
+        assert report["overflow"] == [False, False, False, True, False]
+        changed = [after != before for before, after in report["scales"]]
+        assert changed[3], "an overflow halves the scale"
+        assert changed[:3] == ([True, True, True] if window == 1 else [False, True, False])
+        assert report["follows"] == [True] * 5
+        assert report["events"]["skipped_steps"] == 1
+
+
+def wire_report() -> dict[str, Any]:
+    import megatron_patch
+
+    tiny, compressor = built(SEVERAL, {"bits": 4})
+    tiny.step(tiny.random_gradients(0))
+    tiny.step(tiny.random_gradients(1))
+    payloads = sum(3 * sender.layout.payload_bytes for sender in compressor.senders)
+    elements = sum(bucket.grad_data.numel() * 3 / 4 for bucket in tiny.buckets)
+    report = {
+        "nbytes": compressor.report.traffic.nbytes == payloads,
+        "elements": compressor.report.traffic.elements == elements,
+        "statistics": bool((compressor.report.statistics[:4] > 0).all()),
+        "error bytes": compressor.error_bytes == sum(s.error.nbytes for s in compressor.senders) > 0,
+    }
+    megatron_patch.disable()
+    return report
+
+
+def test_the_report_holds_one_step_s_payload_bytes(pool):
+    for report in pool.run(wire_report):
+        assert report == dict.fromkeys(report, True)
+
+
+def buffers(compression: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of buffers after three steps of a model of several buckets."""
+    import megatron_patch
+
+    tiny, compressor = built(MANY, compression)
+    for step in range(3):
+        tiny.step(tiny.random_gradients(step))
+    payloads = [s.layout.shards * s.layout.payload_bytes for s in compressor.senders]
+    megatron_patch.disable()
+    return {"buckets": len(payloads), "largest": max(payloads), "buffers": compressor.workspace.nbytes}
+
+
+@pytest.mark.parametrize("topology", ["flat", "two_hop"])
+def test_two_buckets_payloads_are_held_at_most(pool, topology):
+    """Sending and receiving, for two buckets; in two hops, one node's sum beside them."""
+    for report in pool.run(buffers, {"bits": 8, "ranks_per_node": 2, "topology": topology}):
+        assert report["buckets"] >= 4
+        sums = 4 * report["largest"] if topology == "two_hop" else 0
+        assert report["largest"] * 2 <= report["buffers"] <= 4 * report["largest"] + sums

@@ -1,0 +1,49 @@
+"""What attaching says of the groups of ranks, and of two hops.
+
+On Megatron's real DDP, buckets and distributed optimizer (tiny_model.py), 4 ranks unless said otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from integration.seam_runs import built, logged
+
+
+def announced(compression: dict[str, Any]) -> list[str]:
+    """What attaching says."""
+    import megatron_patch
+
+    with logged() as lines:
+        built({}, compression)
+    megatron_patch.disable()
+    return lines
+
+
+TOPOLOGIES = {
+    "unknown": ({}, None),
+    "auto": ({"ranks_per_node": 2}, "reduce-scatter in two hops over 2 nodes of 2 ranks: "),
+    "asked for": ({"ranks_per_node": 2, "topology": "two_hop"}, "in two hops over 2 nodes of 2 ranks"),
+    "flat": ({"ranks_per_node": 2, "topology": "flat"}, None),
+    "one node": ({"ranks_per_node": 4}, None),
+    "one node, asked for": (
+        {"ranks_per_node": 4, "topology": "two_hop"},
+        "one hop, not two, for a group of ranks: all of its ranks are on one node",
+    ),
+    "irregular": (
+        {"ranks_per_node": 3},
+        "one hop, not two, for a group of ranks: its ranks lie irregularly on nodes of 3: 3 on node 0, 1 on",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_the_topology_is_said_and_so_is_why_not_two_hops(pool, name):
+    compression, line = TOPOLOGIES[name]
+    lines, *others = pool.run(announced, compression)
+    assert not any(others)
+    hops = [text for text in lines if "hop" in text]
+    assert len(hops) == (1 if line else 0)
+    if line:
+        assert line in hops[0]
