@@ -159,7 +159,7 @@ class CompressionConfig:
         return self.error_beta
 
     @property
-    def has_memory(self) -> bool:
+    def keeps_errors(self) -> bool:
         """Whether the sender keeps an error state between steps."""
         return self.method in ("error_feedback", "loco") or (self.momentum and self.error_compensation)
 

@@ -161,7 +161,7 @@ def test_the_defaults_are_those_of_the_design():
 
 
 @pytest.mark.parametrize(
-    ("options", "beta", "has_memory", "compresses"),
+    ("options", "beta", "keeps_errors", "compresses"),
     [
         ({"method": "loco"}, 0.8, True, True),
         ({"method": "loco", "error_beta": 0}, 0.0, True, True),
@@ -174,11 +174,11 @@ def test_the_defaults_are_those_of_the_design():
         ({"method": "onebit_adam", "error_compensation": False}, 0.0, False, True),
     ],
 )
-def test_beta_and_memory_follow_the_method(options, beta, has_memory, compresses):
+def test_beta_and_memory_follow_the_method(options, beta, keeps_errors, compresses):
     config = CompressionConfig(**options)
     assert config.beta == beta
     assert isinstance(config.beta, float)
-    assert config.has_memory is has_memory
+    assert config.keeps_errors is keeps_errors
     assert config.compresses is compresses
 
 

@@ -34,7 +34,7 @@ class Sender:
         self.layout = layout
         self.codec = codec_of(config)
         self.error: MovingAverageError | None = None
-        if config.has_memory:
+        if config.keeps_errors:
             self.error = MovingAverageError(layout, config.beta, config.error_dtype, device)
         self.generator: torch.Generator | None = None
         if config.rounding == "stochastic":

@@ -159,7 +159,7 @@ class ChunkState:
         if successful:
             self.steps += 1
             interval = self.config.reset_interval
-            if interval and self.config.has_memory and self.steps % interval == 0:
+            if interval and self.config.keeps_errors and self.steps % interval == 0:
                 self.events.resets += 1
                 self.clear_errors()
         else:

@@ -29,7 +29,9 @@ def _lines(config: CompressionConfig, seams: Sequence[BucketGroupSeam]) -> Itera
     if not config.compresses:
         yield logging.INFO, "method none: Megatron's own gradient exchange"
         return
-    memory = f"beta {config.beta}, errors in {config.error_dtype}" if config.has_memory else "no errors kept"
+    memory = (
+        f"beta {config.beta}, errors in {config.error_dtype}" if config.keeps_errors else "no errors kept"
+    )
     start = f", from step {config.start_step} on" if config.start_step else ""
     yield logging.INFO, f"{config.method}, {config.bits} bits, block {config.block_size}, {memory}{start}"
     stages = [(seam, stage) for seam in seams for stage in seam.stages]

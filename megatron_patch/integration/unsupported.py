@@ -80,7 +80,11 @@ def _refuse_for_onebit_adam(settings: Any) -> None:
 
     instances = found("num_distributed_optimizer_instances")
     if instances and instances > 1:
-        _refuse("num_distributed_optimizer_instances", instances, "onebit_adam knows one; leave it out")
+        _refuse(
+            "num_distributed_optimizer_instances",
+            instances,
+            "onebit_adam supports a single optimizer instance; leave it out",
+        )
     for flag in (
         "use_precision_aware_optimizer",
         "optimizer_cpu_offload",

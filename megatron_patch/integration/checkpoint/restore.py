@@ -140,7 +140,7 @@ class _Reader:
             return "errors start from zero: the checkpoint is from within a step, which runs again"
         if exact:
             self._apply_exactly(factor)
-        if not rank.config.has_memory:
+        if not rank.config.keeps_errors:
             return "step counters restored; this method keeps no errors"
         if not saved["save_error"]:
             return "errors start from zero: they were not saved (compression.save_error: false)"

@@ -1,0 +1,118 @@
+"""What every exchange promises: its output, the bytes that it says it sends, the states that are saved.
+
+Their numbers are in test_reduce_scatter.py, test_all_reduce.py and the tests of the two hops.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+RANKS, PER_NODE, NUMEL = 4, 2, 1200
+EXCHANGES = {
+    "reduce_scatter": 900,
+    "two_hop_reduce_scatter": 300,
+    "all_reduce": 1800,
+    "two_hop_all_reduce": 600,
+}
+"""Elements that a rank sends to other ranks, or in two hops to other nodes."""
+
+
+def exchanged(name: str, options: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """In a worker: one exchange, with the bytes that torch's collectives are given counted by their group."""
+    import torch
+    import torch.distributed as dist
+    from collectives.setups import setup_of
+
+    from megatron_patch.collectives.makers import make_all_reduces, make_reduce_scatters
+
+    ranks_per_node = PER_NODE if name.startswith("two_hop") else None
+    setup = setup_of(topology="auto", ranks_per_node=ranks_per_node, **options)
+    make = make_all_reduces if name.endswith("all_reduce") else make_reduce_scatters
+    (exchange,) = make([NUMEL], dist.group.WORLD, setup).exchanges
+    rank, sent = dist.get_rank(), {"inside": 0.0, "between": 0.0}
+
+    def counting(call: Any, share: Any) -> Any:
+        def counted(output: Any, input: Any, *args: Any, group: Any, **kwargs: Any) -> Any:
+            same_node = len({one // PER_NODE for one in dist.get_process_group_ranks(group)}) == 1
+            sent["inside" if same_node else "between"] += input.nbytes * share(group.size())
+            return call(output, input, *args, group=group, **kwargs)
+
+        return counted
+
+    calls = {
+        "all_to_all_single": lambda n: (n - 1) / n,
+        "reduce_scatter_tensor": lambda n: (n - 1) / n,
+        "all_gather_into_tensor": lambda n: n - 1,
+    }
+    before = {call: getattr(dist, call) for call in calls}
+    tensor = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank)).to(getattr(torch, dtype))
+    mine = tensor.clone()
+    output = mine if name.endswith("all_reduce") else mine.view(RANKS, -1)[rank]
+    said = exchange.traffic(mine)
+    try:
+        for call, share in calls.items():
+            setattr(dist, call, counting(before[call], share))
+        exchange.start(mine, output, average=True).wait()
+    finally:
+        for call, original in before.items():
+            setattr(dist, call, original)
+    exact = tensor.double()
+    dist.all_reduce(exact)
+    exact = exact / RANKS
+    wanted = exact if name.endswith("all_reduce") else exact.view(RANKS, -1)[rank]
+    numbers = torch.arange(NUMEL)
+    return {
+        "off": ((output.double() - wanted).abs().max() / wanted.abs().max()).item(),
+        "sent": sent,
+        "said": {"inside": said.inside, "between": said.between.nbytes},
+        "elements": said.between.elements,
+        "describe": exchange.describe(),
+        "senders": len({id(state.sender) for state in exchange.states()}),
+        "states": [
+            (state.kind, state.index, state.senders, state.position.of(numbers).flatten().tolist())
+            for state in exchange.states()
+        ],
+        "sizes": [state.sender.layout.numel for state in exchange.states()],
+    }
+
+
+@pytest.mark.parametrize("intra_bits", [None, 8])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_the_traffic_is_what_is_sent_and_the_output_the_mean(pool, name, dtype, intra_bits):
+    options = {"method": "naive", "bits": 8, "block_size": 64, "intra_bits": intra_bits}
+    for report in pool.run(exchanged, name, options, dtype, world_size=RANKS):
+        assert 0 < report["off"] < 0.05
+        assert report["said"] == report["sent"]
+        assert report["elements"] == EXCHANGES[name]
+        assert (report["said"]["inside"] > 0) == ("two_hop" in name)
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_every_element_has_as_many_senders_as_the_states_say(pool, name):
+    reports = pool.run(exchanged, name, {"bits": 4}, "float32", world_size=RANKS)
+    held: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for report in reports:
+        assert report["senders"] == len(report["states"]) == (2 if "all_reduce" in name else 1)
+        for (kind, index, senders, elements), size in zip(report["states"], report["sizes"], strict=True):
+            assert len(elements) == size, "an error state has the elements of its sender"
+            for element in elements:
+                held.setdefault((kind, element), []).append((index, senders))
+    kinds = {kind for kind, _ in held}
+    assert kinds == {"all_reduce", "owner"} if "all_reduce" in name else len(kinds) == 1
+    for kind in kinds:
+        assert {element for of, element in held if of == kind} == set(range(NUMEL))
+    for found in held.values():
+        assert sorted(index for index, _ in found) == list(range(found[0][1]))
+
+
+def test_they_say_what_they_are(pool):
+    said = [pool.run(exchanged, name, {"bits": 4}, "float32", world_size=RANKS)[0] for name in EXCHANGES]
+    assert [report["describe"] for report in said] == [
+        "reduce-scatter over 4 ranks",
+        "reduce-scatter in two hops over 2 nodes of 2 ranks",
+        "all-reduce over 4 ranks",
+        "all-reduce in two hops over 2 nodes of 2 ranks",
+    ]
