@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from seeds import seeded
 
 from simulation.adam_float64 import AdamOptions, AdamSimulation
 from simulation.all_reduce_float64 import AllReduceAgreement, owners
@@ -14,7 +15,7 @@ RAGGED = [(1, 5), (3, 100), (4, 13), (4, 5), (4, 9), (2, 257)]
 
 
 def gradients(ranks: int, numel: int, step: int = 0) -> np.ndarray:
-    return np.random.default_rng(step).standard_normal((ranks, numel)).astype(np.float32)
+    return np.random.default_rng(seeded(step)).standard_normal((ranks, numel)).astype(np.float32)
 
 
 @pytest.mark.parametrize(("ranks", "numel"), RAGGED)

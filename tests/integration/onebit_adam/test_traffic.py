@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from collectives.test_reduce_scatter import loopback_bytes
+from seeds import seeded
 
 PARAMETERS = 2**22 + 5  # the last shard is shorter
 
@@ -26,7 +27,7 @@ def momentum_bytes(numel: int, tries: int) -> dict[str, Any]:
     layout = BlockLayout.of(numel, ranks, config.bits, config.block_size, True)
     parts = SenderAndOwner(Sender(config, layout, device), Sender(config, layout.shard(rank), device))
     workspace = Workspace(device)
-    momentum = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+    momentum = torch.randn(numel, generator=torch.Generator().manual_seed(seeded(rank)))
     counted = []
     for _ in range(tries):  # other processes use the loopback interface too: the least count is ours
         held = momentum.clone()
