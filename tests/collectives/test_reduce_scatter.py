@@ -213,6 +213,8 @@ def test_other_group_sizes(pool, world_size):
     for step in range(steps):
         agreement.check(
             np.stack([gradient_of(rank, step, world_size * SHARD) for rank in range(world_size)]),
+            sent=np.stack([report["sent"][step].numpy() for report in reports]),
+            errors=np.stack([report["errors"][step].numpy() for report in reports]),
             shards=np.stack([report["shards"][step].numpy() for report in reports]),
         )
 

@@ -83,7 +83,7 @@ def test_owners_remember_what_the_second_phase_lost():
 
 
 def test_the_owners_sum_is_not_rounded_to_the_gradient_dtype():
-    agreement = AllReduceAgreement(2, 32, bits=8, block_size=16, gradient_dtype="bf16")
+    agreement = AllReduceAgreement(2, 32, bits=8, block_size=16, gradient_dtype="bf16", forks=1.0)
     assert agreement.senders.simulation.reduced_dtype == "fp32"
     reduced = agreement.exchange(gradients(2, 32))
     assert not (reduced.view(np.uint32) & 0xFFFF).any(), "what ranks hold is bf16"
@@ -91,7 +91,7 @@ def test_the_owners_sum_is_not_rounded_to_the_gradient_dtype():
 
 def test_resets_and_skipped_steps_clear_both_phases():
     for ending, reset_interval in (({}, 1), ({"successful": False}, 0)):
-        agreement = AllReduceAgreement(2, 40, bits=2, block_size=16, reset_interval=reset_interval)
+        agreement = AllReduceAgreement(2, 40, bits=2, block_size=16, reset_interval=reset_interval, forks=1.0)
         agreement.exchange(gradients(2, 40))
         simulations = [agreement.senders.simulation, *(owner.simulation for owner in agreement.owners)]
         assert all(simulation.errors().any() for simulation in simulations)
