@@ -1,9 +1,13 @@
-"""The user's mistakes, and how they are told."""
+"""The user's mistakes, and how they are told; what a bare assert stands for."""
 
 from __future__ import annotations
 
 import difflib
+import linecache
+import re
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -14,3 +18,14 @@ def nearest(value: object, allowed: Iterable[object]) -> str:
     """` (did you mean X?)` for a value close to an allowed one, else an empty string."""
     matches = difflib.get_close_matches(str(value), [str(item) for item in allowed], n=1, cutoff=0.6)
     return f" (did you mean {matches[0]}?)" if matches and matches[0] != str(value) else ""
+
+
+def failed_assert(error: AssertionError) -> tuple[str, str]:
+    """Where the assert stands, `file.py:12`, and its source on one line, `assert a < b`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return "", ""
+    last, first = frames[-1], frames[-1].lineno or 0
+    lines = [linecache.getline(last.filename, n) for n in range(first, (last.end_lineno or first) + 1)]
+    source = re.sub(r"\s*\\?\s+", " ", " ".join(lines)).strip()
+    return f"{Path(last.filename).name}:{first}", source

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from seeds import SEED
 from worker_pool import GRACE_SECONDS, WorkerError, WorkerPool, in_warm_process
 
 # --- functions that run in the workers (torch is imported in them: this process does not need it) ---------
@@ -47,6 +48,10 @@ def random_numbers() -> list[float]:
     import torch
 
     return [random.random(), float(np.random.rand()), torch.rand(1).item()]
+
+
+def seed_of_tests() -> int:
+    return SEED
 
 
 def wait_for_peers() -> None:
@@ -203,6 +208,12 @@ def test_every_run_starts_from_the_same_seeds(pool):
     first = pool.run(random_numbers, world_size=2)
     assert first[0] == first[1]
     assert pool.run(random_numbers, world_size=2) == first
+
+
+def test_workers_have_the_seed_of_the_tests(pool):
+    """`MEGATRON_LOCO_TEST_SEED=3 pytest tests/test_worker_pool.py` shows another one than 0."""
+    assert int(os.environ.get("MEGATRON_LOCO_TEST_SEED", "0")) == SEED
+    assert pool.run(seed_of_tests) == [SEED] * pool.size
 
 
 def test_reuse_is_fast(pool):

@@ -66,6 +66,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from seeds import seeded
+
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 MAX_WORLD_SIZE = 8
@@ -257,9 +259,9 @@ def _call(job: dict[str, Any]) -> bytes:
     torch.distributed.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=patience
     )
-    random.seed(SEED)
-    np.random.seed(SEED)
-    torch.manual_seed(SEED)
+    random.seed(seeded(SEED))
+    np.random.seed(seeded(SEED))
+    torch.manual_seed(seeded(SEED))
     return _pickled(function(*args, **kwargs))
 
 

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_patch.errors import UserError
+from megatron_patch.errors import UserError, failed_assert
 
 USAGE = "usage: torchrun [...] -m megatron_patch.launch SCRIPT.py [its own flags] [--compression-* flags]"
 
@@ -134,6 +134,14 @@ def _tell(error: UserError) -> int:
     return 2
 
 
+def _told(error: Exception) -> str:
+    """An error in one line; of an assert without a message its place and its source."""
+    text = str(error)
+    if isinstance(error, AssertionError) and not text.strip():
+        text = ": ".join(failed_assert(error))
+    return f"{type(error).__name__}: {text}"
+
+
 def _leave_failure(error: Exception, user: bool) -> None:
     """Leave this rank's error where the launcher looks for the first one (workflows/run/launcher.py)."""
     folder = os.environ.get("MEGATRON_LOCO_FAILURES")
@@ -143,7 +151,7 @@ def _leave_failure(error: Exception, user: bool) -> None:
         "rank": int(os.environ.get("RANK", "0")),
         "time": time.time(),
         "user": user,
-        "error": str(error) if user else f"{type(error).__name__}: {error}",
+        "error": str(error) if user else _told(error),
         "traceback": "".join(traceback.format_exception(error)),
     }
     Path(folder).mkdir(parents=True, exist_ok=True)

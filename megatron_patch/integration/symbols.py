@@ -30,6 +30,8 @@ TRAIN_STEP = f"{_TRAINING}:train_step"
 TRAINING_LOG = f"{_TRAINING}:training_log"
 EVALUATE_AND_PRINT = f"{_TRAINING}:evaluate_and_print_results"
 EVALUATE = f"{_TRAINING}:evaluate"
+GET_ARGS = f"{_TRAINING}:get_args"
+TE_VERSION = "megatron.core.utils:_te_version"
 ADD_ARGUMENTS = "megatron.training.arguments:add_megatron_arguments"
 STATE_DICT = f"{_DISTRIBUTED_OPTIMIZER}.state_dict"
 LOAD_STATE_DICT = f"{_DISTRIBUTED_OPTIMIZER}.load_state_dict"
@@ -43,7 +45,7 @@ TE_GEMM = "megatron.core.transformer.moe.moe_utils:te_general_gemm"
 class Symbol:
     """Something of Megatron that is replaced.
 
-    `by` is the file of integration/ that replaces it, `during` how long, `why` what for. `bound_in` are
+    `by` is the file that replaces it, in integration/ unless it says more, `during` how long, `why` what for. `bound_in` are
     modules of Megatron that import it by name, and get the replacement too.
     """
 
@@ -57,6 +59,7 @@ _ATTACHED = "from `enable` or `attach` to `disable`"
 _EXCHANGE = "for the length of `start_grad_sync`"
 _LAUNCHED = "for a run of `megatron_patch.launch`"
 _ON_CPU = "on CPU (`launch.device: cpu`)"
+_PREFLIGHT = "while a configuration is checked, before any process starts"
 _STEP = (
     "the end of a training iteration, which error feedback must know of; 1-bit Adam takes its place. On the "
     "class: optimizers are built after the model"
@@ -103,6 +106,14 @@ SYMBOLS = {
     EVALUATE: Symbol("metrics.py", _LAUNCHED, "its result is the validation loss"),
     ADD_ARGUMENTS: Symbol(
         "run_script.py", _LAUNCHED, "every script builds its parser with it: --compression-* is added there"
+    ),
+    GET_ARGS: Symbol(
+        "workflows/run/preflight.py", _PREFLIGHT, "Megatron's schedule is built from the flags being checked"
+    ),
+    TE_VERSION: Symbol(
+        "workflows/run/preflight.py",
+        f"{_PREFLIGHT}, without Transformer Engine",
+        "the ranks of a job that is planned here will have it",
     ),
     STATE_DICT: Symbol(
         "cpu/torch_adam.py",

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from seeds import seeded
 from simulation.agreement import Agreement
 from simulation.loco_float64 import LoCoSimulation
 
@@ -16,7 +17,7 @@ DTYPES = ("fp32", "bf16")
 
 
 def gradient_of(rank: int, step: int, numel: int) -> np.ndarray:
-    random = np.random.default_rng((rank, step))
+    random = np.random.default_rng((seeded(rank), step))
     size = np.exp(random.uniform(-6, 0, size=-(-numel // 32))).repeat(32)[:numel]
     return (random.standard_normal(numel) * size).astype(np.float32)
 
@@ -130,7 +131,7 @@ def wire_bytes(bits: int, numel: int, tries: int) -> dict[str, Any]:
 
     dist.all_to_all_single = counting
     try:
-        generator = torch.Generator().manual_seed(dist.get_rank())
+        generator = torch.Generator().manual_seed(seeded(dist.get_rank()))
         bucket = torch.randn(numel, generator=generator)
         shard = torch.empty(layout.shard_size)
         reduce_scatter.start(bucket, shard, average=False).wait()
@@ -196,6 +197,8 @@ def test_other_group_sizes(pool, world_size):
     for step in range(steps):
         agreement.check(
             np.stack([gradient_of(rank, step, world_size * SHARD) for rank in range(world_size)]),
+            sent=np.stack([report["sent"][step].numpy() for report in reports]),
+            errors=np.stack([report["errors"][step].numpy() for report in reports]),
             shards=np.stack([report["shards"][step].numpy() for report in reports]),
         )
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from seeds import seeded
 
 RANKS = 4
 
@@ -23,9 +24,9 @@ def exchange(
     two_hop = TwoHopAllReduce(numel, two_hops(dist.group.WORLD, 2), setup_of(**options))
     for _ in range(2):
         every = [
-            torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(getattr(torch, dtype))
-            for rank in range(RANKS)
+            torch.randn(numel, generator=torch.Generator().manual_seed(seeded(rank))) for rank in range(RANKS)
         ]
+        every = [one.to(getattr(torch, dtype)) for one in every]
         if bad is not None:
             every[3][5] = bad
         data = every[dist.get_rank()].clone()

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from seeds import seeded
 
 SHARD = 300
 RANKS, PER_NODE = 4, 2
@@ -28,7 +29,7 @@ def exchange(options: dict[str, Any], dtype: str, average: bool, bad: float | No
     nbytes = []
     for step in range(5):
         gradients = [
-            torch.from_numpy(np.random.default_rng((step, other)).standard_normal(RANKS * SHARD)).to(
+            torch.from_numpy(np.random.default_rng((seeded(step), other)).standard_normal(RANKS * SHARD)).to(
                 getattr(torch, dtype)
             )
             for other in range(RANKS)

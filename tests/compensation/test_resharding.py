@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from seeds import seeded
 
 from megatron_patch.compensation.resharding import (
     ALL_REDUCE,
@@ -99,7 +100,7 @@ def _owed(parts: list[Part], errors: list[torch.Tensor]) -> dict[Element, float]
 @pytest.mark.parametrize("seed", range(12))
 def test_what_is_owed_stays_owed(seed: int) -> None:
     """Sums and averages, 1 to 5 senders, any cut of the model: every element keeps what it was owed."""
-    rng = random.Random(seed)
+    rng = random.Random(seeded(seed))
     old = _senders(REDUCE_SCATTER, _buckets(rng), rng.randrange(1, 6), rng.random() < 0.5)
     new = _senders(REDUCE_SCATTER, _buckets(rng), rng.randrange(1, 6), rng.random() < 0.5)
     errors = _random_errors(rng, old)
@@ -115,7 +116,7 @@ def test_what_is_owed_stays_owed(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_as_many_senders_keep_their_own(seed: int) -> None:
-    rng = random.Random(100 + seed)
+    rng = random.Random(seeded(100 + seed))
     senders = rng.randrange(1, 5)
     old = _senders(REDUCE_SCATTER, _buckets(rng), senders, False)
     new = _senders(REDUCE_SCATTER, _buckets(rng), senders, False)

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from seeds import seeded
 from simulation.agreement import Agreement
 from simulation.loco_float64 import LoCoSimulation, round_to_gradient_dtype
 
@@ -23,7 +24,7 @@ RANKS, SHARD = 3, 75
 
 def gradients_of(step: int, dtype: str = "fp32", ranks: int = RANKS, shard: int = SHARD) -> np.ndarray:
     """[ranks, ranks*shard]: magnitudes differ between stretches of 16, one stretch of each rank is zero."""
-    random = np.random.default_rng(1000 + step)
+    random = np.random.default_rng(seeded(1000 + step))
     numel = ranks * shard
     size = np.exp(random.uniform(-8, 0, size=-(-numel // 16))).repeat(16)[:numel]
     values = (random.standard_normal((ranks, numel)) * size).astype(np.float32)

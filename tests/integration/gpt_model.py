@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from seeds import seeded
 
 SEQUENCE = 16
 VOCABULARY = 64
@@ -73,7 +74,7 @@ class GPT:
         from megatron.core import parallel_state
 
         replica = parallel_state.get_data_parallel_rank()
-        generator = torch.Generator().manual_seed(self.seed + 1009 * step + 100_003 * replica)
+        generator = torch.Generator().manual_seed(seeded(self.seed + 1009 * step + 100_003 * replica))
         for _ in range(self.microbatches):
             tokens = torch.randint(VOCABULARY, (MICROBATCH, SEQUENCE + 1), generator=generator)
             # Every rank and microbatch masks another number of tokens: their weights in the loss differ.
@@ -205,8 +206,8 @@ def build(
             expert_tensor_parallel_size=expert_tp,
             num_distributed_optimizer_instances=instances,
         )
-    torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    torch.manual_seed(seeded(seed))
+    tensor_parallel.model_parallel_cuda_manual_seed(seeded(seed), force_reset_rng=True)
 
     params_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     half = {"bf16": dtype == "bf16", "fp16": dtype == "fp16", "params_dtype": params_dtype}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from seeds import seeded
 
 SHAPES = ((13, 17), (129,), (40, 11), (5,), (301,))
 """1,096 elements, none a multiple of 64: shards end within blocks."""
@@ -54,7 +55,7 @@ class Tiny:
     def random_gradients(self, step: int, rank: int | None = None) -> list[torch.Tensor]:
         """One gradient per parameter: sizes differ between stretches of 32, some stretches are zero."""
         rank = torch.distributed.get_rank() if rank is None else rank
-        generator = torch.Generator().manual_seed(100_003 * rank + step)
+        generator = torch.Generator().manual_seed(seeded(100_003 * rank + step))
         gradients = []
         for parameter in self.parameters:
             count = parameter.numel()
@@ -146,7 +147,7 @@ def build(
     class TinyModel(MegatronModule):
         def __init__(self) -> None:
             super().__init__(config=config)
-            generator = torch.Generator().manual_seed(seed)
+            generator = torch.Generator().manual_seed(seeded(seed))
             for index, shape in enumerate(SHAPES):
                 values = torch.randn(shape, generator=generator)
                 parameter = torch.nn.Parameter(values.to(torch_dtypes[index % len(torch_dtypes)]))

@@ -1,8 +1,10 @@
 """How real ranks are compared with the simulation, step after step.
 
-Where h/s lies within rounding of a tie, two correct implementations may send neighbouring codes. From then
-on the block's error differs by a step's worth, and so may what it sends next: the block has forked, until a
-reset makes both histories equal again. Everything else must agree exactly.
+Where h/s lies within rounding of a tie, two correct implementations may send neighbouring codes; where a sum
+has another order, the last bits of its result may also decide a scale, a sign, or the error's own code and
+scale (loco_float64.Ties). At a tie the ranks may hold what the other decision gives, and nothing else. From
+then on the block's error differs by a step's worth, and so may what it sends next: the block has forked,
+until a reset makes both histories equal again. Everything else must agree exactly.
 """
 
 from __future__ import annotations
@@ -29,15 +31,17 @@ class Agreement:
         self,
         gradients: np.ndarray,
         *,
+        slack: np.ndarray | None = None,
         sent: np.ndarray | None = None,
         errors: np.ndarray | None = None,
         shards: np.ndarray | None = None,
     ) -> StepResult:
         """Step the simulation and compare what is given; returns the simulation's own result.
 
-        `sent` is s*q and `errors` decode(e), both [ranks, numel]; `shards` is [ranks, S].
+        `sent` is s*q and `errors` decode(e), both [ranks, numel]; `shards` is [ranks, S]. `slack`, like
+        `gradients`, is how far the ranks' own may be from them: 0 but for sums in another order.
         """
-        result = self.exchange(gradients, sent=sent, tells=errors, shards=shards)
+        result = self.exchange(gradients, slack=slack, sent=sent, tells=errors, shards=shards)
         self.end_step(errors=errors)
         return replace(result, errors=self.simulation.errors())
 
@@ -45,6 +49,7 @@ class Agreement:
         self,
         gradients: np.ndarray,
         *,
+        slack: np.ndarray | None = None,
         sent: np.ndarray | None = None,
         tells: np.ndarray | None = None,
         shards: np.ndarray | None = None,
@@ -52,7 +57,7 @@ class Agreement:
         """The exchange alone: `check` is this, then `end_step`. Without `sent`, the errors after the step
         tell which ties went the other way."""
         simulation = self.simulation
-        result = simulation.exchange(gradients)
+        result = simulation.exchange(gradients, slack)
         self.steps += 1
         where = f"step {self.steps}"
         scales = self._per_element(result.scales)
@@ -60,7 +65,7 @@ class Agreement:
 
         if sent is not None:
             differs = ~_same(sent, wanted)
-            unexplained = differs & ~result.near_tie & ~self.forked
+            unexplained = ~result.ties.explain(sent) & ~self.forked
             assert not unexplained.any(), _first(where, "sent", unexplained, sent, wanted)
             off = np.abs(np.where(differs, sent.astype(np.float64) - wanted, 0))
             assert np.all(off <= 3 * scales), f"{where}: sent is off by more than neighbouring codes are"
@@ -79,7 +84,7 @@ class Agreement:
             differs = ~_same(shards, result.shards) & ~touched.reshape(shards.shape)
             assert not differs.any(), _first(where, "shard", differs, shards, result.shards)
 
-        assert self.forked.mean() <= self.forks, f"{where}: {self.forked.mean():.1%} of the elements forked"
+        self._few_forked(where)
         return result
 
     def end_step(
@@ -91,16 +96,25 @@ class Agreement:
     ) -> None:
         """The optimizer's step, and the `errors` after it."""
         self.simulation.end_step(successful=successful, loss_scale_factor=loss_scale_factor)
-        wanted = self.simulation.errors().astype(np.float32)
+        wanted, ties = self.simulation.errors().astype(np.float32), self.simulation.error_ties()
+        where = f"step {self.steps}"
         if errors is not None:
-            differs = ~_same(errors, wanted) & ~self.forked
-            assert not differs.any(), _first(f"step {self.steps}", "error", differs, errors, wanted)
-        if not wanted.any():  # cleared: both histories are equal again
+            unexplained = ~ties.explain(errors) & ~self.forked
+            assert not unexplained.any(), _first(where, "error", unexplained, errors, wanted)
+            self.fork(~_same(errors, wanted))
+        else:
+            self.fork(ties.flags)
+        self._few_forked(where)
+        # Cleared: both histories are equal again.
+        if not wanted.any() and (errors is None or not errors.any()):
             self.forked[:] = False
 
     def fork(self, differs: np.ndarray) -> None:
         """Mark the whole block of every element that differs."""
         self.forked |= self._block_has(differs)
+
+    def _few_forked(self, where: str) -> None:
+        assert self.forked.mean() <= self.forks, f"{where}: {self.forked.mean():.1%} of the elements forked"
 
     def _block_has(self, flags: np.ndarray) -> np.ndarray:
         """True in the whole block of every flagged element."""

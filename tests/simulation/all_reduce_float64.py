@@ -51,13 +51,19 @@ class AllReduceAgreement:
         self.touched = np.zeros(numel, dtype=bool)
 
     def exchange(
-        self, gradients: np.ndarray, *, sent: np.ndarray | None = None, owned: list[np.ndarray] | None = None
+        self,
+        gradients: np.ndarray,
+        *,
+        slack: np.ndarray | None = None,
+        sent: np.ndarray | None = None,
+        owned: list[np.ndarray] | None = None,
     ) -> np.ndarray:
         """Both phases; returns what every rank holds, fp32 [numel].
 
         `sent` is what the senders sent, [ranks, numel]; `owned` what each owner sent, of its shard's length.
+        `slack` as Agreement's. The owners' sums need none: they are in rank order, of discrete values.
         """
-        sums = self.senders.exchange(gradients, sent=sent).shards
+        sums = self.senders.exchange(gradients, slack=slack, sent=sent).shards
         parts, touched = [], []
         start = 0
         for index, owner in enumerate(self.owners):

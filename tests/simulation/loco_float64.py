@@ -15,6 +15,17 @@ It is written from the text alone, imports nothing of the project and loops plai
 blocks: slow, and meant to be read beside the text. What the text defines as an fp32 or bf16 value is
 rounded exactly there (NumPy float32 arithmetic, bf16 by its bits); sums that the text leaves to the
 implementation (the mean for 1 bit) and the values handed back are float64.
+
+Where the order of a sum is free (a node's sum, of more than two ranks) a gradient is known up to its last
+bits only: `slack` says how far. Wherever that decides something, the simulation also says what the other
+decision gives, and no more (class Ties):
+
+    the code             h/s near a half; at 1 bit h near 0
+    the scale            max|h| or mean|h| near a bf16 number: the next one changes the whole block
+    the error's code     beta*e + (1-beta)*r near a half of the error's own, much smaller scale; or of bf16
+    the error's scale    its maximum near a bf16 number
+
+What follows is exact again: s*q and a stored error are discrete, and so are the owners' sums of them.
 """
 
 from __future__ import annotations
@@ -27,6 +38,9 @@ FLOAT32_MAX = np.finfo(np.float32).max
 
 # How far h/s may lie from a rounding tie, relative to it, for two correct implementations to disagree.
 NEAR_TIE = 1e-5
+
+# Relative: an fp32 ulp, and what a handful of fp32 roundings of unlike inputs differ by.
+ULP, ROUNDINGS = 2.0**-23, 2.0**-21
 
 
 # --- bf16: the upper 16 bits of an fp32 number -----------------------------------------------------------
@@ -114,13 +128,118 @@ def block_codes(block: np.ndarray, scale: np.float32, bits: int) -> np.ndarray:
     return np.clip(np.rint(block / scale), -limit, limit).astype(np.int8)
 
 
-def block_near_ties(block: np.ndarray, scale: np.float32, bits: int) -> np.ndarray:
-    """Where a last-bit difference in h/s may move the code by one. The sign (1 bit) never depends on s."""
-    if bits == 1 or np.isnan(scale) or scale == 0:
-        return np.zeros(len(block), dtype=bool)
-    quotient = np.abs(block.astype(np.float64) / np.float64(scale))
-    tie = np.floor(quotient) + 0.5
-    return np.abs(quotient - tie) <= NEAR_TIE * tie
+def code_range(
+    block: np.ndarray, slack: np.ndarray, scale: np.float32, bits: int, near_tie: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """The lowest and the highest code of each element of a block; `block_codes` twice where there is no tie.
+
+    A tie is within `slack` of the value, or within `near_tie` of h/s, relative: neighbouring codes. Slack
+    larger than a code reaches further codes: of an error it may be, whose scale is that of what was lost.
+    """
+    codes = block_codes(block, scale, bits)
+    if np.isnan(scale) or scale == 0:
+        return codes, codes
+    if bits == 1:
+        tie = (np.abs(block) <= slack) & (slack > 0)
+        return np.where(tie, -1, codes), np.where(tie, 1, codes)
+    quotient, limit = block.astype(np.float64) / np.float64(scale), levels(bits)
+    size = np.abs(quotient)
+    reach = np.where(slack > 0, slack / np.float64(scale) + ULP * size, 0.0)
+    reach = np.maximum(reach, near_tie * (np.floor(size) + 0.5))
+    lowest, highest = np.ceil(quotient - reach - 0.5), np.floor(quotient + reach + 0.5)
+    return tuple(
+        np.clip(np.where(reach > 0, end, codes), -limit, limit).astype(np.int8) for end in (lowest, highest)
+    )
+
+
+def possible_scales(block: np.ndarray, slack: np.ndarray, bits: int) -> list[np.float32]:
+    """The block's scale, then every other one that values within `slack` of it have."""
+    own = block_scale(block, bits)
+    if np.isnan(own) or not slack.any():
+        return [own]
+    magnitude, limit = np.abs(block.astype(np.float64)), levels(bits)
+    choose = np.mean if bits == 1 else np.max
+    low = choose(np.maximum(magnitude - slack, 0.0)) / limit
+    high = choose(magnitude + slack) / limit
+    if low == high:
+        return [own]
+    cap = float(bf16_down(float(FLOAT32_MAX) / limit))
+    first, last = (
+        int(_bits(bf16_up(np.float32(min(end, cap))))) >> 16 for end in (low * (1 - ULP), high * (1 + ULP))
+    )
+    scales = _from_bits(np.arange(first, last + 1, dtype=np.uint64) << np.uint64(16))
+    return [own, *(scale for scale in scales if scale != own)]
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What one block may decode to under one scale: from `low` to `high`, equal but at ties, and of its grid:
+    s*q, -s or s at 1 bit, or any bf16 number where the scale is None."""
+
+    low: np.ndarray
+    high: np.ndarray
+    scale: np.float32 | None
+    bits: int = 8
+
+    def holds(self, real: np.ndarray) -> np.ndarray:
+        """Which elements of `real`, fp32, it may be."""
+        inside = (self.low <= real) & (real <= self.high)
+        if self.scale is None:
+            on_grid = bf16_nearest(real) == real
+        elif self.bits == 1:
+            on_grid = np.abs(real) == self.scale
+        else:
+            step = self.scale if self.scale > 0 else np.float32(1)
+            on_grid = np.rint(real / step) * step == real
+        return _equal(real, self.low) | _equal(real, self.high) | (inside & on_grid)
+
+    def times(self, factor: float) -> Decoded:
+        """After `_Memory.rescale`."""
+        factor = np.float32(factor)
+        scale = None if self.scale is None else bf16_nearest(self.scale * factor)[()]
+        return Decoded(self.low * factor, self.high * factor, scale, self.bits)
+
+
+def possible(block: np.ndarray, slack: np.ndarray, bits: int, near_tie: float = 0.0) -> list[Decoded]:
+    """What a block's values within `slack` may be sent as: of its own scale, then of the other ones."""
+    found = []
+    for scale in possible_scales(block, slack, bits):
+        low, high = (
+            scale * codes.astype(np.float32) for codes in code_range(block, slack, scale, bits, near_tie)
+        )
+        found.append(Decoded(low, high, scale, bits))
+    return found
+
+
+@dataclass(frozen=True)
+class Ties:
+    """What a correct implementation may hold instead of the simulation's values: (rank, place, one for every
+    scale) of each block."""
+
+    shape: tuple[int, int]
+    blocks: list[tuple[int, slice, list[Decoded]]]
+
+    @property
+    def flags(self) -> np.ndarray:
+        """Where a tie can decide, bool [ranks, numel]: an element, or a whole block by its scale."""
+        near = np.zeros(self.shape, dtype=bool)
+        for rank, here, (own, *others) in self.blocks:
+            near[rank, here] = True if others else ~_equal(own.low, own.high)
+        return near
+
+    def explain(self, real: np.ndarray) -> np.ndarray:
+        """Where `real`, fp32 [ranks, numel], is what some decision gives; a block has one scale."""
+        explained = np.zeros(self.shape, dtype=bool)
+        for rank, here, (own, *others) in self.blocks:
+            block = real[rank, here]
+            explained[rank, here] = own.holds(block)
+            if any(other.holds(block).all() for other in others):
+                explained[rank, here] = True
+        return explained
+
+
+def _equal(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    return (mine == theirs) | (np.isnan(mine) & np.isnan(theirs))
 
 
 # --- what a sender remembers -----------------------------------------------------------------------------
@@ -138,25 +257,38 @@ class _Memory:
         self.values = np.zeros(self.length, dtype=np.float32)
         self.codes = np.zeros(self.length, dtype=np.int8)
         self.scale = np.float32(0)
+        self.forget_ties()
+
+    def forget_ties(self) -> None:
+        """What is remembered stays, and is no matter of rounding any more."""
+        self.possible = [Decoded(self.read(), self.read(), None)]
 
     def read(self) -> np.ndarray:
         if self.dtype == "int8":
             return self.scale * self.codes.astype(np.float32)
         return self.values
 
-    def write(self, target: np.ndarray) -> None:
+    def write(self, target: np.ndarray, slack: np.ndarray) -> None:
+        """Remember `target`; `slack` is how far another implementation's may be from it."""
         if self.dtype == "int8":
             self.scale = block_scale(target, bits=8)
             self.codes = block_codes(target, self.scale, bits=8)
+            self.possible = possible(target, slack, bits=8)
         elif self.dtype == "bf16":
             self.values = bf16_nearest(target)
+            low, high = (bf16_nearest(target + end) for end in (-slack, slack))
+            self.possible = [Decoded(low, high, None)]
         else:
+            if slack.any():
+                raise ValueError("fp32 errors keep every last bit: nothing could be compared")
             self.values = target.copy()
+            self.forget_ties()
 
     def rescale(self, factor: float) -> None:
         """e <- factor * e; a power of two, as loss scales are, loses nothing."""
         self.scale = bf16_nearest(self.scale * np.float32(factor))[()]
         self.values = self.values * np.float32(factor)
+        self.possible = [one.times(factor) for one in self.possible]
 
 
 # --- all ranks -------------------------------------------------------------------------------------------
@@ -171,7 +303,12 @@ class StepResult:
     sent: np.ndarray  # float64 [ranks, numel], s*q
     errors: np.ndarray  # float64 [ranks, numel], decode(e) after the step (and after a reset)
     shards: np.ndarray  # float32 [ranks, S], what each owner gives its optimizer; zeros after a short one
-    near_tie: np.ndarray  # bool [ranks, numel], where a code may differ by one
+    ties: Ties  # of what was sent
+
+    @property
+    def near_tie(self) -> np.ndarray:
+        """bool [ranks, numel], where what is sent is a matter of rounding."""
+        return self.ties.flags
 
 
 class LoCoSimulation:
@@ -245,24 +382,30 @@ class LoCoSimulation:
         self.end_step()
         return replace(result, errors=self.errors())
 
-    def exchange(self, gradients: np.ndarray) -> StepResult:
-        """Every rank sends its row of `gradients`, every owner reduces its shard."""
+    def exchange(self, gradients: np.ndarray, slack: np.ndarray | None = None) -> StepResult:
+        """Every rank sends its row of `gradients`, every owner reduces its shard.
+
+        `slack`, like `gradients`: how far another implementation's may be, whose sums have another order.
+        """
         if gradients.shape != (self.ranks, self.numel):
             raise ValueError(f"gradients {gradients.shape}, expected {(self.ranks, self.numel)}")
         gradients = round_to_gradient_dtype(gradients, self.gradient_dtype)
         codes = np.zeros((self.ranks, self.numel), dtype=np.int8)
         scales = np.zeros((self.ranks, self.ranks, len(self.blocks)), dtype=np.float32)
         sent = np.zeros((self.ranks, self.numel), dtype=np.float64)
-        near_tie = np.zeros((self.ranks, self.numel), dtype=bool)
+        blocks = []
+        slack = np.zeros(gradients.shape) if slack is None else slack
 
         for rank in range(self.ranks):
             for shard, block, here in self.places:
-                h, s, q = self._send_block((rank, shard, block), gradients[rank, here])
+                place = (rank, shard, block)
+                h, unsure, s, q = self._send_block(place, gradients[rank, here], slack[rank, here])
                 codes[rank, here] = q
                 scales[rank, shard, block] = s
                 sent[rank, here] = np.float64(s) * q.astype(np.float64)
-                near_tie[rank, here] = block_near_ties(h, s, self.bits)
-        return StepResult(codes, scales, sent, self.errors(), self._reduce(sent), near_tie)
+                blocks.append((rank, here, possible(h, unsure, self.bits, NEAR_TIE)))
+        ties = Ties(gradients.shape, blocks)
+        return StepResult(codes, scales, sent, self.errors(), self._reduce(sent), ties)
 
     def end_step(self, *, successful: bool = True, loss_scale_factor: float = 1.0) -> None:
         """What the optimizer's step does to the errors: a skipped one (and every T-th other) clears them,
@@ -282,21 +425,33 @@ class LoCoSimulation:
                 errors[rank, here] = self._memories[rank, shard, block].read()
         return errors
 
+    def error_ties(self) -> Ties:
+        """What may be remembered instead of `errors()`."""
+        blocks = [
+            (rank, here, self._memories[rank, shard, block].possible)
+            for rank in range(self.ranks)
+            for shard, block, here in self.places
+        ]
+        return Ties((self.ranks, self.numel), blocks)
+
     def _send_block(
-        self, place: tuple[int, int, int], gradient: np.ndarray
-    ) -> tuple[np.ndarray, np.float32, np.ndarray]:
-        """From g to s, q and the new error, for one block; returns h, s and q."""
+        self, place: tuple[int, int, int], gradient: np.ndarray, slack: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.float32, np.ndarray]:
+        """From g to s, q and the new error, for one block; returns h, how far it may be off, s and q."""
         memory = self._memories[place]
+        memory.forget_ties()
         # A gradient near the largest fp32 may overflow here: that block is then sent as NaN.
         with np.errstate(over="ignore", invalid="ignore"):
             h = gradient + memory.read()
+            unsure = np.where(slack > 0, slack + ULP * np.abs(h.astype(np.float64)), 0.0)
         s = block_scale(h, self.bits)
         q = block_codes(h, s, self.bits)
         if self.memory and not np.isnan(s):
             r = h - s * q.astype(np.float32)
-            target = np.float32(self.beta) * memory.read() + np.float32(1.0 - self.beta) * r
-            memory.write(target)
-        return h, s, q
+            old, new = np.float32(self.beta) * memory.read(), np.float32(1.0 - self.beta) * r
+            rounding = ROUNDINGS * (np.abs(old) + np.abs(new))
+            memory.write(old + new, np.where(slack > 0, (1.0 - self.beta) * unsure + rounding, 0.0))
+        return h, unsure, s, q
 
     def _reduce(self, sent: np.ndarray) -> np.ndarray:
         """The owner of each shard adds what the ranks sent, in rank order, in fp32."""

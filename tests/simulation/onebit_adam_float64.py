@@ -25,15 +25,17 @@ from simulation.loco_float64 import bf16_up
 NEAR_TIE = 1e-6
 
 
-def one_bit(values: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """C of a vector, float64; and which blocks have an element whose sign is a matter of rounding, bool."""
+def one_bit(values: np.ndarray, block: int, near_tie: float = NEAR_TIE) -> tuple[np.ndarray, np.ndarray]:
+    """C of a vector, float64; and which blocks are a matter of rounding, bool: the sign of one of their
+    elements, or the scale, whose mean is near a bf16 number. Values are known up to `near_tie` scales."""
     found, undecided = np.empty_like(values), np.zeros(len(values), dtype=bool)
     for start in range(0, len(values), block):
         here = slice(start, start + block)
         part = values[here]
-        scale = float(bf16_up(np.float32(np.mean(np.abs(part)))))
+        mean = np.mean(np.abs(part))
+        scale, low, high = (float(bf16_up(np.float32(mean * off))) for off in (1, 1 - near_tie, 1 + near_tie))
         found[here] = np.where(part >= 0, scale, -scale)
-        undecided[here] = np.any((np.abs(part) < NEAR_TIE * scale) & (part != 0))
+        undecided[here] = low != high or np.any((np.abs(part) < near_tie * scale) & (part != 0))
     return found, undecided
 
 
@@ -71,7 +73,7 @@ class OneBitAdamSimulation:
         self.warmup_steps, self.clip, self.block, self.compensate = warmup_steps, clip, block, compensate
         self.lr, self.betas, self.eps, self.decay = lr, betas, eps, decay
         self.undecided = np.zeros(len(self.x), dtype=bool)
-        """Blocks in which a sign was a matter of rounding: two correct runs may differ there from then on."""
+        """Blocks that were a matter of rounding once: two correct runs may differ there from then on."""
         self.padding = np.zeros(len(self.x), dtype=bool) if padding is None else padding
         self.steps = 0
         self.norm = 0.0
@@ -106,10 +108,11 @@ class OneBitAdamSimulation:
         workers = len(own)
         own = own.reshape(-1, self.ranks_per_node, own.shape[1]).sum(axis=1)
         said = own + self.d[:, part]
-        coded = [one_bit(values, self.block) for values in said]
+        # What rounding lost stays in d and adds up.
+        coded = [one_bit(values, self.block, 4 * NEAR_TIE) for values in said]
         sent = np.stack([values for values, _ in coded])
         total = sent.sum(axis=0) / workers + self.owners_d[part]
-        result, undecided = one_bit(total, self.block)
+        result, undecided = one_bit(total, self.block, 4 * NEAR_TIE)
         for other in (undecided, *(ties for _, ties in coded)):
             self.undecided[part] |= other
         if self.compensate:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from seeds import seeded
 
 from simulation.adam_float64 import AdamOptions, AdamSimulation
 from simulation.all_reduce_float64 import AllReduceAgreement, owners
@@ -14,7 +15,7 @@ RAGGED = [(1, 5), (3, 100), (4, 13), (4, 5), (4, 9), (2, 257)]
 
 
 def gradients(ranks: int, numel: int, step: int = 0) -> np.ndarray:
-    return np.random.default_rng(step).standard_normal((ranks, numel)).astype(np.float32)
+    return np.random.default_rng(seeded(step)).standard_normal((ranks, numel)).astype(np.float32)
 
 
 @pytest.mark.parametrize(("ranks", "numel"), RAGGED)
@@ -82,7 +83,7 @@ def test_owners_remember_what_the_second_phase_lost():
 
 
 def test_the_owners_sum_is_not_rounded_to_the_gradient_dtype():
-    agreement = AllReduceAgreement(2, 32, bits=8, block_size=16, gradient_dtype="bf16")
+    agreement = AllReduceAgreement(2, 32, bits=8, block_size=16, gradient_dtype="bf16", forks=1.0)
     assert agreement.senders.simulation.reduced_dtype == "fp32"
     reduced = agreement.exchange(gradients(2, 32))
     assert not (reduced.view(np.uint32) & 0xFFFF).any(), "what ranks hold is bf16"
@@ -90,7 +91,7 @@ def test_the_owners_sum_is_not_rounded_to_the_gradient_dtype():
 
 def test_resets_and_skipped_steps_clear_both_phases():
     for ending, reset_interval in (({}, 1), ({"successful": False}, 0)):
-        agreement = AllReduceAgreement(2, 40, bits=2, block_size=16, reset_interval=reset_interval)
+        agreement = AllReduceAgreement(2, 40, bits=2, block_size=16, reset_interval=reset_interval, forks=1.0)
         agreement.exchange(gradients(2, 40))
         simulations = [agreement.senders.simulation, *(owner.simulation for owner in agreement.owners)]
         assert all(simulation.errors().any() for simulation in simulations)

@@ -1,7 +1,8 @@
 """The `megatron:` section against Megatron's real parser: keys become flags, before any process is spawned.
 
 The parser is `megatron.training.arguments.add_megatron_arguments` with our flags added, the very one that a
-rank uses; after parsing, Megatron's own `validate_args` looks at the combination.
+rank uses; after parsing, Megatron's own `validate_args` looks at the combination, and preflight.py at what
+Megatron would only assert in the ranks.
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import re
-import traceback
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -18,6 +17,7 @@ from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError, nearest
 from megatron_patch.integration.arguments import PREFIX, add_compression_arguments
 from megatron_patch.integration.unsupported import refuse_flags
+from megatron_patch.workflows.run import preflight
 from megatron_patch.workflows.run.configuration import RunConfig
 
 
@@ -110,6 +110,7 @@ def check(run: RunConfig, flags: list[str], parser: argparse.ArgumentParser) -> 
     args = parser.parse_args(flags)
     if run.attach:
         refuse_flags(args)
+    preflight.check_values(args)
     _check_batch(args, run.launch.world_size)
     from megatron.training.arguments import validate_args
 
@@ -119,17 +120,9 @@ def check(run: RunConfig, flags: list[str], parser: argparse.ArgumentParser) -> 
         with contextlib.redirect_stdout(io.StringIO()):
             validate_args(args)
     except (AssertionError, ValueError) as error:
-        reason = str(error).strip().splitlines()
-        raise UserError(f"megatron: {reason[0] if reason else _asserted(error, args)}") from error
+        raise preflight.refusal(error, args) from error
+    preflight.check(args)
     return args
-
-
-def _asserted(error: Exception, args: argparse.Namespace) -> str:
-    """What a bare assert of Megatron's asks for, with the values of the flags it names."""
-    condition = str(traceback.extract_tb(error.__traceback__)[-1].line).removeprefix("assert ")
-    named = sorted(set(re.findall(r"args\.(\w+)", condition)))
-    values = ", ".join(f"{name} is {getattr(args, name, None)!r}" for name in named)
-    return f"Megatron requires {condition.replace('args.', '')}" + (f", but {values}" if values else "")
 
 
 def _check_batch(args: argparse.Namespace, world_size: int) -> None:

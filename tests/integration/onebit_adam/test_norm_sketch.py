@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from seeds import seeded
 
 from megatron_patch.integration.onebit_adam.norm_sketch import COLUMNS, NormSketch
 
@@ -19,7 +20,7 @@ def estimate(pieces: list[torch.Tensor], seed: int) -> float:
 
 
 def shapes(kind: str) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(seeded(7))
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
@@ -54,7 +55,7 @@ def norm_of_mean(dtype: torch.dtype, count: int) -> tuple[float, float]:
     """In a worker: estimate and own norm of a gradient that is 1 everywhere and noise of 3 on every rank."""
     import torch.distributed as dist
 
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = torch.Generator().manual_seed(seeded(dist.get_rank()))
     own = (1 + 3 * torch.randn(count, generator=generator)).to(dtype)
     sketch = NormSketch(5, torch.device("cpu"))
     sketch.add(own * 2, 0.5)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from integration.checkpoint.test_save_restore import near
+from seeds import seeded
 
 REPLICATED = {"ddp": {"use_distributed_optimizer": False}, "optimizer": {"use_distributed_optimizer": False}}
 OVERLAP = {"overlap": True, "bucket_size": 400}
@@ -196,7 +197,7 @@ def change_ranks(folder: str, model: dict[str, Any], save: bool) -> tuple[Any, l
     lines: list[str] = []
     if save:
         _number_weights(gpt)
-        generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+        generator = torch.Generator().manual_seed(seeded(torch.distributed.get_rank()))
         compressor.steps, compressor.phase.variance_steps = 7, 4
         for sender in compressor.senders:
             sender.error.set(torch.randn(sender.layout.numel, generator=generator))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from collectives.test_reduce_scatter import loopback_bytes
+from seeds import seeded
 
 PARAMETERS = 2**22 + 5  # the last shard is shorter
 
@@ -19,7 +20,7 @@ def momentum_bytes(numel: int, tries: int) -> dict[str, Any]:
     from megatron_patch.collectives.all_reduce import AllReduce
 
     exchange = AllReduce(numel, dist.group.WORLD, setup_of(method="onebit_adam", warmup_steps=1))
-    momentum = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank()))
+    momentum = torch.randn(numel, generator=torch.Generator().manual_seed(seeded(dist.get_rank())))
     counted = []
     for _ in range(tries):  # other processes use the loopback interface too: the least count is ours
         held = momentum.clone()

@@ -1,0 +1,286 @@
+"""What Megatron meets with a bare assertion in its ranks ends in one line before any process starts."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from worker_pool import in_warm_process
+
+from megatron_patch.errors import UserError
+from megatron_patch.integration import run_script
+from megatron_patch.workflows import cli
+from megatron_patch.workflows.run import configuration, dry_run, launcher, megatron_flags, preflight
+from megatron_patch.workflows.run.recipes import shipped
+
+TINY, MOE = "llama_tiny", "moe_tiny"
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    return megatron_flags.build_parser()
+
+
+def checked(recipe: str, settings: str, parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Megatron's arguments for a recipe with settings `key=value ...` over it."""
+    overrides = ["megatron." + setting for setting in settings.split()]
+    run = configuration.load(shipped(f"configs/models/{recipe}.yaml"), overrides)
+    local = {"transformer_impl": "local", "no_persist_layer_norm": True, "no_rope_fusion": True}
+    made_up = {"vocab_size": 257, "tokenizer_type": "NullTokenizer", "mock_data": True}
+    flags = [
+        *megatron_flags.flags_of({**local, **made_up, **run.megatron}, parser),
+        *megatron_flags.compression_flags(run.compression, run.attach),
+    ]
+    with dry_run.assumed_gpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as a job's variables do
+        return megatron_flags.check(run, flags, parser)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "line"),
+    [
+        # the schedule
+        (TINY, "train_iters=12", "lr_warmup_iters: 20 must be below megatron.train_iters, 12"),
+        (TINY, "lr_decay_iters=5", "lr_warmup_iters: 20 must be below megatron.lr_decay_iters, 5"),
+        (TINY, "lr_warmup_iters=0 lr_warmup_fraction=1.5", "lr_warmup_fraction: 1.5 must be below 1"),
+        (
+            TINY,
+            "train_iters=null train_samples=99 lr_warmup_iters=0 lr_warmup_samples=100",
+            "lr_warmup_samples: 100 must be below megatron.train_samples, 99",
+        ),
+        (TINY, "min_lr=1", "min_lr: 1.0 must not be above megatron.lr, 0.002"),
+        (TINY, "min_lr=-1", "min_lr: -1.0 must be 0 or more"),
+        (TINY, "lr_warmup_init=1", "lr_warmup_init: 1.0 must not be above megatron.lr, 0.002"),
+        (TINY, "lr=null", "lr: must be given"),
+        (TINY, "lr_decay_style=WSD", "lr_wsd_decay_iters: lr_decay_style WSD needs it"),
+        (
+            TINY,
+            "start_weight_decay=0.1 end_weight_decay=0.01 weight_decay_incr_style=linear",
+            "start_weight_decay: 0.1 must not be above megatron.end_weight_decay, 0.01",
+        ),
+        (TINY, "train_iters=0", "train_iters: 0 must be 1 or more"),
+        (TINY, "train_samples=99", "train_iters and megatron.train_samples: only one of them may be given"),
+        # the model
+        (TINY, "hidden_size=130", "hidden_size: 130 must be a multiple of megatron.num_attention_heads, 8"),
+        (TINY, "num_attention_heads=0", "num_attention_heads: 0 must be 1 or more"),
+        (
+            TINY,
+            "num_attention_heads=2 tensor_model_parallel_size=4",
+            "num_attention_heads: 2 must be a multiple of megatron.tensor_model_parallel_size, 4",
+        ),
+        (
+            TINY,
+            "group_query_attention=true num_query_groups=3",
+            "num_attention_heads: 8 must be a multiple of megatron.num_query_groups, 3",
+        ),
+        (TINY, "kv_channels=15", "kv_channels: 15 (hidden_size / num_attention_heads) must be even"),
+        (TINY, "ffn_hidden_size=171", "ffn_hidden_size: 171 must be even for swiglu"),
+        (
+            TINY,
+            "ffn_hidden_size=170 tensor_model_parallel_size=2",
+            "ffn_hidden_size: 170 / tensor_model_parallel_size 2 must be even for swiglu",
+        ),
+        (TINY, "seq_length=128", "seq_length: 128 must not be above megatron.max_position_embeddings, 64"),
+        (TINY, "seq_length=null", "seq_length: must be given"),
+        (TINY, "hidden_size=null", "hidden_size: must be given"),
+        (TINY, "attention_dropout=1.5", "attention_dropout: 1.5 must be from 0 to 1"),
+        (TINY, "recompute_granularity=full", 'recompute_method must be "block" or "uniform"'),
+        (TINY, "bf16=true fp16=true", "fp16 and megatron.bf16: only one of them may be true"),
+        # experts
+        (
+            MOE,
+            "expert_model_parallel_size=3",
+            "num_experts: 4 must be a multiple of megatron.expert_model_parallel_size, 3",
+        ),
+        (MOE, "moe_router_topk=5", "moe_router_topk: 5 must not be above megatron.num_experts, 4"),
+        (MOE, "tensor_model_parallel_size=2", "sequence_parallel: must be true with experts"),
+        (MOE, "expert_tensor_parallel_size=3", "4 ranks do not divide by expert tensor x expert model"),
+        (MOE, "moe_router_load_balancing_type=sinkhorn", "moe_aux_loss_coeff: 0.01 must be 0 with sinkhorn"),
+        # ranks and batches
+        (TINY, "tensor_model_parallel_size=0", "tensor_model_parallel_size: 0 must be 1 or more"),
+        (TINY, "context_parallel_size=2", "context_parallel_size: 2 needs Transformer Engine"),
+        (
+            TINY,
+            "num_layers=3 pipeline_model_parallel_size=2",
+            "num_layers: 3 must be a multiple of megatron.pipeline_model_parallel_size, 2",
+        ),
+        (
+            TINY,
+            "num_layers=4 pipeline_model_parallel_size=2 num_layers_per_virtual_pipeline_stage=1 "
+            "global_batch_size=32",
+            "global_batch_size: 32 is 1 micro-batches for each data-parallel rank",
+        ),
+        (TINY, "num_distributed_optimizer_instances=3", "num_distributed_optimizer_instances: 3 must divide"),
+        (TINY, "micro_batch_size=0", "micro_batch_size: 0 must be 1 or more"),
+        (TINY, "micro_batch_size=null", "micro_batch_size: must be given"),
+        # the optimizer, the loop, the data
+        (TINY, "optimizer=sgd", "optimizer: 'sgd' cannot be sharded"),
+        (TINY, "fp16=true loss_scale=-1", "loss_scale: -1.0 must be above 0"),
+        (
+            TINY,
+            "fp16=true initial_loss_scale=1 min_loss_scale=2",
+            "initial_loss_scale: 1.0 must not be",
+        ),
+        (TINY, "log_interval=0", "log_interval: 0 must be 1 or more"),
+        (TINY, "save_interval=0", "save_interval: 0 must be 1 or more"),
+        (TINY, "eval_interval=0", "eval_interval: 0 must be 1 or more"),
+        (TINY, "seed=0", "seed: 0 must be 1 or more"),
+        (TINY, "mock_data=false data_path=[set] split=0", "split: '0' must have a share above 0"),
+    ],
+)
+def test_one_line_names_the_flag_and_what_it_must_be(
+    recipe: str, settings: str, line: str, parser: argparse.ArgumentParser
+) -> None:
+    with pytest.raises(UserError) as caught:
+        checked(recipe, settings, parser)
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 150
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [
+        (TINY, ""),
+        (MOE, ""),
+        (TINY, "train_iters=21"),
+        (TINY, "lr_warmup_iters=-1"),
+        (TINY, "lr_warmup_iters=0 lr_decay_iters=5"),
+        (TINY, "lr_decay_style=WSD lr_wsd_decay_iters=300"),
+        (TINY, "train_iters=null train_samples=2000 lr_warmup_iters=0 lr_warmup_samples=64"),
+        (TINY, "num_query_groups=3"),  # nothing reads it without group_query_attention
+        (TINY, "group_query_attention=true num_query_groups=2 tensor_model_parallel_size=4"),
+        (TINY, "hidden_size=120 rotary_percent=0.5"),
+        (TINY, "kv_channels=15 position_embedding_type=learned_absolute"),
+        (TINY, "eval_iters=0"),
+        (TINY, "eval_interval=-1"),
+        (TINY, "fp16=true"),
+        (TINY, "bf16=true"),
+        (TINY, "loss_scale=-1"),
+        (TINY, "optimizer=sgd use_distributed_optimizer=false"),
+        (TINY, "ddp_bucket_size=0"),
+        (TINY, "exit_interval=0"),
+        (TINY, "mtp_num_layers=1"),
+        (TINY, "recompute_granularity=full recompute_method=uniform recompute_num_layers=1"),
+        (TINY, "num_layers=4 pipeline_model_parallel_size=2 num_layers_per_virtual_pipeline_stage=1"),
+        (TINY, "split=5 mock_data=true"),
+        (TINY, "mock_data=false data_path=[set] split=99,1,0"),
+        (MOE, "tensor_model_parallel_size=2 sequence_parallel=true"),
+        (MOE, "moe_router_topk=4 moe_token_dispatcher_type=allgather"),
+        (MOE, "moe_router_load_balancing_type=none moe_aux_loss_coeff=0"),
+    ],
+)
+def test_what_trains_is_not_refused(recipe: str, settings: str, parser: argparse.ArgumentParser) -> None:
+    assert checked(recipe, settings, parser).num_layers
+
+
+def test_a_check_takes_a_moment_and_changes_nothing(parser: argparse.ArgumentParser) -> None:
+    args = checked(MOE, "", parser)
+    before = copy.deepcopy(vars(args))
+    start = time.monotonic()
+    preflight.check(args)
+    assert time.monotonic() - start < 0.5
+    assert vars(args) == before
+
+
+def test_what_only_this_machine_lacks_is_not_the_configuration_s_fault(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = checked(TINY, "", parser)
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+
+    def transformer(_: argparse.Namespace) -> None:
+        raise ValueError("a new fusion is not available. Please install TE >= 9.9.")
+
+    monkeypatch.setattr(preflight, "_transformer", transformer)
+    with pytest.raises(UserError, match="a new fusion is not available"):
+        preflight.check(args)  # its ranks run here, without Transformer Engine
+    args.transformer_impl = "transformer_engine"
+    preflight.check(args)
+
+
+def test_an_assertion_without_words_tells_its_condition_and_values() -> None:
+    class Batch:
+        size = 3
+
+        def check(self) -> None:
+            assert (
+                self.size
+                % 2
+                == 0
+            )  # fmt: skip
+
+    args = argparse.Namespace(decoder_first_pipeline_num_layers=None, decoder_last_pipeline_num_layers=None)
+    with pytest.raises(AssertionError) as caught:
+        Batch().check()
+    caught.value.args = ()  # pytest writes its own words into assertions of tests
+    told = str(preflight.refusal(caught.value, args))
+    assert told.startswith("megatron: Megatron requires (")
+    assert "size % 2 == 0" in told
+    assert told.endswith("but size is 3")
+
+
+# --- the whole command -----------------------------------------------------------------------------------
+
+MISTAKES = {
+    "warm-up": ["megatron.train_iters=12"],
+    "heads": ["megatron.num_attention_heads=7"],
+    "groups": ["megatron.group_query_attention=true", "megatron.num_query_groups=3"],
+    "log": ["megatron.log_interval=0"],
+}
+
+
+def run_commands(folder: str) -> None:
+    """In a process of its own: every mistake's command; its exit status, and what it wrote and started."""
+    started: list[str] = []
+    launcher.start = lambda *args, **kwargs: started.append("a process")
+    made_up = ["megatron.mock_data=true", "megatron.tokenizer_type=NullTokenizer", "megatron.vocab_size=257"]
+    config = str(shipped("configs/models/llama_tiny.yaml"))
+    found = {}
+    for name, overrides in MISTAKES.items():
+        with Path(folder, f"{name}.err").open("w") as said:
+            kept = os.dup(2)
+            os.dup2(said.fileno(), 2)
+            data = ["data.path=null", "data.source=null"]
+            out = Path(folder, name)
+            status = cli.main(["train", config, *overrides, *made_up, *data, "--out", str(out)])
+            os.dup2(kept, 2)
+        found[name] = {"status": status, "started": started, "folder": out.exists()}
+    Path(folder, "found.json").write_text(json.dumps(found))
+
+
+def test_the_command_ends_before_anything_starts_or_is_written(tmp_path: Path) -> None:
+    in_warm_process(run_commands, str(tmp_path), log=tmp_path / "output")
+    found = json.loads((tmp_path / "found.json").read_text())
+    for name in MISTAKES:
+        assert found[name] == {"status": 2, "started": [], "folder": False}
+        lines = (tmp_path / f"{name}.err").read_text().splitlines()
+        assert len(lines) == 1, lines
+        assert lines[0].startswith("megatron-loco: error: megatron.")
+
+
+# --- where a rank asserts all the same -------------------------------------------------------------------
+
+
+def test_a_rank_s_bare_assertion_shows_its_source_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "scheduler.py"
+    module.write_text("def step(warmup, end):\n    assert (\n        warmup < end\n    )\n")
+    monkeypatch.setenv("MEGATRON_LOCO_FAILURES", str(tmp_path))
+    monkeypatch.setenv("RANK", "2")
+    space: dict[str, object] = {}
+    exec(compile(module.read_text(), str(module), "exec"), space)
+    for wanted, call in (
+        ("AssertionError: scheduler.py:2: assert ( warmup < end )", lambda: space["step"](3, 2)),
+        ("AssertionError: said", lambda: (_ for _ in ()).throw(AssertionError("said"))),
+    ):
+        with pytest.raises(AssertionError) as caught:
+            call()
+        run_script._leave_failure(caught.value, user=False)
+        assert json.loads((tmp_path / "rank-2.json").read_text())["error"] == wanted
