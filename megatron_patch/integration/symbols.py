@@ -45,8 +45,8 @@ TE_GEMM = "megatron.core.transformer.moe.moe_utils:te_general_gemm"
 class Symbol:
     """Something of Megatron that is replaced.
 
-    `by` is the file that replaces it, in integration/ unless it says more, `during` how long, `why` what for. `bound_in` are
-    modules of Megatron that import it by name, and get the replacement too.
+    `by` is the file that replaces it, in integration/ unless it says more, `during` how long, `why` what
+    for. `bound_in` are modules of Megatron that import it by name, and get the replacement too.
     """
 
     by: str
