@@ -19,6 +19,7 @@ from packaging.tags import platform_tags
 
 SOURCES = Path("megatron_patch/quantization/native")
 LIBRARY = "libmegatron_loco.so"
+VARIED = ("kernels.cpp", "weight_code.cpp")  # compiled once for each instruction set
 # Bit-equality with the reference: no contraction into fused multiply-adds, no reordering but of the sums that
 # the source marks (#pragma omp simd).
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
@@ -46,7 +47,7 @@ class NativeKernels(BuildHookInterface):
 
 
 def compile_library(folder: Path) -> None:
-    """Compile the variants of kernels.cpp and dispatch.cpp into the library; nothing if it is up to date."""
+    """Compile the variants of the kernels and dispatch.cpp into the library; nothing if it is up to date."""
     library = folder / LIBRARY
     inputs = [*folder.glob("*.cpp"), *folder.glob("*.h"), Path(__file__)]
     if library.exists() and library.stat().st_mtime > max(path.stat().st_mtime for path in inputs):
@@ -62,7 +63,9 @@ def compile_library(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [(folder / "dispatch.cpp", Path(scratch, "dispatch.o"), x86)]
         for name, flags in variants.items():
-            jobs.append((folder / "kernels.cpp", Path(scratch, f"{name}.o"), [*flags, f"-DVARIANT={name}"]))
+            for source in VARIED:
+                target = Path(scratch, f"{name}-{source}.o")
+                jobs.append((folder / source, target, [*flags, f"-DVARIANT={name}"]))
         for _ in pool.map(lambda job: run(compiler, *FLAGS, *job[2], "-c", job[0], "-o", job[1]), jobs):
             pass
         # Renamed into place: a process that has the old library open keeps it.

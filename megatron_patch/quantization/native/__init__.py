@@ -61,6 +61,12 @@ class _DecompressArguments(ctypes.Structure):
     )
 
 
+_WEIGHT_CALLS = {
+    "megatron_loco_weight_encode": (ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.c_int64, ctypes.c_void_p),
+    "megatron_loco_weight_decode": (ctypes.c_int, *[ctypes.c_void_p, ctypes.c_int64] * 2),
+}
+
+
 @functools.cache
 def variants() -> tuple[str, ...]:
     """The instruction sets this processor can run, the fastest last; empty where nothing was compiled."""
@@ -102,18 +108,18 @@ def compress(
     scales = error.get("scales")
     arguments = _CompressArguments(
         layout=_layout(layout),
-        gradient=_pointer(gradient),
+        gradient=pointer(gradient),
         gradient_type=_FLOATS[gradient.dtype],
-        error=None if values is None else _pointer(values),
-        error_scales=None if scales is None else _pointer(scales),
+        error=None if values is None else pointer(values),
+        error_scales=None if scales is None else pointer(scales),
         error_type=0 if values is None else _ERRORS[values.dtype],
         old_weight=beta,
         new_weight=1 - beta,
-        noise=None if noise is None else _pointer(noise),
-        payload=_pointer(payload),
-        statistics=_pointer(statistics),
+        noise=None if noise is None else pointer(noise),
+        payload=pointer(payload),
+        statistics=pointer(statistics),
     )
-    _loaded().megatron_loco_compress(_variant(), ctypes.byref(arguments))
+    loaded().megatron_loco_compress(variant(), ctypes.byref(arguments))
 
 
 def decompress_reduce(
@@ -122,21 +128,21 @@ def decompress_reduce(
     """quantization.decompress_reduce.decompress_reduce."""
     arguments = _DecompressArguments(
         layout=_layout(layout),
-        payloads=_pointer(payloads),
+        payloads=pointer(payloads),
         senders=payloads.shape[0],
-        output=_pointer(output),
+        output=pointer(output),
         length=min(output.numel(), layout.shard_size),
         output_type=_FLOATS[output.dtype],
         divisor=divisor,
     )
-    _loaded().megatron_loco_decompress_reduce(_variant(), ctypes.byref(arguments))
+    loaded().megatron_loco_decompress_reduce(variant(), ctypes.byref(arguments))
 
 
 @contextmanager
-def using(variant: int) -> Iterator[None]:
-    """Run `variants()[variant]` instead of the fastest: for tests and benchmarks."""
+def using(index: int) -> Iterator[None]:
+    """Run `variants()[index]` instead of the fastest: for tests and benchmarks."""
     global _chosen
-    before, _chosen = _chosen, variant
+    before, _chosen = _chosen, index
     try:
         yield
     finally:
@@ -146,7 +152,8 @@ def using(variant: int) -> Iterator[None]:
 _chosen: int | None = None
 
 
-def _variant() -> int:
+def variant() -> int:
+    """Which of `variants()` runs."""
     return len(variants()) - 1 if _chosen is None else _chosen
 
 
@@ -159,10 +166,14 @@ def _library() -> ctypes.CDLL | None:
     except OSError:  # compiled for another kind of machine
         return None
     library.megatron_loco_variant_name.restype = ctypes.c_char_p
+    for name, arguments in _WEIGHT_CALLS.items():
+        call = getattr(library, name)
+        call.argtypes, call.restype = arguments, ctypes.c_int64
     return library
 
 
-def _loaded() -> ctypes.CDLL:
+def loaded() -> ctypes.CDLL:
+    """The library, where `variants()` has any."""
     library = _library()
     assert library is not None, "ask variants() first"
     return library
@@ -172,6 +183,7 @@ def _layout(layout: BlockLayout) -> _Layout:
     return _Layout(*(getattr(layout, name) for name in _LAYOUT))
 
 
-def _pointer(tensor: torch.Tensor) -> int:
+def pointer(tensor: torch.Tensor) -> int:
+    """Where a contiguous tensor begins."""
     assert tensor.is_contiguous()
     return tensor.data_ptr()

@@ -4,16 +4,22 @@
 namespace baseline {
 void compress(const CompressArguments &);
 void decompress_reduce(const DecompressArguments &);
+int64_t weight_encode(const uint16_t *, const uint16_t *, int64_t, uint8_t *);
+int64_t weight_decode(const uint8_t *, int64_t, uint16_t *, int64_t);
 }  // namespace baseline
 
 #ifdef X86
 namespace avx2 {
 void compress(const CompressArguments &);
 void decompress_reduce(const DecompressArguments &);
+int64_t weight_encode(const uint16_t *, const uint16_t *, int64_t, uint8_t *);
+int64_t weight_decode(const uint8_t *, int64_t, uint16_t *, int64_t);
 }  // namespace avx2
 namespace avx512 {
 void compress(const CompressArguments &);
 void decompress_reduce(const DecompressArguments &);
+int64_t weight_encode(const uint16_t *, const uint16_t *, int64_t, uint8_t *);
+int64_t weight_decode(const uint8_t *, int64_t, uint16_t *, int64_t);
 }  // namespace avx512
 #endif
 
@@ -23,14 +29,18 @@ struct Variant {
   const char *name;
   void (*compress)(const CompressArguments &);
   void (*decompress_reduce)(const DecompressArguments &);
+  int64_t (*weight_encode)(const uint16_t *, const uint16_t *, int64_t, uint8_t *);
+  int64_t (*weight_decode)(const uint8_t *, int64_t, uint16_t *, int64_t);
 };
+
+#define VARIANT_OF(name) {#name, name::compress, name::decompress_reduce, name::weight_encode, name::weight_decode}
 
 // In rising order; `compiled` are those that the caller may choose from, as far as the processor goes.
 const Variant compiled[] = {
-    {"baseline", baseline::compress, baseline::decompress_reduce},
+    VARIANT_OF(baseline),
 #ifdef X86
-    {"avx2", avx2::compress, avx2::decompress_reduce},
-    {"avx512", avx512::compress, avx512::decompress_reduce},
+    VARIANT_OF(avx2),
+    VARIANT_OF(avx512),
 #endif
 };
 
@@ -62,5 +72,17 @@ EXPORTED void megatron_loco_compress(int variant, const CompressArguments *argum
 
 EXPORTED void megatron_loco_decompress_reduce(int variant, const DecompressArguments *arguments) {
   compiled[variant].decompress_reduce(*arguments);
+}
+
+// Bytes of the message, which has room for weight_code.bound(n).
+EXPORTED int64_t megatron_loco_weight_encode(int variant, const uint16_t *old, const uint16_t *now, int64_t n,
+                                             uint8_t *message) {
+  return compiled[variant].weight_encode(old, now, n, message);
+}
+
+// A WeightError, or 0.
+EXPORTED int64_t megatron_loco_weight_decode(int variant, const uint8_t *message, int64_t size, uint16_t *weights,
+                                             int64_t n) {
+  return compiled[variant].weight_decode(message, size, weights, n);
 }
 }

@@ -32,3 +32,6 @@ struct DecompressArguments {
   int64_t output_type;
   float divisor;            // 1 for a sum
 };
+
+// What weight_decode answers; 0 where all is well.
+enum WeightError : int64_t { WEIGHTS_DIFFER = 1, MESSAGE_CHANGED = 2 };

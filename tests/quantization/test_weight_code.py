@@ -1,0 +1,186 @@
+"""The exact code of weights' changes: every bit pattern comes back, and what is not whole is told.
+
+The bytes are those of `by_hand`, written from the description in weight_code.py with Python's integers.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_patch.quantization import native, weight_code
+from megatron_patch.quantization.native import weights as native_weights
+from megatron_patch.quantization.weight_code import HEADER_BYTES, Mismatch, bound
+
+CODERS = {"reference": (weight_code, None)} | {
+    name: (native_weights, index) for index, name in enumerate(native.variants())
+}
+every_coder = pytest.mark.parametrize("name", CODERS)
+SPECIAL = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7FFF, 0xFFFF, 0x0001, 0x8001, 0x3F80]
+"""bf16's zeros, infinities, NaNs, smallest numbers and 1."""
+
+
+def coded(name: str, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    coder, variant = CODERS[name]
+    message = torch.full((bound(old.numel()) + 8,), 0xA5, dtype=torch.uint8)
+    with native.using(variant):
+        size = coder.encode(old, new, message[: bound(old.numel())])
+    assert size <= bound(old.numel())
+    assert (message[size:] == 0xA5).all(), "nothing is written behind the message"
+    return message[:size]
+
+
+def decoded(name: str, message: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    coder, variant = CODERS[name]
+    weights = old.clone()
+    with native.using(variant):
+        coder.decode(message, weights)
+    return weights
+
+
+def as_bits(numbers: list[int]) -> torch.Tensor:
+    return torch.tensor([n - 0x10000 if n >= 0x8000 else n for n in numbers], dtype=torch.int16)
+
+
+def line(x: int) -> int:
+    return x ^ 0x7FFF if x & 0x8000 else x
+
+
+def changed(numel: int, seed: int, spread: int, share: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random weights, and the same with a `share` of them up to `spread` representable numbers further."""
+    random = torch.Generator().manual_seed(seed)
+    old = torch.randint(0x10000, (numel,), generator=random)
+    old[torch.rand(numel, generator=random) < 0.1] = SPECIAL[seed % len(SPECIAL)]
+    step = torch.randint(-spread, spread + 1, (numel,), generator=random)
+    step[torch.rand(numel, generator=random) >= share] = 0
+    new = [line((line(x) + d) % 0x10000) for x, d in zip(old.tolist(), step.tolist(), strict=True)]
+    return as_bits(old.tolist()), as_bits(new)
+
+
+def by_hand(old: torch.Tensor, new: torch.Tensor) -> list[int]:
+    """The message as its description says."""
+    x, y = ([n & 0xFFFF for n in one.tolist()] for one in (old, new))
+    tiles, planes = [], [[], [], [], [], []]
+
+    def put(plane: list[int], codes: list[int], bits: int) -> None:
+        number = sum(code << (place * bits) for place, code in enumerate(codes))
+        plane += number.to_bytes(-(-len(codes) * bits // 8), "little")
+
+    for start in range(0, len(x), 2048):
+        pairs = list(zip(x[start : start + 2048], y[start : start + 2048], strict=True))
+        d = [((line(b) - line(a) + 0x8000) % 0x10000) - 0x8000 for a, b in pairs]
+        moved = [n for n in d if n]
+        bitmap = 2 * len(moved) < len(d)
+        said = moved if bitmap else d
+        far = [n for n in said if n not in (0, 1, -1)]
+        z = [2 * (abs(n) - 2) + (n < 0) for n in far]
+        eights, sixteens = [one - 15 for one in z if one >= 15], [n for n in far if abs(n) >= 137]
+        if bitmap:
+            put(planes[0], [int(n != 0) for n in d], 1)
+        put(planes[1], [{0: 0, 1: 1, -1: 2}.get(n, 3) for n in said], 2)
+        put(planes[2], [min(one, 15) for one in z], 4)
+        put(planes[3], [min(one, 255) for one in eights], 8)
+        put(planes[4], [n & 0xFFFF for n in sixteens], 16)
+        counts = (len(moved) if bitmap else 0xFFFF, len(far), len(eights), len(sixteens))
+        tiles += [byte for count in counts for byte in count.to_bytes(2, "little")]
+    sums = [value for one in (x, y) for value in (sum(one), sum((i + 1) * n for i, n in enumerate(one)))]
+    body = [*tiles, *(byte for plane in planes for byte in plane)]
+    kind = 1 if HEADER_BYTES + len(body) < bound(len(x)) else 2
+    if kind == 2:
+        body = [byte for n in y for byte in n.to_bytes(2, "little")]
+    header = [byte for number in (kind, len(x), *sums) for byte in number.to_bytes(8, "little")]
+    return header + body
+
+
+SPREADS = st.sampled_from([0, 1, 2, 9, 10, 137, 500, 40_000])
+LENGTHS = st.one_of(st.integers(1, 300), st.sampled_from([2047, 2048, 2049, 4096, 5000]))
+
+
+@every_coder
+def test_the_bytes_are_those_of_the_description_and_come_back(name):
+    @given(LENGTHS, st.integers(0, 1000), SPREADS, st.floats(0, 1))
+    @settings(max_examples=80, deadline=None)
+    def check(numel, seed, spread, share):
+        old, new = changed(numel, seed, spread, share)
+        message = coded(name, old, new)
+        assert message.tolist() == by_hand(old, new)
+        assert torch.equal(decoded(name, message, old), new)
+
+    check()
+
+
+@every_coder
+def test_any_bits_become_any_bits(name):
+    patterns = st.one_of(st.integers(0, 0xFFFF), st.sampled_from(SPECIAL))
+
+    @given(st.lists(st.tuples(patterns, patterns), min_size=1, max_size=200))
+    @settings(max_examples=150, deadline=None)
+    def check(pairs):
+        old, new = (as_bits([pair[k] for pair in pairs]) for k in (0, 1))
+        assert torch.equal(decoded(name, coded(name, old, new), old), new)
+
+    check()
+
+
+@every_coder
+def test_no_weights_are_a_header(name):
+    nothing = torch.empty(0, dtype=torch.int16)
+    assert coded(name, nothing, nothing).numel() == HEADER_BYTES
+    assert decoded(name, coded(name, nothing, nothing), nothing).numel() == 0
+
+
+@every_coder
+def test_every_difference_there_is_comes_back(name):
+    new = as_bits(list(range(0x10000)))
+    for first in (0x0000, 0x8000, 0x7FFF, 0x3F80):
+        old = as_bits([first] * 0x10000)
+        assert torch.equal(decoded(name, coded(name, old, new), old), new)
+
+
+@every_coder
+def test_a_message_is_never_longer_than_the_weights_and_a_header(name):
+    old, new = changed(10_000, 3, 40_000, 1.0)
+    assert coded(name, old, new).numel() == bound(10_000) == 2 * 10_000 + 48
+    same = coded(name, old, old)
+    assert same.numel() == 48 + 5 * 8 + 10_000 // 8  # tiles and bitmaps
+
+
+@every_coder
+def test_one_flipped_bit_of_the_weights_is_found(name):
+    old, new = changed(5000, 1, 3, 0.5)
+    message = coded(name, old, new)
+    random = torch.Generator().manual_seed(5)
+    for _ in range(100):
+        other = old.clone()
+        place, bit = (int(torch.randint(n, (), generator=random)) for n in (5000, 16))
+        other[place] ^= as_bits([1 << bit])[0]
+        with pytest.raises(Mismatch, match="before its step"):
+            decoded(name, message, other)
+
+
+@every_coder
+def test_a_message_that_is_truncated_longer_or_changed_is_an_error(name):
+    old, new = changed(5000, 2, 200, 0.7)
+    message = coded(name, old, new)
+    raw = coded(name, *changed(300, 2, 40_000, 1.0))
+    random = torch.Generator().manual_seed(6)
+    for size in [0, 1, 47, 48, 60, 100, *torch.randint(message.numel(), (20,), generator=random).tolist()]:
+        with pytest.raises(Mismatch):
+            decoded(name, message[:size].clone(), old)
+    for whole, weights in ((message, old), (raw, changed(300, 2, 40_000, 1.0)[0])):
+        with pytest.raises(Mismatch):
+            decoded(name, torch.cat([whole, whole[:1]]), weights)
+        wanted = decoded(name, whole, weights)
+        for _ in range(300):
+            broken = whole.clone()
+            place, bit = (int(torch.randint(n, (), generator=random)) for n in (broken.numel(), 8))
+            broken[place] ^= 1 << bit
+            try:
+                # The zeros behind a tile's last code say nothing: what is decoded is right, or an error.
+                assert torch.equal(decoded(name, broken, weights), wanted)
+            except Mismatch:
+                continue
+    with pytest.raises(Mismatch, match="not of 4999 weights"):
+        decoded(name, message, old[:4999].clone())
