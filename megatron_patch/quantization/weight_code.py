@@ -13,18 +13,18 @@ and coded in planes: 2 bits for each weight, then 4, 8, 16 bits for those that t
     8 bits   z - 15, for z < 270                                      255: see the next plane
     16 bits  d
 
-A tile is 2,048 weights. Where fewer than half of a tile's weights changed, a bitmap says which, and the 2 bits
-are sent of those alone. A message is
+A tile is 2,048 weights. Where fewer than half of a tile's weights changed, a bitmap says which, and the 2
+bits are sent of those alone. A message is
 
     header    int64 [6]: kind, n, two sums of the old weights, two sums of the new ones
     tiles     uint16 [T, 4]: codes in the 2-bit plane (NO_BITMAP: all of them), the 4-, 8- and 16-bit planes
     planes    bitmaps, 2 bits, 4 bits, 8 bits, 16 bits
 
-where a tile's part of a plane is whole bytes, zeros behind the last code, the first code in the lowest bits: a
-tile's place in a plane is a sum over the tiles before it. A message that would be longer than the weights
-themselves holds those (kind RAW). The sums, modulo 2^64, are of the weights' bits x_i from 0 to 65535: of x_i,
-and of (i + 1)*x_i. By them a receiver finds out that its old weights are not the sender's, or that the message
-has changed on its way.
+where a tile's part of a plane is whole bytes, zeros behind the last code, the first code in the lowest bits:
+a tile's place in a plane is a sum over the tiles before it. A message that would be longer than the weights
+themselves holds those (kind RAW). The sums, modulo 2^64, are of the weights' bits x_i from 0 to 65535: of
+x_i, and of (i + 1)*x_i. By them a receiver finds out that its old weights are not the sender's, or that the
+message has changed on its way.
 """
 
 from __future__ import annotations

@@ -6,13 +6,16 @@
 
 #include <algorithm>
 #include <cstring>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 namespace VARIANT {
 namespace {
 
 constexpr int64_t TILE = 2048, HEADER = 48, CODED = 1, RAW = 2;
 constexpr uint16_t NO_BITMAP = 0xffff;
-constexpr int64_t SLACK = 64;  // behind the arrays of a tile: loops may write some codes more than there are
+constexpr int64_t SLACK = 64;  // behind the arrays of a tile: loops may touch some numbers more than there are
 
 // Bit patterns on a line, -0 beside +0; its own inverse.
 inline uint16_t line(uint16_t bits) { return bits & 0x8000 ? bits ^ 0x7fff : bits; }
@@ -65,10 +68,99 @@ int64_t bytes_of(int64_t n) {
   return (n * bits + 7) / 8;
 }
 
+// --- the chosen ones of n numbers, put together, and back to their places ---
+//
+// `chosen` has a 1 or 0 for each number, and 8 zeros behind. Up to 8 numbers behind the last may be read or written.
+
+#ifdef __AVX2__
+struct Permutations {  // of 8 lanes, for each set of chosen ones
+  alignas(32) int32_t together[256][8], apart[256][8];
+  Permutations() {
+    for (int set = 0; set < 256; ++set) {
+      int found = 0;
+      for (int lane = 0; lane < 8; ++lane) {
+        apart[set][lane] = found;
+        if (set >> lane & 1) together[set][found++] = lane;
+      }
+      while (found < 8) together[set][found++] = 0;
+    }
+  }
+};
+const Permutations permutations;
+
+inline unsigned set_of(const uint8_t *chosen) {
+  __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(chosen));
+  return static_cast<unsigned>(_mm_movemask_epi8(_mm_slli_epi16(eight, 7)));
+}
+#endif
+
+int64_t put_together(const int32_t *numbers, const uint8_t *chosen, int64_t n, int32_t *found) {
+  int64_t count = 0;
+#ifdef __AVX2__
+  for (int64_t i = 0; i < n; i += 8) {
+    unsigned set = set_of(chosen + i);
+    __m256i order = _mm256_load_si256(reinterpret_cast<const __m256i *>(permutations.together[set]));
+    __m256i eight = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(numbers + i));
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(found + count), _mm256_permutevar8x32_epi32(eight, order));
+    count += __builtin_popcount(set);
+  }
+#else
+  for (int64_t i = 0; i < n; ++i) {
+    found[count] = numbers[i];
+    count += chosen[i];
+  }
+#endif
+  return count;
+}
+
+// The others are 0.
+int64_t put_apart(const int32_t *found, const uint8_t *chosen, int64_t n, int32_t *numbers) {
+  int64_t count = 0;
+#ifdef __AVX2__
+  const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  for (int64_t i = 0; i < n; i += 8) {
+    unsigned set = set_of(chosen + i);
+    __m256i order = _mm256_load_si256(reinterpret_cast<const __m256i *>(permutations.apart[set]));
+    __m256i eight = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(found + count));
+    __m256i wanted = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(static_cast<int>(set)), lane), lane);
+    __m256i placed = _mm256_and_si256(_mm256_permutevar8x32_epi32(eight, order), wanted);
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(numbers + i), placed);
+    count += __builtin_popcount(set);
+  }
+#else
+  for (int64_t i = 0; i < n; ++i) {
+    numbers[i] = chosen[i] ? found[count] : 0;
+    count += chosen[i];
+  }
+#endif
+  return count;
+}
+
+// --- one tile ---
+
 struct Tile {
-  uint8_t first[TILE + SLACK], some[TILE + SLACK], more[TILE + SLACK];
-  int16_t d[TILE + SLACK], far[TILE + SLACK];
-  int32_t z[TILE + SLACK];
+  uint8_t bytes[TILE + SLACK], chosen[TILE + SLACK];
+  int32_t d[TILE + SLACK], first[TILE + SLACK], few[TILE + SLACK], far[TILE + SLACK], farther[TILE + SLACK];
+
+  // Which of n numbers `is` holds for.
+  template <class Is>
+  void choose(int64_t n, Is is) {
+    for (int64_t i = 0; i < n; ++i) chosen[i] = is(i);
+    std::fill_n(chosen + n, 8, 0);
+  }
+
+  template <int bits>
+  void write(const int32_t *codes, int64_t n, uint8_t *&plane) {
+    for (int64_t i = 0; i < n; ++i) bytes[i] = static_cast<uint8_t>(codes[i]);
+    plane += pack<bits>(bytes, n, plane);
+  }
+
+  template <int bits>
+  void read(uint8_t *&plane, int64_t n, int32_t *codes) {
+    unpack<bits>(plane, n, bytes);
+    for (int64_t i = 0; i < n; ++i) codes[i] = bytes[i];
+    plane += bytes_of<bits>(n);
+  }
 };
 
 inline int32_t zigzag(int32_t d) { return 2 * ((d < 0 ? -d : d) - 2) + (d < 0); }
@@ -119,93 +211,77 @@ void count(const uint16_t *old, const uint16_t *now, int64_t n, uint16_t *counts
 
 void encode_tile(const uint16_t *old, const uint16_t *now, int64_t n, const uint16_t *counts, Planes &p, Tile &t) {
   for (int64_t i = 0; i < n; ++i) {
-    int16_t d = static_cast<int16_t>(line(now[i]) - line(old[i]));
+    int32_t d = static_cast<int16_t>(line(now[i]) - line(old[i]));
     t.d[i] = d;
     t.first[i] = d == 0 ? 0 : d == 1 ? 1 : d == -1 ? 2 : 3;
   }
-  int64_t escaped = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    t.far[escaped] = t.d[i];
-    escaped += t.first[i] == 3;
-  }
   if (counts[0] != NO_BITMAP) {
-    for (int64_t i = 0; i < n; ++i) t.some[i] = t.first[i] != 0;
-    p.bitmap += pack<1>(t.some, n, p.bitmap);
-    int64_t changed = 0;
-    for (int64_t i = 0; i < n; ++i) {
-      t.some[changed] = t.first[i];
-      changed += t.first[i] != 0;
-    }
-    p.first += pack<2>(t.some, changed, p.first);
+    t.choose(n, [&](int64_t i) { return t.first[i] != 0; });
+    int64_t changed = put_together(t.first, t.chosen, n, t.few);
+    p.bitmap += pack<1>(t.chosen, n, p.bitmap);
+    t.write<2>(t.few, changed, p.first);
   } else {
-    p.first += pack<2>(t.first, n, p.first);
+    t.write<2>(t.first, n, p.first);
   }
-  if (escaped == 0) return;
+  if (counts[1] == 0) return;
+  t.choose(n, [&](int64_t i) { return t.first[i] == 3; });
+  int64_t escaped = put_together(t.d, t.chosen, n, t.far);
   for (int64_t j = 0; j < escaped; ++j) {
-    t.z[j] = zigzag(t.far[j]);
-    t.some[j] = static_cast<uint8_t>(std::min(t.z[j], 15));
+    t.far[j] = zigzag(t.far[j]);
+    t.few[j] = std::min(t.far[j], 15);
   }
-  p.four += pack<4>(t.some, escaped, p.four);
+  t.write<4>(t.few, escaped, p.four);
   if (counts[2] == 0) return;
-  for (int64_t j = 0; j < escaped; ++j) {
-    if (t.z[j] < 15) continue;
-    *p.eight++ = static_cast<uint8_t>(std::min(t.z[j] - 15, 255));
-    if (t.z[j] >= 270) {
-      std::memcpy(p.sixteen, &t.far[j], 2);
-      p.sixteen += 2;
-    }
+  t.choose(escaped, [&](int64_t j) { return t.far[j] >= 15; });
+  int64_t eights = put_together(t.far, t.chosen, escaped, t.farther);
+  for (int64_t j = 0; j < eights; ++j) p.eight[j] = static_cast<uint8_t>(std::min(t.farther[j] - 15, 255));
+  p.eight += eights;
+  if (counts[3] == 0) return;
+  for (int64_t j = 0; j < eights; ++j) {
+    if (t.farther[j] < 270) continue;
+    int16_t d = static_cast<int16_t>(unzigzag(t.farther[j]));
+    std::memcpy(p.sixteen, &d, 2);
+    p.sixteen += 2;
   }
 }
 
 // Whether the planes fit their counts; weights are changed in place.
 bool decode_tile(uint16_t *weights, int64_t n, const uint16_t *counts, Planes &p, Tile &t) {
-  int64_t changed = n;
   if (counts[0] != NO_BITMAP) {
-    changed = counts[0];
-    unpack<1>(p.bitmap, n, t.more);
+    int64_t changed = counts[0];
+    t.read<2>(p.first, changed, t.few);
+    unpack<1>(p.bitmap, n, t.chosen);
     p.bitmap += bytes_of<1>(n);
-    unpack<2>(p.first, changed, t.some);
-    int64_t k = 0;
-    for (int64_t i = 0; i < n; ++i) {
-      t.first[i] = t.more[i] ? t.some[k] : 0;
-      k += t.more[i];
-    }
-    if (k != changed) return false;
+    std::fill_n(t.chosen + n, 8, 0);
+    if (put_apart(t.few, t.chosen, n, t.first) != changed) return false;
   } else {
-    unpack<2>(p.first, n, t.first);
+    t.read<2>(p.first, n, t.first);
   }
-  p.first += bytes_of<2>(changed);
-  int64_t escaped = 0;
-  for (int64_t i = 0; i < n; ++i) escaped += t.first[i] == 3;
-  if (escaped != counts[1]) return false;
-  unpack<4>(p.four, escaped, t.some);
-  p.four += bytes_of<4>(escaped);
-  for (int64_t j = 0; j < escaped; ++j) t.far[j] = static_cast<int16_t>(unzigzag(t.some[j]));
-  if (counts[2] != 0) {
-    const uint8_t *eights = p.eight + counts[2], *sixteens = p.sixteen + 2 * counts[3];
-    for (int64_t j = 0; j < escaped; ++j) {
-      if (t.some[j] != 15) continue;
-      if (p.eight == eights) return false;
-      int32_t code = *p.eight++;
-      if (code < 255) {
-        t.far[j] = static_cast<int16_t>(unzigzag(code + 15));
-      } else {
-        if (p.sixteen == sixteens) return false;
-        std::memcpy(&t.far[j], p.sixteen, 2);
-        p.sixteen += 2;
+  int64_t escaped = counts[1], eights = counts[2], sixteens = counts[3];
+  if (escaped) {
+    t.read<4>(p.four, escaped, t.far);
+    if (eights) {
+      for (int64_t j = 0; j < eights; ++j) t.few[j] = unzigzag(p.eight[j] + 15);
+      for (int64_t j = 0; j < eights && sixteens; ++j) {
+        if (p.eight[j] != 255) continue;
+        int16_t d;
+        std::memcpy(&d, p.sixteen, 2);
+        t.few[j] = d;
+        p.sixteen += 2, --sixteens;
       }
+      if (sixteens || std::count(p.eight, p.eight + eights, 255) != counts[3]) return false;
+      p.eight += eights;
     }
-    if (p.eight != eights || p.sixteen != sixteens) return false;
-  } else if (std::count(t.some, t.some + escaped, 15)) {
-    return false;
+    t.choose(escaped, [&](int64_t j) { return t.far[j] == 15; });
+    if (put_apart(t.few, t.chosen, escaped, t.farther) != eights) return false;
+    for (int64_t j = 0; j < escaped; ++j) t.far[j] = t.far[j] == 15 ? t.farther[j] : unzigzag(t.far[j]);
   }
-  const int16_t near[4] = {0, 1, -1, 0};
-  int64_t k = 0;
+  t.choose(n, [&](int64_t i) { return t.first[i] == 3; });
+  if (put_apart(t.far, t.chosen, n, t.d) != escaped) return false;
   for (int64_t i = 0; i < n; ++i) {
-    t.d[i] = t.first[i] == 3 ? t.far[k] : near[t.first[i]];
-    k += t.first[i] == 3;
+    int32_t d = t.d[i] + (t.first[i] == 1) - (t.first[i] == 2);
+    weights[i] = line(static_cast<uint16_t>(line(weights[i]) + d));
   }
-  for (int64_t i = 0; i < n; ++i) weights[i] = line(static_cast<uint16_t>(line(weights[i]) + t.d[i]));
   return true;
 }
 
