@@ -106,6 +106,17 @@ def measure(
     return found | asked
 
 
+def _weight_code_rates(result: dict[str, Any]) -> dict[str, float]:
+    """Weights per second by what is done; a GPU has no such kernel yet."""
+    found = result.get("weight_code", {})
+    bits = f", {found['bits_per_weight']:.1f} bits a weight" if found else ""
+    return {
+        f"{way}{bits}": found[f"{way}_weights_per_second"]
+        for way in ("encode", "decode")
+        if f"{way}_weights_per_second" in found
+    }
+
+
 def show(result: dict[str, Any]) -> None:
     """The table on the terminal."""
     rates, memcpy = result["elements_per_second"], result["memcpy_bytes_per_second"]
@@ -133,6 +144,8 @@ def show(result: dict[str, Any]) -> None:
         f"{traffic / (2 * memcpy):.0%}",
         "",
     )
+    for way, rate in _weight_code_rates(result).items():
+        table.add_row(f"weight code, {way}", f"{rate / 1e6:.0f}", "", "", "")
     table.add_row("memcpy (bytes read and written)", "", f"{2 * memcpy / 1e9:.2f}", "100%", "")
     console = Console()
     console.print(

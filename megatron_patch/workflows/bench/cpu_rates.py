@@ -1,7 +1,8 @@
 """How fast compression is on one core, beside memcpy.
 
 One bucket: compress (read gradient and error; write codes, scales and the new error) by the native kernel's
-variants and by the torch reference in pieces that fit the cache, and decompress_reduce of 8 senders.
+variants and by the torch reference in pieces that fit the cache, and decompress_reduce of 8 senders. And the
+exact code of bf16 weights' changes in one optimizer step, both ways.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ import torch
 
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
-from megatron_patch.quantization import backends, native
+from megatron_patch.quantization import backends, native, weight_code
 from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.quantization.native import weights as native_weights
 
 LEAST = 1 << 17
 """Elements of the smallest bucket: the largest piece."""
+WEIGHT_CHANGE = 7e-5
+"""Of one step: about what Adam makes at a learning rate of 3e-4, once its moments have settled."""
 _PIECES = (1 << 14, 1 << 15, 1 << 16, LEAST)
 
 
@@ -68,12 +72,35 @@ def measure(
         "elements_per_second": rates,
         "decompress_reduce_elements_per_second": elements * senders / decompress,
         "decompress_reduce_bytes_per_element": (payload.nbytes + reduced.nbytes) / (elements * senders),
+        "weight_code": _weight_code(elements, seconds),
         "memcpy_bytes_per_second": source.nbytes / _best(lambda: target.copy_(source), seconds),
         # Gradient and error are read; error, codes and scales are written.
         "bytes_per_element": gradient.element_size() + 2 + 4 / layout.block + layout.payload_bytes / elements,
         "device": _processor(),
         "kernels": backends.describe(device),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+
+
+def _weight_code(elements: int, seconds: float) -> dict[str, float]:
+    """Bits a weight, and weights per second, of bf16 weights N(0, 0.02^2) and `WEIGHT_CHANGE` of N(0, 1)."""
+    generator = torch.Generator().manual_seed(2)
+    before, change = (torch.randn(elements, generator=generator) for _ in range(2))
+    after = 0.02 * before + WEIGHT_CHANGE * change
+    old, new = (one.to(torch.bfloat16).view(torch.int16) for one in (0.02 * before, after))
+    coder = native_weights if native.variants() else weight_code
+    there, back = (torch.empty(weight_code.bound(elements), dtype=torch.uint8) for _ in range(2))
+    size, size_back = coder.encode(old, new, there), coder.encode(new, old, back)
+    weights = old.clone()
+
+    def decode_twice() -> None:
+        coder.decode(there[:size], weights)
+        coder.decode(back[:size_back], weights)
+
+    return {
+        "bits_per_weight": 8 * size / elements,
+        "encode_weights_per_second": elements / _best(lambda: coder.encode(old, new, there), seconds),
+        "decode_weights_per_second": 2 * elements / _best(decode_twice, seconds),
     }
 
 

@@ -37,6 +37,10 @@ def test_kernels_are_measured_beside_memcpy(tmp_path: Path, capsys: pytest.Captu
     assert (tmp_path / "out" / "kernels.png").read_bytes().startswith(b"\x89PNG")
     assert found["memcpy_bytes_per_second"] > 1e8
     assert found["bytes_per_element"] == pytest.approx(4 + 1 + 1 + 0.5 + 6 / 128, rel=1e-3)
+    assert "weight code, decode, 3." in shown
+    weights = found["weight_code"]
+    assert 3 < weights["bits_per_weight"] < 4
+    assert min(weights["encode_weights_per_second"], weights["decode_weights_per_second"]) > 1e5
     rates = found["elements_per_second"]
     assert rates["torch_chunked"] > 0
     if native.variants():
