@@ -90,15 +90,22 @@ def test_force_all_reduce_is_exact_and_leaves_the_errors(pool, model):
 
 def poisoned(value: float, element: int) -> dict[str, Any]:
     """Rank 1 has one element that is not finite, in the second step."""
+    import torch
     import torch.distributed as dist
 
     import megatron_patch
 
     tiny, compressor = built({}, {"block_size": 64})
-    tiny.exchange(tiny.random_gradients(0))
+
+    def gradients_of(step: int) -> list[Any]:
+        gradients = tiny.random_gradients(step)
+        gradients[4] += 1e-3 * (1 + torch.arange(gradients[4].numel()) % 7).view_as(gradients[4])  # no zeros
+        return gradients
+
+    tiny.exchange(gradients_of(0))
     tiny.optimizer.step()
     before = errors_of(compressor)[0]
-    gradients = tiny.random_gradients(1)
+    gradients = gradients_of(1)
     if dist.get_rank() == 1:
         gradients[4].view(-1)[element] = value
     (shard,) = tiny.exchange(gradients)
