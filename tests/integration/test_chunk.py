@@ -158,16 +158,16 @@ def test_a_loop_without_megatron_s_optimizer_counts_exchanges_and_says_so_once(p
     reports = pool.run(without_optimizer, model, exchanges)
     for bucket in range(len(reports[0]["shards"][0])):
         numel = reports[0]["gradients"][0][bucket].numel()
-        # Without the error after a reset, every tie counts as decided the other way.
-        agreement = Agreement(LoCoSimulation(RANKS, numel, bits=4, reset_interval=3), forks=0.1)
+        agreement = Agreement(LoCoSimulation(RANKS, numel, bits=4, reset_interval=3))
         for step in range(exchanges):
             rows = {
                 name: np.stack([r[name][step][bucket].numpy() for r in reports])
                 for name in ("gradients", "errors", "shards")
             }
+            agreement.exchange(rows["gradients"], tells=rows["errors"], shards=rows["shards"])
             # A reset shows with the next exchange only: nothing tells that a step is over before it.
             late = (step + 1) % 3 == 0
-            agreement.check(rows["gradients"], errors=None if late else rows["errors"], shards=rows["shards"])
+            agreement.end_step(errors=None if late else rows["errors"])
     for report in reports:
         assert report["steps"] == exchanges - 1
         assert report["resets"] == 2
