@@ -25,17 +25,17 @@ from simulation.loco_float64 import bf16_up
 NEAR_TIE = 1e-6
 
 
-def one_bit(values: np.ndarray, block: int, near_tie: float = NEAR_TIE) -> tuple[np.ndarray, np.ndarray]:
+def one_bit(values: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
     """C of a vector, float64; and which blocks are a matter of rounding, bool: the sign of one of their
-    elements, or the scale, whose mean is near a bf16 number. Values are known up to `near_tie` scales."""
+    elements, or the scale, whose mean is near a bf16 number. Values are known up to NEAR_TIE scales."""
     found, undecided = np.empty_like(values), np.zeros(len(values), dtype=bool)
     for start in range(0, len(values), block):
         here = slice(start, start + block)
         part = values[here]
         mean = np.mean(np.abs(part))
-        scale, low, high = (float(bf16_up(np.float32(mean * off))) for off in (1, 1 - near_tie, 1 + near_tie))
+        scale, low, high = (float(bf16_up(np.float32(mean * off))) for off in (1, 1 - NEAR_TIE, 1 + NEAR_TIE))
         found[here] = np.where(part >= 0, scale, -scale)
-        undecided[here] = low != high or np.any((np.abs(part) < near_tie * scale) & (part != 0))
+        undecided[here] = low != high or np.any((np.abs(part) < NEAR_TIE * scale) & (part != 0))
     return found, undecided
 
 
@@ -108,11 +108,10 @@ class OneBitAdamSimulation:
         workers = len(own)
         own = own.reshape(-1, self.ranks_per_node, own.shape[1]).sum(axis=1)
         said = own + self.d[:, part]
-        # What rounding lost stays in d and adds up.
-        coded = [one_bit(values, self.block, 4 * NEAR_TIE) for values in said]
+        coded = [one_bit(values, self.block) for values in said]
         sent = np.stack([values for values, _ in coded])
         total = sent.sum(axis=0) / workers + self.owners_d[part]
-        result, undecided = one_bit(total, self.block, 4 * NEAR_TIE)
+        result, undecided = one_bit(total, self.block)
         for other in (undecided, *(ties for _, ties in coded)):
             self.undecided[part] |= other
         if self.compensate:
