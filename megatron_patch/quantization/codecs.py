@@ -12,8 +12,12 @@ _FILES = ("uniform", "sign")
 
 
 def _all() -> dict[int, Codec]:
-    modules = (importlib.import_module(f"{__package__}.{name}") for name in _FILES)
-    return {codec.bits: codec for module in modules for codec in module.CODECS}
+    found: dict[int, Codec] = {}
+    for name in _FILES:
+        for codec in importlib.import_module(f"{__package__}.{name}").CODECS:
+            if found.setdefault(codec.bits, codec) is not codec:
+                raise ValueError(f"{found[codec.bits].name} and {codec.name} both have {codec.bits} bits")
+    return found
 
 
 _BY_BITS = _all()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from simulation.loco_float64 import LoCoSimulation
 
 from megatron_patch.config import CompressionConfig
+from megatron_patch.quantization import codecs, uniform
 from megatron_patch.quantization import decompress_reduce as reference
 from megatron_patch.quantization.codec import Sent
 from megatron_patch.quantization.codecs import codec_of
@@ -105,6 +106,13 @@ def per_element(scales: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
 def test_each_number_of_bits_has_its_codec():
     named = {bits: (codec.name, codec.bits) for bits, codec in CODECS.items()}
     assert named == {8: ("uniform", 8), 4: ("uniform", 4), 2: ("uniform", 2), 1: ("sign", 1)}
+
+
+def test_two_codecs_of_the_same_bits_are_an_error(monkeypatch):
+    """The later one would take the other's place without a word."""
+    monkeypatch.setattr(uniform, "CODECS", (*uniform.CODECS, uniform.Uniform(1)))
+    with pytest.raises(ValueError, match="uniform and sign both have 1 bits"):
+        codecs._all()
 
 
 @pytest.mark.parametrize("bits", ALL_BITS)
