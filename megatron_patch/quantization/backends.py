@@ -15,7 +15,7 @@ from typing import Protocol, cast
 import torch
 
 from megatron_patch.quantization import decompress_reduce as reference
-from megatron_patch.quantization import native
+from megatron_patch.quantization import native, weight_code
 from megatron_patch.quantization.codec import Codec
 from megatron_patch.quantization.layout import BlockLayout
 
@@ -24,6 +24,8 @@ VARIABLE = "MEGATRON_LOCO_KERNELS"
 
 class Backend(Protocol):
     """Fused kernels: the functions of quantization/native/__init__.py, where they are described."""
+
+    __name__: str
 
     def supports(self, codec: Codec, layout: BlockLayout) -> bool:
         """Whether the kernels give the codec's bits for this cut; what they do not is the reference's."""
@@ -49,6 +51,24 @@ class Backend(Protocol):
         output: torch.Tensor,
         divisor: int = 1,
     ) -> None: ...
+
+
+class WeightCoder(Protocol):
+    """The code of a weight's change: the functions of quantization/weight_code.py, described there."""
+
+    def encode(self, old: torch.Tensor, new: torch.Tensor, message: torch.Tensor) -> int: ...
+
+    def decode(self, message: torch.Tensor, weights: torch.Tensor, found: torch.Tensor) -> None: ...
+
+    def sums(self, weights: torch.Tensor) -> torch.Tensor: ...
+
+
+def weight_coder(device: torch.device) -> WeightCoder:
+    """Who codes weights' changes on a device."""
+    kernels = available(device)
+    if kernels is None:
+        return cast(WeightCoder, weight_code)
+    return cast(WeightCoder, importlib.import_module(f"{kernels.__name__}.weights"))
 
 
 def fused(codec: Codec, layout: BlockLayout, device: torch.device) -> Backend | None:

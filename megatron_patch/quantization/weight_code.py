@@ -16,7 +16,7 @@ and coded in planes: 2 bits for each weight, then 4, 8, 16 bits for those that t
 A tile is 2,048 weights. Where fewer than half of a tile's weights changed, a bitmap says which, and the 2
 bits are sent of those alone. A message is
 
-    header    int64 [6]: kind, n, two sums of the old weights, two sums of the new ones
+    header    int64 [7]: kind, n, how many did not change, two sums of the old weights, two of the new ones
     tiles     uint16 [T, 4]: codes in the 2-bit plane (NO_BITMAP: all of them), the 4-, 8- and 16-bit planes
     planes    bitmaps, 2 bits, 4 bits, 8 bits, 16 bits
 
@@ -24,7 +24,8 @@ where a tile's part of a plane is whole bytes, zeros behind the last code, the f
 a tile's place in a plane is a sum over the tiles before it. A message that would be longer than the weights
 themselves holds those (kind RAW). The sums, modulo 2^64, are of the weights' bits x_i from 0 to 65535: of
 x_i, and of (i + 1)*x_i. By them a receiver finds out that its old weights are not the sender's, or that the
-message has changed on its way.
+message has changed on its way. A sender whose weights have changed since says so (kind STALE): such a message
+says nothing of them.
 """
 
 from __future__ import annotations
@@ -32,14 +33,35 @@ from __future__ import annotations
 import torch
 
 TILE = 2048
-CODED, RAW = 1, 2
+CODED, RAW, STALE = 1, 2, 3
 NO_BITMAP = 0xFFFF
-HEADER_BYTES = 48
+HEADER_BYTES = 56
+KIND, UNCHANGED = 0, 2
+OLD_SUMS, NEW_SUMS = slice(3, 5), slice(5, 7)
+"""Places in the header."""
+WEIGHTS_DIFFER, MESSAGE_CHANGED, OWNER_CHANGED = 1, 2, 3
+"""What `decode` finds; 0 where all is well."""
 _TILE_BYTES = 8
 
 
 class Mismatch(Exception):
-    """A message that is not of these weights, or not whole; the text says which."""
+    """A message that is not of these weights, or not whole."""
+
+    def __init__(self, found: int = MESSAGE_CHANGED) -> None:
+        super().__init__(
+            {
+                WEIGHTS_DIFFER: "these are not the weights that the owner had before its step",
+                MESSAGE_CHANGED: "the message has changed on its way",
+                OWNER_CHANGED: "the owner's weights were changed between its step and their gather",
+            }[found]
+        )
+        self.found = found
+
+
+def check(found: int) -> None:
+    """Raise Mismatch for what `decode` found, unless that is nothing."""
+    if found:
+        raise Mismatch(found)
 
 
 def bound(numel: int) -> int:
@@ -54,6 +76,11 @@ def tiles_of(numel: int) -> int:
 
 def encode(old: torch.Tensor, new: torch.Tensor, message: torch.Tensor) -> int:
     """Write what makes `new` of `old`, int16 [n], into `message`, uint8 [bound(n)]; returns its bytes."""
+    with old.device:
+        return _encode(old, new, message)
+
+
+def _encode(old: torch.Tensor, new: torch.Tensor, message: torch.Tensor) -> int:
     n = old.numel()
     difference = _padded(_line(new) - _line(old))
     first = _first_codes(difference)
@@ -78,49 +105,65 @@ def encode(old: torch.Tensor, new: torch.Tensor, message: torch.Tensor) -> int:
     kind = CODED if size < bound(n) else RAW
     if kind == RAW:
         parts, tiles, size = [new.contiguous().view(torch.uint8)], tiles[:0], bound(n)
-    header = torch.tensor([kind, n, *sums(old), *sums(new)], dtype=torch.int64).view(torch.uint8)
-    torch.cat([header, tiles, *parts], out=message[:size])
+    header = torch.tensor([kind, n, n - int(changed.sum()), *_sums(old), *_sums(new)], dtype=torch.int64)
+    torch.cat([header.view(torch.uint8), tiles, *parts], out=message[:size])
     return size
 
 
-def decode(message: torch.Tensor, weights: torch.Tensor) -> None:
+def decode(message: torch.Tensor, weights: torch.Tensor, found: torch.Tensor) -> None:
     """Make the sender's new weights of its old ones, int16 [n], in place, from `message`, uint8 [its bytes].
 
-    Raises:
-        Mismatch: the weights are not the sender's old ones, or the message is truncated or changed. What
-            `weights` holds then is not defined.
+    Writes into `found`, int32 [1], what it finds: 0, or that the weights are not the sender's old ones, or
+    that the message is truncated or changed. What `weights` holds then is not defined.
     """
+    try:
+        with weights.device:
+            _decode(message, weights)
+    except Mismatch as mismatch:
+        found.fill_(mismatch.found)
+    else:
+        found.zero_()
+
+
+def sums(weights: torch.Tensor) -> torch.Tensor:
+    """The two sums of int16 [n], int64 [2]."""
+    with weights.device:
+        return torch.tensor(_sums(weights))
+
+
+def _decode(message: torch.Tensor, weights: torch.Tensor) -> None:
     n = weights.numel()
     header = read_header(message, n)
-    if sums(weights) != header[2:4]:
-        raise Mismatch("the weights are not those that the sender had before its step")
+    if _sums(weights) != header[OLD_SUMS]:
+        raise Mismatch(WEIGHTS_DIFFER)
     body = message[HEADER_BYTES:]
-    if header[0] == RAW:
+    if header[KIND] == RAW:
         weights.copy_(body.clone().view(torch.int16))
     else:
         weights.copy_(_line(_line(weights) + _difference(body, n)[:n]))
-    if sums(weights) != header[4:6]:
-        raise Mismatch("the message has changed on its way: the new weights are not the sender's")
+    if _sums(weights) != header[NEW_SUMS]:
+        raise Mismatch
 
 
 def read_header(message: torch.Tensor, numel: int) -> list[int]:
-    """The six numbers of a message's header.
+    """The header of a message of `numel` weights.
 
     Raises:
         Mismatch: it is not of `numel` weights, or not of the length that it should have.
     """
     if message.numel() < HEADER_BYTES:
-        raise Mismatch(f"the message is truncated: {message.numel()} bytes are no header")
+        raise Mismatch
     header: list[int] = message[:HEADER_BYTES].clone().view(torch.int64).tolist()
-    if header[0] not in (CODED, RAW) or header[1] != numel:
-        raise Mismatch(f"the message is not of {numel} weights")
-    if header[0] == RAW and message.numel() != bound(numel):
-        raise Mismatch(f"the message has {message.numel()} bytes, not the {bound(numel)} of raw weights")
+    if header[KIND] == STALE:
+        raise Mismatch(OWNER_CHANGED)
+    if header[KIND] not in (CODED, RAW) or header[1] != numel:
+        raise Mismatch
+    if header[KIND] == RAW and message.numel() != bound(numel):
+        raise Mismatch
     return header
 
 
-def sums(weights: torch.Tensor) -> list[int]:
-    """The two sums of int16 [n], as int64."""
+def _sums(weights: torch.Tensor) -> list[int]:
     values = weights.to(torch.int64) & 0xFFFF
     places = torch.arange(1, weights.numel() + 1, dtype=torch.int64)
     return [int(values.sum()), int((values * places).sum())]
@@ -186,7 +229,7 @@ class _Reader:
 
     def take(self, nbytes: int) -> torch.Tensor:
         if nbytes > self._rest.numel():
-            raise Mismatch(f"the message is truncated: {nbytes - self._rest.numel()} bytes are missing")
+            raise Mismatch
         taken, self._rest = self._rest[:nbytes], self._rest[nbytes:]
         return taken
 
@@ -203,7 +246,7 @@ class _Reader:
 
     def end(self) -> None:
         if self._rest.numel():
-            raise Mismatch(f"the message has {self._rest.numel()} bytes too many")
+            raise Mismatch
 
 
 def _difference(body: torch.Tensor, numel: int) -> torch.Tensor:
@@ -241,4 +284,4 @@ def _difference(body: torch.Tensor, numel: int) -> torch.Tensor:
 
 def _check(consistent: torch.Tensor) -> None:
     if not bool(consistent.all()):
-        raise Mismatch("the message has changed on its way: its planes do not fit their counts")
+        raise Mismatch

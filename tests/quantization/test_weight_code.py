@@ -35,8 +35,10 @@ def coded(name: str, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 def decoded(name: str, message: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     coder, variant = CODERS[name]
     weights = old.clone()
+    found = torch.full((1,), -1, dtype=torch.int32)
     with native.using(variant):
-        coder.decode(message, weights)
+        coder.decode(message, weights, found)
+    weight_code.check(int(found))
     return weights
 
 
@@ -90,7 +92,8 @@ def by_hand(old: torch.Tensor, new: torch.Tensor) -> list[int]:
     kind = 1 if HEADER_BYTES + len(body) < bound(len(x)) else 2
     if kind == 2:
         body = [byte for n in y for byte in n.to_bytes(2, "little")]
-    header = [byte for number in (kind, len(x), *sums) for byte in number.to_bytes(8, "little")]
+    same = sum(a == b for a, b in zip(x, y, strict=True))
+    header = [byte for number in (kind, len(x), same, *sums) for byte in number.to_bytes(8, "little")]
     return header + body
 
 
@@ -142,9 +145,9 @@ def test_every_difference_there_is_comes_back(name):
 @every_coder
 def test_a_message_is_never_longer_than_the_weights_and_a_header(name):
     old, new = changed(10_000, 3, 40_000, 1.0)
-    assert coded(name, old, new).numel() == bound(10_000) == 2 * 10_000 + 48
+    assert coded(name, old, new).numel() == bound(10_000) == 2 * 10_000 + 56
     same = coded(name, old, old)
-    assert same.numel() == 48 + 5 * 8 + 10_000 // 8  # tiles and bitmaps
+    assert same.numel() == 56 + 5 * 8 + 10_000 // 8  # tiles and bitmaps
 
 
 @every_coder
@@ -166,7 +169,7 @@ def test_a_message_that_is_truncated_longer_or_changed_is_an_error(name):
     message = coded(name, old, new)
     raw = coded(name, *changed(300, 2, 40_000, 1.0))
     random = torch.Generator().manual_seed(6)
-    for size in [0, 1, 47, 48, 60, 100, *torch.randint(message.numel(), (20,), generator=random).tolist()]:
+    for size in [0, 1, 55, 56, 70, 100, *torch.randint(message.numel(), (20,), generator=random).tolist()]:
         with pytest.raises(Mismatch):
             decoded(name, message[:size].clone(), old)
     for whole, weights in ((message, old), (raw, changed(300, 2, 40_000, 1.0)[0])):
@@ -182,5 +185,25 @@ def test_a_message_that_is_truncated_longer_or_changed_is_an_error(name):
                 assert torch.equal(decoded(name, broken, weights), wanted)
             except Mismatch:
                 continue
-    with pytest.raises(Mismatch, match="not of 4999 weights"):
+    with pytest.raises(Mismatch):
         decoded(name, message, old[:4999].clone())
+
+
+@every_coder
+def test_a_message_that_its_sender_calls_stale_is_told_apart(name):
+    old, new = changed(300, 2, 3, 0.5)
+    message = coded(name, old, new)
+    message[:8].view(torch.int64)[0] = weight_code.STALE
+    with pytest.raises(Mismatch, match="between its step and their gather"):
+        decoded(name, message, old)
+
+
+@every_coder
+def test_sums_are_those_of_the_description(name):
+    coder, variant = CODERS[name]
+    for numel in (0, 1, 255, 5000, 70_001):
+        x = changed(max(numel, 1), numel, 9, 0.5)[1][:numel]
+        numbers = [n & 0xFFFF for n in x.tolist()]
+        wanted = [sum(numbers), sum((i + 1) * n for i, n in enumerate(numbers))]
+        with native.using(variant):
+            assert coder.sums(x).tolist() == wanted

@@ -6,6 +6,7 @@ void compress(const CompressArguments &);
 void decompress_reduce(const DecompressArguments &);
 int64_t weight_encode(const uint16_t *, const uint16_t *, int64_t, uint8_t *);
 int64_t weight_decode(const uint8_t *, int64_t, uint16_t *, int64_t);
+void weight_sums(const uint16_t *, int64_t, int64_t *);
 }  // namespace baseline
 
 #ifdef X86
@@ -14,12 +15,14 @@ void compress(const CompressArguments &);
 void decompress_reduce(const DecompressArguments &);
 int64_t weight_encode(const uint16_t *, const uint16_t *, int64_t, uint8_t *);
 int64_t weight_decode(const uint8_t *, int64_t, uint16_t *, int64_t);
+void weight_sums(const uint16_t *, int64_t, int64_t *);
 }  // namespace avx2
 namespace avx512 {
 void compress(const CompressArguments &);
 void decompress_reduce(const DecompressArguments &);
 int64_t weight_encode(const uint16_t *, const uint16_t *, int64_t, uint8_t *);
 int64_t weight_decode(const uint8_t *, int64_t, uint16_t *, int64_t);
+void weight_sums(const uint16_t *, int64_t, int64_t *);
 }  // namespace avx512
 #endif
 
@@ -31,9 +34,11 @@ struct Variant {
   void (*decompress_reduce)(const DecompressArguments &);
   int64_t (*weight_encode)(const uint16_t *, const uint16_t *, int64_t, uint8_t *);
   int64_t (*weight_decode)(const uint8_t *, int64_t, uint16_t *, int64_t);
+  void (*weight_sums)(const uint16_t *, int64_t, int64_t *);
 };
 
-#define VARIANT_OF(name) {#name, name::compress, name::decompress_reduce, name::weight_encode, name::weight_decode}
+#define VARIANT_OF(name) \
+  {#name, name::compress, name::decompress_reduce, name::weight_encode, name::weight_decode, name::weight_sums}
 
 // In rising order; `compiled` are those that the caller may choose from, as far as the processor goes.
 const Variant compiled[] = {
@@ -84,5 +89,9 @@ EXPORTED int64_t megatron_loco_weight_encode(int variant, const uint16_t *old, c
 EXPORTED int64_t megatron_loco_weight_decode(int variant, const uint8_t *message, int64_t size, uint16_t *weights,
                                              int64_t n) {
   return compiled[variant].weight_decode(message, size, weights, n);
+}
+
+EXPORTED void megatron_loco_weight_sums(int variant, const uint16_t *weights, int64_t n, int64_t *sums) {
+  compiled[variant].weight_sums(weights, n, sums);
 }
 }

@@ -13,7 +13,7 @@
 namespace VARIANT {
 namespace {
 
-constexpr int64_t TILE = 2048, HEADER = 48, CODED = 1, RAW = 2;
+constexpr int64_t TILE = 2048, HEADER = 56, CODED = 1, RAW = 2;
 constexpr uint16_t NO_BITMAP = 0xffff;
 constexpr int64_t SLACK = 64;  // behind the arrays of a tile: loops may touch some numbers more than there are
 
@@ -195,7 +195,8 @@ struct Planes {
   }
 };
 
-void count(const uint16_t *old, const uint16_t *now, int64_t n, uint16_t *counts) {
+// How many have changed.
+int64_t count(const uint16_t *old, const uint16_t *now, int64_t n, uint16_t *counts) {
   uint16_t changed = 0, escaped = 0, eights = 0, sixteens = 0;
 #pragma omp simd reduction(+ : changed, escaped, eights, sixteens)
   for (int64_t i = 0; i < n; ++i) {
@@ -207,6 +208,7 @@ void count(const uint16_t *old, const uint16_t *now, int64_t n, uint16_t *counts
   }
   counts[0] = 2 * changed < n ? changed : NO_BITMAP;
   counts[1] = escaped, counts[2] = eights, counts[3] = sixteens;
+  return changed;
 }
 
 void encode_tile(const uint16_t *old, const uint16_t *now, int64_t n, const uint16_t *counts, Planes &p, Tile &t) {
@@ -293,16 +295,17 @@ int64_t weight_encode(const uint16_t *old, const uint16_t *now, int64_t n, uint8
   Sums before, after;
   before.add(old, n, 0);
   after.add(now, n, 0);
-  int64_t header[6] = {RAW, n};
-  std::memcpy(header + 2, &before, 16);
-  std::memcpy(header + 4, &after, 16);
+  int64_t header[7] = {RAW, n, n};
+  std::memcpy(header + 3, &before, 16);
+  std::memcpy(header + 5, &after, 16);
   uint8_t *at = message + HEADER;
-  if (HEADER + 8 * tiles < bound) {
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      uint16_t counts[4];
-      count(old + tile * TILE, now + tile * TILE, std::min(TILE, n - tile * TILE), counts);
-      std::memcpy(at + 8 * tile, counts, 8);
-    }
+  bool room = HEADER + 8 * tiles < bound;
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    uint16_t counts[4];
+    header[2] -= count(old + tile * TILE, now + tile * TILE, std::min(TILE, n - tile * TILE), counts);
+    if (room) std::memcpy(at + 8 * tile, counts, 8);
+  }
+  if (room) {
     auto counts = [at](int64_t tile, uint16_t *c) { std::memcpy(c, at + 8 * tile, 8); };
     Planes planes = Planes::behind(at + 8 * tiles, n, counts);
     int64_t size = planes.end - message;
@@ -324,11 +327,11 @@ int64_t weight_encode(const uint16_t *old, const uint16_t *now, int64_t n, uint8
 }
 
 int64_t weight_decode(const uint8_t *message, int64_t size, uint16_t *weights, int64_t n) {
-  int64_t header[6], tiles = (n + TILE - 1) / TILE;
+  int64_t header[7], tiles = (n + TILE - 1) / TILE;
   std::memcpy(header, message, HEADER);  // which the caller has looked at
   Sums before, after, told_before, told_after;
-  std::memcpy(&told_before, header + 2, 16);
-  std::memcpy(&told_after, header + 4, 16);
+  std::memcpy(&told_before, header + 3, 16);
+  std::memcpy(&told_after, header + 5, 16);
   if (header[0] == RAW) {
     before.add(weights, n, 0);
     if (std::memcmp(&before, &told_before, 16)) return WEIGHTS_DIFFER;
@@ -358,6 +361,12 @@ int64_t weight_decode(const uint8_t *message, int64_t size, uint16_t *weights, i
   }
   if (std::memcmp(&before, &told_before, 16)) return WEIGHTS_DIFFER;
   return std::memcmp(&after, &told_after, 16) ? MESSAGE_CHANGED : 0;
+}
+
+void weight_sums(const uint16_t *weights, int64_t n, int64_t *sums) {
+  Sums found;
+  found.add(weights, n, 0);
+  std::memcpy(sums, &found, 16);
 }
 
 }  // namespace VARIANT

@@ -7,8 +7,6 @@ import torch
 from megatron_patch.quantization import native
 from megatron_patch.quantization.weight_code import Mismatch, read_header
 
-_WEIGHTS_DIFFER = 1
-
 
 def encode(old: torch.Tensor, new: torch.Tensor, message: torch.Tensor) -> int:
     """weight_code.encode."""
@@ -17,13 +15,21 @@ def encode(old: torch.Tensor, new: torch.Tensor, message: torch.Tensor) -> int:
     return int(run(native.variant(), before, after, old.numel(), to))
 
 
-def decode(message: torch.Tensor, weights: torch.Tensor) -> None:
+def decode(message: torch.Tensor, weights: torch.Tensor, found: torch.Tensor) -> None:
     """weight_code.decode."""
-    read_header(message, weights.numel())
+    try:
+        read_header(message, weights.numel())
+    except Mismatch as mismatch:
+        found.fill_(mismatch.found)
+        return
     run = native.loaded().megatron_loco_weight_decode
     message_at, weights_at = map(native.pointer, (message, weights))
-    found = run(native.variant(), message_at, message.numel(), weights_at, weights.numel())
-    if found == _WEIGHTS_DIFFER:
-        raise Mismatch("the weights are not those that the sender had before its step")
-    if found:
-        raise Mismatch("the message has changed on its way: the new weights are not the sender's")
+    found.fill_(int(run(native.variant(), message_at, message.numel(), weights_at, weights.numel())))
+
+
+def sums(weights: torch.Tensor) -> torch.Tensor:
+    """weight_code.sums."""
+    found = torch.empty(2, dtype=torch.int64)
+    run = native.loaded().megatron_loco_weight_sums
+    run(native.variant(), native.pointer(weights), weights.numel(), native.pointer(found))
+    return found

@@ -21,7 +21,6 @@ from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization import backends, native, weight_code
 from megatron_patch.quantization.layout import BlockLayout
-from megatron_patch.quantization.native import weights as native_weights
 
 LEAST = 1 << 17
 """Elements of the smallest bucket: the largest piece."""
@@ -88,14 +87,14 @@ def _weight_code(elements: int, seconds: float) -> dict[str, float]:
     before, change = (torch.randn(elements, generator=generator) for _ in range(2))
     after = 0.02 * before + WEIGHT_CHANGE * change
     old, new = (one.to(torch.bfloat16).view(torch.int16) for one in (0.02 * before, after))
-    coder = native_weights if native.variants() else weight_code
+    coder = backends.weight_coder(old.device)
     there, back = (torch.empty(weight_code.bound(elements), dtype=torch.uint8) for _ in range(2))
     size, size_back = coder.encode(old, new, there), coder.encode(new, old, back)
-    weights = old.clone()
+    weights, found = old.clone(), torch.empty(1, dtype=torch.int32)
 
     def decode_twice() -> None:
-        coder.decode(there[:size], weights)
-        coder.decode(back[:size_back], weights)
+        coder.decode(there[:size], weights, found)
+        coder.decode(back[:size_back], weights, found)
 
     return {
         "bits_per_weight": 8 * size / elements,
