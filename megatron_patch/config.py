@@ -18,6 +18,7 @@ BITS = (8, 4, 2, 1)
 ROUNDINGS = ("nearest", "stochastic")
 ERROR_DTYPES = ("int8", "bf16", "fp32")
 TOPOLOGIES = ("auto", "flat", "two_hop")
+WEIGHT_GATHERS = ("stock", "exact")
 SHARD = "shard"
 WARMUPS = ("auto", "fixed")
 DEFAULT_ERROR_BETA = 0.8
@@ -84,6 +85,12 @@ class CompressionConfig:
     intra_bits: int | None = _option(
         None, "two_hop: bits inside the node (default: the gradient's own precision)", (8,)
     )
+    weight_gather: str = _option(
+        "stock",
+        "how updated weights reach the other ranks, whatever the method; stock: in full; exact: as changes "
+        "in an exact code, 2 to 4 bits a weight, the same training bit for bit (bf16 and fp16)",
+        WEIGHT_GATHERS,
+    )
     save_error: bool = _option(
         True, "save the errors with every checkpoint (int8: 1.02 bytes an element of every sender)"
     )
@@ -99,6 +106,7 @@ class CompressionConfig:
         self._check_choice("rounding", ROUNDINGS)
         self._check_choice("error_dtype", ERROR_DTYPES)
         self._check_choice("topology", TOPOLOGIES)
+        self._check_choice("weight_gather", WEIGHT_GATHERS)
         if self.intra_bits is not None:
             self._check_choice("intra_bits", (8,))
         per_node = self.ranks_per_node
@@ -172,6 +180,11 @@ class CompressionConfig:
     def compresses(self) -> bool:
         """Whether gradients leave in low bits at all."""
         return self.method != "none"
+
+    @property
+    def codes_weights(self) -> bool:
+        """Whether updated weights are gathered from their changes."""
+        return self.weight_gather == "exact"
 
     def _check_choice(self, name: str, allowed: tuple[Any, ...]) -> None:
         value = getattr(self, name)

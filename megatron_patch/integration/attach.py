@@ -32,6 +32,7 @@ from megatron_patch.integration.chunk import ChunkState
 from megatron_patch.integration.onebit_adam.step import OneBitAdam
 from megatron_patch.integration.seams import optimizer_step, replicated_params
 from megatron_patch.integration.seams.gradients import BucketGroupSeam
+from megatron_patch.integration.seams.weights import ChunkWeights, gathered_after
 from megatron_patch.integration.startup_log import log_startup
 from megatron_patch.integration.unsupported import refuse_chunk
 
@@ -51,11 +52,13 @@ class Attachment:
             BucketGroupSeam(group, self.state, expert=place >= len(chunk.bucket_groups))
             for place, group in enumerate(groups)
         ]
+        self.weights = ChunkWeights(chunk, self.state)
         self._marked = replicated_params.mark(chunk) if config.compresses else []
 
     def detach(self) -> None:
         for seam in self.seams:
             seam.detach()
+        self.weights.detach()
         replicated_params.unmark(self._marked)
 
 
@@ -143,6 +146,16 @@ def disable() -> None:
 
 
 def _step(optimizer: Any, original: Callable[[], Any]) -> Any:
+    """A step of Megatron's, and the gather of what it updated."""
+    updated = [
+        attachment.weights
+        for chunk, attachment in _attachments.items()
+        if optimizer_step.updates(optimizer, chunk)
+    ]
+    return gathered_after(updated, functools.partial(_update, optimizer, original))
+
+
+def _update(optimizer: Any, original: Callable[[], Any]) -> Any:
     """A step of Megatron's, which 1-bit Adam makes where it is attached."""
     if (onebit := _onebit.get(optimizer)) is None:
         attached = [
@@ -160,6 +173,7 @@ def _end_step(optimizer: Any, successful: bool, loss_scale_factor: float) -> Non
     for chunk, attachment in list(_attachments.items()):
         if optimizer_step.updates(optimizer, chunk):
             attachment.state.end_step(successful, loss_scale_factor)
+            attachment.weights.end_step()
 
 
 @functools.cache

@@ -16,8 +16,10 @@ _TRAINING = "megatron.training.training"
 
 INIT = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
 START_GRAD_SYNC = f"{_BUFFER}:_ParamAndGradBucketGroup.start_grad_sync"
+START_PARAM_SYNC = f"{_BUFFER}:_ParamAndGradBucketGroup.start_param_sync"
 REDUCE_SCATTER = f"{_BUFFER}:dist_reduce_scatter_func"
 TORCH = f"{_BUFFER}:torch"
+ALL_GATHER = f"{_BUFFER}:dist_all_gather_func"
 CHAINED_STEP = f"{_OPTIMIZER}:ChainedOptimizer.step"
 MIXED_PRECISION_STEP = f"{_OPTIMIZER}:MixedPrecisionOptimizer.step"
 FP32_STEP = f"{_OPTIMIZER}:FP32Optimizer.step"
@@ -61,8 +63,9 @@ _LAUNCHED = "for a run of `megatron_patch.launch`"
 _ON_CPU = "on CPU (`launch.device: cpu`)"
 _PREFLIGHT = "while a configuration is checked, before any process starts"
 _STEP = (
-    "the end of a training iteration, which error feedback must know of; 1-bit Adam takes its place. On the "
-    "class: optimizers are built after the model"
+    "the end of a training iteration, which error feedback must know of; 1-bit Adam takes its place, and the "
+    "exact weight gather begins before it and ends after it. On the class: optimizers are built after the "
+    "model"
 )
 
 
@@ -82,6 +85,11 @@ SYMBOLS = {
         "every gradient exchange of DDP begins here; a layer above differs between releases, and the layer "
         "below, torch.distributed, has other users",
     ),
+    START_PARAM_SYNC: Symbol(
+        "seams/weights.py",
+        f"on the instance, {_ATTACHED}",
+        "every gather of updated weights begins here, whoever asks for it; the layers beside are as above",
+    ),
     REDUCE_SCATTER: Symbol(
         "seams/intercept.py", _EXCHANGE, "the collective that it asks for, by this global in all releases"
     ),
@@ -89,6 +97,11 @@ SYMBOLS = {
         "seams/intercept.py",
         _EXCHANGE,
         "its `distributed.all_reduce`: between optimizer instances, and of the replicated optimizer",
+    ),
+    ALL_GATHER: Symbol(
+        "seams/intercept.py",
+        "for the length of `start_param_sync`",
+        "the collective that it asks for, by this global in all releases",
     ),
     CHAINED_STEP: Symbol("seams/optimizer_step.py", _ATTACHED, _STEP),
     MIXED_PRECISION_STEP: Symbol("seams/optimizer_step.py", _ATTACHED, "likewise, where nothing is chained"),

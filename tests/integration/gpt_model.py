@@ -123,8 +123,11 @@ class GPT:
         config.finalize_model_grads_func = finalize_model_grads
         if self.chunks[0].ddp_config.overlap_grad_reduce:
             config.no_sync_func = _one_or_all([chunk.no_sync for chunk in self.chunks])
+        if self.chunks[0].ddp_config.align_param_gather:
+            config.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in self.chunks])
         yield
-        config.grad_scale_func = config.finalize_model_grads_func = config.no_sync_func = None
+        config.grad_scale_func = config.finalize_model_grads_func = None
+        config.no_sync_func = config.param_sync_func = None
         RotaryEmbedding.forward.cache_clear()
         for module in (module for chunk in self.chunks for module in chunk.modules()):
             dispatcher = getattr(module, "token_dispatcher", None)
@@ -178,6 +181,7 @@ def build(
     per_token_loss: bool = False,
     ddp: dict[str, Any] | None = None,
     optimizer: dict[str, Any] | None = None,
+    learning_rate: float = LEARNING_RATE,
     seed: int = 1234,
 ) -> GPT:
     """Initialize Megatron's process groups (once a run), and build the model, its DDP and its optimizer.
@@ -248,8 +252,8 @@ def build(
     )
     chunks = _wrapped(config, ddp_config, vpp, tied, learned_positions)
     optimizer_options = {
-        "lr": LEARNING_RATE,
-        "min_lr": LEARNING_RATE,
+        "lr": learning_rate,
+        "min_lr": learning_rate,
         "weight_decay": WEIGHT_DECAY,
         "adam_beta1": BETAS[0],
         "adam_beta2": BETAS[1],
@@ -261,7 +265,9 @@ def build(
         **(optimizer or {}),
     }
     megatron_optimizer = get_megatron_optimizer(OptimizerConfig(**optimizer_options), chunks)
-    return GPT(chunks, megatron_optimizer, _constant(megatron_optimizer), config, microbatches, seed)
+    return GPT(
+        chunks, megatron_optimizer, _constant(megatron_optimizer, learning_rate), config, microbatches, seed
+    )
 
 
 def _wrapped(config: Any, ddp_config: Any, vpp: int | None, tied: bool, learned_positions: bool) -> list[Any]:
@@ -299,15 +305,15 @@ def _wrapped(config: Any, ddp_config: Any, vpp: int | None, tied: bool, learned_
     ]
 
 
-def _constant(optimizer: Any) -> Any:
+def _constant(optimizer: Any, rate: float) -> Any:
     """Megatron's scheduler at a constant rate: it gives each parameter group its weight decay."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=LEARNING_RATE,
-        max_lr=LEARNING_RATE,
-        min_lr=LEARNING_RATE,
+        init_lr=rate,
+        max_lr=rate,
+        min_lr=rate,
         lr_warmup_steps=0,
         lr_decay_steps=1_000_000,
         lr_decay_style="constant",

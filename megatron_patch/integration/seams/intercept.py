@@ -1,7 +1,8 @@
-"""Megatron's gradient collectives, recorded instead of run.
+"""Megatron's collectives, recorded instead of run.
 
 `start_grad_sync` asks for them through two globals of megatron.core.distributed.param_and_grad_buffer,
-`dist_reduce_scatter_func` and `torch`; for a while they are ours.
+`dist_reduce_scatter_func` and `torch`, and `start_param_sync` through `dist_all_gather_func`; for a while
+they are ours.
 """
 
 from __future__ import annotations
@@ -58,3 +59,15 @@ def intercepted() -> Iterator[CollectiveCalls]:
     view = _View(upstream, distributed=_View(upstream.distributed, all_reduce=all_reduce))
     with patching.swapped({symbols.REDUCE_SCATTER: reduce_scatter, symbols.TORCH: view}):
         yield calls
+
+
+@contextmanager
+def intercepted_all_gathers() -> Iterator[list[torch.Tensor]]:
+    """Within the block, upstream's all-gathers of weights are recorded instead of run: their outputs."""
+    outputs: list[torch.Tensor] = []
+
+    def all_gather(output: torch.Tensor, input: torch.Tensor, **_: Any) -> None:
+        outputs.append(output)
+
+    with patching.swapped({symbols.ALL_GATHER: all_gather}):
+        yield outputs

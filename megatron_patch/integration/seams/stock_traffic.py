@@ -42,5 +42,10 @@ def weights(bucket_group: Any) -> Traffic:
     total = Traffic()
     if bucket_group.ddp_config.use_distributed_optimizer:
         for bucket in bucket_group.buckets:
-            total.add(_exchange(bucket.param_data, bucket_group.intra_distributed_optimizer_instance_size))
+            total.add(bucket_weights(bucket_group, bucket))
     return total
+
+
+def bucket_weights(bucket_group: Any, bucket: Any) -> Traffic:
+    """The all-gather of one of its buckets."""
+    return _exchange(bucket.param_data, bucket_group.intra_distributed_optimizer_instance_size)

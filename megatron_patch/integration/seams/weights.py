@@ -1,0 +1,321 @@
+"""The seam: one Megatron bucket group's updated weights are gathered exactly, from their changes.
+
+`_ParamAndGradBucketGroup.start_param_sync` (megatron.core.distributed.param_and_grad_buffer) is where every
+gather of weights begins: after the optimizer's step, from forward hooks, from the pipeline's schedule, and
+forced before evaluation and checkpoints. It is overridden on the INSTANCE. The collective that it asks for,
+by the module's global `dist_all_gather_func`, is replaced by ours (collectives/weight_gather.py) where
+
+    the optimizer's outermost step has ended      own shards are coded there, lengths exchanged
+    all ranks hold the same copies                found out with the lengths
+    it is the first gather since, and not forced
+
+Any other gather is Megatron's own, which is always right. Without `overlap_param_gather` Megatron gathers
+inside the step, once for each of the chained optimizers: those calls are noted, and one gather follows the
+outermost step.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_patch.collectives.lost_ranks import naming_lost_ranks
+from megatron_patch.collectives.traffic import Traffic
+from megatron_patch.collectives.weight_gather import Agreement, WeightGather, WeightGatherHandle, agree
+from megatron_patch.integration.chunk import IN_FLIGHT, ChunkState
+from megatron_patch.integration.seams.intercept import intercepted_all_gathers
+from megatron_patch.integration.seams.stock_traffic import bucket_weights
+
+logger = logging.getLogger(__name__)
+
+_WHAT = "weight gather"
+_LENGTH_BYTES = 24
+FORCED, IN_STEP, NOT_CODED, DIFFERENT, NO_SHORTER, EDITED = (
+    "forced",
+    "inside_step",
+    "not_coded",
+    "copies_differ",
+    "no_shorter",
+    "edited",
+)
+"""Why a coded bucket group was gathered in full: Megatron forced it (evaluation, checkpoints), dispatched it
+inside the optimizer's step, or before any step; ranks' copies differed; the code saved nothing; weights were
+changed between step and gather."""
+
+
+@dataclass
+class BucketReport:
+    """What the last step's gathers of one bucket sent."""
+
+    name: str
+    traffic: Traffic = field(default_factory=Traffic)
+    weights: int = 0
+    unchanged: torch.Tensor | None = None
+    """How many of `weights`, those of this rank's shard, the step left as they were; int64 []."""
+
+
+class ChunkWeights:
+    """The weight gathers of one model chunk: its seams, what is in flight, and what was sent.
+
+    Args:
+        chunk: Megatron's DDP instance.
+        state: the chunk's, for its options and its workspace.
+    """
+
+    def __init__(self, chunk: Any, state: ChunkState) -> None:
+        dense = len(chunk.bucket_groups)
+        groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+        self.state = state
+        self.raw_gathers: Counter[str] = Counter()
+        """Bucket groups that are coded and were gathered in full, by reason; since the start."""
+        self.report: list[BucketReport] = []
+        """Of the last step, by bucket."""
+        self.in_flight: deque[WeightGatherHandle] = deque()
+        self.unchecked: list[WeightGatherHandle] = []
+        self.seams = [
+            WeightSeam(group, self, expert=place >= dense)
+            for place, group in enumerate(groups)
+            if group.ddp_config.use_distributed_optimizer
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of old shards and messages."""
+        return sum(gather.nbytes for seam in self.seams for gather in seam.gathers)
+
+    def start(self, gather: WeightGather) -> WeightGatherHandle:
+        """Start one bucket's gather, and end one that began long ago: few messages are held in memory."""
+        while len(self.in_flight) >= IN_FLIGHT:
+            self.in_flight.popleft().wait()
+        handle = gather.start()
+        self.in_flight.append(handle)
+        return handle
+
+    def end_step(self) -> None:
+        """The optimizer's step is over: what was sent since the last one is its report."""
+        self.report = [bucket for seam in self.seams for bucket in seam.take_report()]
+
+    def check(self) -> None:
+        """See that all messages of the last gathers fitted (on CUDA only; on CPU it is known)."""
+        handles, self.unchecked = self.unchecked, []
+        for handle in handles:
+            handle.check()
+
+    def detach(self) -> None:
+        for seam in self.seams:
+            seam.detach()
+
+
+class WeightSeam:
+    """Overrides `start_param_sync` of one bucket group until `detach`; counts what is not coded, too."""
+
+    def __init__(self, bucket_group: Any, chunk: ChunkWeights, expert: bool) -> None:
+        self.group = bucket_group
+        self.expert = expert
+        self._chunk = chunk
+        self.ranks: dist.ProcessGroup = bucket_group.intra_distributed_optimizer_instance_group
+        self.stock_because = _stock_because(bucket_group, chunk.state.config.codes_weights)
+        kind = "expert bucket" if expert else "bucket"
+        names = [f"{kind} {bucket.bucket_id}" for bucket in bucket_group.buckets]
+        self._reports = [BucketReport(name) for name in names]
+        self.gathers = [
+            WeightGather(bucket.param_data, self.ranks, chunk.state.workspace, name)
+            for bucket, name in zip(bucket_group.buckets, names, strict=True)
+            if self.stock_because is None
+        ]
+        self._in_step = False
+        self._deferred = False
+        self._gathered_in_step = False
+        self._coded = False
+        """Whether the next gather sends the messages."""
+        self._behind = False
+        """Whether the other ranks' copies are older than this rank's shard."""
+        self._why_raw = NOT_CODED
+        self._original = bucket_group.start_param_sync
+
+        @functools.wraps(self._original)
+        def start_param_sync(force_sync: bool = False) -> None:
+            with naming_lost_ranks(_WHAT, self.ranks):
+                self._start_param_sync(force_sync)
+
+        bucket_group.start_param_sync = start_param_sync
+
+    def detach(self) -> None:
+        """Give the bucket group its own method back."""
+        del self.group.start_param_sync
+
+    @property
+    def _overlaps(self) -> bool:
+        return bool(self.group.ddp_config.overlap_param_gather)
+
+    def take_report(self) -> list[BucketReport]:
+        """What was sent since the last call."""
+        taken = self._reports
+        self._reports = [BucketReport(report.name) for report in taken]
+        return taken
+
+    def before_step(self) -> None:
+        """The optimizer's outermost step begins, in which the own shard is overwritten."""
+        if not self.gathers:
+            return
+        if isinstance(self.group.param_gather_handle, _AllHandles):
+            self.group.param_gather_handle.wait()
+        if not self._behind:
+            for gather in self.gathers:
+                gather.remember()
+        self._in_step, self._coded = True, False
+        self._deferred = self._gathered_in_step = False
+
+    def step_ended(self) -> None:
+        """The optimizer's outermost step is over, or has failed."""
+        self._in_step = False
+
+    @property
+    def expects_gather(self) -> bool:
+        """Whether what the step wrote has not been gathered yet."""
+        waits = self._overlaps and not self._gathered_in_step and self.group.param_gather_handle is None
+        return bool(self.gathers) and (waits or self._deferred)
+
+    def after_step(self, agreed: Sequence[Agreement]) -> _AllHandles | None:
+        """All ranks know of each bucket whether it may be sent. Starts a gather that was deferred."""
+        differ = any(bucket.difference for bucket in agreed)
+        self._behind = True
+        self._coded = not differ and all(bucket.saves for bucket in agreed)
+        self._why_raw = DIFFERENT if differ else NO_SHORTER
+        for report, gather in zip(self._reports, self.gathers, strict=True):
+            report.traffic.nbytes += gather.peers * _LENGTH_BYTES
+            report.weights, report.unchanged = gather.shard_size, gather.unchanged
+        if not self._deferred:
+            return None
+        self._deferred = False
+        if self._coded:
+            return self._gather()
+        self._gather_in_full(force_sync=False)
+        return None
+
+    def _start_param_sync(self, force_sync: bool) -> None:
+        if self._in_step and not force_sync and not self._overlaps:
+            self._deferred = True
+            return
+        if force_sync and self.group.param_gather_handle is not None:
+            self._original(force_sync=True)  # which only waits for it
+            return
+        if force_sync or not self._coded:
+            self._gather_in_full(force_sync)
+            return
+        handles = self._gather()
+        if self.group.param_gather_handle is not None:
+            self.group.param_gather_handle = handles
+        else:
+            handles.wait()
+
+    def _gather_in_full(self, force_sync: bool) -> None:
+        if self.gathers:
+            why = FORCED if force_sync else IN_STEP if self._in_step else self._why_raw
+            self._chunk.raw_gathers[why] += 1
+        for report, bucket in zip(self._reports, self.group.buckets, strict=True):
+            report.traffic.add(bucket_weights(self.group, bucket))
+        self._original(force_sync=force_sync)
+        self._behind, self._gathered_in_step = False, self._in_step
+        self._coded, self._why_raw = False, NOT_CODED
+
+    def _gather(self) -> _AllHandles:
+        """Send the messages. Upstream does the rest, and leaves a handle where the caller does not wait."""
+        with intercepted_all_gathers() as calls:
+            self._original(force_sync=False)
+        found = [(output.data_ptr(), output.numel()) for output in calls]
+        if found != [(b.param_data.data_ptr(), b.param_data.numel()) for b in self.group.buckets]:
+            raise RuntimeError(
+                "megatron-loco: start_param_sync of megatron.core.distributed.param_and_grad_buffer did not "
+                "ask for one all-gather of each bucket through dist_all_gather_func: weight_gather exact "
+                "does not support this release of megatron-core"
+            )
+        for report, gather in zip(self._reports, self.gathers, strict=True):
+            report.traffic.add(Traffic(gather.peers * gather.width, gather.peers * gather.shard_size))
+        self._coded = False
+        return _AllHandles([self._chunk.start(gather) for gather in self.gathers], self)
+
+    def gathered(self, handles: Sequence[WeightGatherHandle]) -> None:
+        """All ranks have the weights now."""
+        self._behind = False
+        for report, bucket, handle in zip(self._reports, self.group.buckets, handles, strict=True):
+            if handle.in_full:
+                self._chunk.raw_gathers[EDITED] += 1
+                report.traffic.add(bucket_weights(self.group, bucket))
+        self._chunk.unchecked += handles
+
+
+class _AllHandles:
+    """Stands where upstream keeps a bucket group's one handle (`param_gather_handle`)."""
+
+    def __init__(self, handles: Sequence[WeightGatherHandle], seam: WeightSeam) -> None:
+        self._handles: Sequence[WeightGatherHandle] | None = handles
+        self._seam = seam
+
+    def wait(self) -> None:
+        if self._handles is None:
+            return
+        handles, self._handles = self._handles, None
+        with naming_lost_ranks(_WHAT, self._seam.ranks):
+            for handle in handles:
+                handle.wait()
+        self._seam.gathered(handles)
+
+
+def gathered_after(chunks: Sequence[ChunkWeights], step: Callable[[], Any]) -> Any:
+    """Run an optimizer's outermost step, and what its weights' gathers need before and after it.
+
+    Args:
+        chunks: those whose parameters the optimizer updates, in the same order on all ranks.
+        step: the step; what it returns is returned.
+    """
+    seams = [seam for chunk in chunks for seam in chunk.seams]
+    for seam in seams:
+        seam.before_step()
+    try:
+        result = step()
+    finally:
+        for seam in seams:
+            seam.step_ended()
+    for chunk in chunks:
+        chunk.check()
+    coming = [seam for seam in seams if seam.expects_gather]
+    for group in dict.fromkeys(seam.ranks for seam in coming):
+        _code([seam for seam in coming if seam.ranks is group], group)
+    return result
+
+
+def _code(seams: Sequence[WeightSeam], group: dist.ProcessGroup) -> None:
+    with naming_lost_ranks(_WHAT, group):
+        agreed = agree([gather for seam in seams for gather in seam.gathers])
+        for bucket in agreed:
+            if bucket.difference and group.rank() == 0:
+                logger.warning("megatron-loco: weights differ, gathered in full: %s", bucket.difference)
+        of_seams = iter(agreed)
+        started = [seam.after_step([next(of_seams) for _ in seam.gathers]) for seam in seams]
+        for handles in started:
+            if handles is not None:
+                handles.wait()
+
+
+def _stock_because(bucket_group: Any, exact: bool) -> str | None:
+    """Why a bucket group's gather stays Megatron's own; None where it is coded."""
+    if not exact:
+        return "weight_gather is stock"
+    if bucket_group.intra_distributed_optimizer_instance_group.size() == 1:
+        return "the group is a single rank"
+    if getattr(bucket_group.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+        return "mxfp8 weights share the gradients' buffer"
+    dtypes = {bucket.param_data.dtype for bucket in bucket_group.buckets}
+    if dtypes <= {torch.bfloat16, torch.float16}:
+        return None
+    if torch.float32 in dtypes:
+        return "fp32 weights change in nearly all of their bits"
+    return "fp8 and fp4 weights are not coded"
