@@ -1,15 +1,15 @@
 """attach, enable, disable: switching compression on and off for Megatron's DistributedDataParallel.
 
-`attach` walks a wrapped model's bucket groups and overrides their gradient exchange (seams/gradients.py);
-`enable` makes every DistributedDataParallel that is built from now on attach itself. What is attached, and
+`attach` walks a wrapped model's bucket groups and overrides their gradient exchange (seams/gradients.py) and
+their weight gather (seams/weights.py); `enable` makes every DistributedDataParallel that is built from now on attach itself. What is attached, and
 what is not and why, is logged once. What the seam cannot serve is refused (unsupported.py), never silently
 off.
 
 Unsplit parameters of tensor-parallel ranks are kept equal by a mark that Megatron acts on
 (seams/replicated_params.py).
 
-Left unpatched: Megatron-FSDP and Torch-FSDP2 (they do not pass this seam), parameter all-gathers, the
-embedding and layer-norm all-reduces of finalize_model_grads (tiny, within a model-parallel group).
+Left unpatched: Megatron-FSDP and Torch-FSDP2 (they do not pass this seam), the embedding and layer-norm
+all-reduces of finalize_model_grads (tiny, within a model-parallel group).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_patch.integration.seams import optimizer_step, replicated_params
 from megatron_patch.integration.seams.gradients import BucketGroupSeam
 from megatron_patch.integration.seams.weights import ChunkWeights, gathered_after
 from megatron_patch.integration.startup_log import log_startup
-from megatron_patch.integration.unsupported import refuse_chunk
+from megatron_patch.integration.unsupported import refuse_chunk, refuse_graphed
 
 SUPPORTED = (Version("0.17"), Version("0.20"))
 """megatron-core releases that the seam's tests run on: from the first, below the second."""
@@ -111,7 +111,13 @@ def attach(chunks: Sequence[Any] | Any, config: CompressionConfig | None = None)
     for chunk in new:  # only now: a refused chunk leaves the others as they were
         _attachments[chunk] = Attachment(chunk, config)
     if new:
-        log_startup(new[0], config, [seam for chunk in new for seam in _attachments[chunk].seams])
+        made = [_attachments[chunk] for chunk in new]
+        log_startup(
+            new[0],
+            config,
+            [seam for attachment in made for seam in attachment.seams],
+            [seam for attachment in made for seam in attachment.weights.seams],
+        )
     optimizer_step.listen(_end_step, _step)
     return chunks
 
@@ -152,6 +158,8 @@ def _step(optimizer: Any, original: Callable[[], Any]) -> Any:
         for chunk, attachment in _attachments.items()
         if optimizer_step.updates(optimizer, chunk)
     ]
+    for part in optimizer_step.parts_of(optimizer) if updated else ():
+        refuse_graphed(part.config)
     return gathered_after(updated, functools.partial(_update, optimizer, original))
 
 

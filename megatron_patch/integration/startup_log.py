@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_patch.config import CompressionConfig
 from megatron_patch.integration.seams.gradients import BucketGroupSeam
+from megatron_patch.integration.seams.weights import WeightSeam
 
 logger = logging.getLogger(__name__)
 
 
-def log_startup(chunk: Any, config: CompressionConfig, seams: Sequence[BucketGroupSeam]) -> None:
-    """Log `seams`, those of one rank's model chunks, on one rank of each pipeline stage.
+def log_startup(
+    chunk: Any,
+    config: CompressionConfig,
+    seams: Sequence[BucketGroupSeam],
+    weight_seams: Sequence[WeightSeam],
+) -> None:
+    """Log the seams of one rank's model chunks, on one rank of each pipeline stage.
 
     `chunk` is one of the chunks: its groups say where this rank is.
     """
@@ -21,7 +28,7 @@ def log_startup(chunk: Any, config: CompressionConfig, seams: Sequence[BucketGro
         return
     pipeline = chunk.pp_group[0] if isinstance(chunk.pp_group, list) else chunk.pp_group
     stage = f"pipeline stage {pipeline.rank()}: " if pipeline.size() > 1 else ""
-    for level, line in _lines(config, seams):
+    for level, line in itertools.chain(_lines(config, seams), _weight_lines(config, weight_seams)):
         logger.log(level, "megatron-loco: %s%s", stage, line)
 
 
@@ -52,3 +59,21 @@ def _lines(config: CompressionConfig, seams: Sequence[BucketGroupSeam]) -> Itera
             yield logging.INFO, line
         else:
             yield logging.WARNING, f"{line}, not compressed: the group is a single rank"
+
+
+def _weight_lines(config: CompressionConfig, seams: Sequence[WeightSeam]) -> Iterator[tuple[int, str]]:
+    if not config.codes_weights:
+        return
+    if not seams:
+        yield logging.WARNING, "weight_gather exact: the optimizer is replicated, no weights are gathered"
+    found: dict[tuple[str, str | None], list[int]] = {}
+    for seam in seams:
+        ranks = f"{'expert ' if seam.expert else ''}data parallel ranks"
+        sizes = [bucket.param_data.numel() for bucket in seam.group.buckets]
+        found.setdefault((f"{seam.ranks.size()} {ranks}", seam.stock_because), []).extend(sizes)
+    for (ranks, because), sizes in found.items():
+        buckets = f"{sum(sizes):,} weights in {len(sizes)} bucket{'s' if len(sizes) > 1 else ''}"
+        if because is None:
+            yield logging.INFO, f"weight gather over {ranks}: {buckets}, from their changes, exactly"
+        else:
+            yield logging.WARNING, f"weight gather over {ranks}: {buckets}, Megatron's own: {because}"

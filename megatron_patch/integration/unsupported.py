@@ -30,6 +30,9 @@ def refuse_flags(args: Any) -> None:
         fp32_accumulation=getattr(args, "ddp_reduce_scatter_with_fp32_accumulation", False),
         cuda_graphs=args,
     )
+    refuse_graphed(args)
+    if getattr(args, "compression_weight_gather", None) == "exact":
+        _refuse_for_exact_gather(args, getattr(args, "overlap_param_gather", False))
     optimizer = getattr(args, "optimizer", "adam")
     if getattr(args, "compression_method", None) == "onebit_adam":
         _refuse_for_onebit_adam(args)
@@ -57,8 +60,21 @@ def refuse_chunk(chunk: Any, config: CompressionConfig) -> None:
         fp32_accumulation=getattr(chunk.ddp_config, "reduce_scatter_with_fp32_accumulation", False),
         cuda_graphs=chunk.config,
     )
+    if config.codes_weights:
+        _refuse_for_exact_gather(chunk.config, chunk.ddp_config.overlap_param_gather)
     if config.momentum:
         _refuse_for_onebit_adam(chunk.ddp_config)
+
+
+def refuse_graphed(settings: Any) -> None:
+    """Refuse Megatron's flags, or an optimizer's configuration, where steps are replayed from a CUDA graph.
+
+    Raises:
+        UserError: naming the option, its value and what to change.
+    """
+    if getattr(settings, "optimizer_cuda_graph", False):
+        why = "once its step is captured nobody hears of it any more; leave it out"
+        _refuse("optimizer_cuda_graph", True, why)
 
 
 def refuse_optimizer(part: Any) -> None:
@@ -70,6 +86,15 @@ def refuse_optimizer(part: Any) -> None:
     if not {"betas", "eps"} <= part.optimizer.defaults.keys():
         _refuse("optimizer", type(part.optimizer).__name__, "onebit_adam is Adam; use adam")
     _refuse_for_onebit_adam(part.config)
+
+
+def _refuse_for_exact_gather(settings: Any, overlaps: bool) -> None:
+    if overlaps and getattr(settings, "qk_clip", False):
+        raise UserError(
+            "megatron.qk_clip: True cannot be combined with compression.weight_gather exact and "
+            "overlap_param_gather: it changes weights between the step that is coded and their gather; leave "
+            "out overlap_param_gather, or set weight_gather to stock"
+        )
 
 
 def _refuse_for_onebit_adam(settings: Any) -> None:

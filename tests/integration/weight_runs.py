@@ -2,67 +2,154 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 RATE = {"learning_rate": 1e-3, "optimizer": {"adam_eps": 1e-8}}
 """Of a model whose weights are N(0, 0.15^2): as 1e-4 in one of the usual 0.02^2."""
 
-Between = Callable[[Any, int], None]
-"""Called with the model and the step, between an optimizer's step and the next forward pass."""
-
 
 def weight_run(
     model: dict[str, Any],
-    weight_gather: str,
+    options: dict[str, Any],
     steps: int,
-    method: dict[str, Any] | None = None,
-    between: Between | None = None,
+    around: str = "nothing",
 ) -> dict[str, Any]:
-    """Train; all that a rank has at the end, and what every step told."""
+    """Train; all that a rank has at the end, and what every step told.
+
+    Args:
+        model: of gpt_model.build.
+        options: of CompressionConfig.
+        around: what else happens, by its name in `AROUND`.
+    """
     from integration.gpt_model import build
 
     import megatron_patch
     from megatron_patch.integration.attach import attachment_of
 
-    options = {"optimizer": RATE["optimizer"] | model.get("optimizer", {})}
-    gpt = build(**({"learning_rate": RATE["learning_rate"]} | model | options))
-    config = megatron_patch.CompressionConfig(
-        **{"method": "none", "weight_gather": weight_gather, **(method or {})}
-    )
-    megatron_patch.attach(gpt.chunks, config)
+    optimizer = {"optimizer": RATE["optimizer"] | model.get("optimizer", {})}
+    gpt = build(**({"learning_rate": RATE["learning_rate"]} | model | optimizer))
+    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**options))
     weights = [attachment_of(chunk).weights for chunk in gpt.chunks]
     told, bits = [], []
+    other = AROUND[around]
+    other(gpt, -1)
     for step in range(steps):
         gpt.backward(step)
-        told.append(gpt.optimizer.step()[:2])
-        if told[-1][0]:
+        successful, norm, _ = gpt.optimizer.step()
+        if successful:
             gpt.scheduler.step(increment=1)
+        told.append((bool(successful), None if norm is None else float(norm)))
         reports = [bucket.traffic for chunk in weights for bucket in chunk.report]
         elements = sum(traffic.elements for traffic in reports)
         bits.append(8 * sum(traffic.nbytes for traffic in reports) / elements if elements else 0.0)
-        if between is not None:
-            between(gpt, step)
+        other(gpt, step)
     raw = sum((chunk.raw_gathers for chunk in weights), start=Counter())
     gpt.gather()
     report = {
-        "told": [(bool(successful), None if norm is None else float(norm)) for successful, norm in told],
+        "told": told,
         "losses": gpt.losses,
         "weights": {name: bits_of(parameter) for name, parameter in gpt.parameters.items()},
         "optimizer": [bits_of(tensor) for tensor in optimizer_tensors(gpt.optimizer)],
         "bits": bits,
         "raw": dict(raw),
-        "coded": [seam.stock_because for chunk in weights for seam in chunk.seams],
+        "stock": [seam.stock_because for chunk in weights for seam in chunk.seams],
+        "unchanged": [
+            (int(bucket.unchanged), bucket.weights)
+            for chunk in weights
+            for bucket in chunk.report
+            if bucket.unchanged is not None
+        ],
     }
     megatron_patch.disable()
     return report
 
 
-def bits_of(tensor: torch.Tensor) -> Any:
+def both(model: dict[str, Any], method: dict[str, Any], steps: int, around: str = "nothing") -> Any:
+    """The same training with Megatron's own weight gather, and with the exact one."""
+    return [
+        weight_run(model, {"method": "none", **method, "weight_gather": gather}, steps, around)
+        for gather in ("stock", "exact")
+    ]
+
+
+def differences(stock: dict[str, Any], exact: dict[str, Any]) -> list[str]:
+    """What is not bit for bit the same in two runs."""
+    found = [name for name in ("told", "losses") if stock[name] != exact[name]]
+    assert stock["weights"].keys() == exact["weights"].keys()
+    assert len(stock["optimizer"]) == len(exact["optimizer"]) > 0
+    found += [
+        name for name, bits in stock["weights"].items() if not np.array_equal(bits, exact["weights"][name])
+    ]
+    pairs = enumerate(zip(stock["optimizer"], exact["optimizer"], strict=True))
+    return found + [f"optimizer {place}" for place, pair in pairs if not np.array_equal(*pair)]
+
+
+def nothing(gpt: Any, step: int) -> None:
+    pass
+
+
+def evaluations(gpt: Any, step: int) -> None:
+    """Every few steps, hooks off as in megatron.training: with overlap, weights are gathered by force."""
+    if step < 0 or step % 7 != 6:
+        return
+    hooked = [chunk for chunk in gpt.chunks if chunk.use_forward_hook]
+    for chunk in hooked:
+        chunk.disable_forward_pre_hook(param_sync=True)
+    for chunk in hooked:
+        chunk.enable_forward_pre_hook()
+
+
+def forced_twice(gpt: Any, step: int) -> None:
+    """Weights are gathered by force after every third step, twice."""
+    if step % 3 == 2:
+        for chunk in [*gpt.chunks, *gpt.chunks]:
+            chunk.start_param_sync(force_sync=True)
+
+
+def user_edits(gpt: Any, step: int) -> None:
+    """Between the step and the next forward pass every rank scales some weights, as qk-clip does."""
+    if step % 5 == 3:
+        for place, parameter in enumerate(gpt.parameters.values()):
+            if place % 3 == 0:
+                parameter.data.mul_(0.75)
+
+
+def one_copy_changes(gpt: Any, step: int) -> None:
+    """After some steps one rank's weights lose a bit, in its own shard or a copy of another's."""
+    rank = torch.distributed.get_rank()
+    if step % 4 == 1 and step // 4 % torch.distributed.get_world_size() == rank:
+        parameters = list(gpt.parameters.values())
+        bits = parameters[step % len(parameters)].data.view(-1).view(torch.int16)
+        bits[step % bits.numel()] ^= 1 << (step % 8)
+
+
+def precision_aware(gpt: Any, step: int) -> None:
+    """A stand-in for Transformer Engine's optimizer: bf16 shards are written inside the inner step."""
+    if step >= 0:
+        return
+    for part in gpt.optimizer.chained_optimizers:
+        write, inner = part._copy_main_params_to_model_params, part.optimizer.step
+
+        def step_and_write(inner: Any = inner, write: Any = write) -> None:
+            inner()
+            write()
+
+        part.optimizer.step = step_and_write
+        part._copy_main_params_to_model_params = lambda: None
+
+
+AROUND = {
+    one.__name__: one
+    for one in (nothing, evaluations, forced_twice, user_edits, one_copy_changes, precision_aware)
+}
+
+
+def bits_of(tensor: torch.Tensor) -> np.ndarray:
     """A tensor's bytes, so that NaN and -0 compare too."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().copy()
 
@@ -76,14 +163,3 @@ def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
                 for _, value in sorted(part.optimizer.state.get(parameter, {}).items()):
                     if isinstance(value, torch.Tensor):
                         yield value
-
-
-@contextlib.contextmanager
-def without_hooks(gpt: Any) -> Iterator[None]:
-    """Megatron's evaluation and checkpoints: with overlap, weights are gathered by force, hooks are off."""
-    hooked = [chunk for chunk in gpt.chunks if chunk.use_forward_hook]
-    for chunk in hooked:
-        chunk.disable_forward_pre_hook(param_sync=True)
-    yield
-    for chunk in hooked:
-        chunk.enable_forward_pre_hook()
