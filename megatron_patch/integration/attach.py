@@ -1,9 +1,9 @@
 """attach, enable, disable: switching compression on and off for Megatron's DistributedDataParallel.
 
-`attach` walks a wrapped model's bucket groups and overrides their gradient exchange (seams/gradients.py) and
-their weight gather (seams/weights.py); `enable` makes every DistributedDataParallel that is built from now on attach itself. What is attached, and
-what is not and why, is logged once. What the seam cannot serve is refused (unsupported.py), never silently
-off.
+`attach` walks a wrapped model's bucket groups and overrides their gradient exchange (seams/gradients.py)
+and their weight gather (seams/weights.py); `enable` makes every DistributedDataParallel that is built from
+now on attach itself. What is attached, and what is not and why, is logged once. What the seam cannot serve
+is refused (unsupported.py), never silently off.
 
 Unsplit parameters of tensor-parallel ranks are kept equal by a mark that Megatron acts on
 (seams/replicated_params.py).

@@ -33,7 +33,7 @@ from megatron_patch.collectives.traffic import Traffic
 from megatron_patch.compensation.compress import STATISTICS
 from megatron_patch.config import CompressionConfig
 from megatron_patch.files import write_whole
-from megatron_patch.integration import patching, symbols
+from megatron_patch.integration import patching, symbols, weight_metrics
 from megatron_patch.integration.attach import chunk_state_of
 from megatron_patch.integration.chunk import ChunkState
 from megatron_patch.integration.seams import stock_traffic
@@ -140,16 +140,9 @@ class RunMetrics:
     def _states(self) -> list[ChunkState]:
         return [c for chunk in self._model if (c := chunk_state_of(chunk)) is not None]
 
-    def _bucket_groups(self) -> list[Any]:
-        return [
-            group
-            for chunk in self._model
-            for kind in ("bucket_groups", "expert_parallel_bucket_groups")  # FSDP has neither
-            for group in getattr(chunk, kind, [])
-        ]
-
     def _compression_record(self) -> dict[str, Any]:
-        gradients, weights = Traffic(), Traffic()
+        gradients, weights = Traffic(), weight_metrics.sent(self._model)
+        same, coded = weight_metrics.unchanged(self._model)
         seconds = inside = 0.0
         sums = torch.zeros(len(STATISTICS), dtype=torch.float64)
         states = self._states()
@@ -159,24 +152,15 @@ class RunMetrics:
             inside += state.report.inside_bytes
             if state.report.statistics is not None:
                 sums += state.report.statistics.cpu()
-        for group in self._bucket_groups():
-            weights.add(stock_traffic.weights(group))
-            if not states:
-                gradients.add(stock_traffic.stock_gradients(group))
-        totals = torch.cat(
-            [
-                sums,
-                torch.tensor(
-                    [gradients.nbytes, gradients.elements, weights.nbytes, weights.elements, seconds, inside],
-                    dtype=torch.float64,
-                ),
-            ]
-        )
+        for group in weight_metrics.bucket_groups(self._model) if not states else ():
+            gradients.add(stock_traffic.stock_gradients(group))
+        wire = [gradients.nbytes, gradients.elements, weights.nbytes, weights.elements, same, coded]
+        totals = torch.cat([sums, torch.tensor([*wire, seconds, inside], dtype=torch.float64)])
         if "nccl" in dist.get_backend():
             totals = totals.cuda()
         dist.all_reduce(totals)
-        *sums_, grad_bytes, grad_elements, weight_bytes, weight_elements, seconds, inside = totals.tolist()
-        signal, noise, gradient, error, non_finite = sums_
+        signal, noise, gradient, error, non_finite, *wire, seconds, inside = totals.tolist()
+        grad_bytes, grad_elements, weight_bytes, weight_elements, same, coded = wire
         ranks = dist.get_world_size()
         self._compression_seconds.append(seconds / ranks)
         return {
@@ -187,9 +171,19 @@ class RunMetrics:
             "gradient_wire_bits_per_element": Traffic(grad_bytes, grad_elements).bits_per_element,
             "weight_wire_bytes": weight_bytes / ranks,
             "weight_wire_bits_per_element": Traffic(weight_bytes, weight_elements).bits_per_element,
+            **self._coded_weights(same / coded if coded else None),
             "compression_snr_db": 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None,
             "compensation_norm_ratio": math.sqrt(error / gradient) if gradient > 0 else None,
             "non_finite_blocks": int(non_finite),
+        }
+
+    def _coded_weights(self, unchanged: float | None) -> dict[str, Any]:
+        if not (self._attached and self._config.codes_weights):
+            return {}
+        return {
+            "weight_unchanged_share": unchanged,
+            "weight_bits_by_bucket": weight_metrics.by_bucket(self._model),
+            "raw_weight_gathers": weight_metrics.raw_gathers(self._model),
         }
 
     def _show(self, record: dict[str, Any], step: int) -> None:
@@ -198,12 +192,15 @@ class RunMetrics:
             for name in (
                 "compressed",
                 "gradient_wire_bytes",
+                "weight_wire_bytes",
+                "weight_wire_bits_per_element",
+                "weight_unchanged_share",
                 "compression_seconds",
                 "compression_snr_db",
                 "compensation_norm_ratio",
                 "non_finite_blocks",
             )
-            if record[name] is not None
+            if record.get(name) is not None
         }
         writer, wandb = get_tensorboard_writer(), get_wandb_writer()
         if writer:
@@ -230,6 +227,7 @@ class RunMetrics:
                 _peak_memory(),
                 sum(c.error_bytes for c in self._states()),
                 sum(c.workspace.nbytes for c in self._states()),
+                sum(chunk.nbytes for chunk in weight_metrics.gathers_of(self._model)),
             ],
             dtype=torch.float64,
         )
@@ -242,16 +240,18 @@ class RunMetrics:
             writer.flush()  # a forked rank ends without the interpreter's exit handlers
         if self._output is None or not self._writes():
             return
-        earlier = [] if self._last else [record for record, _ in _read(self._output / "metrics.jsonl")]
-        last = self._last or (earlier[-1] if earlier else None)
-        if last is None:
+        records = [record for record, _ in _read(self._output / "metrics.jsonl")]
+        earlier = [] if self._last else records
+        if not records:
             return
-        peak, error_bytes, buffer_bytes = memory.tolist()
+        last = records[-1]
+        peak, error_bytes, buffer_bytes, weight_bytes = memory.tolist()
         args = get_args()
         median = _median(self._seconds or [record["step_seconds"] for record in earlier])
         events = [c.describe() for c in self._states()]
         summary = {
             "method": self._config.method if self._attached else "stock",
+            "weight_gather": self._config.weight_gather if self._attached else "stock",
             "bits": self._config.bits if self._attached and self._config.compresses else None,
             "world_size": dist.get_world_size(),
             "steps": self._steps or args.iteration,
@@ -262,15 +262,15 @@ class RunMetrics:
                 self._compression_seconds or [record["compression_seconds"] for record in earlier]
             ),
             "tokens_per_second": args.global_batch_size * args.seq_length / median,
-            **{
-                name: {
-                    "bytes_per_step": last[f"{name}_bytes"],
-                    "bits_per_element": last[f"{name}_bits_per_element"],
-                }
-                for name in ("gradient_wire", "weight_wire")
+            "gradient_wire": {
+                "bytes_per_step": last["gradient_wire_bytes"],
+                "bits_per_element": last["gradient_wire_bits_per_element"],
             },
+            "weight_wire": weight_metrics.mean(records),
+            **self._coded_weights(last.get("weight_unchanged_share")),
             "compensation_bytes": int(error_bytes),
             "buffer_bytes": int(buffer_bytes),
+            "weight_gather_bytes": int(weight_bytes),
             "peak_memory_bytes": int(peak),
             "events": events[0] if events else {},
             **self._warm_up(),

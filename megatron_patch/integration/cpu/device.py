@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from megatron_patch.integration import patching, symbols
-from megatron_patch.integration.cpu import torch_adam
+from megatron_patch.integration.cpu import bf16_products, torch_adam
 from megatron_patch.integration.cpu.cuda_calls import CPU, RANDOM, STAND_INS, Stream, answer, is_cuda, nothing
 
 CPU_FLAGS: dict[str, Any] = {
@@ -238,10 +238,13 @@ def install() -> None:
     _stand_in_for_tensor_methods()
     _stand_in_for_distributed()
     _stand_in_for_megatron()
+    if bf16_products.needed():
+        bf16_products.install()
 
 
 def uninstall() -> None:
     """Give torch and Megatron their own calls back; what modules bound on import keeps the stand-ins."""
     patching.restore(*_stood_in, symbols.RESULTS_QUEUE, symbols.TE_GEMM)
     torch_adam.uninstall()
+    bf16_products.uninstall()
     _stood_in.clear()
