@@ -18,8 +18,8 @@ $(READY): requirements.lock pyproject.toml tools/setup.sh $(KERNELS)
 	@bash tools/setup.sh "$(VENV)"
 	@touch $@
 
-pretrain: $(READY) ## train the tiny LLaMA uncompressed and with 4-bit LoCo, and compare
-	@$(BIN)/megatron-loco compare configs/models/llama_tiny.yaml --methods none,loco --out runs/quickstart --overwrite
+pretrain: $(READY) ## train the tiny LLaMA uncompressed, and with 4-bit LoCo and exact weight gathers; compare
+	@$(BIN)/megatron-loco compare configs/models/llama_tiny_bf16.yaml --methods none,loco --out runs/quickstart --overwrite
 
 test: $(READY) ## the tests (less than 10 minutes on 2 cores)
 	@$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder

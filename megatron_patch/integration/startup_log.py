@@ -65,7 +65,7 @@ def _weight_lines(config: CompressionConfig, seams: Sequence[WeightSeam]) -> Ite
     if not config.codes_weights:
         return
     if not seams:
-        yield logging.WARNING, "weight_gather exact: the optimizer is replicated, no weights are gathered"
+        yield logging.INFO, "weight_gather exact: the optimizer is replicated, no weights are gathered"
     found: dict[tuple[str, str | None], list[int]] = {}
     for seam in seams:
         ranks = f"{'expert ' if seam.expert else ''}data parallel ranks"
@@ -76,4 +76,4 @@ def _weight_lines(config: CompressionConfig, seams: Sequence[WeightSeam]) -> Ite
         if because is None:
             yield logging.INFO, f"weight gather over {ranks}: {buckets}, from their changes, exactly"
         else:
-            yield logging.WARNING, f"weight gather over {ranks}: {buckets}, Megatron's own: {because}"
+            yield logging.INFO, f"weight gather over {ranks}: {buckets}, Megatron's own: {because}"

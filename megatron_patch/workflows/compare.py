@@ -29,6 +29,7 @@ _COLUMNS = (
     "difference",
     "step (s)",
     "bits/gradient",
+    "bits/weight",
     "gradient MB/step",
     "weight MB/step",
     "error state MB",
@@ -120,6 +121,7 @@ def _row(name: str, summary: dict[str, Any], difference: float | None) -> tuple[
         "-" if difference is None else f"{difference:+.2f} %",
         f"{summary['step_seconds']['median']:.3f}",
         f"{summary['gradient_wire']['bits_per_element']:.2f}",
+        f"{summary['weight_wire']['bits_per_element']:.2f}",
         f"{summary['gradient_wire']['bytes_per_step'] / 1e6:.2f}",
         f"{summary['weight_wire']['bytes_per_step'] / 1e6:.2f}",
         f"{summary['compensation_bytes'] / 1e6:.2f}",
@@ -133,7 +135,8 @@ def _markdown(rows: list[tuple[str, ...]], summary: dict[str, Any]) -> str:
     return (
         "\n".join(lines)
         + f"\n\n{summary['world_size']} ranks, {summary['steps']} steps, {summary['device']}; {versions}."
-        " Bytes are payload sent by one rank, error state is per rank, step time is the median.\n"
+        " Bytes are payload sent by one rank, those of weights the mean of the steps that were logged; error"
+        " state is per rank, step time is the median.\n"
     )
 
 

@@ -28,8 +28,7 @@ def draw_comparison(
     names = list(summaries)
     gradients = [summaries[n]["gradient_wire"]["bytes_per_step"] / 1e6 for n in names]
     weights = [summaries[n]["weight_wire"]["bytes_per_step"] / 1e6 for n in names]
-    bits = [summaries[n]["gradient_wire"]["bits_per_element"] for n in names]
-    rows = [f"{name}\n{width:.2f} bits" for name, width in zip(names, bits, strict=True)]
+    rows = [f"{name}\n{_bits(summaries[name])} bits" for name in names]
     wire.barh(rows, gradients, label="gradients", height=0.5)
     wire.barh(rows, weights, left=gradients, label="weights", alpha=0.4, height=0.5)
     wire.invert_yaxis()
@@ -37,6 +36,10 @@ def draw_comparison(
     wire.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.12), ncols=2)
     figure.savefig(path, dpi=140)
     plt.close(figure)
+
+
+def _bits(summary: dict[str, Any]) -> str:
+    return " + ".join(f"{summary[wire]['bits_per_element']:.1f}" for wire in ("gradient_wire", "weight_wire"))
 
 
 def draw_kernels(path: Path, result: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """bf16 matrix products where the processor has no instructions for them: computed in fp32, rounded to bf16.
 
-A bf16 product is a sum in fp32, rounded once, on every device; only the order of the sum differs here. oneDNN's
-own, without AVX512_BF16 or AMX, takes 4 to 28 times as long as the fp32 product.
+A bf16 product is a sum in fp32, rounded once, on every device; only the order of the sum differs here.
+oneDNN's own, without AVX512_BF16 or AMX, takes 4 to 28 times as long as the fp32 product.
 """
 
 from __future__ import annotations
