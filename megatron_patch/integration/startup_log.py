@@ -68,9 +68,10 @@ def _weight_lines(config: CompressionConfig, seams: Sequence[WeightSeam]) -> Ite
         yield logging.INFO, "weight_gather exact: the optimizer is replicated, no weights are gathered"
     found: dict[tuple[str, str | None], list[int]] = {}
     for seam in seams:
-        ranks = f"{'expert ' if seam.expert else ''}data parallel ranks"
+        size = seam.ranks.size()
+        ranks = f"{size} {'expert ' if seam.expert else ''}data parallel rank{'s' if size > 1 else ''}"
         sizes = [bucket.param_data.numel() for bucket in seam.group.buckets]
-        found.setdefault((f"{seam.ranks.size()} {ranks}", seam.stock_because), []).extend(sizes)
+        found.setdefault((ranks, seam.stock_because), []).extend(sizes)
     for (ranks, because), sizes in found.items():
         buckets = f"{sum(sizes):,} weights in {len(sizes)} bucket{'s' if len(sizes) > 1 else ''}"
         if because is None:

@@ -89,6 +89,70 @@ def differences(stock: dict[str, Any], exact: dict[str, Any]) -> list[str]:
     return found + [f"optimizer {place}" for place, pair in pairs if not np.array_equal(*pair)]
 
 
+def unused_module(weight_gather: str, steps: int) -> dict[str, Any]:
+    """Overlapped gathers, and a module that every second step leaves out: its bucket group is not gathered.
+
+    Adam's momentum moves its weights on all the same.
+    """
+    import torch.distributed as dist
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import MegatronModule
+
+    import megatron_patch
+    from megatron_patch.integration.attach import attachment_of
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+
+    class Halves(MegatronModule):
+        def __init__(self) -> None:
+            super().__init__(config=config)
+            torch.manual_seed(7)
+            self.always, self.sometimes = (torch.nn.Linear(40, 30, dtype=torch.bfloat16) for _ in range(2))
+            for parameter in self.parameters():
+                tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+            for parameter in self.sometimes.parameters():
+                parameter.allreduce = False  # an expert's: a bucket group of its own
+
+        def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+            y = self.always(x)
+            return ((y + self.sometimes(x)) if both else y).float().square().mean()
+
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True)
+    model = DistributedDataParallel(config, ddp, Halves())
+    options = {"optimizer": "adam", "lr": 1e-3, "bf16": True, "params_dtype": torch.bfloat16}
+    options |= {"use_distributed_optimizer": True, "overlap_param_gather": True, "clip_grad": 0.0}
+    optimizer = get_megatron_optimizer(OptimizerConfig(**options), [model])
+    megatron_patch.attach(
+        [model], megatron_patch.CompressionConfig(method="none", weight_gather=weight_gather)
+    )
+    losses = []
+    for step in range(steps):
+        model.zero_grad_buffer()
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        loss = model(torch.randn(16, 40, generator=generator).bfloat16(), step % 2 == 0)
+        loss.backward()
+        losses.append(float(loss))
+        model.finish_grad_sync()
+        optimizer.step()
+    behind = [bits_of(parameter) for parameter in model.parameters()]
+    raw = dict(attachment_of(model).weights.raw_gathers)
+    model.start_param_sync(force_sync=True)
+    report = {
+        "told": raw if weight_gather == "exact" else {},
+        "losses": losses,
+        "behind": behind,
+        "weights": {name: bits_of(parameter) for name, parameter in model.named_parameters()},
+        "optimizer": [bits_of(tensor) for tensor in optimizer_tensors(optimizer)],
+    }
+    megatron_patch.disable()
+    return report
+
+
 def nothing(gpt: Any, step: int) -> None:
     pass
 

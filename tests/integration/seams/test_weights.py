@@ -6,10 +6,16 @@ one: losses, gradient norms, weights and the optimizer's state of every rank mus
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
+import numpy as np
 import pytest
-from integration.weight_runs import both, differences
+from integration.seam_runs import logged
+from integration.weight_runs import both, differences, unused_module
+
+from megatron_patch.errors import UserError
+from megatron_patch.integration.unsupported import refuse_flags
 
 STEPS = 50
 
@@ -119,3 +125,159 @@ def expect_messages(case: str, steps: int, stock: dict[str, Any], exact: dict[st
     assert min(sent) < 6
     assert exact["unchanged"]
     assert all(0 < same < weights for same, weights in exact["unchanged"])
+
+
+def with_unused_module(steps: int) -> Any:
+    return [unused_module(gather, steps) for gather in ("stock", "exact")]
+
+
+def test_a_module_that_a_step_leaves_out_is_gathered_when_it_is_used_again(pool):
+    for stock, exact in pool.run(with_unused_module, 20):
+        assert exact.pop("told") == {"not_coded": 2}, "the first forward pass; all others were messages"
+        stock.pop("told")
+        assert stock["losses"] == exact["losses"]
+        assert all(map(np.array_equal, stock["behind"], exact["behind"])), "left out after the last step too"
+        assert differences(stock | {"told": 0}, exact | {"told": 0}) == []
+
+
+def attached(model: dict[str, Any], options: dict[str, Any]) -> list[str]:
+    """What attaching to a tiny GPT says."""
+    from integration.gpt_model import build
+
+    import megatron_patch
+
+    gpt = build(**model)
+    with logged() as lines:
+        megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**options))
+    megatron_patch.disable()
+    return lines
+
+
+EXACT = {"method": "none", "weight_gather": "exact"}
+DATA = ": 7,552 weights in 1 bucket, "
+STOCK = "Megatron's own: "
+SAID = {
+    "bf16": (bf16(), EXACT, f"weight gather over 4 data parallel ranks{DATA}from their changes, exactly"),
+    "experts": (bf16({"experts": 4, "ep": 2}), EXACT, "over 2 expert data parallel ranks: "),
+    "fp32": (
+        {},
+        EXACT,
+        f"over 4 data parallel ranks{DATA}{STOCK}fp32 weights change in nearly all of their bits",
+    ),
+    "single": (
+        bf16({"instances": 4}),
+        EXACT,
+        f"over 1 data parallel rank{DATA}{STOCK}the group is a single rank",
+    ),
+    "replicated": (bf16(use_distributed_optimizer=False), EXACT, "the optimizer is replicated, no weights"),
+    "stock": (bf16(), {"method": "none"}, None),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_is_coded_is_said_and_what_stays_stock_and_why(pool, name):
+    model, options, wanted = SAID[name]
+    lines, *others = pool.run(attached, model, options)
+    assert not any(others)
+    said = [line for line in lines if "weight" in line]
+    assert bool(said) is (wanted is not None)
+    assert wanted is None or any(wanted in line for line in said), said
+
+
+def in_pieces() -> dict[str, Any]:
+    """A step that fails, a release without the global, and messages of many buckets in flight."""
+    from integration.gpt_model import build
+    from megatron.core.distributed import param_and_grad_buffer
+
+    import megatron_patch
+    from megatron_patch.integration.attach import attachment_of
+
+    gpt = build(**bf16(**OVERLAP | {"bucket_size": 800}))
+    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**EXACT))
+    weights = attachment_of(gpt.chunks[0]).weights
+    report: dict[str, Any] = {"groups": len(weights.seams), "failed": None, "unsupported": None}
+    inner = gpt.optimizer.chained_optimizers[0].optimizer
+    for step in range(4):
+        gpt.backward(step)
+        if step == 1:
+            step_of, inner.step = inner.step, lambda: 1 / 0
+            try:
+                gpt.optimizer.step()
+            except ZeroDivisionError as error:
+                report["failed"] = str(error)
+            inner.step = step_of
+        gpt.optimizer.step()
+    for chunk in gpt.chunks:  # all bucket groups at once, as schedules that align gathers do
+        chunk.start_param_sync()
+    messages = sum(seam.gathers[0].width * 4 for seam in weights.seams)
+    report["in_flight"] = len(weights.in_flight)
+    report["buffers"] = weights.state.workspace.nbytes / messages
+    for seam in weights.seams:
+        seam.group.finish_param_sync(skip_next_bucket_dispatch=True)
+    report["raw"] = dict(weights.raw_gathers)
+    gpt.backward(9)
+    gpt.optimizer.step()
+    upstream = param_and_grad_buffer.dist_all_gather_func
+    group = weights.seams[0].group
+    weights.seams[0]._original = lambda force_sync=False: None
+    try:
+        group.start_param_sync()
+    except RuntimeError as error:
+        report["unsupported"] = str(error)
+    report["restored"] = param_and_grad_buffer.dist_all_gather_func is upstream
+    megatron_patch.disable()
+    report["detached"] = "start_param_sync" not in vars(group)
+    return report
+
+
+def test_steps_that_fail_releases_that_differ_and_few_messages_in_flight(pool):
+    for report in pool.run(in_pieces):
+        assert report["failed"] == "division by zero"
+        assert report["raw"] == {"not_coded": report["groups"]}, "the gather after the failed step was coded"
+        assert report["groups"] >= 5
+        assert report["in_flight"] == 2
+        assert report["buffers"] < 0.6
+        assert "dist_all_gather_func" in report["unsupported"]
+        assert report["restored"]
+        assert report["detached"]
+
+
+def refused(optimizer: dict[str, Any]) -> str:
+    from integration.gpt_model import build
+
+    import megatron_patch
+    from megatron_patch.errors import UserError
+
+    gpt = build(**bf16())
+    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**EXACT))
+    for part in gpt.optimizer.chained_optimizers:
+        for name, value in optimizer.items():
+            setattr(part.config, name, value)
+    gpt.backward(0)
+    try:
+        gpt.optimizer.step()
+    except UserError as error:
+        return str(error)
+    finally:
+        megatron_patch.disable()
+    return ""
+
+
+def test_an_optimizer_that_is_replayed_from_a_cuda_graph_is_refused(pool):
+    for text in pool.run(refused, {"optimizer_cuda_graph": True}):
+        assert text.startswith("megatron.optimizer_cuda_graph: True cannot be combined with")
+        assert "leave it out" in text
+
+
+def test_flags_that_change_weights_before_their_gather_are_refused():
+    flags = {"compression_weight_gather": "exact", "overlap_param_gather": True, "qk_clip": True}
+    with pytest.raises(UserError, match="leave out overlap_param_gather, or set weight_gather to stock"):
+        refuse_flags(Namespace(**flags))
+    for served in (
+        {"overlap_param_gather": False},
+        {"qk_clip": False},
+        {"compression_weight_gather": "stock"},
+    ):
+        refuse_flags(Namespace(**flags | served))
+    with pytest.raises(UserError, match="optimizer_cuda_graph: True"):
+        refuse_flags(Namespace(optimizer_cuda_graph=True))
