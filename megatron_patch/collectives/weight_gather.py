@@ -85,6 +85,11 @@ class WeightGather:
         return -(-max(self._sizes) // _ALIGNED) * _ALIGNED
 
     @property
+    def message_bytes(self) -> int:
+        """Bytes of this rank's message."""
+        return self._message.numel()
+
+    @property
     def unchanged(self) -> torch.Tensor:
         """How many weights of the own shard the last step left as they were, int64 []."""
         return self._header[UNCHANGED]

@@ -39,6 +39,7 @@ from megatron_patch.integration.chunk import ChunkState
 from megatron_patch.integration.seams import stock_traffic
 
 _WRAPPED = (symbols.TRAIN_STEP, symbols.TRAINING_LOG, symbols.EVALUATE_AND_PRINT, symbols.EVALUATE)
+_OF_CODED_WEIGHTS = ("weight_unchanged_share", "weight_bits_by_bucket", "raw_weight_gathers")
 _WARM_UP_STEPS = 3
 """Steps left out of the median step time: allocation and first-use costs."""
 
@@ -142,7 +143,7 @@ class RunMetrics:
 
     def _compression_record(self) -> dict[str, Any]:
         gradients, weights = Traffic(), weight_metrics.sent(self._model)
-        same, coded = weight_metrics.unchanged(self._model)
+        coded = weight_metrics.coded(self._model)
         seconds = inside = 0.0
         sums = torch.zeros(len(STATISTICS), dtype=torch.float64)
         states = self._states()
@@ -154,13 +155,13 @@ class RunMetrics:
                 sums += state.report.statistics.cpu()
         for group in weight_metrics.bucket_groups(self._model) if not states else ():
             gradients.add(stock_traffic.stock_gradients(group))
-        wire = [gradients.nbytes, gradients.elements, weights.nbytes, weights.elements, same, coded]
+        wire = [gradients.nbytes, gradients.elements, weights.nbytes, weights.elements, *coded]
         totals = torch.cat([sums, torch.tensor([*wire, seconds, inside], dtype=torch.float64)])
         if "nccl" in dist.get_backend():
             totals = totals.cuda()
         dist.all_reduce(totals)
         signal, noise, gradient, error, non_finite, *wire, seconds, inside = totals.tolist()
-        grad_bytes, grad_elements, weight_bytes, weight_elements, same, coded = wire
+        grad_bytes, grad_elements, weight_bytes, weight_elements, *coded = wire
         ranks = dist.get_world_size()
         self._compression_seconds.append(seconds / ranks)
         return {
@@ -171,17 +172,20 @@ class RunMetrics:
             "gradient_wire_bits_per_element": Traffic(grad_bytes, grad_elements).bits_per_element,
             "weight_wire_bytes": weight_bytes / ranks,
             "weight_wire_bits_per_element": Traffic(weight_bytes, weight_elements).bits_per_element,
-            **self._coded_weights(same / coded if coded else None),
+            **self._coded_weights(coded),
             "compression_snr_db": 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None,
             "compensation_norm_ratio": math.sqrt(error / gradient) if gradient > 0 else None,
             "non_finite_blocks": int(non_finite),
         }
 
-    def _coded_weights(self, unchanged: float | None) -> dict[str, Any]:
+    def _coded_weights(self, sums: list[float]) -> dict[str, Any]:
+        """Of the exact weight gather, from sums over ranks as weight_metrics.coded; nothing without it."""
         if not (self._attached and self._config.codes_weights):
             return {}
+        weights, same, nbytes = sums
         return {
-            "weight_unchanged_share": unchanged,
+            "weight_unchanged_share": same / weights if weights else None,
+            "weight_message_bits_per_element": 8 * nbytes / weights if weights else None,
             "weight_bits_by_bucket": weight_metrics.by_bucket(self._model),
             "raw_weight_gathers": weight_metrics.raw_gathers(self._model),
         }
@@ -267,7 +271,7 @@ class RunMetrics:
                 "bits_per_element": last["gradient_wire_bits_per_element"],
             },
             "weight_wire": weight_metrics.mean(records),
-            **self._coded_weights(last.get("weight_unchanged_share")),
+            **{name: last[name] for name in _OF_CODED_WEIGHTS if name in last},
             "compensation_bytes": int(error_bytes),
             "buffer_bytes": int(buffer_bytes),
             "weight_gather_bytes": int(weight_bytes),

@@ -34,15 +34,15 @@ def sent(model: Sequence[Any]) -> Traffic:
     return sum((stock_traffic.weights(group) for group in bucket_groups(model)), start=Traffic())
 
 
-def unchanged(model: Sequence[Any]) -> tuple[float, float]:
-    """How many of this rank's coded weights the last step left as they were, and of how many."""
-    same = weights = 0
-    for chunk in gathers_of(model):
-        for bucket in chunk.report:
-            if bucket.unchanged is not None:
-                same += int(bucket.unchanged)
-                weights += bucket.weights
-    return same, weights
+def coded(model: Sequence[Any]) -> list[float]:
+    """Of the last step: this rank's coded weights, how many of them did not change, bytes of its messages."""
+    totals = [0.0, 0.0, 0.0]
+    for bucket in (bucket for chunk in gathers_of(model) for bucket in chunk.report):
+        if bucket.unchanged is not None:
+            totals[0] += bucket.weights
+            totals[1] += int(bucket.unchanged)
+            totals[2] += bucket.message_bytes
+    return totals
 
 
 def by_bucket(model: Sequence[Any]) -> dict[str, float]:

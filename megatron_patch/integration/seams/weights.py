@@ -57,8 +57,11 @@ class BucketReport:
     name: str
     traffic: Traffic = field(default_factory=Traffic)
     weights: int = 0
+    """Of this rank's shard, if it was coded."""
+    message_bytes: int = 0
+    """Of its message, which travels as long as the longest of all ranks'."""
     unchanged: torch.Tensor | None = None
-    """How many of `weights`, those of this rank's shard, the step left as they were; int64 []."""
+    """How many weights the step left as they were; int64 []."""
 
 
 class ChunkWeights:
@@ -191,7 +194,8 @@ class WeightSeam:
         self._why_raw = DIFFERENT if differ else NO_SHORTER
         for report, gather in zip(self._reports, self.gathers, strict=True):
             report.traffic.nbytes += gather.peers * _LENGTH_BYTES
-            report.weights, report.unchanged = gather.shard_size, gather.unchanged
+            report.weights, report.message_bytes = gather.shard_size, gather.message_bytes
+            report.unchanged = gather.unchanged
         if not self._deferred:
             return None
         self._deferred = False
