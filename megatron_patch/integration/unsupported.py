@@ -26,15 +26,14 @@ def refuse_flags(args: Any) -> None:
         _refuse("use_megatron_fsdp", True, "Megatron-FSDP does its own exchange; leave it out")
     if getattr(args, "use_torch_fsdp2", False):
         _refuse("use_torch_fsdp2", True, "Torch-FSDP2 does its own exchange; leave it out")
-    _refuse_settings(
-        fp32_accumulation=getattr(args, "ddp_reduce_scatter_with_fp32_accumulation", False),
-        cuda_graphs=args,
-    )
+    method = getattr(args, "compression_method", None)
+    fp32_accumulation = getattr(args, "ddp_reduce_scatter_with_fp32_accumulation", False)
+    _refuse_settings(fp32_accumulation=fp32_accumulation and method != "none", cuda_graphs=args)
     refuse_graphed(args)
     if getattr(args, "compression_weight_gather", None) == "exact":
         _refuse_for_exact_gather(args, getattr(args, "overlap_param_gather", False))
     optimizer = getattr(args, "optimizer", "adam")
-    if getattr(args, "compression_method", None) == "onebit_adam":
+    if method == "onebit_adam":
         _refuse_for_onebit_adam(args)
         if optimizer != "adam":
             _refuse("optimizer", optimizer, "onebit_adam is Adam; use adam")
@@ -56,10 +55,8 @@ def refuse_chunk(chunk: Any, config: CompressionConfig) -> None:
             f"{kind} does not exchange gradients through Megatron's DistributedDataParallel, which gradient "
             "compression needs (leave out --use-megatron-fsdp and --use-torch-fsdp2)"
         )
-    _refuse_settings(
-        fp32_accumulation=getattr(chunk.ddp_config, "reduce_scatter_with_fp32_accumulation", False),
-        cuda_graphs=chunk.config,
-    )
+    fp32_accumulation = getattr(chunk.ddp_config, "reduce_scatter_with_fp32_accumulation", False)
+    _refuse_settings(fp32_accumulation=fp32_accumulation and config.compresses, cuda_graphs=chunk.config)
     if config.codes_weights:
         _refuse_for_exact_gather(chunk.config, chunk.ddp_config.overlap_param_gather)
     if config.momentum:
@@ -122,6 +119,7 @@ def _refuse_for_onebit_adam(settings: Any) -> None:
 
 
 def _refuse_settings(fp32_accumulation: bool, cuda_graphs: Any) -> None:
+    """Settings of Megatron's; `fp32_accumulation` only where gradients are compressed."""
     if fp32_accumulation:
         _refuse(
             "ddp_reduce_scatter_with_fp32_accumulation",

@@ -147,16 +147,17 @@ def refusals() -> dict[str, Any]:
 
     answers = {}
     function = param_and_grad_buffer.dist_reduce_scatter_func
-    for name, ddp in (
-        ("reduce_scatter_with_fp32_accumulation", {"reduce_scatter_with_fp32_accumulation": True}),
-    ):
-        chunk = build(ddp=ddp).ddp
-        param_and_grad_buffer.dist_reduce_scatter_func = function  # Megatron sets it for the whole process
-        try:
-            megatron_patch.attach([chunk])
-        except megatron_patch.UserError as error:
-            answers[name] = str(error)
-        assert chunk_state_of(chunk) is None
+    name = "reduce_scatter_with_fp32_accumulation"
+    chunk = build(ddp={name: True}).ddp
+    param_and_grad_buffer.dist_reduce_scatter_func = function  # Megatron sets it for the whole process
+    try:
+        megatron_patch.attach([chunk])
+    except megatron_patch.UserError as error:
+        answers[name] = str(error)
+    assert chunk_state_of(chunk) is None
+    megatron_patch.attach([chunk], megatron_patch.CompressionConfig(method="none"))  # compresses no gradient
+    assert chunk_state_of(chunk) is not None
+    megatron_patch.disable()
     graphs, older_graphs = build().ddp, build().ddp
     graphs.config.cuda_graph_impl = "full_iteration"
     older_graphs.config.cuda_graph_impl = "local"

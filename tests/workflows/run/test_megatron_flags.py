@@ -119,6 +119,17 @@ def test_stock_megatron_may_use_what_compression_cannot(parser: argparse.Argumen
     assert megatron_flags.check(run, flags(run, parser), parser).compression_attach is False
 
 
+def test_uncompressed_gradients_may_be_summed_by_megatron(parser: argparse.ArgumentParser) -> None:
+    overrides = [
+        "compression.method=none",
+        "compression.weight_gather=exact",
+        "megatron.ddp_reduce_scatter_with_fp32_accumulation=true",
+    ]
+    run = configuration.load(LLAMA, [*CPU, *overrides])
+    args = megatron_flags.check(run, flags(run, parser), parser)
+    assert (args.compression_method, args.ddp_reduce_scatter_with_fp32_accumulation) == ("none", True)
+
+
 def test_compression_flags_give_the_same_configuration_back(parser: argparse.ArgumentParser) -> None:
     from megatron_patch.integration.arguments import config_from_arguments
 
