@@ -1,4 +1,4 @@
-"""The LLaMA of megatron_training.py under PyTorch's DDP: what a user would pick instead of Megatron's.
+"""The LLaMA of training.py under PyTorch's DDP: what a user would pick instead of Megatron's.
 
 Gradients are all-reduced by a communication hook of PyTorch's: in bf16, or by PowerSGD (Vogels et al.,
 NeurIPS 2019), which sends two thin matrices in place of each gradient matrix. Every rank holds all of Adam's
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_patch.integration.bench.megatron_training import LEARNING_RATE, Llama, Training
+from megatron_patch.integration.bench.training import Llama, Training
 
 POWERSGD_START = 2
 """Steps before PowerSGD begins: DDP builds its buckets anew after the first one."""
@@ -32,10 +32,18 @@ class DdpTraining(Training):
     Args:
         llama: the model.
         powersgd_rank: of the matrices that PowerSGD sends; None: the bf16 hook.
+        learning_rate: Adam's, the same in every step.
         overlap: exchange buckets while backward computes.
     """
 
-    def __init__(self, llama: Llama, *, powersgd_rank: int | None = None, overlap: bool = False) -> None:
+    def __init__(
+        self,
+        llama: Llama,
+        *,
+        powersgd_rank: int | None = None,
+        learning_rate: float = 3e-4,
+        overlap: bool = False,
+    ) -> None:
         super().__init__(llama, overlap)
         self.model = DistributedDataParallel(
             self.module,
@@ -58,7 +66,7 @@ class DdpTraining(Training):
         self._elements = 0
         self._parameters = list(self.module.parameters())
         self._copies = [parameter.detach().float() for parameter in self._parameters]
-        self._adam = torch.optim.AdamW(self._copies, lr=LEARNING_RATE)
+        self._adam = torch.optim.AdamW(self._copies, lr=learning_rate)
 
     def _exchange(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if not self.overlap:
@@ -72,6 +80,10 @@ class DdpTraining(Training):
 
     @property
     def weight_bytes(self) -> float:
+        return 0.0
+
+    @property
+    def weights_sent(self) -> float:
         return 0.0
 
     def zero_gradients(self) -> None:

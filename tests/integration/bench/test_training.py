@@ -66,22 +66,32 @@ def trained(method: str, overlap: bool) -> dict[str, Any]:
 
     from megatron_patch import CompressionConfig
     from megatron_patch.integration.bench import ddp_training, megatron_training
+    from megatron_patch.integration.bench.training import Llama, Training, initialize
 
-    megatron_training.initialize()
-    llama = megatron_training.Llama(**SHAPE)
+    compressions = ONEBIT | {
+        "loco": CompressionConfig(bits=8),
+        "loco_exact": CompressionConfig(bits=8, weight_gather="exact"),
+        "none_exact": CompressionConfig(method="none", weight_gather="exact"),
+    }
+    initialize()
+    llama = Llama(**SHAPE)
     megatron_training.MegatronTraining(llama, fp32_accumulation=True).close()
-    training: megatron_training.Training
+    training: Training
     if method.startswith("ddp"):
         training = ddp_training.DdpTraining(
-            llama, powersgd_rank=2 if method == "ddp_powersgd" else None, overlap=overlap
+            llama,
+            powersgd_rank=2 if method == "ddp_powersgd" else None,
+            learning_rate=1e-4,
+            overlap=overlap,
         )
     else:
         training = megatron_training.MegatronTraining(
             llama,
             gradients="fp32" if method == "fp32" else "bf16",
-            fp32_accumulation=method == "alltoall",
+            fp32_accumulation=method in ("alltoall", "none_exact"),
             replicated=method in ("allreduce", *ONEBIT),
-            compression=CompressionConfig(bits=8) if method == "loco" else ONEBIT.get(method),
+            compression=compressions.get(method),
+            learning_rate=1e-4,
             buckets=3,
             overlap=overlap,
         )
@@ -94,6 +104,7 @@ def trained(method: str, overlap: bool) -> dict[str, Any]:
         "lap": laps[-1],
         "gradient_bytes": training.gradient_bytes,
         "weight_bytes": training.weight_bytes,
+        "weight_bits": [8 * lap.weight_bytes / training.weights_sent for lap in laps if lap.weight_bytes],
         "reduce_scatter": reduce_scatter,
     }
     training.close()
@@ -120,6 +131,60 @@ def test_every_exchange_trains_the_same_model(pool: Any, overlap: bool) -> None:
         if method != "ddp_powersgd":
             assert ranks[0]["gradient_bytes"] == pytest.approx(width * elements, rel=0.03), method
         assert (ranks[0]["weight_bytes"] > 0) == (not method.startswith(("ddp", "allreduce"))), method
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_exact_gather_is_timed_and_its_bytes_are_those_that_were_sent(pool: Any, overlap: bool) -> None:
+    for stock_method, method in (("alltoall", "none_exact"), ("loco", "loco_exact")):
+        stock = pool.run(trained, stock_method, overlap, world_size=2)[0]
+        exact = pool.run(trained, method, overlap, world_size=2)[0]
+        assert torch.equal(exact["weights"], stock["weights"]), method
+        assert exact["reduce_scatter"] == stock["reduce_scatter"], method
+        assert exact["gradient_bytes"] == stock["gradient_bytes"], method
+        assert stock["weight_bits"] == [16, 16]
+        assert len(exact["weight_bits"]) == 2
+        assert all(0 < bits < 15 for bits in exact["weight_bits"]), exact["weight_bits"]
+        assert exact["weight_bytes"] == exact["lap"].weight_bytes < stock["weight_bytes"]
+        assert exact["lap"].gather > 0
+
+
+def slowly_gathered(exact: bool) -> Any:
+    """The lap of a step in which the weights' gather, or what precedes the exact one, takes half a second."""
+    import time
+
+    from megatron.core.distributed import param_and_grad_buffer
+
+    from megatron_patch import CompressionConfig
+    from megatron_patch.integration.bench import megatron_training
+    from megatron_patch.integration.bench.training import Llama, initialize
+    from megatron_patch.integration.seams import weights
+
+    initialize()
+    compression = CompressionConfig(method="none", weight_gather="exact") if exact else None
+    training = megatron_training.MegatronTraining(Llama(**SHAPE), compression=compression, buckets=1)
+    training.step(1)
+    module: Any = weights if exact else param_and_grad_buffer
+    name = "agree" if exact else "dist_all_gather_func"
+    usual = getattr(module, name)
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.5)
+        return usual(*args, **kwargs)
+
+    setattr(module, name, slow)
+    try:
+        lap = training.step(1)
+    finally:
+        setattr(module, name, usual)
+        training.close()
+    return lap
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_stopwatch_of_the_gather_has_all_of_it(pool: Any, exact: bool) -> None:
+    for lap in pool.run(slowly_gathered, exact, world_size=2):
+        assert 0.5 < lap.gather < lap.step
+        assert lap.exchange < 0.5
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -151,10 +216,11 @@ def test_onebit_adam_s_momentum_is_exchanged_in_the_optimizer_s_step(
 
 def poisoned() -> str:
     from megatron_patch.integration.bench import megatron_training
+    from megatron_patch.integration.bench.training import Llama, initialize
 
-    megatron_training.initialize()
+    initialize()
     training = megatron_training.MegatronTraining(
-        megatron_training.Llama(**SHAPE), replicated=True, compression=onebit(warmup_steps=1)
+        Llama(**SHAPE), replicated=True, compression=onebit(warmup_steps=1)
     )
     training.step(1)
     with torch.no_grad():
@@ -175,9 +241,10 @@ def test_a_skipped_step_is_not_measured_as_one_without_bytes(pool: Any) -> None:
 def measured_exchanges(shape: dict[str, int]) -> dict[str, Any]:
     """Bytes over loopback, of all ranks, in a step of the warm-up, and least of some compressed ones."""
     from megatron_patch.integration.bench import megatron_training
+    from megatron_patch.integration.bench.training import Llama, initialize
 
-    megatron_training.initialize()
-    llama = megatron_training.Llama(**shape)
+    initialize()
+    llama = Llama(**shape)
     training = megatron_training.MegatronTraining(
         llama, replicated=True, compression=onebit(warmup_steps=3), buckets=3
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -43,9 +44,11 @@ def test_methods_have_a_name_each():
         "bf16_reduce_scatter": 16,
         "bf16_alltoall": 16,
         "bf16_allreduce": 16,
+        "none_exact": 16,
         "loco8": 8,
         "loco4": 4,
         "loco2": 2,
+        "loco4_exact": 4,
         "onebit_adam_warmup": 16,
         "onebit_adam": 1,
         "ddp_bf16": 16,
@@ -67,11 +70,66 @@ def test_onebit_adam_is_measured_in_either_phase():
     assert compressed.method == warming_up.method == two_hop.method == "onebit_adam"
     assert all(method.replicated for method in (base, compressed, warming_up, two_hop))
     assert not methods.parse("loco4").replicated
-    assert compressed.compression(1).warmup_steps < methods.UNMEASURED_STEPS
+    assert compressed.compression(1).warmup_steps < methods.FIRST_STEPS
+    assert compressed.compression(1, settle=30).warmup_steps == 29
     assert warming_up.compression(1).warmup_steps > 10**6
     options = two_hop.compression(4)
     assert (options.topology, options.ranks_per_node, options.bits) == ("two_hop", 4, 1)
     assert compressed.guessed_bits < 3 < base.guessed_bits == warming_up.guessed_bits == 32
+
+
+@pytest.mark.parametrize(
+    "name", ["loco4", "loco2", "naive4", "error_feedback8", "loco4_two_hop", "loco4_two_hop_intra8"]
+)
+def test_every_method_with_a_weight_gather_has_an_exact_one(name: str) -> None:
+    stock, exact = methods.parse(name), methods.parse(f"{name}_exact")
+    assert dataclasses.replace(stock, name=f"{name}_exact", exact=True) == exact
+    options = exact.compression(4)
+    assert options.codes_weights
+    assert dataclasses.replace(options, weight_gather="stock") == stock.compression(4)
+    assert stock.guessed_bits - exact.guessed_bits == pytest.approx(16 - 3.5)
+
+
+def test_the_baseline_s_own_exchange_has_an_exact_weight_gather():
+    base, exact = methods.parse("bf16_alltoall"), methods.parse("none_exact")
+    assert base.fp32_accumulation
+    assert exact.fp32_accumulation
+    assert not methods.parse("loco4_exact").fp32_accumulation
+    options = exact.compression(1)
+    assert (options.method, options.weight_gather) == ("none", "exact")
+    assert (exact.bits, exact.topology, exact.replicated, exact.kind) == (16, "flat", False, "attached")
+    assert exact.guessed_bits == 16 + 3.5
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("onebit_adam_exact", "leave out _exact"),
+        ("bf16_allreduce_exact", "leave out _exact"),
+        ("ddp_bf16_exact", "leave out _exact"),
+        ("bf16_alltoall_exact", "none_exact"),
+        ("locco4_exact", "did you mean loco4_exact?"),
+        ("none", "none_exact"),
+        ("loco4_exact_exact", "must be one of"),
+    ],
+)
+def test_what_has_no_exact_gather_is_an_error_of_one_line(name: str, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        methods.parse(name)
+    message = str(caught.value)
+    assert message.startswith(f"--methods: '{name}'")
+    assert words in message
+    assert "\n" not in message
+
+
+def test_a_model_settles_before_it_is_measured():
+    chosen = planned("--settle", "20", "--learning-rate", "1e-3", "--methods", "loco4,ddp_bf16")
+    assert (chosen.settle, chosen.learning_rate) == (20, 1e-3)
+    loco, ddp = chosen.methods
+    assert loco.settle(20) == 20
+    assert ddp.settle(20) == methods.FIRST_STEPS  # it gathers no weights
+    assert chosen.estimate_settling(loco, 4, 0.5) == 40
+    assert (planned().settle, planned().learning_rate) == (45, 3e-4)
 
 
 def test_the_baseline_is_measured_first():
@@ -105,6 +163,10 @@ def test_the_default_is_what_it_says():
         (["--rates", "100,100"], ["--rates", "different"]),
         (["--accumulation", "0"], ["--accumulation", "'0'", "1 to 1024"]),
         (["--steps", "0"], ["--steps", "0", "1 or more"]),
+        (["--settle", "2"], ["--settle", "2", "3 or more"]),
+        (["--learning-rate", "0"], ["--learning-rate", "0", "more than 0"]),
+        (["--learning-rate", "nan"], ["--learning-rate", "nan"]),
+        (["--methods", "onebit_adam_exact"], ["--methods", "onebit_adam_exact", "no weight gather"]),
         (["--ranks-per-host", "9"], ["--ranks-per-host", "9", "8 or less"]),
         (["--hidden", "100", "--heads", "6"], ["--hidden", "100", "12"]),
         (["--patience", "0"], ["--patience", "0"]),
@@ -122,7 +184,7 @@ def test_a_mistake_is_one_line(
 # --- rows ------------------------------------------------------------------------------------------------
 
 
-def answer(step: float, exchange: float, sent: int = 0) -> dict[str, Any]:
+def answer(step: float, exchange: float, sent: int = 0, weight_bits: float | None = 16.0) -> dict[str, Any]:
     laps = [[step + late, exchange, 0.1] for late in (0.0, 0.0, 9.0)]  # one step was disturbed
     return {
         "laps": laps,
@@ -138,8 +200,13 @@ def answer(step: float, exchange: float, sent: int = 0) -> dict[str, Any]:
 
 def row_of(name: str, rate: float | None, step: float, exchange: float, **answered: Any) -> dict[str, Any]:
     cell = Cell(methods.parse(name), 1, rate)
+    bits = answered.pop("weight_bits", 16.0)
     ranks = [answer(step, exchange / 2), answer(step - 0.1, exchange, **answered)]
-    return results.row(cell, 2, 1, 0.4, ranks)
+    for one in ranks:
+        one["weight_bits"] = bits
+    first = [[9.0, 7.0, 6.0], [8.0, 7.5, 6.0]] if cell.method.exact else [None, None]
+    prepared = [{"unshaped_step_seconds": [0.4, 0.4], "weight_bits_first_steps": bits} for bits in first]
+    return results.row(cell, 2, 1, prepared, ranks)
 
 
 def test_a_row_is_the_slowest_rank_and_the_busiest_link():
@@ -151,6 +218,20 @@ def test_a_row_is_the_slowest_rank_and_the_busiest_link():
     assert row["exchange_interface_bytes"] == 1_000_000
     assert row["loopback_bytes"] == 10
     assert (row["method"], row["bits"], row["topology"]) == ("bf16_alltoall", 16, "flat")
+
+
+def test_a_row_has_the_bits_of_a_weight():
+    exact = row_of("loco4_exact", 8.0, 2.0, 1.0, weight_bits=3.5)
+    stock, replicated = row_of("loco4", 8.0, 2.0, 1.0), row_of("onebit_adam", 8.0, 2.0, 1.0, weight_bits=None)
+    assert (exact["weight_gather"], stock["weight_gather"]) == ("exact", "stock")
+    assert exact["weight_bits_first_steps"] == [9.0, 7.5, 6.0]
+    assert stock["weight_bits_first_steps"] is None
+    assert stock["weight_bits"] == 16
+    results.compare([exact, stock, replicated], overlap=False)
+    heads, _, *lines = results.markdown([exact, stock, replicated]).splitlines()
+    place = heads.split(" | ").index("weight bits")
+    assert [line.split(" | ")[place] for line in lines] == ["3.50", "16.00", "-"]
+    assert len(results.table([exact]).columns) == 13
 
 
 def test_speed_ups_are_over_the_baseline_of_the_same_rate():
@@ -194,7 +275,7 @@ def test_a_whole_run_of_onebit_adam_has_steps_of_both_phases(tmp_path: Path) -> 
     assert "15% warm-up: 1.600 s and 1.30 MB a step, 2.50 times faster than bf16_allreduce" in line
     assert line in results.markdown(rows)
     assert "over all-reduce" in results.markdown(rows)
-    assert len(results.table(rows).columns) == 13
+    assert len(results.table(rows).columns) == 14
     (alone,) = results.whole_runs(rows[1:3])
     assert alone["speedup_vs_bf16_allreduce"] is None
     assert results.whole_runs(rows[:2]) == results.whole_runs(rows[2:]) == []
@@ -363,9 +444,10 @@ def untouched(root: None) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("untouched")
-def test_three_methods_over_two_hosts(tmp_path: Path) -> None:
+def test_five_methods_over_two_hosts(tmp_path: Path) -> None:
     flags = (
-        "--ranks-per-host 2 --methods bf16_alltoall,loco4,onebit_adam --rates 100 --accumulation 2 --steps 3"
+        "--ranks-per-host 2 --methods bf16_alltoall,loco4,onebit_adam,none_exact,loco4_exact --rates 100 "
+        "--accumulation 2 --steps 3 --settle 6 --learning-rate 1e-3"
     )
     run = subprocess.run(command(tmp_path, *flags.split()), capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
@@ -374,7 +456,9 @@ def test_three_methods_over_two_hosts(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "network.json").read_text())
     assert (tmp_path / "network.png").read_bytes().startswith(b"\x89PNG")
     assert found["versions"]["torch"]
-    base, loco, onebit = found["rows"]
+    base, loco, onebit, none_exact, loco_exact = found["rows"]
+    assert (found["learning_rate"], found["settle"]) == (1e-3, 6)
+    assert "learning rate 0.001" in run.stdout
     elements = base["gradient_bytes"] / 2 / (3 / 4)
     assert elements == pytest.approx(found["model"]["parameters"], rel=0.02)
     assert base["weight_bytes"] == base["gradient_bytes"]
@@ -391,6 +475,17 @@ def test_three_methods_over_two_hosts(tmp_path: Path) -> None:
     assert onebit["gradient_bytes"] == pytest.approx(2 * 1.125 / 16 * base["gradient_bytes"], rel=0.02)
     assert onebit["weight_bytes"] == onebit["gather_seconds"] == 0
     assert onebit["exchange_seconds"] > 0
+    assert onebit["weight_bits"] is None
+    for exact, stock in ((none_exact, base), (loco_exact, loco)):
+        assert exact["gradient_bytes"] == stock["gradient_bytes"]
+        assert exact["weight_bytes"] < 0.7 * stock["weight_bytes"]
+        assert exact["weight_bits"] == pytest.approx(16 * exact["weight_bytes"] / stock["weight_bytes"])
+        assert exact["gather_seconds"] > 0
+        first = exact["weight_bits_first_steps"]
+        assert len(first) == 6
+        assert first[0] > first[-1] > 0
+        saved = stock["interface_bytes"] - exact["interface_bytes"]
+        assert saved == pytest.approx(stock["weight_bytes"] - exact["weight_bytes"], rel=0.15)
     # Of 6 payloads 2 go from each of two ranks to the other host; the owners' 3 go around by one of them.
     assert 7 / 6 * onebit["gradient_bytes"] < onebit["exchange_interface_bytes"] < loco["gradient_bytes"]
 
@@ -429,6 +524,7 @@ def test_nothing_is_left_when_the_command_is_ended(how: signal.Signals, tmp_path
 def test_a_cut_link_fails_every_rank_in_time_and_names_the_lost_one() -> None:
     llama = {"layers": 1, "hidden": 64, "ffn": 128, "heads": 2, "vocabulary": 1024, "sequence": 8}
     cell = {"method": "loco4", "buckets": 2, "ranks_per_host": 1, "overlap": False}
+    cell |= {"learning_rate": 3e-4, "settle": 3}
     patience = 4.0
     with lifeline.folder() as folder, hosts.Network(3) as network:
         ranks = Ranks(network, 1, folder, patience)

@@ -26,6 +26,7 @@ from megatron_patch.workflows.bench.network import hosts, lifeline, results
 from megatron_patch.workflows.bench.network.methods import (
     ALL_REDUCE,
     BASELINE,
+    FIRST_STEPS,
     ONEBIT,
     ONEBIT_WARM_UP,
     Method,
@@ -33,10 +34,13 @@ from megatron_patch.workflows.bench.network.methods import (
 )
 from megatron_patch.workflows.bench.network.plan import Plan
 
-DEFAULT_METHODS = f"{BASELINE},loco4,loco2,ddp_bf16"
+DEFAULT_METHODS = f"{BASELINE},loco4,loco2,loco4_exact,ddp_bf16"
 _MODEL = {"layers": 4, "hidden": 384, "ffn": 1024, "heads": 6, "vocabulary": 4096}
 _DATA = {"sequence": 32, "microbatch": 1}
 _UNSHAPED_STEPS = 5
+_LEARNING_RATE = 3e-4
+_SETTLE = 45
+"""In the default model the exact weight gather then takes within 5 % of the bits of step 60."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,10 +60,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_METHODS,
         metavar="A,B",
         help=f"default {DEFAULT_METHODS}; also fp32_reduce_scatter, bf16_reduce_scatter, bf16_allreduce, "
-        "loco8, naive4, loco4_two_hop, onebit_adam, onebit_adam_warmup, onebit_adam_two_hop, "
-        "ddp_powersgd_rank4, or 'all'",
+        "loco8, naive4, loco4_two_hop, none_exact, loco2_exact, onebit_adam, onebit_adam_warmup, "
+        "onebit_adam_two_hop, ddp_powersgd_rank4, or 'all'",
     )
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="measured in each cell; default 5")
+    parser.add_argument(
+        "--settle",
+        type=int,
+        default=_SETTLE,
+        metavar="N",
+        help=f"unmeasured steps before them, until Adam's moments have settled; default {_SETTLE}",
+    )
+    parser.add_argument(
+        "--learning-rate", type=float, default=_LEARNING_RATE, metavar="R", help=f"default {_LEARNING_RATE}"
+    )
     parser.add_argument("--overlap", action="store_true", help="exchange buckets during backward")
     parser.add_argument("--buckets", type=int, default=8, metavar="N", help="of the gradients; default 8")
     for name, default in (_MODEL | _DATA).items():
@@ -73,7 +87,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 ALL_METHODS = (
     *("fp32_reduce_scatter", "bf16_reduce_scatter", BASELINE, ALL_REDUCE),
-    *("loco8", "loco4", "loco2", ONEBIT_WARM_UP, ONEBIT, "ddp_bf16", "ddp_powersgd_rank4"),
+    *(
+        "none_exact",
+        "loco8",
+        "loco4",
+        "loco2",
+        "loco4_exact",
+        ONEBIT_WARM_UP,
+        ONEBIT,
+        "ddp_bf16",
+        "ddp_powersgd_rank4",
+    ),
 )
 
 
@@ -89,8 +113,12 @@ def plan(args: argparse.Namespace) -> Plan:
     methods = tuple(map(parse, names))
     if BASELINE in names:  # every speed-up refers to it: first, whatever the order
         methods = tuple(sorted(methods, key=lambda method: method.name != BASELINE))
+    if args.settle < FIRST_STEPS:
+        raise UserError(f"--settle: {args.settle} is not allowed; it must be {FIRST_STEPS} or more")
+    if not 0 < args.learning_rate <= 1:
+        raise UserError(f"--learning-rate: {args.learning_rate:g} must be more than 0 and at most 1")
     for method in methods:
-        method.compression(args.ranks_per_host)
+        method.compression(args.ranks_per_host, args.settle)
     for name in ("ranks_per_host", "steps", "buckets", *_MODEL, *_DATA):
         if getattr(args, name) < 1:
             option = "--" + name.replace("_", "-")
@@ -111,6 +139,8 @@ def plan(args: argparse.Namespace) -> Plan:
         overlap=args.overlap,
         buckets=args.buckets,
         llama={name: getattr(args, name) for name in (*_MODEL, *_DATA)},
+        learning_rate=args.learning_rate,
+        settle=args.settle,
     )
 
 
@@ -156,6 +186,8 @@ def run(args: argparse.Namespace) -> int:
         "notes": results.NOTES,
         "command": " ".join(["megatron-loco", *sys.argv[1:]]),
         "model": what.llama | {"parameters": what.parameters},
+        "learning_rate": what.learning_rate,
+        "settle": what.settle,
         "steps": what.steps,
         "overlap": what.overlap,
         "buckets": what.buckets,
@@ -169,7 +201,8 @@ def run(args: argparse.Namespace) -> int:
     title = (
         f"{what.hosts} hosts, {what.ranks_per_host} rank{'s' if what.ranks_per_host > 1 else ''} each, "
         f"LLaMA of {what.parameters / 1e6:.1f} M parameters, {what.llama['microbatch']} x "
-        f"{what.llama['sequence']} tokens a microbatch{', overlapped' if what.overlap else ''}"
+        f"{what.llama['sequence']} tokens a microbatch, learning rate "
+        f"{what.learning_rate:g}{', overlapped' if what.overlap else ''}"
     )
     files = [args.json] if args.json else []
     if args.out:
@@ -210,13 +243,13 @@ def measure(what: Plan, patience: float) -> tuple[list[dict[str, Any]], float]:
         with Ranks(network, what.ranks_per_host, folder, patience) as ranks:
             start_seconds = show.elapsed()
             built: tuple[Method, int] | None = None
-            unshaped = 0.0
+            prepared: list[dict[str, Any]] = []
             for cell in what.cells:
                 if built != (cell.method, cell.accumulation):
                     built = (cell.method, cell.accumulation)
                     show.say(f"{cell.method.name}: building")
                     network.shape(None)
-                    answers = ranks.ask(
+                    prepared = ranks.ask(
                         do="prepare",
                         method=cell.method.name,
                         llama=what.llama,
@@ -224,14 +257,15 @@ def measure(what: Plan, patience: float) -> tuple[list[dict[str, Any]], float]:
                         buckets=what.buckets,
                         ranks_per_host=what.ranks_per_host,
                         accumulation=cell.accumulation,
+                        learning_rate=what.learning_rate,
+                        settle=what.settle,
                         steps=min(what.steps, _UNSHAPED_STEPS),
                     )
-                    unshaped = results.slowest_median([a["unshaped_step_seconds"] for a in answers])
-                    show.learned(unshaped / cell.accumulation)
+                    show.learned(results.unshaped_seconds(prepared) / cell.accumulation)
                 network.shape(cell.rate_mbit)
                 show.begin(cell)
                 answers = ranks.ask(do="measure", steps=what.steps, accumulation=cell.accumulation)
-                rows.append(results.row(cell, what.hosts, what.ranks_per_host, unshaped, answers))
+                rows.append(results.row(cell, what.hosts, what.ranks_per_host, prepared, answers))
                 show.end(cell, rows[-1])
             network.shape(None)
     rows.sort(key=lambda row: (row["accumulation"], row["rate_mbit"] or float("inf")))

@@ -6,6 +6,8 @@ bf16_alltoall           Megatron's reduce_scatter_with_fp32_accumulation: the ho
 bf16_allreduce          stock Megatron, replicated optimizer, so no weight gather: 1-bit Adam's own baseline
 loco8, loco4, loco2     LoCo, flat (also naive4, error_feedback4, loco1, ...)
 loco4_two_hop           LoCo within the host first, then between hosts (_intra8: int8 within the host)
+none_exact              bf16_alltoall with the exact weight gather
+loco4_exact             LoCo with the exact weight gather (also loco2_exact, loco4_two_hop_exact, ...)
 onebit_adam             1-bit Adam, replicated optimizer: after its warm-up (_two_hop: as above)
 onebit_adam_warmup      the same, still in its warm-up
 ddp_bf16                PyTorch DDP, its bf16 hook
@@ -25,12 +27,18 @@ from megatron_patch.errors import UserError, nearest
 BASELINE = "bf16_alltoall"
 ALL_REDUCE = "bf16_allreduce"
 ONEBIT, ONEBIT_WARM_UP, ONEBIT_TWO_HOP = "onebit_adam", "onebit_adam_warmup", "onebit_adam_two_hop"
-UNMEASURED_STEPS = 3
-"""Of every model: buffers are allocated, and 1-bit Adam's warm-up ends."""
+FIRST_STEPS = 3
+"""The fewest unmeasured steps of a model: buffers are allocated, and 1-bit Adam's warm-up ends."""
+EXACT = "_exact"
+EXACT_BITS = 3.5
+"""Of a weight in the exact gather, about; a step's real ones are measured."""
 _FOR_EVER = 10**9
 _STOCK = {"fp32_reduce_scatter": 32, "bf16_reduce_scatter": 16, BASELINE: 16, ALL_REDUCE: 16}
 _ONEBIT = (ONEBIT, ONEBIT_WARM_UP, ONEBIT_TWO_HOP)
-_KNOWN = (*_STOCK, "loco8", "loco4", "loco2", "loco4_two_hop", *_ONEBIT, "ddp_bf16", "ddp_powersgd_rank4")
+_KNOWN = (
+    *(*_STOCK, "none_exact", "loco8", "loco4", "loco2", "loco4_two_hop", "loco4_exact"),
+    *(*_ONEBIT, "ddp_bf16", "ddp_powersgd_rank4"),
+)
 _COMPRESSED = re.compile(r"(loco|naive|error_feedback)([8421])(_two_hop(_intra8)?)?")
 _POWERSGD = re.compile(r"ddp_powersgd_rank([1-9][0-9]{0,3})")
 
@@ -50,13 +58,20 @@ class Method:
     topology: str = "flat"
     intra_bits: int | None = None
     powersgd_rank: int | None = None
+    exact: bool = False
+    """Whether weights are gathered exactly, from their changes."""
 
     @property
     def kind(self) -> str:
-        """One of stock, compressed and ddp."""
+        """One of stock, attached and ddp."""
         if self.method in _STOCK:
             return "stock"
-        return "ddp" if self.method.startswith("ddp_") else "compressed"
+        return "ddp" if self.method.startswith("ddp_") else "attached"
+
+    @property
+    def fp32_accumulation(self) -> bool:
+        """Whether gradients are exchanged by Megatron's all-to-all with a sum in fp32."""
+        return self.method in (BASELINE, "none")
 
     @property
     def replicated(self) -> bool:
@@ -69,23 +84,35 @@ class Method:
         gradient = 1.0 if self.bits is None else self.bits * (1 if self.bits >= 16 else 1.04)
         if self.replicated or self.method.endswith("reduce_scatter"):
             gradient *= 2
-        return gradient + (0 if self.replicated else 16)
+        weights = EXACT_BITS if self.exact else 16
+        return gradient + (0 if self.replicated else weights)
 
-    def compression(self, ranks_per_host: int) -> CompressionConfig | None:
+    def settle(self, steps: int) -> int:
+        """The unmeasured steps, where Megatron's methods take `steps`; PyTorch's DDP gathers no weights."""
+        return FIRST_STEPS if self.kind == "ddp" else steps
+
+    def compression(self, ranks_per_host: int, settle: int = FIRST_STEPS) -> CompressionConfig | None:
         """The options to attach with; None: the seam is not touched.
+
+        Args:
+            ranks_per_host: for two hops.
+            settle: unmeasured steps, in which 1-bit Adam's warm-up ends.
 
         Raises:
             UserError: a topology that this version does not have.
         """
-        if self.kind != "compressed":
+        if self.kind != "attached":
             return None
+        if self.method == "none":
+            return CompressionConfig(method="none", weight_gather="exact")
         fields = {field.name for field in dataclasses.fields(CompressionConfig)}
         if self.topology == "two_hop" and not {"topology", "ranks_per_node"} <= fields:
             raise UserError(f"--methods: {self.name!r} needs compression.topology, which is not there yet")
         wanted: dict[str, Any] = {"topology": self.topology}
+        wanted["weight_gather"] = "exact" if self.exact else "stock"
         if self.method == ONEBIT:
             in_warm_up = self.name == ONEBIT_WARM_UP
-            wanted["warmup_steps"] = _FOR_EVER if in_warm_up else UNMEASURED_STEPS - 1
+            wanted["warmup_steps"] = _FOR_EVER if in_warm_up else settle - 1
         if self.topology == "two_hop":
             wanted |= {"ranks_per_node": ranks_per_host, "intra_bits": self.intra_bits}
         options = {name: value for name, value in wanted.items() if name in fields and value is not None}
@@ -100,6 +127,23 @@ def parse(name: str) -> Method:
     Raises:
         UserError: there is none of that name.
     """
+    if name == "none" + EXACT:
+        return Method(name, "none", 16, exact=True)
+    method = _with_stock_gather(name.removesuffix(EXACT))
+    if method is None:
+        raise UserError(f"--methods: {name!r} must be one of {', '.join(_KNOWN)}{nearest(name, _KNOWN)}")
+    if not name.endswith(EXACT):
+        return method
+    if method.replicated:
+        why = "every rank updates all weights, so there is no weight gather; leave out _exact"
+        raise UserError(f"--methods: {name!r} is not possible: {why}")
+    if method.kind == "stock":
+        why = "Megatron's own exchange with the exact weight gather is none_exact"
+        raise UserError(f"--methods: {name!r} is not possible: {why}")
+    return dataclasses.replace(method, name=name, exact=True)
+
+
+def _with_stock_gather(name: str) -> Method | None:
     if name in _STOCK:
         return Method(name, name, _STOCK[name])
     if name in _ONEBIT:
@@ -112,4 +156,4 @@ def parse(name: str) -> Method:
     if found := _COMPRESSED.fullmatch(name):
         topology = "two_hop" if found[3] else "flat"
         return Method(name, found[1], int(found[2]), topology, intra_bits=8 if found[4] else None)
-    raise UserError(f"--methods: {name!r} must be one of {', '.join(_KNOWN)}{nearest(name, _KNOWN)}")
+    return None

@@ -21,6 +21,9 @@ class Plan:
     overlap: bool
     buckets: int
     llama: dict[str, int]
+    learning_rate: float
+    settle: int
+    """Unmeasured steps of a model, until Adam's moments have settled."""
 
     @property
     def cells(self) -> list[Cell]:
@@ -37,6 +40,10 @@ class Plan:
         h = self.llama["hidden"]
         layer = 4 * h**2 + 3 * h * self.llama["ffn"] + 2 * h
         return self.llama["layers"] * layer + 2 * self.llama["vocabulary"] * h + h
+
+    def estimate_settling(self, method: Method, accumulation: int, unshaped_seconds: float) -> float:
+        """Seconds of a model's unmeasured steps, for the same."""
+        return method.settle(self.settle) * unshaped_seconds * accumulation
 
     def estimate(self, cell: Cell, unshaped_seconds: float) -> float:
         """Seconds that a cell may take: for the time left, and nothing else."""

@@ -2,7 +2,7 @@
 
     command                                             every rank
     {"do": "prepare", "method": ..., ...}    ------>    builds the model anew, takes a few steps
-                                             <------    {"unshaped_step_seconds": [...]}
+                                             <------    {"unshaped_step_seconds": [...], ...}
     (sets the links' rate)
     {"do": "measure", "steps": ..., ...}     ------>    steps, from barrier to barrier
                                              <------    {"laps": [...], "sent": ..., "received": ...}
@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import statistics
 import sys
 import time
 import traceback
@@ -55,36 +56,44 @@ class _Cells:
         self.training: Any = None
 
     def prepare(self, order: dict[str, Any]) -> dict[str, Any]:
-        from megatron_patch.integration.bench import ddp_training, megatron_training
-        from megatron_patch.workflows.bench.network.methods import UNMEASURED_STEPS, parse
+        from megatron_patch.integration.bench import ddp_training, megatron_training, training
+        from megatron_patch.workflows.bench.network.methods import parse
 
         if self.training is not None:
             self.training.close()
             self.training = None
         method = parse(order["method"])
-        llama = megatron_training.Llama(**order["llama"])
-        overlap = order["overlap"]
-        unmeasured = UNMEASURED_STEPS
+        llama = training.Llama(**order["llama"])
+        overlap, learning_rate = order["overlap"], order["learning_rate"]
+        unmeasured = method.settle(order["settle"])
         if method.kind == "ddp":
             self.training = ddp_training.DdpTraining(
-                llama, powersgd_rank=method.powersgd_rank, overlap=overlap
+                llama, powersgd_rank=method.powersgd_rank, learning_rate=learning_rate, overlap=overlap
             )
             unmeasured += ddp_training.POWERSGD_START if method.powersgd_rank else 0
         else:
             self.training = megatron_training.MegatronTraining(
                 llama,
                 gradients="fp32" if method.bits == 32 else "bf16",
-                fp32_accumulation=method.name == "bf16_alltoall",
+                fp32_accumulation=method.fp32_accumulation,
                 replicated=method.replicated,
-                compression=method.compression(order["ranks_per_host"]),
+                compression=method.compression(order["ranks_per_host"], order["settle"]),
+                learning_rate=learning_rate,
                 buckets=order["buckets"],
                 overlap=overlap,
             )
         self.training.counters = _read_counters
-        for _ in range(unmeasured):
-            self.training.step(1)
+        first = [self.training.step(order["accumulation"]) for _ in range(unmeasured)]
         laps = [self.training.step(order["accumulation"]) for _ in range(order["steps"])]
-        return {"unshaped_step_seconds": [lap.step for lap in laps]}
+        return {
+            "unshaped_step_seconds": [lap.step for lap in laps],
+            "weight_bits_first_steps": [self._weight_bits(lap) for lap in first] if method.exact else None,
+        }
+
+    def _weight_bits(self, *laps: Any) -> float | None:
+        """Bits a weight, the mean of some steps; None where no weight is gathered."""
+        sent = self.training.weights_sent
+        return 8 * statistics.fmean(lap.weight_bytes for lap in laps) / sent if sent else None
 
     def measure(self, order: dict[str, Any]) -> dict[str, Any]:
         import torch.distributed as dist
@@ -103,7 +112,8 @@ class _Cells:
             "exchange_sent": sum(lap.exchange_sent for lap in laps),
             "exchange_received": sum(lap.exchange_received for lap in laps),
             "gradient_bytes": self.training.gradient_bytes,
-            "weight_bytes": self.training.weight_bytes,
+            "weight_bytes": statistics.fmean(lap.weight_bytes for lap in laps),
+            "weight_bits": self._weight_bits(*laps),
         }
 
 
@@ -123,12 +133,12 @@ def _start() -> None:
     patience = datetime.timedelta(seconds=float(os.environ[SECONDS]))
     dist.init_process_group("gloo", timeout=max(patience, datetime.timedelta(seconds=START_SECONDS)))
     dist.distributed_c10d._set_pg_timeout(patience)
-    from megatron_patch.integration.bench import gloo_fixes, megatron_training
+    from megatron_patch.integration.bench import gloo_fixes, training
 
     gloo_fixes.install()
     for name in ("megatron", "megatron_patch"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    megatron_training.initialize()
+    training.initialize()
 
 
 def main() -> int:

@@ -37,10 +37,14 @@ NOTES = {
     "step_seconds": "median over steps of the slowest rank's time, from barrier to barrier",
     "exchange_seconds": "of that, the exchange of gradients (1-bit Adam: momentum) alone, after a barrier "
     "(overlap: what is not hidden)",
-    "gather_seconds": "of that, the all-gather of the updated weights (none with a replicated optimizer)",
+    "gather_seconds": "of that, the gather of the updated weights (none with a replicated optimizer), by the "
+    "exact gather with coding, lengths and decoding",
     "compute_seconds": "step_seconds less exchange_seconds and gather_seconds",
     "gradient_bytes": "payload of gradients sent by one rank per step; gloo's reduce-scatter moves twice it",
-    "weight_bytes": "payload of weights sent by one rank per step",
+    "weight_gather": "stock: Megatron's own, in full; exact: changes, in an exact code",
+    "weight_bytes": "payload of weights sent by one rank per step, the mean of the measured steps",
+    "weight_bits": "that, in bits a weight (null with a replicated optimizer)",
+    "weight_bits_first_steps": "the same of each unmeasured step, from a model's first (exact gather only)",
     "interface_bytes": "per step, by the interface's counters, of the busiest host in its busier direction "
     "(headers counted once for each packet of up to 64 KiB)",
     "exchange_interface_bytes": "of that, during the gradient exchange alone (none with overlap)",
@@ -68,16 +72,25 @@ def slowest_median(laps_of_ranks: Sequence[Sequence[float]]) -> float:
     return statistics.median(max(times) for times in zip(*laps_of_ranks, strict=True))
 
 
+def unshaped_seconds(prepared: Sequence[dict[str, Any]]) -> float:
+    """Of a step without rate limits, from what the ranks answered to "prepare"."""
+    return slowest_median([answer["unshaped_step_seconds"] for answer in prepared])
+
+
 def row(
-    cell: Cell, hosts: int, ranks_per_host: int, unshaped_seconds: float, answers: Sequence[dict[str, Any]]
+    cell: Cell,
+    hosts: int,
+    ranks_per_host: int,
+    prepared: Sequence[dict[str, Any]],
+    answers: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
     """The row of a cell, without what needs the baseline.
 
     Args:
         cell: what was measured.
         hosts, ranks_per_host: where.
-        unshaped_seconds: of a step without rate limits.
-        answers: what the ranks answered to "measure" (rank.py).
+        prepared: what the ranks answered to "prepare" (rank.py).
+        answers: what they answered to "measure".
     """
     steps = len(answers[0]["laps"])
     step, exchange, gather = (
@@ -97,13 +110,27 @@ def row(
         "gather_seconds": gather,
         "compute_seconds": step - exchange - gather,
         "gradient_bytes": max(a["gradient_bytes"] for a in answers),
+        "weight_gather": "exact" if cell.method.exact else "stock",
         "weight_bytes": max(a["weight_bytes"] for a in answers),
+        "weight_bits": _most([a["weight_bits"] for a in answers]),
+        "weight_bits_first_steps": _first_steps(prepared),
         "interface_bytes": max(max(a["sent"], a["received"]) for a in answers) / steps,
         "exchange_interface_bytes": max(max(a["exchange_sent"], a["exchange_received"]) for a in answers)
         / steps,
         "loopback_bytes": max(a["loopback"] for a in answers) / steps,
-        "unshaped_step_seconds": unshaped_seconds,
+        "unshaped_step_seconds": unshaped_seconds(prepared),
     }
+
+
+def _most(found: Sequence[float | None]) -> float | None:
+    return max((one for one in found if one is not None), default=None)
+
+
+def _first_steps(prepared: Sequence[dict[str, Any]]) -> list[float] | None:
+    if any(answer["weight_bits_first_steps"] is None for answer in prepared):
+        return None
+    of_ranks = (answer["weight_bits_first_steps"] for answer in prepared)
+    return [max(bits) for bits in zip(*of_ranks, strict=True)]
 
 
 def byte_limit_seconds(row: dict[str, Any]) -> float:
@@ -194,6 +221,7 @@ _COLUMNS = (
     "exchange (s)",
     "gradient MB",
     "weight MB",
+    "weight bits",
     "interface MB",
     "of it exchange",
     "exchange speed-up",
@@ -247,6 +275,7 @@ def _texts(one: dict[str, Any]) -> list[str]:
         f"{one['exchange_seconds']:.3f}",
         f"{one['gradient_bytes'] / 1e6:.2f}",
         f"{one['weight_bytes'] / 1e6:.2f}",
+        "-" if one["weight_bits"] is None else f"{one['weight_bits']:.2f}",
         f"{one['interface_bytes'] / 1e6:.2f}",
         f"{one['exchange_interface_bytes'] / 1e6:.2f}" if one["exchange_interface_bytes"] else "-",
         ratio("exchange_speedup_vs_bf16_alltoall"),
