@@ -33,7 +33,7 @@ test-gpu: $(READY) ## the kernels' tests on a GPU
 test-slow: $(READY) ## the tests that take minutes each
 	@$(BIN)/python -m pytest -m slow
 
-bench-network: $(READY) ## training over slow links made of network namespaces (root; 5 minutes on 2 cores)
+bench-network: $(READY) ## training over slow links made of network namespaces (root)
 	@$(BIN)/megatron-loco bench network --out runs/network
 
 soak: $(READY) ## kill runs 50 times, and see that they end bit for bit as if left alone
