@@ -14,8 +14,10 @@ from workflows.engine_runs import EXPERTS, OVERLAP, PARALLEL, UNTIED, Run
 STOCHASTIC = ["--compression-rounding", "stochastic"]
 LOCO = ["--compression-method", "loco", "--compression-bits", "4"]
 ONEBIT = ["--compression-method", "onebit_adam", "--compression-warmup-steps"]
+EXACT = ["--compression-weight-gather", "exact"]
 DISTRIBUTED = ("--use-distributed-optimizer",)
 REPLICATED = [*UNTIED, "--overlap-grad-reduce"]
+GATHERED = [*OVERLAP, "--overlap-param-gather"]
 TWO_INSTANCES = [*OVERLAP, "--num-distributed-optimizer-instances", "2"]
 FP16 = [*UNTIED, "--fp16", "--initial-loss-scale", "65536", "--loss-scale-window", "3"]
 
@@ -31,6 +33,7 @@ CASES: dict[str, tuple[Run, int]] = {
     "late": (Run(ours=["--compression-method", "naive", *STOCHASTIC, "--compression-start-step", "6"]), 8),
     "onebit": (Run(OVERLAP, [*ONEBIT, "2"]), 8),
     "onebit-replicated-bf16": (Run([*REPLICATED, "--bf16"], [*ONEBIT, "6"], without=DISTRIBUTED), 8),
+    "exact-gather": (Run([*GATHERED, "--bf16"], [*LOCO, *EXACT]), 8),
     "async": (Run([*OVERLAP, "--async-save"], [*LOCO, *STOCHASTIC]), 8),
     # With the distributed optimizer Megatron cannot load this format without Apex or Transformer Engine.
     "legacy-format": (Run([*UNTIED, "--ckpt-format", "torch"], [*LOCO, *STOCHASTIC], without=DISTRIBUTED), 8),
@@ -67,6 +70,18 @@ def _runs() -> dict[str, Run]:
     for name, ours in SWITCHES.items():
         runs[name] = Run([*OVERLAP, *source], ours, after="dense")
     runs["to-4-ranks"] = Run([*OVERLAP, *source], [*LOCO, *STOCHASTIC], ranks=4, after="dense")
+    source = [*GATHERED, "--bf16", "--load", "{out}/exact-gather/checkpoints", "--ckpt-step", "4"]
+    for name, ours in (("exact", [*LOCO, *EXACT]), ("stock", LOCO)):
+        four = [
+            *source,
+            "--train-iters",
+            "8",
+            "--eval-interval",
+            "2",
+            "--save",
+            f"{{out}}/{name}-4/checkpoints",
+        ]
+        runs[f"{name}-4"] = Run(four, ours, ranks=4, after="exact-gather")
     return runs
 
 

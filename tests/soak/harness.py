@@ -115,7 +115,8 @@ class Runs:
             *soak.settings,
         ]
         recipe = recipes.method_recipe(soak.method)
-        run = configuration.load(ROOT / "configs/models/llama_tiny.yaml", overrides, and_files=[recipe])
+        model = ROOT / "configs/models/llama_tiny_bf16.yaml"  # whose weights the recipe gathers exactly
+        run = configuration.load(model, overrides, and_files=[recipe])
         return prepare_run(run, folder)
 
     def undisturbed(self) -> Path:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from integration.resume_runs import CASES, RUNS, SLOW, resumed
 from workflows.engine_runs import engine
 
@@ -150,6 +151,19 @@ def test_another_method_bits_or_number_of_ranks_goes_on_from_a_checkpoint(
     assert list(records) == [21, 22, 23, 24]
     assert line in log
     assert ("megatron-loco: iteration 20:" in log) == (name != "to-none")
+
+
+def test_exact_weight_gathers_change_nothing_after_a_checkpoint_of_another_layout(runs: Path) -> None:
+    """Two ranks' checkpoint, continued by four: with exact gathers as with Megatron's own."""
+    exact, stock = (_records(runs / f"{name}-4") for name in ("exact", "stock"))
+    assert list(exact) == list(stock) == [5, 6, 7, 8]
+    for step, record in exact.items():
+        assert all(record[name] == stock[step][name] for name in SAME), step
+        assert record["weight_wire_bits_per_element"] < 16
+        assert stock[step]["weight_wire_bits_per_element"] == 16
+    ends = [_content(runs / f"{name}-4" / "checkpoints" / "iter_0000008") for name in ("exact", "stock")]
+    assert ends[0].keys() == ends[1].keys()
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
 
 
 def test_stock_megatron_loads_a_checkpoint_of_ours(runs: Path) -> None:
