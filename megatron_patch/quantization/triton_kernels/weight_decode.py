@@ -1,0 +1,183 @@
+"""The weight code's decoder: in place, in one pass over the weights; the CPU looks at nothing.
+
+    sizes_kernel    counts            ->  sizes, and from their sums the place of every piece
+    apply_kernel    message, weights  ->  weights, both pairs of sums of each tile
+    verdict_kernel  sums              ->  found
+
+Codes are read where they are: a code's rank, a sum over those before it, says in which byte. Nothing is read
+that is not in the message, whatever its bytes are: `_is_whole` holds for every tile or for none, and where it
+does, pieces lie in the message one behind another; of a piece, ranks above its count are not read.
+
+A weight depends on the message and on what it was itself, and on no other weight: its program reads it once,
+and writes it then.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_patch.quantization import weight_code
+from megatron_patch.quantization.triton_kernels.weight_tiles import (
+    NO_BITMAP,
+    TILE,
+    count_of,
+    line,
+    load_tile,
+    sums_of,
+)
+
+_CODED = tl.constexpr(weight_code.CODED)
+_RAW = tl.constexpr(weight_code.RAW)
+_STALE = tl.constexpr(weight_code.STALE)
+_HEADER_BYTES = tl.constexpr(weight_code.HEADER_BYTES)
+_WEIGHTS_DIFFER = tl.constexpr(weight_code.WEIGHTS_DIFFER)
+_MESSAGE_CHANGED = tl.constexpr(weight_code.MESSAGE_CHANGED)
+_OWNER_CHANGED = tl.constexpr(weight_code.OWNER_CHANGED)
+
+
+@triton.jit
+def _is_raw(header, n, size):
+    """Whether a message of `size` bytes holds n weights themselves."""
+    return (tl.load(header) == _RAW) & (tl.load(header + 1) == n) & (size == _HEADER_BYTES + 2 * n)
+
+
+@triton.jit
+def _is_whole(header, wrong, end, n, size):
+    """Whether it holds n coded weights, whose pieces end where it ends."""
+    told = (tl.load(header) == _CODED) & (tl.load(header + 1) == n)
+    return told & (tl.load(wrong) == 0) & (tl.load(end) == size)
+
+
+@triton.jit
+def _unzigzag(z):
+    return tl.where((z & 1) != 0, -2 - (z >> 1), 2 + (z >> 1))
+
+
+@triton.jit
+def _codes_of(piece, length, BITS: tl.constexpr):
+    """A tile's codes that have their places, int32 [TILE]: 0 from `length` on."""
+    PER_BYTE: tl.constexpr = 8 // BITS
+    byte = tl.arange(0, TILE // PER_BYTE)
+    packed = tl.load(piece + byte, mask=PER_BYTE * byte < length, other=0).to(tl.int32)
+    codes = (packed[:, None] >> (tl.arange(0, PER_BYTE) * BITS)[None, :]) & ((1 << BITS) - 1)
+    return tl.where(tl.arange(0, TILE) < length, tl.reshape(codes, (TILE,)), 0)
+
+
+@triton.jit
+def _code_at(piece, rank, count, said, BITS: tl.constexpr):
+    """The code of each weight for which `said` holds, the `rank`-th of `count` from 1 on; 0 of the others."""
+    PER_BYTE: tl.constexpr = 8 // BITS
+    at = rank - 1
+    byte = tl.load(piece + at // PER_BYTE, mask=said & (rank <= count), other=0).to(tl.int32)
+    return (byte >> ((at & (PER_BYTE - 1)) * BITS)) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def _difference(message, counts, places, tiles, length):
+    """d of a tile's weights, and whether its pieces hold as many codes as its counts say."""
+    count = count_of(counts, 0, 0, True)
+    far_count = count_of(counts, 0, 1, True)
+    farther_count = count_of(counts, 0, 2, True)
+    farthest_count = count_of(counts, 0, 3, True)
+    first_piece = message + tl.load(places + tiles)
+    if count != NO_BITMAP:
+        said = _codes_of(message + tl.load(places), length, 1)
+        rank = tl.cumsum(said, axis=0)
+        right = tl.max(rank) == count
+        first = _code_at(first_piece, rank, count, said > 0, 2)
+    else:
+        right = length > 0
+        first = _codes_of(first_piece, length, 2)
+    d = tl.where(first == 2, -1, first)
+    far = first == 3
+    right = right & (tl.sum(far.to(tl.int32)) == far_count)
+    if far_count > 0:
+        rank = tl.cumsum(far.to(tl.int32), axis=0)
+        z = _code_at(message + tl.load(places + 2 * tiles), rank, far_count, far, 4)
+        farther = far & (z == 15)
+        right = right & (tl.sum(farther.to(tl.int32)) == farther_count)
+        if farther_count > 0:
+            rank = tl.cumsum(farther.to(tl.int32), axis=0)
+            more = _code_at(message + tl.load(places + 3 * tiles), rank, farther_count, farther, 8)
+            z += more
+            farthest = farther & (more == 255)
+            right = right & (tl.sum(farthest.to(tl.int32)) == farthest_count)
+        else:
+            farthest = farther & (z < 0)  # none
+        d = tl.where(far, _unzigzag(z), d)
+        if farthest_count > 0:
+            rank = tl.cumsum(farthest.to(tl.int32), axis=0)
+            sixteens = message + tl.load(places + 4 * tiles)  # at any byte
+            readable = farthest & (rank <= farthest_count)
+            low = tl.load(sixteens + (2 * rank - 2), mask=readable, other=0).to(tl.int32)
+            high = tl.load(sixteens + (2 * rank - 1), mask=readable, other=0).to(tl.int32)
+            d = tl.where(farthest, low | (high << 8), d)  # mod 2^16, as it is added
+    return d, right
+
+
+@triton.jit(
+    do_not_specialize=["n", "size", "tiles"],
+    do_not_specialize_on_alignment=["message", "halves", "header"],
+)
+def apply_kernel(
+    message,  # uint8 [size]
+    halves,  # the same as int16 [size // 2]
+    header,  # the same as int64 [7]
+    weights,  # int16 [n]
+    places,  # int64 [5 * tiles + 1]: where each piece begins, and where the last one ends
+    wrong,  # int32 [2]: whether counts contradict each other; 0, and 1 where codes contradict counts
+    sums,  # int64 [4, tiles], zeros: two of the weights before, two of them afterwards
+    n: tl.int64,
+    size: tl.int64,
+    tiles: tl.int64,
+):
+    tile = tl.program_id(0).to(tl.int64)
+    start = tile * TILE
+    length = tl.minimum(n - start, TILE).to(tl.int32)
+    raw = _is_raw(header, n, size)
+    if raw | _is_whole(header, wrong, places + 5 * tiles, n, size):
+        before = load_tile(weights + start, length)
+        if raw:
+            after = load_tile(halves + (_HEADER_BYTES // 2) + start, length)
+            right = length > 0
+        else:
+            counts = halves + (_HEADER_BYTES // 2) + 4 * tile
+            d, right = _difference(message, counts, places + tile, tiles, length)
+            after = line((line(before) + d).to(tl.int16).to(tl.int32))
+        sums += tile
+        plain, by_place = sums_of(before, start)
+        tl.store(sums, plain)
+        tl.store(sums + tiles, by_place)
+        i = tl.arange(0, TILE)
+        if right == 0:
+            tl.atomic_or(wrong + 1, 1, sem="relaxed")
+        elif length == TILE:
+            tl.store(weights + start + i, after.to(tl.int16))
+        else:
+            tl.store(weights + start + i, after.to(tl.int16), mask=i < length)
+        # What is behind the last weight is 0 before and afterwards.
+        plain, by_place = sums_of(after, start)
+        tl.store(sums + 2 * tiles, plain)
+        tl.store(sums + 3 * tiles, by_place)
+
+
+@triton.jit(do_not_specialize=["n", "size", "tiles"], do_not_specialize_on_alignment=["header"])
+def verdict_kernel(
+    header,  # int64 [7]
+    places,  # int64 [5 * tiles + 1]
+    wrong,  # int32 [2]
+    sums,  # int64 [4]
+    found,  # int32 [1]
+    n: tl.int64,
+    size: tl.int64,
+    tiles: tl.int64,
+):
+    end = places + 5 * tiles
+    known = _is_raw(header, n, size) | _is_whole(header, wrong, end, n, size)
+    before = (tl.load(header + 3) == tl.load(sums)) & (tl.load(header + 4) == tl.load(sums + 1))
+    after = (tl.load(header + 5) == tl.load(sums + 2)) & (tl.load(header + 6) == tl.load(sums + 3))
+    after = after & (tl.load(wrong + 1) == 0)
+    verdict = tl.where(before, tl.where(after, 0, _MESSAGE_CHANGED), _WEIGHTS_DIFFER)
+    verdict = tl.where(known, verdict, _MESSAGE_CHANGED)
+    tl.store(found, tl.where(tl.load(header) == _STALE, _OWNER_CHANGED, verdict))

@@ -1,0 +1,117 @@
+"""The GPU kernels of quantization/weight_code.py: the same bytes.
+
+For contiguous tensors of the GPU that is current, and on CPU tensors in Triton's interpreter. Weights may
+begin at any multiple of 2 bytes, messages at multiples of 8.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from megatron_patch.quantization.triton_kernels.weight_decode import apply_kernel, verdict_kernel
+from megatron_patch.quantization.triton_kernels.weight_encode import (
+    FEW,
+    count_kernel,
+    pack_kernel,
+    place_kernel,
+)
+from megatron_patch.quantization.triton_kernels.weight_tiles import TILES_AT_ONCE, sizes_kernel, sums_kernel
+from megatron_patch.quantization.weight_code import (
+    CODED,
+    HEADER_BYTES,
+    MESSAGE_CHANGED,
+    RAW,
+    TILE,
+    bound,
+    tiles_of,
+)
+
+_SCRATCH_TILES = 1 << 15  # 96 MiB of scratch, for 64 Mi weights
+_PROGRAMS = 2048  # of `sums`: at most, enough for any GPU
+
+
+def encode(old: torch.Tensor, new: torch.Tensor, message: torch.Tensor) -> int:
+    """weight_code.encode. It waits for the GPU once, to know the message's length."""
+    n, tiles = old.numel(), tiles_of(old.numel())
+    counts = torch.empty(4 * tiles, dtype=torch.int16, device=old.device)
+    sums = torch.empty(5, tiles, dtype=torch.int64, device=old.device)
+    wrong = torch.zeros(1, dtype=torch.int32, device=old.device)
+    if tiles:
+        count_kernel[(tiles,)](old, new, counts, sums, n, tiles, enable_fp_fusion=False)
+    places = _places(counts, tiles, wrong, n, tiles)
+    size = int(places[-1])
+    kind = CODED if size < bound(n) else RAW
+    header = message[:HEADER_BYTES].view(torch.int64)
+    header[0].fill_(kind)
+    header[1].fill_(n)
+    torch.sum(sums, 1, out=header[2:])
+    if kind == RAW:
+        message[HEADER_BYTES : bound(n)].copy_(new.view(torch.uint8))
+        return bound(n)
+    message[HEADER_BYTES : HEADER_BYTES + counts.nbytes].copy_(counts.view(torch.uint8))
+    _write_planes(old, new, counts, places, message)
+    return size
+
+
+def decode(message: torch.Tensor, weights: torch.Tensor, found: torch.Tensor) -> None:
+    """weight_code.decode. Nothing here waits for the GPU.
+
+    Weights stay as they are where the message's header or counts, or its length, are found to be wrong.
+    """
+    n, size, tiles = weights.numel(), message.numel(), tiles_of(weights.numel())
+    if size < HEADER_BYTES:
+        found.fill_(MESSAGE_CHANGED)
+        return
+    header, halves = message[:HEADER_BYTES].view(torch.int64), message[: size // 2 * 2].view(torch.int16)
+    wrong = torch.zeros(2, dtype=torch.int32, device=weights.device)
+    sums = torch.zeros(4, tiles, dtype=torch.int64, device=weights.device)
+    whole = min(tiles, (size - HEADER_BYTES) // 8)
+    places = _places(halves[HEADER_BYTES // 2 :], whole, wrong, n, tiles)
+    if tiles:
+        apply_kernel[(tiles,)](
+            message, halves, header, weights, places, wrong, sums, n, size, tiles, enable_fp_fusion=False
+        )
+    verdict_kernel[(1,)](
+        header, places, wrong, sums.sum(1), found, n, size, tiles, num_warps=1, enable_fp_fusion=False
+    )
+
+
+def sums(weights: torch.Tensor) -> torch.Tensor:
+    """weight_code.sums."""
+    found = torch.zeros(2, dtype=torch.int64, device=weights.device)
+    programs = min(tiles_of(weights.numel()), 2 if _interpreted(weights) else _PROGRAMS)
+    if programs:
+        sums_kernel[(programs,)](weights, found, weights.numel(), enable_fp_fusion=False)
+    return found
+
+
+def _places(counts: torch.Tensor, whole: int, wrong: torch.Tensor, n: int, tiles: int) -> torch.Tensor:
+    """Where each piece begins, plane after plane, and where the last one ends: int64 [5 * tiles + 1]."""
+    sizes = torch.empty(5 * tiles + 1, dtype=torch.int64, device=wrong.device)
+    sizes[0].fill_(HEADER_BYTES + 8 * tiles)
+    if tiles:
+        grid = (triton.cdiv(tiles, TILES_AT_ONCE.value),)
+        sizes_kernel[grid](counts, sizes[1:], wrong, n, tiles, whole, enable_fp_fusion=False)
+    return sizes.cumsum(0)
+
+
+def _write_planes(
+    old: torch.Tensor, new: torch.Tensor, counts: torch.Tensor, places: torch.Tensor, message: torch.Tensor
+) -> None:
+    """Some tiles after others, which use the same scratch: launches are in order."""
+    n, tiles = old.numel(), tiles_of(old.numel())
+    at_once = min(tiles, 2 if _interpreted(old) else _SCRATCH_TILES)
+    few = torch.empty(at_once * FEW.value, dtype=torch.uint8, device=old.device)
+    fours = torch.empty(at_once * TILE, dtype=torch.uint8, device=old.device)
+    for first in range(0, tiles, at_once):
+        grid = (min(at_once, tiles - first),)
+        place_kernel[grid](
+            old, new, counts, places, message, few, fours, n, tiles, first, enable_fp_fusion=False
+        )
+        pack_kernel[grid](counts, places, message, few, fours, tiles, first, enable_fp_fusion=False)
+
+
+def _interpreted(tensor: torch.Tensor) -> bool:
+    """In the interpreter programs share their work, and scratch is used again, for small tensors too."""
+    return tensor.device.type != "cuda"
