@@ -5,41 +5,86 @@ The bytes are those of `by_hand`, written from the description in weight_code.py
 
 from __future__ import annotations
 
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_patch.quantization import native, weight_code
+from megatron_patch.quantization.backends import WeightCoder
 from megatron_patch.quantization.native import weights as native_weights
+from megatron_patch.quantization.triton_kernels import weights as triton_weights
 from megatron_patch.quantization.weight_code import HEADER_BYTES, Mismatch, bound
 
-CODERS = {"reference": (weight_code, None)} | {
-    name: (native_weights, index) for index, name in enumerate(native.variants())
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@dataclass(frozen=True)
+class Coder:
+    """A coder, the device it works on, and by how much its tests are fewer than those of the others."""
+
+    coder: WeightCoder | Any
+    device: str = "cpu"
+    fewer: int = 1
+    without: str = ""
+    """Why it cannot run here."""
+    variant: int | None = None
+
+    def chosen(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.variant is None else native.using(self.variant)
+
+
+GPU = "" if torch.cuda.is_available() and not INTERPRETED else "no GPU is there"
+NO_INTERPRETER = "" if INTERPRETED else "TRITON_INTERPRET is 0"
+CODERS = {
+    "reference": Coder(weight_code),
+    **{name: Coder(native_weights, variant=index) for index, name in enumerate(native.variants())},
+    "triton-interpreted": Coder(triton_weights, fewer=4, without=NO_INTERPRETER),
+    "triton-gpu": Coder(triton_weights, "cuda", without=GPU),
 }
-every_coder = pytest.mark.parametrize("name", CODERS)
+
+
+def of_coders(names: list[str]) -> pytest.MarkDecorator:
+    skipped = {
+        name: pytest.mark.skipif(bool(CODERS[name].without), reason=CODERS[name].without) for name in names
+    }
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=skipped[name]) for name in names])
+
+
+every_coder = of_coders([*CODERS])
+triton_coders = of_coders([name for name in CODERS if name.startswith("triton")])
 SPECIAL = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7FFF, 0xFFFF, 0x0001, 0x8001, 0x3F80]
 """bf16's zeros, infinities, NaNs, smallest numbers and 1."""
 
 
 def coded(name: str, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    coder, variant = CODERS[name]
-    message = torch.full((bound(old.numel()) + 8,), 0xA5, dtype=torch.uint8)
-    with native.using(variant):
-        size = coder.encode(old, new, message[: bound(old.numel())])
+    one = CODERS[name]
+    message = torch.full((bound(old.numel()) + 8,), 0xA5, dtype=torch.uint8, device=one.device)
+    with one.chosen():
+        size = one.coder.encode(old.to(one.device), new.to(one.device), message[: bound(old.numel())])
     assert size <= bound(old.numel())
     assert (message[size:] == 0xA5).all(), "nothing is written behind the message"
-    return message[:size]
+    return message[:size].cpu()
 
 
 def decoded(name: str, message: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    coder, variant = CODERS[name]
-    weights = old.clone()
-    found = torch.full((1,), -1, dtype=torch.int32)
-    with native.using(variant):
-        coder.decode(message, weights, found)
+    one = CODERS[name]
+    weights = old.to(one.device, copy=True)
+    found = torch.full((1,), -1, dtype=torch.int32, device=one.device)
+    with one.chosen():
+        one.coder.decode(message.to(one.device), weights, found)
     weight_code.check(int(found))
-    return weights
+    return weights.cpu()
+
+
+def examples(name: str, number: int) -> int:
+    return max(number // CODERS[name].fewer, 1)
 
 
 def as_bits(numbers: list[int]) -> torch.Tensor:
@@ -104,7 +149,7 @@ LENGTHS = st.one_of(st.integers(1, 300), st.sampled_from([2047, 2048, 2049, 4096
 @every_coder
 def test_the_bytes_are_those_of_the_description_and_come_back(name):
     @given(LENGTHS, st.integers(0, 1000), SPREADS, st.floats(0, 1))
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=examples(name, 80), deadline=None)
     def check(numel, seed, spread, share):
         old, new = changed(numel, seed, spread, share)
         message = coded(name, old, new)
@@ -119,7 +164,7 @@ def test_any_bits_become_any_bits(name):
     patterns = st.one_of(st.integers(0, 0xFFFF), st.sampled_from(SPECIAL))
 
     @given(st.lists(st.tuples(patterns, patterns), min_size=1, max_size=200))
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(name, 150), deadline=None)
     def check(pairs):
         old, new = (as_bits([pair[k] for pair in pairs]) for k in (0, 1))
         assert torch.equal(decoded(name, coded(name, old, new), old), new)
@@ -155,7 +200,7 @@ def test_one_flipped_bit_of_the_weights_is_found(name):
     old, new = changed(5000, 1, 3, 0.5)
     message = coded(name, old, new)
     random = torch.Generator().manual_seed(5)
-    for _ in range(100):
+    for _ in range(examples(name, 100)):
         other = old.clone()
         place, bit = (int(torch.randint(n, (), generator=random)) for n in (5000, 16))
         other[place] ^= as_bits([1 << bit])[0]
@@ -176,7 +221,7 @@ def test_a_message_that_is_truncated_longer_or_changed_is_an_error(name):
         with pytest.raises(Mismatch):
             decoded(name, torch.cat([whole, whole[:1]]), weights)
         wanted = decoded(name, whole, weights)
-        for _ in range(300):
+        for _ in range(examples(name, 300)):
             broken = whole.clone()
             place, bit = (int(torch.randint(n, (), generator=random)) for n in (broken.numel(), 8))
             broken[place] ^= 1 << bit
@@ -200,10 +245,95 @@ def test_a_message_that_its_sender_calls_stale_is_told_apart(name):
 
 @every_coder
 def test_sums_are_those_of_the_description(name):
-    coder, variant = CODERS[name]
+    one = CODERS[name]
     for numel in (0, 1, 255, 5000, 70_001):
         x = changed(max(numel, 1), numel, 9, 0.5)[1][:numel]
         numbers = [n & 0xFFFF for n in x.tolist()]
         wanted = [sum(numbers), sum((i + 1) * n for i, n in enumerate(numbers))]
-        with native.using(variant):
-            assert coder.sums(x).tolist() == wanted
+        with one.chosen():
+            assert one.coder.sums(x.to(one.device)).tolist() == wanted
+
+
+@every_coder
+def test_weights_and_messages_may_begin_inside_others(name):
+    one = CODERS[name]
+    old, new = changed(3000, 4, 40, 0.6)
+    inside = [torch.zeros(3009, dtype=torch.int16, device=one.device) for _ in range(2)]
+    for whole, weights in zip(inside, (old, new), strict=True):
+        whole[1:3001].copy_(weights)
+    message = torch.zeros(16 + bound(3000), dtype=torch.uint8, device=one.device)
+    found = torch.full((3,), 7, dtype=torch.int32, device=one.device)
+    with one.chosen():
+        size = one.coder.encode(inside[0][1:3001], inside[1][1:3001], message[8 : 8 + bound(3000)])
+        one.coder.decode(message[8 : 8 + size], inside[0][1:3001], found[1:2])
+    assert message[8 : 8 + size].tolist() == by_hand(old, new)
+    assert found.tolist() == [7, 0, 7]
+    assert torch.equal(*inside)
+
+
+@every_coder
+def test_nothing_outside_a_message_and_its_weights_is_read_or_written(name):
+    """Whatever its counts and codes say: what lies behind it makes no difference, and stays."""
+    one = CODERS[name]
+    random = torch.Generator().manual_seed(8)
+    for share, spread in ((0.3, 500), (0.9, 200)):
+        old, new = changed(4500, 7, spread, share)
+        message = coded(name, old, new)
+        for place, stop in [(HEADER_BYTES, HEADER_BYTES + 24), (HEADER_BYTES + 24, message.numel())]:
+            for _ in range(examples(name, 60)):
+                broken = message.clone()
+                for at in torch.randint(place, stop, (3,), generator=random).tolist():
+                    broken[at] = int(torch.randint(256, (), generator=random))
+                results = []
+                for filling in (0x00, 0xFF):
+                    buffer = torch.full((broken.numel() + 4096,), filling, dtype=torch.uint8)
+                    buffer[: broken.numel()] = broken
+                    weights = torch.full((4500 + 4096,), 5, dtype=torch.int16)
+                    weights[2048:6548] = old
+                    there, to = buffer.to(one.device), weights.to(one.device)
+                    found = torch.full((1,), -1, dtype=torch.int32, device=one.device)
+                    with one.chosen():
+                        one.coder.decode(there[: broken.numel()], to[2048:6548], found)
+                    assert torch.equal(there.cpu(), buffer)
+                    assert (to[:2048] == 5).all()
+                    assert (to[6548:] == 5).all()
+                    results.append((int(found), to.cpu()))
+                assert results[0][0] == results[1][0]
+                assert torch.equal(results[0][1], results[1][1])
+
+
+class Waiting(TorchDispatchMode):
+    """Raises where the CPU would wait for a tensor's number."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        assert function is not torch.ops.aten._local_scalar_dense.default
+        return function(*arguments, **(options or {}))
+
+
+@triton_coders
+def test_decoding_does_not_wait_for_the_gpu(name):
+    one = CODERS[name]
+    old, new = changed(2500, 1, 200, 0.7)
+    message, weights = coded(name, old, new).to(one.device), old.to(one.device, copy=True)
+    found = torch.full((1,), -1, dtype=torch.int32, device=one.device)
+    with pytest.raises(AssertionError), Waiting():
+        int(found)
+    with Waiting():
+        one.coder.decode(message, weights, found)
+    assert int(found) == 0
+    assert torch.equal(weights.cpu(), new)
+
+
+@triton_coders
+def test_a_message_whose_header_or_counts_are_wrong_leaves_the_weights_alone(name):
+    one = CODERS[name]
+    old, new = changed(5000, 2, 200, 0.7)
+    message = coded(name, old, new)
+    stale, short, counts, other = message.clone(), message[:-1], message.clone(), message.clone()
+    stale[0], counts[HEADER_BYTES + 2], other[8] = weight_code.STALE, counts[HEADER_BYTES + 2] ^ 1, 1
+    for broken in (stale, short, counts, other, message[:40], message[:HEADER_BYTES]):
+        weights = old.to(one.device, copy=True)
+        found = torch.full((1,), -1, dtype=torch.int32, device=one.device)
+        one.coder.decode(broken.to(one.device), weights, found)
+        assert int(found) == (weight_code.OWNER_CHANGED if broken is stale else weight_code.MESSAGE_CHANGED)
+        assert torch.equal(weights.cpu(), old)

@@ -7,8 +7,8 @@
 
 No two threads write the same byte, and none reads what its own launch has written. A piece is whole bytes of
 one tile, so of one program. In it, a byte of several codes is put together in registers, from codes at known
-places; where a code's place depends on the codes before it (its rank: a sum over them), it is written as whole
-bytes of its own, to the message or to the scratch. What is behind the last code of a tile's scratch is old, and
+places; where a code's place depends on the codes before it (its rank: a sum over them), it is written in
+bytes of its own, to the message or the scratch. What is behind the last code of a tile's scratch is old, and
 is not read.
 """
 
