@@ -3,8 +3,9 @@
     compress-fp32-4-aligned instructions=39.6 fused=118 wide=12 registers=95 stack=0
 
 They are called as on a GPU, and all is done but the launch. `instructions` counts those of the longest loop
-for one element (of one sender); `fused` the fused multiply-adds; `wide` the vector loads and stores; `stack`
-the bytes of a thread's registers that did not fit.
+for one element (of one sender); of the weight code's kernels, which take one tile each, all that there are,
+on whatever branch. `fused` counts the fused multiply-adds; `wide` the vector loads and stores; `stack` the
+bytes of a thread's registers that did not fit.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from triton.backends.compiler import GPUTarget
 
 from megatron_patch.quantization import triton_kernels
 from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.quantization.triton_kernels import weights
+from megatron_patch.quantization.weight_code import bound, tiles_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CPU = torch.device("cpu")
@@ -70,6 +74,22 @@ def decompress_reduce(dtype: str, bits: int, size: int, senders: int) -> Any:
     return kernels.pop()
 
 
+def weight_code(start: int) -> dict[str, Any]:
+    """The kernels for weights that begin `start` weights behind an aligned address, by name."""
+    n = 10_000
+    old, new = (torch.zeros(start + n, dtype=torch.int16)[start:] for _ in range(2))
+    message = torch.zeros(bound(n), dtype=torch.uint8)
+    counts = torch.zeros(4 * tiles_of(n), dtype=torch.int16)
+    places = torch.zeros(5 * tiles_of(n) + 1, dtype=torch.int64)
+    weights.encode(old, new, message)
+    weights._write_planes(old, new, counts, places, message)  # which `encode`, of no sizes, may not come to
+    weights.decode(message, old, torch.zeros(1, dtype=torch.int32))
+    weights.sums(old)
+    found = {kernel.metadata.name.removesuffix("_kernel"): kernel for kernel in kernels}
+    kernels.clear()
+    return found
+
+
 def disassembled(tool: Any, *options: str, kernel: Any) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
         binary.write(kernel.asm["cubin"])
@@ -91,15 +111,22 @@ def instructions_of_the_longest_loop(assembly: str) -> int:
     return longest
 
 
-def report(name: str, kernel: Any, elements: int) -> None:
-    """One line; a thread does `elements` in a round of the longest loop."""
+def instructions_in_all(assembly: str) -> int:
+    """But for those that fill the kernel's end."""
+    return len(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?!NOP)", assembly, re.MULTILINE))
+
+
+def report(
+    name: str, kernel: Any, elements: int, count: Callable[[str], int] = instructions_of_the_longest_loop
+) -> None:
+    """One line; a thread does `elements` in a round of the longest loop, or in all."""
     ptx = kernel.asm["ptx"]
     fused = len(re.findall(r"fma\.rn\.f(?:32|64)", ptx))
     wide = len(re.findall(r"(?:ld|st)\.global\.v[24]|cp\.async\.\w+\.shared\.global [^;]*0x10", ptx))
     usage = disassembled(triton.knobs.nvidia.cuobjdump, "-res-usage", kernel=kernel)
     registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0]
-    loop = instructions_of_the_longest_loop(disassembled(triton.knobs.nvidia.nvdisasm, "-c", kernel=kernel))
-    numbers = {"instructions": f"{loop / elements:.1f}", "fused": fused, "wide": wide}
+    counted = count(disassembled(triton.knobs.nvidia.nvdisasm, "-c", kernel=kernel))
+    numbers = {"instructions": f"{counted / elements:.1f}", "fused": fused, "wide": wide}
     numbers |= {"registers": registers, "stack": stack}
     print(name, *(f"{key}={value}" for key, value in numbers.items()))
 
@@ -113,6 +140,9 @@ def main() -> None:
         # 4 words of 8 codes, of 4 senders in one round.
         report(f"decompress-{dtype}", decompress_reduce(dtype, 4, 1 << 16, 8), 4 * 8 * 4)
     report("compress-fp32-1-aligned", compress("fp32", 1, aligned), 16)
+    for start, where in ((0, "aligned"), (1, "odd")):
+        for name, kernel in weight_code(start).items():
+            report(f"weights-{name}-{where}", kernel, 16, instructions_in_all)
     # The rest compiles. Sizes of 1 are constants to Triton.
     for bits in (8, 2, 1):
         decompress_reduce("fp16", bits, 1, 1)

@@ -56,12 +56,11 @@ def _unzigzag(z):
 
 @triton.jit
 def _codes_of(piece, length, BITS: tl.constexpr):
-    """A tile's codes that have their places, int32 [TILE]: 0 from `length` on."""
+    """A tile's codes that have known places, int32 [TILE]: 0 from `length` on."""
     PER_BYTE: tl.constexpr = 8 // BITS
-    byte = tl.arange(0, TILE // PER_BYTE)
-    packed = tl.load(piece + byte, mask=PER_BYTE * byte < length, other=0).to(tl.int32)
-    codes = (packed[:, None] >> (tl.arange(0, PER_BYTE) * BITS)[None, :]) & ((1 << BITS) - 1)
-    return tl.where(tl.arange(0, TILE) < length, tl.reshape(codes, (TILE,)), 0)
+    i = tl.arange(0, TILE)
+    byte = tl.load(piece + i // PER_BYTE, mask=i < length, other=0).to(tl.int32)
+    return (byte >> (i % PER_BYTE * BITS)) & ((1 << BITS) - 1)
 
 
 @triton.jit
@@ -90,29 +89,28 @@ def _difference(message, counts, places, tiles, length):
         right = length > 0
         first = _codes_of(first_piece, length, 2)
     d = tl.where(first == 2, -1, first)
-    far = first == 3
-    right = right & (tl.sum(far.to(tl.int32)) == far_count)
+    far = (first + 1) >> 2  # 1 where it is 3, else 0
+    right = right & (tl.sum(far) == far_count)
     if far_count > 0:
-        rank = tl.cumsum(far.to(tl.int32), axis=0)
-        z = _code_at(message + tl.load(places + 2 * tiles), rank, far_count, far, 4)
-        farther = far & (z == 15)
-        right = right & (tl.sum(farther.to(tl.int32)) == farther_count)
+        rank = tl.cumsum(far, axis=0)
+        z = _code_at(message + tl.load(places + 2 * tiles), rank, far_count, far > 0, 4)
+        farther = (z + 1) >> 4
+        right = right & (tl.sum(farther) == farther_count)
+        farthest = tl.zeros_like(far)
         if farther_count > 0:
-            rank = tl.cumsum(farther.to(tl.int32), axis=0)
-            more = _code_at(message + tl.load(places + 3 * tiles), rank, farther_count, farther, 8)
+            rank = tl.cumsum(farther, axis=0)
+            more = _code_at(message + tl.load(places + 3 * tiles), rank, farther_count, farther > 0, 8)
             z += more
-            farthest = farther & (more == 255)
-            right = right & (tl.sum(farthest.to(tl.int32)) == farthest_count)
-        else:
-            farthest = farther & (z < 0)  # none
-        d = tl.where(far, _unzigzag(z), d)
+            farthest = (more + 1) >> 8
+            right = right & (tl.sum(farthest) == farthest_count)
+        d = tl.where(far > 0, _unzigzag(z), d)
         if farthest_count > 0:
-            rank = tl.cumsum(farthest.to(tl.int32), axis=0)
+            rank = tl.cumsum(farthest, axis=0)
             sixteens = message + tl.load(places + 4 * tiles)  # at any byte
-            readable = farthest & (rank <= farthest_count)
+            readable = (farthest > 0) & (rank <= farthest_count)
             low = tl.load(sixteens + (2 * rank - 2), mask=readable, other=0).to(tl.int32)
             high = tl.load(sixteens + (2 * rank - 1), mask=readable, other=0).to(tl.int32)
-            d = tl.where(farthest, low | (high << 8), d)  # mod 2^16, as it is added
+            d = tl.where(farthest > 0, low | (high << 8), d)  # mod 2^16, as it is added
     return d, right
 
 
