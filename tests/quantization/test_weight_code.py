@@ -5,6 +5,8 @@ The bytes are those of `by_hand`, written from the description in weight_code.py
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -271,35 +273,35 @@ def test_weights_and_messages_may_begin_inside_others(name):
     assert torch.equal(*inside)
 
 
-@every_coder
+def before_a_wall(contents: torch.Tensor) -> torch.Tensor:
+    """A copy of uint8 [n], n a multiple of 8, behind which is memory that a process dies of touching."""
+    page, size = mmap.PAGESIZE, contents.numel()
+    wall = -(-size // page) * page
+    memory = mmap.mmap(-1, wall + page)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + wall
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), page, 0) == 0
+    return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=wall - size).copy_(contents)
+
+
+@of_coders([name for name in CODERS if CODERS[name].device == "cpu"])
 def test_nothing_outside_a_message_and_its_weights_is_read_or_written(name):
-    """Whatever its counts and codes say: what lies behind it makes no difference, and stays."""
+    """Whatever counts and codes say."""
     one = CODERS[name]
     random = torch.Generator().manual_seed(8)
-    for share, spread in ((0.3, 500), (0.9, 200)):
-        old, new = changed(4500, 7, spread, share)
+    for share, spread in ((0.3, 500), (0.9, 200), (0.05, 1), (0.9, 1)):  # the last plane is another one
+        pairs = [changed(4500 + 4 * seed, seed, spread, share) for seed in range(30)]
+        old, new = next(pair for pair in pairs if len(by_hand(*pair)) % 8 == 0)
         message = coded(name, old, new)
-        for place, stop in [(HEADER_BYTES, HEADER_BYTES + 24), (HEADER_BYTES + 24, message.numel())]:
+        for start, stop in [(HEADER_BYTES, HEADER_BYTES + 24), (HEADER_BYTES + 24, message.numel())]:
             for _ in range(examples(name, 60)):
                 broken = message.clone()
-                for at in torch.randint(place, stop, (3,), generator=random).tolist():
+                for at in torch.randint(start, stop, (3,), generator=random).tolist():
                     broken[at] = int(torch.randint(256, (), generator=random))
-                results = []
-                for filling in (0x00, 0xFF):
-                    buffer = torch.full((broken.numel() + 4096,), filling, dtype=torch.uint8)
-                    buffer[: broken.numel()] = broken
-                    weights = torch.full((4500 + 4096,), 5, dtype=torch.int16)
-                    weights[2048:6548] = old
-                    there, to = buffer.to(one.device), weights.to(one.device)
-                    found = torch.full((1,), -1, dtype=torch.int32, device=one.device)
-                    with one.chosen():
-                        one.coder.decode(there[: broken.numel()], to[2048:6548], found)
-                    assert torch.equal(there.cpu(), buffer)
-                    assert (to[:2048] == 5).all()
-                    assert (to[6548:] == 5).all()
-                    results.append((int(found), to.cpu()))
-                assert results[0][0] == results[1][0]
-                assert torch.equal(results[0][1], results[1][1])
+                weights = before_a_wall(old.view(torch.uint8)).view(torch.int16)
+                found = torch.full((1,), -1, dtype=torch.int32)
+                with one.chosen():
+                    one.coder.decode(before_a_wall(broken), weights, found)
+                assert int(found) >= 0
 
 
 class Waiting(TorchDispatchMode):
