@@ -71,16 +71,9 @@ def _runs() -> dict[str, Run]:
         runs[name] = Run([*OVERLAP, *source], ours, after="dense")
     runs["to-4-ranks"] = Run([*OVERLAP, *source], [*LOCO, *STOCHASTIC], ranks=4, after="dense")
     source = [*GATHERED, "--bf16", "--load", "{out}/exact-gather/checkpoints", "--ckpt-step", "4"]
+    source += ["--train-iters", "8", "--eval-interval", "2", "--save-interval", "8"]
     for name, ours in (("exact", [*LOCO, *EXACT]), ("stock", LOCO)):
-        four = [
-            *source,
-            "--train-iters",
-            "8",
-            "--eval-interval",
-            "2",
-            "--save",
-            f"{{out}}/{name}-4/checkpoints",
-        ]
+        four = [*source, "--save", f"{{out}}/{name}-4/checkpoints"]
         runs[f"{name}-4"] = Run(four, ours, ranks=4, after="exact-gather")
     return runs
 
