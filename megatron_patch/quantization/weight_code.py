@@ -23,8 +23,8 @@ bits are sent of those alone. A message is
 where a tile's part of a plane is whole bytes, zeros behind the last code, the first code in the lowest bits:
 a tile's place in a plane is a sum over the tiles before it. A message that would be longer than the weights
 themselves holds those (kind RAW). The sums, modulo 2^64, are of the weights' bits x_i from 0 to 65535: of
-x_i, and of (i + 1)*x_i. By them a receiver finds out that its old weights are not the sender's, or that the
-message has changed on its way. A sender whose weights have changed since says so (kind STALE): such a message
+x_i, and of (i + 1)*x_i. By those of the new weights a receiver finds out that its old weights were not the
+sender's, or that the message has changed on its way. A sender whose weights have changed since says so (kind STALE): such a message
 says nothing of them.
 """
 
@@ -50,7 +50,8 @@ class Mismatch(Exception):
     def __init__(self, found: int = MESSAGE_CHANGED) -> None:
         super().__init__(
             {
-                WEIGHTS_DIFFER: "these are not the weights that the owner had before its step",
+                WEIGHTS_DIFFER: "the new weights are not the owner's: these are not the weights that it had "
+                "before its step, or the message has changed on its way",
                 MESSAGE_CHANGED: "the message has changed on its way",
                 OWNER_CHANGED: "the owner's weights were changed between its step and their gather",
             }[found]
@@ -134,15 +135,13 @@ def sums(weights: torch.Tensor) -> torch.Tensor:
 def _decode(message: torch.Tensor, weights: torch.Tensor) -> None:
     n = weights.numel()
     header = read_header(message, n)
-    if _sums(weights) != header[OLD_SUMS]:
-        raise Mismatch(WEIGHTS_DIFFER)
     body = message[HEADER_BYTES:]
     if header[KIND] == RAW:
         weights.copy_(body.clone().view(torch.int16))
     else:
         weights.copy_(_line(_line(weights) + _difference(body, n)[:n]))
     if _sums(weights) != header[NEW_SUMS]:
-        raise Mismatch
+        raise Mismatch(WEIGHTS_DIFFER if header[KIND] == CODED else MESSAGE_CHANGED)
 
 
 def read_header(message: torch.Tensor, numel: int) -> list[int]:

@@ -210,7 +210,7 @@ def test_a_copy_that_changes_between_step_and_gather_is_an_error_that_names_buck
                 assert error is None
                 assert right
                 continue
-            assert f"bucket 7 on rank {rank}, shard of rank {owner}: these are not the weights" in error
+            assert f"bucket 7 on rank {rank}, shard of rank {owner}: the new weights are not the owner" in error
 
 
 def test_an_owner_that_changes_between_step_and_gather_makes_all_gather_in_full(pool):

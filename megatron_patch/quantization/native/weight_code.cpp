@@ -18,7 +18,7 @@ constexpr uint16_t NO_BITMAP = 0xffff;
 constexpr int64_t SLACK = 64;  // behind the arrays of a tile: loops may touch some numbers more than there are
 
 // Bit patterns on a line, -0 beside +0; its own inverse.
-inline uint16_t line(uint16_t bits) { return bits & 0x8000 ? bits ^ 0x7fff : bits; }
+inline uint16_t line(uint16_t bits) { return bits ^ (static_cast<int16_t>(bits) >> 15 & 0x7fff); }
 
 struct Sums {
   uint64_t plain = 0, weighted = 0;
@@ -56,31 +56,26 @@ int64_t pack(uint8_t *numbers, int64_t n, uint8_t *bytes) {
 }
 
 template <int bits>
-void unpack(const uint8_t *bytes, int64_t n, uint8_t *numbers) {
-  constexpr int64_t per_byte = 8 / bits;
-  for (int64_t k = 0; k < (n + per_byte - 1) / per_byte; ++k)
-    for (int l = 0; l < per_byte; ++l)
-      numbers[k * per_byte + l] = static_cast<uint8_t>(bytes[k] >> (l * bits) & ((1 << bits) - 1));
-}
-
-template <int bits>
 int64_t bytes_of(int64_t n) {
   return (n * bits + 7) / 8;
 }
 
-// --- the chosen ones of n numbers, put together, and back to their places ---
+// --- the chosen ones of n numbers, put together ---
 //
 // `chosen` has a 1 or 0 for each number, and 8 zeros behind. Up to 8 numbers behind the last may be read or written.
 
 #ifdef __AVX2__
 struct Permutations {  // of 8 lanes, for each set of chosen ones
-  alignas(32) int32_t together[256][8], apart[256][8];
+  alignas(32) int32_t together[256][8];
+  alignas(16) uint8_t apart[256][16];  // the bytes of 8 numbers of 16 bits; 0x80 for a zero
   Permutations() {
     for (int set = 0; set < 256; ++set) {
       int found = 0;
       for (int lane = 0; lane < 8; ++lane) {
-        apart[set][lane] = found;
-        if (set >> lane & 1) together[set][found++] = lane;
+        bool chosen = set >> lane & 1;
+        apart[set][2 * lane] = static_cast<uint8_t>(chosen ? 2 * found : 0x80);
+        apart[set][2 * lane + 1] = static_cast<uint8_t>(chosen ? 2 * found + 1 : 0x80);
+        if (chosen) together[set][found++] = lane;
       }
       while (found < 8) together[set][found++] = 0;
     }
@@ -113,29 +108,6 @@ int64_t put_together(const int32_t *numbers, const uint8_t *chosen, int64_t n, i
   return count;
 }
 
-// The others are 0.
-int64_t put_apart(const int32_t *found, const uint8_t *chosen, int64_t n, int32_t *numbers) {
-  int64_t count = 0;
-#ifdef __AVX2__
-  const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-  for (int64_t i = 0; i < n; i += 8) {
-    unsigned set = set_of(chosen + i);
-    __m256i order = _mm256_load_si256(reinterpret_cast<const __m256i *>(permutations.apart[set]));
-    __m256i eight = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(found + count));
-    __m256i wanted = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(static_cast<int>(set)), lane), lane);
-    __m256i placed = _mm256_and_si256(_mm256_permutevar8x32_epi32(eight, order), wanted);
-    _mm256_storeu_si256(reinterpret_cast<__m256i *>(numbers + i), placed);
-    count += __builtin_popcount(set);
-  }
-#else
-  for (int64_t i = 0; i < n; ++i) {
-    numbers[i] = chosen[i] ? found[count] : 0;
-    count += chosen[i];
-  }
-#endif
-  return count;
-}
-
 // --- one tile ---
 
 struct Tile {
@@ -153,13 +125,6 @@ struct Tile {
   void write(const int32_t *codes, int64_t n, uint8_t *&plane) {
     for (int64_t i = 0; i < n; ++i) bytes[i] = static_cast<uint8_t>(codes[i]);
     plane += pack<bits>(bytes, n, plane);
-  }
-
-  template <int bits>
-  void read(uint8_t *&plane, int64_t n, int32_t *codes) {
-    unpack<bits>(plane, n, bytes);
-    for (int64_t i = 0; i < n; ++i) codes[i] = bytes[i];
-    plane += bytes_of<bits>(n);
   }
 };
 
@@ -247,43 +212,108 @@ void encode_tile(const uint16_t *old, const uint16_t *now, int64_t n, const uint
   }
 }
 
-// Whether the planes fit their counts; weights are changed in place.
-bool decode_tile(uint16_t *weights, int64_t n, const uint16_t *counts, Planes &p, Tile &t) {
-  if (counts[0] != NO_BITMAP) {
-    int64_t changed = counts[0];
-    t.read<2>(p.first, changed, t.few);
-    unpack<1>(p.bitmap, n, t.chosen);
-    p.bitmap += bytes_of<1>(n);
-    std::fill_n(t.chosen + n, 8, 0);
-    if (put_apart(t.few, t.chosen, n, t.first) != changed) return false;
-  } else {
-    t.read<2>(p.first, n, t.first);
-  }
-  int64_t escaped = counts[1], eights = counts[2], sixteens = counts[3];
-  if (escaped) {
-    t.read<4>(p.four, escaped, t.far);
-    if (eights) {
-      for (int64_t j = 0; j < eights; ++j) t.few[j] = unzigzag(p.eight[j] + 15);
-      for (int64_t j = 0; j < eights && sixteens; ++j) {
-        if (p.eight[j] != 255) continue;
-        int16_t d;
-        std::memcpy(&d, p.sixteen, 2);
-        t.few[j] = d;
-        p.sixteen += 2, --sixteens;
+// Of one tile; loops may touch some numbers more than there are.
+struct Differences {
+  int16_t d[TILE + SLACK], few[TILE + SLACK], far[TILE + SLACK], farther[TILE + SLACK];
+  uint64_t escapes[TILE / 64], chosen[TILE / 64];  // a bit for each number
+};
+
+// What a byte of the 2-bit plane says of four weights, and one of the 4-bit plane of two.
+struct Tables {
+  int16_t first[256][4], four[256][2];         // d; 0 where a later plane says it
+  uint8_t first_escapes[256], four_escapes[256];  // where that is
+  Tables() {
+    for (int byte = 0; byte < 256; ++byte) {
+      first_escapes[byte] = four_escapes[byte] = 0;
+      for (int place = 0; place < 4; ++place) {
+        int code = byte >> (2 * place) & 3;
+        first[byte][place] = static_cast<int16_t>((code == 1) - (code == 2));
+        first_escapes[byte] |= static_cast<uint8_t>((code == 3) << place);
       }
-      if (sixteens || std::count(p.eight, p.eight + eights, 255) != counts[3]) return false;
-      p.eight += eights;
+      for (int place = 0; place < 2; ++place) {
+        int z = byte >> (4 * place) & 15;
+        four[byte][place] = static_cast<int16_t>(z == 15 ? 0 : unzigzag(z));
+        four_escapes[byte] |= static_cast<uint8_t>((z == 15) << place);
+      }
     }
-    t.choose(escaped, [&](int64_t j) { return t.far[j] == 15; });
-    if (put_apart(t.few, t.chosen, escaped, t.farther) != eights) return false;
-    for (int64_t j = 0; j < escaped; ++j) t.far[j] = t.far[j] == 15 ? t.farther[j] : unzigzag(t.far[j]);
   }
-  t.choose(n, [&](int64_t i) { return t.first[i] == 3; });
-  if (put_apart(t.far, t.chosen, n, t.d) != escaped) return false;
-  for (int64_t i = 0; i < n; ++i) {
-    int32_t d = t.d[i] + (t.first[i] == 1) - (t.first[i] == 2);
-    weights[i] = line(static_cast<uint16_t>(line(weights[i]) + d));
+};
+const Tables tables;
+
+// Numbers into the places that `chosen`, a bit for each of n, has set, where zeros are; how many.
+// Up to 8 numbers behind the last may be read, and as many zeros behind the last place.
+int64_t put_apart(const int16_t *found, const uint64_t *chosen, int64_t n, int16_t *numbers) {
+  const int16_t *from = found;
+#ifdef __AVX2__
+  const auto *sets = reinterpret_cast<const uint8_t *>(chosen);
+  for (int64_t i = 0; i < n; i += 8) {
+    unsigned set = sets[i / 8];
+    __m128i eight = _mm_loadu_si128(reinterpret_cast<const __m128i *>(from));
+    __m128i order = _mm_load_si128(reinterpret_cast<const __m128i *>(permutations.apart[set]));
+    auto *to = reinterpret_cast<__m128i *>(numbers + i);
+    _mm_storeu_si128(to, _mm_or_si128(_mm_loadu_si128(to), _mm_shuffle_epi8(eight, order)));
+    from += __builtin_popcount(set);
   }
+#else
+  for (int64_t start = 0; start < n; start += 64)
+    for (uint64_t set = chosen[start / 64]; set; set &= set - 1) numbers[start + __builtin_ctzll(set)] = *from++;
+#endif
+  return from - found;
+}
+
+// Bits behind the first n of `chosen` are cleared; how many of those are set.
+int64_t count_set(uint64_t *chosen, int64_t n) {
+  int64_t count = 0;
+  if (n % 64) chosen[n / 64] &= (uint64_t{1} << n % 64) - 1;
+  for (int64_t k = 0; k < (n + 63) / 64; ++k) count += __builtin_popcountll(chosen[k]);
+  return count;
+}
+
+// n codes of a plane as d, and which of them a later plane says; how many those are.
+template <int per_byte>
+int64_t read(const uint8_t *plane, int64_t n, const int16_t (*said)[per_byte], const uint8_t *later, int16_t *d,
+             uint64_t *escapes) {
+  constexpr int64_t per_word = 64 / per_byte;
+  int64_t bytes = (n + per_byte - 1) / per_byte;
+  for (int64_t start = 0; start < bytes; start += per_word) {
+    uint64_t set = 0;
+    for (int64_t k = start; k < std::min(start + per_word, bytes); ++k) {
+      std::memcpy(d + per_byte * k, said[plane[k]], 2 * per_byte);
+      set |= static_cast<uint64_t>(later[plane[k]]) << ((k - start) * per_byte);
+    }
+    escapes[start / per_word] = set;
+  }
+  return count_set(escapes, n);
+}
+
+// The planes of one tile as d. Whether they fit their counts.
+bool read_tile(int64_t n, const uint16_t *counts, Planes &p, Differences &t) {
+  bool bitmap = counts[0] != NO_BITMAP;
+  int64_t said = bitmap ? counts[0] : n, escaped = counts[1], eights = counts[2], sixteens = counts[3];
+  int16_t *d = bitmap ? t.few : t.d;
+  if (read<4>(p.first, said, tables.first, tables.first_escapes, d, t.escapes) != escaped) return false;
+  p.first += bytes_of<2>(said);
+  if (escaped) {
+    if (read<2>(p.four, escaped, tables.four, tables.four_escapes, t.far, t.chosen) != eights) return false;
+    p.four += bytes_of<4>(escaped);
+    for (int64_t j = 0; j < eights; ++j) t.farther[j] = static_cast<int16_t>(unzigzag(p.eight[j] + 15));
+    for (int64_t j = 0; j < eights; ++j) {
+      if (p.eight[j] != 255) continue;
+      if (sixteens-- == 0) return false;
+      std::memcpy(&t.farther[j], p.sixteen, 2);
+      p.sixteen += 2;
+    }
+    p.eight += eights;
+    if (sixteens) return false;
+    put_apart(t.farther, t.chosen, escaped, t.far);
+    put_apart(t.far, t.escapes, said, d);
+  }
+  if (!bitmap) return true;
+  std::memcpy(t.chosen, p.bitmap, bytes_of<1>(n));  // the lower byte first, as bits lie in it
+  p.bitmap += bytes_of<1>(n);
+  if (count_set(t.chosen, n) != said) return false;
+  std::fill_n(t.d, n, 0);
+  put_apart(t.few, t.chosen, n, t.d);
   return true;
 }
 
@@ -329,15 +359,12 @@ int64_t weight_encode(const uint16_t *old, const uint16_t *now, int64_t n, uint8
 int64_t weight_decode(const uint8_t *message, int64_t size, uint16_t *weights, int64_t n) {
   int64_t header[7], tiles = (n + TILE - 1) / TILE;
   std::memcpy(header, message, HEADER);  // which the caller has looked at
-  Sums before, after, told_before, told_after;
-  std::memcpy(&told_before, header + 3, 16);
-  std::memcpy(&told_after, header + 5, 16);
+  Sums sums, told;
+  std::memcpy(&told, header + 5, 16);
   if (header[0] == RAW) {
-    before.add(weights, n, 0);
-    if (std::memcmp(&before, &told_before, 16)) return WEIGHTS_DIFFER;
     std::memcpy(weights, message + HEADER, 2 * n);
-    after.add(weights, n, 0);
-    return std::memcmp(&after, &told_after, 16) ? MESSAGE_CHANGED : 0;
+    sums.add(weights, n, 0);
+    return std::memcmp(&sums, &told, 16) ? MESSAGE_CHANGED : 0;
   }
   uint8_t *at = const_cast<uint8_t *>(message) + HEADER;  // Planes serve both directions; nothing is written
   if (size < HEADER + 8 * tiles) return MESSAGE_CHANGED;
@@ -350,17 +377,17 @@ int64_t weight_decode(const uint8_t *message, int64_t size, uint16_t *weights, i
   }
   Planes planes = Planes::behind(at + 8 * tiles, n, counts);
   if (planes.end != message + size) return MESSAGE_CHANGED;
-  Tile t;
+  Differences t;
   for (int64_t tile = 0; tile < tiles; ++tile) {
     uint16_t c[4];
     counts(tile, c);
     int64_t start = tile * TILE, length = std::min(TILE, n - start);
-    before.add(weights + start, length, start);
-    if (!decode_tile(weights + start, length, c, planes, t)) return MESSAGE_CHANGED;
-    after.add(weights + start, length, start);
+    if (!read_tile(length, c, planes, t)) return MESSAGE_CHANGED;
+    uint16_t *of_tile = weights + start;
+    for (int64_t i = 0; i < length; ++i) of_tile[i] = line(static_cast<uint16_t>(line(of_tile[i]) + t.d[i]));
+    sums.add(of_tile, length, start);
   }
-  if (std::memcmp(&before, &told_before, 16)) return WEIGHTS_DIFFER;
-  return std::memcmp(&after, &told_after, 16) ? MESSAGE_CHANGED : 0;
+  return std::memcmp(&sums, &told, 16) ? WEIGHTS_DIFFER : 0;
 }
 
 void weight_sums(const uint16_t *weights, int64_t n, int64_t *sums) {

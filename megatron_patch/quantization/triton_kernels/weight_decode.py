@@ -1,7 +1,7 @@
 """The weight code's decoder: in place, in one pass over the weights; the CPU looks at nothing.
 
     sizes_kernel    counts            ->  sizes, and from their sums the place of every piece
-    apply_kernel    message, weights  ->  weights, both pairs of sums of each tile
+    apply_kernel    message, weights  ->  weights, the two sums of each tile
     verdict_kernel  sums              ->  found
 
 Codes are read where they are: a code's rank, a sum over those before it, says in which byte. Nothing is read
@@ -125,7 +125,7 @@ def apply_kernel(
     weights,  # int16 [n]
     places,  # int64 [5 * tiles + 1]: where each piece begins, and where the last one ends
     wrong,  # int32 [2]: whether counts contradict each other; 0, and 1 where codes contradict counts
-    sums,  # int64 [4, tiles], zeros: two of the weights before, two of them afterwards
+    sums,  # int64 [2, tiles], zeros: of the weights afterwards
     n: tl.int64,
     size: tl.int64,
     tiles: tl.int64,
@@ -143,10 +143,6 @@ def apply_kernel(
             counts = halves + (_HEADER_BYTES // 2) + 4 * tile
             d, right = _difference(message, counts, places + tile, tiles, length)
             after = line((line(before) + d).to(tl.int16).to(tl.int32))
-        sums += tile
-        plain, by_place = sums_of(before, start)
-        tl.store(sums, plain)
-        tl.store(sums + tiles, by_place)
         i = tl.arange(0, TILE)
         if right == 0:
             tl.atomic_or(wrong + 1, 1, sem="relaxed")
@@ -154,10 +150,9 @@ def apply_kernel(
             tl.store(weights + start + i, after.to(tl.int16))
         else:
             tl.store(weights + start + i, after.to(tl.int16), mask=i < length)
-        # What is behind the last weight is 0 before and afterwards.
-        plain, by_place = sums_of(after, start)
-        tl.store(sums + 2 * tiles, plain)
-        tl.store(sums + 3 * tiles, by_place)
+        plain, by_place = sums_of(after, start)  # what is behind the last weight is 0
+        tl.store(sums + tile, plain)
+        tl.store(sums + tiles + tile, by_place)
 
 
 @triton.jit(do_not_specialize=["n", "size", "tiles"], do_not_specialize_on_alignment=["header"])
@@ -165,17 +160,16 @@ def verdict_kernel(
     header,  # int64 [7]
     places,  # int64 [5 * tiles + 1]
     wrong,  # int32 [2]
-    sums,  # int64 [4]
+    sums,  # int64 [2]
     found,  # int32 [1]
     n: tl.int64,
     size: tl.int64,
     tiles: tl.int64,
 ):
     end = places + 5 * tiles
-    known = _is_raw(header, n, size) | _is_whole(header, wrong, end, n, size)
-    before = (tl.load(header + 3) == tl.load(sums)) & (tl.load(header + 4) == tl.load(sums + 1))
-    after = (tl.load(header + 5) == tl.load(sums + 2)) & (tl.load(header + 6) == tl.load(sums + 3))
-    after = after & (tl.load(wrong + 1) == 0)
-    verdict = tl.where(before, tl.where(after, 0, _MESSAGE_CHANGED), _WEIGHTS_DIFFER)
-    verdict = tl.where(known, verdict, _MESSAGE_CHANGED)
+    raw = _is_raw(header, n, size)
+    whole = _is_whole(header, wrong, end, n, size) & (tl.load(wrong + 1) == 0)
+    same = (tl.load(header + 5) == tl.load(sums)) & (tl.load(header + 6) == tl.load(sums + 1))
+    verdict = tl.where(same, 0, tl.where(raw, _MESSAGE_CHANGED, _WEIGHTS_DIFFER))
+    verdict = tl.where(raw | whole, verdict, _MESSAGE_CHANGED)
     tl.store(found, tl.where(tl.load(header) == _STALE, _OWNER_CHANGED, verdict))

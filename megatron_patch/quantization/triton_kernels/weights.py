@@ -65,7 +65,7 @@ def decode(message: torch.Tensor, weights: torch.Tensor, found: torch.Tensor) ->
         return
     header, halves = message[:HEADER_BYTES].view(torch.int64), message[: size // 2 * 2].view(torch.int16)
     wrong = torch.zeros(2, dtype=torch.int32, device=weights.device)
-    sums = torch.zeros(4, tiles, dtype=torch.int64, device=weights.device)
+    sums = torch.zeros(2, tiles, dtype=torch.int64, device=weights.device)
     whole = min(tiles, (size - HEADER_BYTES) // 8)
     places = _places(halves[HEADER_BYTES // 2 :], whole, wrong, n, tiles)
     if tiles:
