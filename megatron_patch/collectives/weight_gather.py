@@ -6,7 +6,7 @@ shard only, so it is copied before:
     remember      old <- own shard                             before the optimizer's step: 2 bytes a weight
     encode        message <- code(old, own shard)              quantization/weight_code.py
     agree         [bytes, digest of what I had before]         one small all-gather for all buckets
-    start, wait   all-gather of messages, decoded in place     as long as the longest of them
+    start, wait   all-gather of messages, decoded in place     of one bucket, or several in one piece
 
 The digest is of the whole bucket with `old` in the own shard's place: it is the same on all ranks if they
 hold the same weights. All ranks see all digests and lengths before anything else is sent, so all decide
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,11 +34,10 @@ from megatron_patch.quantization.weight_code import (
     UNCHANGED,
 )
 
-_ALIGNED = 8
 
-
-class WeightsDiffer(RuntimeError):
-    """A message that does not fit the weights it came to; the text names the bucket and the owner."""
+def _aligned(nbytes: int) -> int:
+    """So that every message begins where its header's numbers may."""
+    return -(-nbytes // 8) * 8
 
 
 class WeightGather:
@@ -63,11 +61,8 @@ class WeightGather:
         self._old = self._own.clone()
         self._message = self._own.new_empty(0, dtype=torch.uint8)
         self._sizes: list[int] = []
-
-    @property
-    def peers(self) -> int:
-        """Ranks that a message goes to."""
-        return self.group.size() - 1
+        self.lengths: list[int] = []
+        """Of all ranks' messages, agreed on, in bytes."""
 
     @property
     def shard_size(self) -> int:
@@ -75,14 +70,14 @@ class WeightGather:
         return self._own.numel()
 
     @property
+    def shard_nbytes(self) -> int:
+        """Bytes of one shard."""
+        return self._own.nbytes
+
+    @property
     def nbytes(self) -> int:
         """Memory of the old shard and the message."""
         return self._old.nbytes + self._message.nbytes
-
-    @property
-    def width(self) -> int:
-        """Bytes of the agreed messages, which are as long as the longest of them."""
-        return -(-max(self._sizes) // _ALIGNED) * _ALIGNED
 
     @property
     def message_bytes(self) -> int:
@@ -133,93 +128,36 @@ class WeightGather:
         return torch.stack(found)
 
     def agreed(self, sizes: Sequence[int]) -> bool:
-        """Take the lengths of all ranks' messages; whether they save anything."""
+        """Take the lengths of all ranks' messages; whether the longest of them saves anything."""
+        self.lengths = [_aligned(size) for size in sizes]
         self._sizes = list(sizes)
-        return self.width < self._own.nbytes
+        return max(self.lengths) < self._own.nbytes
 
-    @torch.no_grad()
-    def start(self) -> WeightGatherHandle:
-        """Send the message that was agreed on; the handle's `wait` writes the others' shards."""
-        messages = self._workspace.take(self.group.size(), self.width, "weights")
-        mine = messages[self.group.rank()]
+    def write(self, room: torch.Tensor, own_may_have_changed: bool) -> None:
+        """Write the message into `room`, uint8 [its length, zeros behind it].
+
+        What is sent must lead to what the shard holds now: a message that does not says so.
+        """
         size = self._message.numel()
-        mine[:size].copy_(self._message)
-        mine[size:].zero_()
-        header = mine[:HEADER_BYTES].view(torch.int64)
-        # What is sent must lead to what the shard holds now: after the step somebody may have changed it.
-        changed = (self._coder.sums(self._own) != header[NEW_SUMS]).any()
-        header[KIND] = torch.where(changed, STALE, header[KIND])
-        work = dist.all_gather_into_tensor(messages.view(-1), mine, group=self.group, async_op=True)
-        return WeightGatherHandle(self, messages, work)
+        room[:size].copy_(self._message)
+        room[size:].zero_()
+        if own_may_have_changed:
+            header = room[:HEADER_BYTES].view(torch.int64)
+            changed = (self._coder.sums(self._own) != header[NEW_SUMS]).any()
+            header[KIND] = torch.where(changed, STALE, header[KIND])
 
-    def decode(self, messages: torch.Tensor) -> torch.Tensor:
-        """Write the other ranks' shards; what was found of each message, int32 [N] on the device."""
-        found = torch.zeros(self.group.size(), dtype=torch.int32, device=messages.device)
-        with self._workspace.timed():
-            for rank, size in enumerate(self._sizes):
-                if rank != self.group.rank():
-                    self._coder.decode(messages[rank, :size], self._shards[rank], found[rank : rank + 1])
-            stale = messages[self.group.rank(), :HEADER_BYTES].view(torch.int64)[KIND] == STALE
-            found[self.group.rank()] = stale * OWNER_CHANGED
-        self._workspace.give(messages)
-        return found
+    def read(self, rank: int, room: torch.Tensor, found: torch.Tensor) -> None:
+        """Write another rank's shard from its message; `found`, int32 [1], as weight_code.decode."""
+        if rank == self.group.rank():
+            stale = room[:HEADER_BYTES].view(torch.int64)[KIND] == STALE
+            found.copy_(stale * OWNER_CHANGED)
+        else:
+            self._coder.decode(room[: self._sizes[rank]], self._shards[rank], found)
 
     def gather_in_full(self) -> None:
         """Megatron's own gather of the bucket, at once."""
         own = self._bucket.view(self.group.size(), -1)[self.group.rank()]
         dist.all_gather_into_tensor(self._bucket, own, group=self.group)
-
-    def explain(self, found: Sequence[int]) -> WeightsDiffer:
-        """The error for what `decode` found."""
-        ranks = dist.get_process_group_ranks(self.group)
-        owner, what = next((ranks[place], what) for place, what in enumerate(found) if what)
-        return WeightsDiffer(
-            f"weight gather of {self.name} on rank {dist.get_rank()}, shard of rank {owner}: "
-            f"{weight_code.Mismatch(what)}"
-        )
-
-
-class WeightGatherHandle:
-    """The rest of a gather. `wait` finishes it; what it found is looked at by `check`."""
-
-    def __init__(self, gather: WeightGather, messages: torch.Tensor, work: Any) -> None:
-        self.gather = gather
-        self.in_full = False
-        """Whether the bucket was gathered in full in the end, since its owner had changed it."""
-        self._messages: torch.Tensor | None = messages
-        self._work = work
-        self._found: torch.Tensor | None = None
-
-    @torch.no_grad()
-    def wait(self) -> None:
-        """Write the other ranks' shards. Once only."""
-        if self._messages is None:
-            return
-        messages, self._messages = self._messages, None
-        self._work.wait()
-        self._found = self.gather.decode(messages)
-        if self._found.device.type == "cpu":
-            self.check()
-
-    @torch.no_grad()
-    def check(self) -> None:
-        """See that every message fitted. On CPU `wait` does it; on CUDA it would wait for the gather.
-
-        An owner that changed its weights after they were coded has told all ranks: on CPU they gather the
-        bucket in full.
-
-        Raises:
-            WeightsDiffer: a message that did not fit this rank's copies; on CUDA also such an owner's.
-        """
-        if self._found is None:
-            return
-        found, on_cpu = self._found.tolist(), self._found.device.type == "cpu"
-        self._found = None
-        if OWNER_CHANGED in found and on_cpu:
-            self.in_full = True
-            self.gather.gather_in_full()
-        elif any(found):
-            raise self.gather.explain(found)
 
 
 @dataclass(frozen=True)

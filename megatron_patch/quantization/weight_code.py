@@ -20,12 +20,12 @@ bits are sent of those alone. A message is
     tiles     uint16 [T, 4]: codes in the 2-bit plane (NO_BITMAP: all of them), the 4-, 8- and 16-bit planes
     planes    bitmaps, 2 bits, 4 bits, 8 bits, 16 bits
 
-where a tile's part of a plane is whole bytes, zeros behind the last code, the first code in the lowest bits:
-a tile's place in a plane is a sum over the tiles before it. A message that would be longer than the weights
-themselves holds those (kind RAW). The sums, modulo 2^64, are of the weights' bits x_i from 0 to 65535: of
-x_i, and of (i + 1)*x_i. By those of the new weights a receiver finds out that its old weights were not the
-sender's, or that the message has changed on its way. A sender whose weights have changed since says so (kind STALE): such a message
-says nothing of them.
+where a tile's part of a plane is whole bytes, zeros behind the last code, the first code in the lowest
+bits: a tile's place in a plane is a sum over the tiles before it. A message that would be longer than the
+weights themselves holds those (kind RAW). The sums, modulo 2^64, are of the weights' bits x_i from 0 to
+65535: of x_i, and of (i + 1)*x_i. By those of the new weights a receiver finds out that its old weights
+were not the sender's, or that the message has changed on its way. A sender whose weights have changed since
+says so (kind STALE): such a message says nothing of them.
 """
 
 from __future__ import annotations

@@ -59,6 +59,13 @@ def same_bits(one: Any, other: Any) -> bool:
     return torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 
+def sent(gather: Any) -> Any:
+    """A bucket's messages, on their way."""
+    from megatron_patch.collectives.weight_batch import Batch
+
+    return Batch([gather]).start(gather._workspace, own_may_have_changed=True)
+
+
 def steps(numel: int, dtype: str, rate: float) -> list[tuple[bool, bool, float]]:
     """Of each step: whether the messages were sent, whether the weights are right, bits a weight."""
     from megatron_patch.collectives.weight_gather import agree
@@ -72,10 +79,10 @@ def steps(numel: int, dtype: str, rate: float) -> list[tuple[bool, bool, float]]
         (agreed,) = agree([gather])
         assert agreed.difference is None
         if agreed.saves:
-            gather.start().wait()
+            sent(gather).wait()
         else:
             gather.gather_in_full()
-        told.append((agreed.saves, same_bits(bucket, wanted), 8 * gather.width / numel))
+        told.append((agreed.saves, same_bits(bucket, wanted), 8 * max(gather.lengths) / numel))
     return told
 
 
@@ -115,7 +122,8 @@ def flips_before(which: str) -> list[tuple[int, int, str | None, bool]]:
 
 def flips_between(which: str) -> list[tuple[int, int, str | None, bool, bool]]:
     """A bit flips when all have agreed: who, whose, this rank's error, gathered in full, weights right."""
-    from megatron_patch.collectives.weight_gather import WeightsDiffer, agree
+    from megatron_patch.collectives.weight_batch import WeightsDiffer
+    from megatron_patch.collectives.weight_gather import agree
 
     bucket, gather = gather_of(500)
     told = []
@@ -126,7 +134,7 @@ def flips_between(which: str) -> list[tuple[int, int, str | None, bool, bool]]:
         assert (agreed.saves, agreed.difference) == (True, None)
         rank, owner = flip(bucket, which, trial)
         wanted = wanted_of(bucket)
-        handle, error = gather.start(), None
+        handle, error = sent(gather), None
         try:
             handle.wait()
         except WeightsDiffer as differs:
@@ -141,19 +149,20 @@ def messages_that_change() -> list[str]:
     import torch
     import torch.distributed as dist
 
-    from megatron_patch.collectives.weight_gather import WeightsDiffer, agree
+    from megatron_patch.collectives.weight_batch import WeightsDiffer
+    from megatron_patch.collectives.weight_gather import agree
 
     bucket, gather = gather_of(500)
-    decode: Callable[[Any], Any] = gather.decode
+    read: Callable[..., None] = gather.read
     generator = torch.Generator().manual_seed(seeded(3))
 
-    def changed(messages: Any) -> Any:
-        place, bit = (int(torch.randint(n, (), generator=generator)) for n in (min(gather._sizes), 8))
-        if dist.get_rank() == 2:
-            messages[1, place] ^= 1 << bit
-        return decode(messages)
+    def changed(rank: int, message: Any, found: Any) -> None:
+        if (rank, dist.get_rank()) == (1, 2):
+            place, bit = (int(torch.randint(n, (), generator=generator)) for n in (gather._sizes[1], 8))
+            message[place] ^= 1 << bit
+        read(rank, message, found)
 
-    gather.decode = changed
+    gather.read = changed
     told = []
     for trial in range(TRIALS):
         gather.remember()
@@ -161,7 +170,7 @@ def messages_that_change() -> list[str]:
         wanted = wanted_of(bucket)
         agree([gather])
         try:
-            gather.start().wait()
+            sent(gather).wait()
             told.append("" if same_bits(bucket, wanted) else "silently wrong")
         except WeightsDiffer as error:
             told.append(str(error))
@@ -210,7 +219,9 @@ def test_a_copy_that_changes_between_step_and_gather_is_an_error_that_names_buck
                 assert error is None
                 assert right
                 continue
-            assert f"bucket 7 on rank {rank}, shard of rank {owner}: the new weights are not the owner" in error
+            assert (
+                f"bucket 7 on rank {rank}, shard of rank {owner}: the new weights are not the owner" in error
+            )
 
 
 def test_an_owner_that_changes_between_step_and_gather_makes_all_gather_in_full(pool):

@@ -28,7 +28,8 @@ import torch.distributed as dist
 
 from megatron_patch.collectives.lost_ranks import naming_lost_ranks
 from megatron_patch.collectives.traffic import Traffic
-from megatron_patch.collectives.weight_gather import Agreement, WeightGather, WeightGatherHandle, agree
+from megatron_patch.collectives.weight_batch import Batch, BatchHandle, batches
+from megatron_patch.collectives.weight_gather import Agreement, WeightGather, agree
 from megatron_patch.integration.chunk import IN_FLIGHT, ChunkState
 from megatron_patch.integration.seams.intercept import intercepted_all_gathers
 from megatron_patch.integration.seams.stock_traffic import bucket_weights
@@ -80,8 +81,8 @@ class ChunkWeights:
         """Bucket groups that are coded and were gathered in full, by reason; since the start."""
         self.report: list[BucketReport] = []
         """Of the last step, by bucket."""
-        self.in_flight: deque[WeightGatherHandle] = deque()
-        self.unchecked: list[WeightGatherHandle] = []
+        self.in_flight: deque[BatchHandle] = deque()
+        self.unchecked: list[BatchHandle] = []
         self.seams = [
             WeightSeam(group, self, expert=place >= dense)
             for place, group in enumerate(groups)
@@ -93,12 +94,13 @@ class ChunkWeights:
         """Memory of old shards and messages."""
         return sum(gather.nbytes for seam in self.seams for gather in seam.gathers)
 
-    def start(self, gather: WeightGather) -> WeightGatherHandle:
-        """Start one bucket's gather, and end one that began long ago: few messages are held in memory."""
+    def start(self, batch: Batch, own_may_have_changed: bool) -> BatchHandle:
+        """Start a gather, and end one that began long ago: few messages are held in memory."""
         while len(self.in_flight) >= IN_FLIGHT:
             self.in_flight.popleft().wait()
-        handle = gather.start()
+        handle = batch.start(self.state.workspace, own_may_have_changed)
         self.in_flight.append(handle)
+        self.unchecked.append(handle)
         return handle
 
     def end_step(self) -> None:
@@ -122,7 +124,7 @@ class WeightSeam:
     def __init__(self, bucket_group: Any, chunk: ChunkWeights, expert: bool) -> None:
         self.group = bucket_group
         self.expert = expert
-        self._chunk = chunk
+        self.chunk = chunk
         self.ranks: dist.ProcessGroup = bucket_group.intra_distributed_optimizer_instance_group
         self.stock_because = _stock_because(bucket_group, chunk.state.config.codes_weights)
         kind = "expert bucket" if expert else "bucket"
@@ -168,7 +170,7 @@ class WeightSeam:
         """The optimizer's outermost step begins, in which the own shard is overwritten."""
         if not self.gathers:
             return
-        if isinstance(self.group.param_gather_handle, _AllHandles):
+        if isinstance(self.group.param_gather_handle, Sent):
             self.group.param_gather_handle.wait()
         if not self._behind:
             for gather in self.gathers:
@@ -186,23 +188,25 @@ class WeightSeam:
         waits = self._overlaps and not self._gathered_in_step and self.group.param_gather_handle is None
         return bool(self.gathers) and (waits or self._deferred)
 
-    def after_step(self, agreed: Sequence[Agreement]) -> _AllHandles | None:
-        """All ranks know of each bucket whether it may be sent. Starts a gather that was deferred."""
+    def after_step(self, agreed: Sequence[Agreement]) -> bool:
+        """All ranks know of each bucket whether it may be sent. Whether a deferred gather is to send it
+        now."""
         differ = any(bucket.difference for bucket in agreed)
         self._behind = True
         self._coded = not differ and all(bucket.saves for bucket in agreed)
         self._why_raw = DIFFERENT if differ else NO_SHORTER
         for report, gather in zip(self._reports, self.gathers, strict=True):
-            report.traffic.nbytes += gather.peers * _LENGTH_BYTES
+            report.traffic.nbytes += (self.ranks.size() - 1) * _LENGTH_BYTES
             report.weights, report.message_bytes = gather.shard_size, gather.message_bytes
             report.unchanged = gather.unchanged
         if not self._deferred:
-            return None
+            return False
         self._deferred = False
         if self._coded:
-            return self._gather()
+            self._call_upstream()
+            return True
         self._gather_in_full(force_sync=False)
-        return None
+        return False
 
     def _start_param_sync(self, force_sync: bool) -> None:
         if self._in_step and not force_sync and not self._overlaps:
@@ -214,24 +218,25 @@ class WeightSeam:
         if force_sync or not self._coded:
             self._gather_in_full(force_sync)
             return
-        handles = self._gather()
+        self._call_upstream()
+        handle = Sent([self], self.chunk, own_may_have_changed=True)
         if self.group.param_gather_handle is not None:
-            self.group.param_gather_handle = handles
+            self.group.param_gather_handle = handle
         else:
-            handles.wait()
+            handle.wait()
 
     def _gather_in_full(self, force_sync: bool) -> None:
         if self.gathers:
             why = FORCED if force_sync else IN_STEP if self._in_step else self._why_raw
-            self._chunk.raw_gathers[why] += 1
+            self.chunk.raw_gathers[why] += 1
         for report, bucket in zip(self._reports, self.group.buckets, strict=True):
             report.traffic.add(bucket_weights(self.group, bucket))
         self._original(force_sync=force_sync)
         self._behind, self._gathered_in_step = False, self._in_step
         self._coded, self._why_raw = False, NOT_CODED
 
-    def _gather(self) -> _AllHandles:
-        """Send the messages. Upstream does the rest, and leaves a handle where the caller does not wait."""
+    def _call_upstream(self) -> None:
+        """Upstream's method without its collective: it leaves a handle where the caller does not wait."""
         with intercepted_all_gathers() as calls:
             self._original(force_sync=False)
         found = [(output.data_ptr(), output.numel()) for output in calls]
@@ -241,36 +246,51 @@ class WeightSeam:
                 "ask for one all-gather of each bucket through dist_all_gather_func: weight_gather exact "
                 "does not support this release of megatron-core"
             )
-        for report, gather in zip(self._reports, self.gathers, strict=True):
-            report.traffic.add(Traffic(gather.peers * gather.width, gather.peers * gather.shard_size))
         self._coded = False
-        return _AllHandles([self._chunk.start(gather) for gather in self.gathers], self)
 
-    def gathered(self, handles: Sequence[WeightGatherHandle]) -> None:
+    def count(self, batch: Batch) -> None:
+        """Count what a batch sends of this group's buckets."""
+        for report, gather in zip(self._reports, self.gathers, strict=True):
+            if gather in batch.gathers:
+                elements = (self.ranks.size() - 1) * gather.shard_size
+                report.traffic.add(Traffic(batch.nbytes_of(gather), elements))
+
+    def gathered(self, handles: Sequence[BatchHandle]) -> None:
         """All ranks have the weights now."""
         self._behind = False
-        for report, bucket, handle in zip(self._reports, self.group.buckets, handles, strict=True):
-            if handle.in_full:
-                self._chunk.raw_gathers[EDITED] += 1
+        in_full = [gather for handle in handles if handle.in_full for gather in handle.batch.gathers]
+        if any(gather in in_full for gather in self.gathers):
+            self.chunk.raw_gathers[EDITED] += 1
+        for report, bucket, gather in zip(self._reports, self.group.buckets, self.gathers, strict=True):
+            if gather in in_full:
                 report.traffic.add(bucket_weights(self.group, bucket))
-        self._chunk.unchecked += handles
 
 
-class _AllHandles:
-    """Stands where upstream keeps a bucket group's one handle (`param_gather_handle`)."""
+class Sent:
+    """The messages of some bucket groups, on their way; stands in upstream's `param_gather_handle`, too.
 
-    def __init__(self, handles: Sequence[WeightGatherHandle], seam: WeightSeam) -> None:
-        self._handles: Sequence[WeightGatherHandle] | None = handles
-        self._seam = seam
+    Args:
+        seams: of one process group.
+        chunk: which holds the messages.
+        own_may_have_changed: as Batch.start.
+    """
+
+    def __init__(self, seams: Sequence[WeightSeam], chunk: ChunkWeights, own_may_have_changed: bool) -> None:
+        self._seams: Sequence[WeightSeam] = seams
+        self._handles: list[BatchHandle] = []
+        for batch in batches([gather for seam in seams for gather in seam.gathers]):
+            self._handles.append(chunk.start(batch, own_may_have_changed))
+            for seam in seams:
+                seam.count(batch)
 
     def wait(self) -> None:
-        if self._handles is None:
-            return
-        handles, self._handles = self._handles, None
-        with naming_lost_ranks(_WHAT, self._seam.ranks):
-            for handle in handles:
-                handle.wait()
-        self._seam.gathered(handles)
+        """Write the weights. Once only."""
+        seams, self._seams = self._seams, ()
+        for seam in seams:
+            with naming_lost_ranks(_WHAT, seam.ranks):
+                for handle in self._handles:
+                    handle.wait()
+            seam.gathered(self._handles)
 
 
 def gathered_after(chunks: Sequence[ChunkWeights], step: Callable[[], Any]) -> Any:
@@ -303,10 +323,9 @@ def _code(seams: Sequence[WeightSeam], group: dist.ProcessGroup) -> None:
             if bucket.difference and group.rank() == 0:
                 logger.warning("megatron-loco: weights differ, gathered in full: %s", bucket.difference)
         of_seams = iter(agreed)
-        started = [seam.after_step([next(of_seams) for _ in seam.gathers]) for seam in seams]
-        for handles in started:
-            if handles is not None:
-                handles.wait()
+        now = [seam for seam in seams if seam.after_step([next(of_seams) for _ in seam.gathers])]
+        if now:  # nobody has had the chance to change anything since
+            Sent(now, now[0].chunk, own_may_have_changed=False).wait()
 
 
 def _stock_because(bucket_group: Any, exact: bool) -> str | None:

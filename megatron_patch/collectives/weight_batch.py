@@ -1,0 +1,132 @@
+"""Messages of the exact weight gather on their way: those of several buckets travel in one piece.
+
+What longest messages exceed others by evens out over buckets, and all ranks send as many bytes as the one
+that has most to send: so the fewer pieces the better, as far as memory goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_patch.collectives.weight_gather import WeightGather
+from megatron_patch.collectives.workspace import Workspace
+from megatron_patch.quantization import weight_code
+from megatron_patch.quantization.weight_code import OWNER_CHANGED
+
+
+class WeightsDiffer(RuntimeError):
+    """A message that does not fit the weights it came to; the text names the bucket and the owner."""
+
+
+class Batch:
+    """Buckets of one group whose agreed messages travel in one piece."""
+
+    def __init__(self, gathers: Sequence[WeightGather]) -> None:
+        self.gathers = gathers
+        self.group = gathers[0].group
+        totals = [sum(gather.lengths[rank] for gather in gathers) for rank in range(self.group.size())]
+        self.width = max(totals)
+        """Bytes that every rank sends: as many as the one with the longest messages has."""
+        self._mean = sum(totals) / len(totals)
+
+    def nbytes_of(self, gather: WeightGather) -> float:
+        """A bucket's part of what this rank sends: the padding is shared out by the messages' lengths."""
+        share = sum(gather.lengths) / len(gather.lengths) / self._mean
+        return (self.group.size() - 1) * self.width * share
+
+    @torch.no_grad()
+    def start(self, workspace: Workspace, own_may_have_changed: bool) -> BatchHandle:
+        """Send the messages; the handle's `wait` writes the others' shards.
+
+        Args:
+            own_may_have_changed: since `agree`, as by a user between the step and the next forward pass.
+        """
+        ranks, rank = self.group.size(), self.group.rank()
+        messages = workspace.take(ranks, self.width, "weights")
+        for gather, room in self.parts(messages, rank):
+            gather.write(room, own_may_have_changed)
+        work = dist.all_gather_into_tensor(messages.view(-1), messages[rank], group=self.group, async_op=True)
+        return BatchHandle(self, messages, work, workspace)
+
+    def parts(self, messages: torch.Tensor, rank: int) -> Iterator[tuple[WeightGather, torch.Tensor]]:
+        """Each bucket, and where a rank's message of it is."""
+        start = 0
+        for gather in self.gathers:
+            yield gather, messages[rank, start : start + gather.lengths[rank]]
+            start += gather.lengths[rank]
+
+
+class BatchHandle:
+    """The rest of a gather. `wait` finishes it; what it found is looked at by `check`."""
+
+    def __init__(self, batch: Batch, messages: torch.Tensor, work: Any, workspace: Workspace) -> None:
+        self.batch = batch
+        self.in_full = False
+        """Whether the buckets were gathered in full in the end, since an owner had changed one."""
+        self._messages: torch.Tensor | None = messages
+        self._work = work
+        self._workspace = workspace
+        self._found: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Write the other ranks' shards. Once only."""
+        if self._messages is None:
+            return
+        messages, self._messages = self._messages, None
+        self._work.wait()
+        ranks = self.batch.group.size()
+        found = torch.zeros(ranks, len(self.batch.gathers), dtype=torch.int32, device=messages.device)
+        with self._workspace.timed():
+            for rank in range(ranks):
+                for place, (gather, room) in enumerate(self.batch.parts(messages, rank)):
+                    gather.read(rank, room, found[rank, place : place + 1])
+        self._workspace.give(messages)
+        self._found = found
+        if found.device.type == "cpu":
+            self.check()
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """See that every message fitted. On CPU `wait` does it; on CUDA it would wait for the gather.
+
+        An owner that changed its weights after they were coded has told all ranks: on CPU they gather the
+        buckets in full.
+
+        Raises:
+            WeightsDiffer: a message that did not fit this rank's copies; on CUDA also such an owner's.
+        """
+        if self._found is None:
+            return
+        on_cpu = self._found.device.type == "cpu"
+        found, self._found = self._found.cpu(), None
+        if on_cpu and (found == OWNER_CHANGED).any():
+            self.in_full = True
+            for gather in self.batch.gathers:
+                gather.gather_in_full()
+        elif found.any():
+            rank, place = found.nonzero()[0].tolist()
+            owner = dist.get_process_group_ranks(self.batch.group)[rank]
+            raise WeightsDiffer(
+                f"weight gather of {self.batch.gathers[place].name} on rank {dist.get_rank()}, shard of rank "
+                f"{owner}: {weight_code.Mismatch(int(found[rank, place]))}"
+            )
+
+
+def batches(gathers: Sequence[WeightGather]) -> Iterator[Batch]:
+    """Cut a sequence of buckets of one group, whose gathers all begin now, into batches.
+
+    The messages of one take no more memory than the weights of the largest bucket.
+    """
+    room = max(gather.shard_nbytes for gather in gathers)
+    batch: list[WeightGather] = []
+    for gather in gathers:
+        if batch and sum(max(one.lengths) for one in [*batch, gather]) > room:
+            yield Batch(batch)
+            batch = []
+        batch.append(gather)
+    yield Batch(batch)
