@@ -149,8 +149,6 @@ def whole_way(path: str) -> None:
         gloo_fixes.install()
     during = state()
     assert not [name for name, value in during.items() if value == before[name]]
-    product = torch.ones(2, 2, dtype=torch.bfloat16) @ torch.ones(2, 2, dtype=torch.bfloat16)
-    assert product.sum() == 8
     megatron_patch.disable()
     metrics.uninstall()
     torch_adam.uninstall()

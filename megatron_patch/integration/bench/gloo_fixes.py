@@ -1,14 +1,12 @@
-"""Two repairs without which a measurement over slow links would measure this machine's CPU and gloo instead.
+"""A repair without which a measurement over slow links would measure gloo instead.
 
-For benchmarks that train on CPU over gloo, for every method alike; nothing else installs them.
+For benchmarks that train on CPU over gloo, for every method alike; nothing else installs it.
 
-1. Products of bf16 matrices. Without bf16 instructions torch computes them ten times slower than in fp32, and
-   a step would be arithmetic only. They are computed in fp32 and rounded, which is what a GPU does.
-2. The all-to-all. gloo's posts each send before the receive, and the word "ready to receive" travels on the
-   connection that the payload goes out on: of two ranks the later one queues it behind its own payload, and
-   the other waits. A full-duplex link then carries one direction at a time (0.48 of 200 Mbit/s with 2 hosts,
-   0.6 to 0.7 with 4). Here receives are posted first: 0.95 and 0.93. It is the same bytes, and it makes the
-   uncompressed baseline faster: without it the all-to-all would look slower than the link is.
+gloo's all-to-all posts each send before the receive, and the word "ready to receive" travels on the
+connection that the payload goes out on: of two ranks the later one queues it behind its own payload, and
+the other waits. A full-duplex link then carries one direction at a time (0.48 of 200 Mbit/s with 2 hosts,
+0.6 to 0.7 with 4). Here receives are posted first: 0.95 and 0.93. It is the same bytes, and it makes the
+uncompressed baseline faster: without it the all-to-all would look slower than the link is.
 """
 
 from __future__ import annotations
@@ -19,43 +17,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_library: Any = None
 _all_to_all: Any = None
 """What stood there before: torch's own, or cpu/device.py's stand-in."""
 
 
 def install() -> None:
-    """Both, until `uninstall`. Idempotent."""
-    global _library, _all_to_all
-    if _library is not None:
-        return
-    _library = torch.library.Library("aten", "IMPL")
-    for name in ("mm", "bmm"):
-        _library.impl(name, _product, "CPU", allow_override=True)
-        _library.impl(f"{name}.out", _product_out, "CPU", allow_override=True)
-    _all_to_all = dist.all_to_all_single
-    dist.all_to_all_single = _receiving_first(_all_to_all)
+    """Post receives first, until `uninstall`. Idempotent."""
+    global _all_to_all
+    if _all_to_all is None:
+        _all_to_all = dist.all_to_all_single
+        dist.all_to_all_single = _receiving_first(_all_to_all)
 
 
 def uninstall() -> None:
-    """torch's own products and all-to-all again."""
-    global _library
-    if _library is not None:
-        _library._destroy()
-        _library, dist.all_to_all_single = None, _all_to_all
-
-
-def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """mm and bmm. addmm and baddbmm are other operators, not replaced; beta=0 ignores their summand."""
-    single = left.dtype in (torch.bfloat16, torch.float16)
-    dtype = torch.float32 if single else left.dtype
-    multiply = torch.addmm if left.dim() == 2 else torch.baddbmm
-    product = multiply(torch.zeros((), dtype=dtype), left.to(dtype), right.to(dtype), beta=0)
-    return product.to(left.dtype)
-
-
-def _product_out(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-    return out.copy_(_product(left, right))
+    """torch's own all-to-all again."""
+    global _all_to_all
+    if _all_to_all is not None:
+        dist.all_to_all_single, _all_to_all = _all_to_all, None
 
 
 class _All:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mm.out", "bmm.out")
 _installed: list[Any] = []
 
 
@@ -40,10 +40,12 @@ def uninstall() -> None:
 
 
 def _in_fp32(kernel: Any) -> Callable[..., torch.Tensor]:
-    def product(keys: Any, *tensors: torch.Tensor, **factors: Any) -> torch.Tensor:
+    def product(keys: Any, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
         if tensors[0].dtype is not torch.bfloat16:
-            return kernel.call_boxed(keys, *tensors, **factors)
+            return kernel.call_boxed(keys, *tensors, **options)
         wide = (tensor.float() for tensor in tensors)
-        return kernel.call_boxed(keys, *wide, **factors).to(torch.bfloat16)
+        if (out := options.get("out")) is None:
+            return kernel.call_boxed(keys, *wide, **options).to(torch.bfloat16)
+        return out.copy_(kernel.call_boxed(keys, *wide, out=torch.empty_like(out, dtype=torch.float32)))
 
     return product

@@ -34,19 +34,6 @@ def test_receiving_first_gives_what_gloo_gives(pool: Any, dtype: torch.dtype, as
         assert torch.equal(expected, found)
 
 
-def test_products_in_fp32_are_those_of_bf16_rounded_once():
-    from megatron_patch.integration.bench.gloo_fixes import _product, _product_out
-
-    left, right = torch.randn(3, 5, 7).bfloat16(), torch.randn(3, 7, 4).bfloat16()
-    exact = left.double() @ right.double()
-    found = _product(left, right)
-    assert found.dtype == torch.bfloat16
-    assert torch.allclose(found.double(), exact, rtol=2**-8, atol=1e-5)
-    assert torch.equal(_product(left[0], right[0]), found[0])
-    out = torch.empty(3, 5, 4, dtype=torch.bfloat16)
-    assert torch.equal(_product_out(left, right, out=out), found)
-
-
 def onebit(**options: Any) -> Any:
     from megatron_patch import CompressionConfig
 

@@ -49,6 +49,12 @@ def test_batched_products_take_factors_and_ignore_what_is_multiplied_by_zero(rep
     exact = 0.25 * (exactly(q) @ exactly(k))
     torch.testing.assert_close(scores.detach(), rounded(exact), rtol=2**-7, atol=1e-5)
     torch.testing.assert_close(torch.bmm(q, k).detach(), rounded(4 * exact), rtol=2**-7, atol=1e-5)
+    out = torch.empty(4, 16, 16, dtype=torch.bfloat16)
+    assert torch.bmm(q.detach(), k.detach(), out=out) is out
+    torch.testing.assert_close(out, rounded(4 * exact), rtol=2**-7, atol=1e-5)
+    out = torch.empty(16, 16, dtype=torch.bfloat16)
+    assert torch.mm(q[0].detach(), k[0].detach(), out=out) is out
+    torch.testing.assert_close(out, rounded(4 * exact[0]), rtol=2**-7, atol=1e-5)
 
 
 def test_other_types_are_torch_s_own_and_so_is_everything_afterwards():
