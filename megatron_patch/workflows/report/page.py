@@ -27,6 +27,9 @@ _MOST_NAMES = 12
 _MOST_COLUMNS = 6
 """Configurations that stand side by side in the table of differences; more stand one below the other."""
 
+_MOST_OPEN = 12
+"""Buckets; more of them are folded away."""
+
 Named = tuple[str, Run]
 Row = tuple[str, str, list[str]]
 """Name, what is to be said below it, cells."""
@@ -40,6 +43,9 @@ def _foldable(text: str) -> Markup:
 def render(runs: Sequence[Run]) -> str:
     """The whole page."""
     groups = group_runs(runs)
+    exact = [group for group in groups if any(run.gathers_exactly for run in group.runs)]
+    chosen = [quantity for quantity in quantities.QUANTITIES if exact or not quantity.of_exact_gather]
+    columns = table.columns(runs)
     drawn = groups[: figures.MOST_GROUPS]
     environment = Environment(
         loader=PackageLoader("megatron_patch.workflows.report", "."),
@@ -50,7 +56,7 @@ def render(runs: Sequence[Run]) -> str:
     )
     environment.filters["foldable"] = _foldable
     named = list(zip(run_names(runs), runs, strict=True))
-    shown = [figures.draw(quantity, drawn) for quantity in quantities.QUANTITIES]
+    shown = [figures.draw(quantity, drawn) for quantity in chosen]
     return environment.get_template("page.html").render(
         heading=_heading(runs, groups),
         names=[group.name for group in groups],
@@ -59,17 +65,21 @@ def render(runs: Sequence[Run]) -> str:
         colours=range(figures.COLOURS),
         styles=[_style(index) for index in range(len(drawn))],
         notes=_notes(runs, groups),
-        columns=table.COLUMNS,
-        rows=_rows(groups),
-        each_run=_each_run(named, groups),
+        columns=columns,
+        rows=_rows(columns, groups),
+        each_run=_each_run(columns, named, groups),
         figures=[(figure, Markup(figure.svg)) for figure in shown if figure],
         means=any(len(group.runs) > 1 for group in drawn),
         thin_lines=len(drawn) <= figures.MOST_EACH,
         missing=[
             quantity.title
-            for quantity, figure in zip(quantities.QUANTITIES, shown, strict=True)
+            for quantity, figure in zip(chosen, shown, strict=True)
             if figure is None and (quantity.key != "difference" or len(groups) > 1)
         ],
+        exact=[group.name for group in exact],
+        raw_gathers=table.raw_gathers(exact),
+        weight_buckets=table.weight_buckets(exact),
+        most_open=_MOST_OPEN,
         differences=differences(groups),
         sideways=len(groups) <= _MOST_COLUMNS,
         first_config=runs[0].config_text,
@@ -93,14 +103,14 @@ def _style(index: int) -> tuple[int, str]:
     return index % figures.COLOURS, figures.DASHES[index % len(figures.DASHES)]
 
 
-def _rows(groups: Sequence[Group]) -> list[Row]:
+def _rows(columns: Sequence[table.Column], groups: Sequence[Group]) -> list[Row]:
     found = table.validation_differences(groups)
     return [
         (
             group.name,
             table.state(group.runs),
             [
-                *table.cells(group.counted, found),
+                *table.cells(columns, group.counted, found),
                 *table.method_and_bits(group.runs),
                 table.steps(group.runs),
             ],
@@ -109,7 +119,7 @@ def _rows(groups: Sequence[Group]) -> list[Row]:
     ]
 
 
-def _each_run(named: Sequence[Named], groups: Sequence[Group]) -> list[Row]:
+def _each_run(columns: Sequence[table.Column], named: Sequence[Named], groups: Sequence[Group]) -> list[Row]:
     """A row for every run, where the first table has means."""
     if len(groups) == len(named):
         return []
@@ -118,7 +128,7 @@ def _each_run(named: Sequence[Named], groups: Sequence[Group]) -> list[Row]:
         (
             name,
             table.state([run]),
-            [*table.cells([run], found), *table.method_and_bits([run]), table.steps([run])],
+            [*table.cells(columns, [run], found), *table.method_and_bits([run]), table.steps([run])],
         )
         for name, run in named
     ]

@@ -27,6 +27,8 @@ class Quantity:
     form: str = ""
     """The legend's numbers, as a format of Python's; empty: three significant digits."""
     unit: str = ""
+    of_exact_gather: bool = False
+    """Drawn only where a run gathers weights exactly."""
 
     def curve(self, run: Run) -> Curve:
         return {step: value * self.factor for step, value in run.curve(self.key).items()}
@@ -66,9 +68,37 @@ QUANTITIES = (
         "weight_wire_bytes",
         "Weight bytes on the wire",
         "MB per step",
-        "The all-gather of the updated weights, by one rank; it is not compressed.",
+        "The all-gather of the updated weights, by one rank: in full, or exactly from what the step changed.",
         factor=1e-6,
         from_zero=True,
+    ),
+    Quantity(
+        "weight_wire_bits_per_element",
+        "Bits per weight on the wire",
+        "bits per weight",
+        "What travelled: messages as long as the longest of all ranks', their lengths, and gathers in full.",
+        from_zero=True,
+        of_exact_gather=True,
+    ),
+    Quantity(
+        "weight_message_bits_per_element",
+        "Bits per weight of the messages",
+        "bits per weight",
+        "The code's own size, mean of the ranks; what travelled beyond it is padding, lengths and gathers in "
+        "full.",
+        from_zero=True,
+        of_exact_gather=True,
+    ),
+    Quantity(
+        "weight_unchanged_share",
+        "Unchanged weights",
+        "share of the weights (%)",
+        "Of the weights that were coded: those that the step left as they were.",
+        factor=100,
+        from_zero=True,
+        form=".1f",
+        unit=" %",
+        of_exact_gather=True,
     ),
     Quantity(
         "compression_snr_db",

@@ -93,6 +93,29 @@ class Run:
         ranks, nodes = (self.config.get(f"launch.{key}") for key in ("nproc_per_node", "nnodes"))
         return ranks * nodes if isinstance(ranks, int) and isinstance(nodes, int) else None
 
+    @property
+    def gathers_exactly(self) -> bool:
+        """Whether the exact weight gather was on."""
+        return "raw_weight_gathers" in self._latest
+
+    @property
+    def raw_gathers(self) -> dict[str, int]:
+        """Bucket groups that were coded and gathered in full, by reason (integration/seams/weights.py)."""
+        return self._latest.get("raw_weight_gathers") or {}
+
+    @property
+    def weight_bits_by_bucket(self) -> dict[str, float]:
+        """Bits per weight, mean of the logged steps."""
+        found: dict[str, list[float]] = {}
+        for record in self.records:
+            for bucket, bits in (record.get("weight_bits_by_bucket") or {}).items():
+                found.setdefault(bucket, []).append(bits)
+        return {bucket: statistics.fmean(bits) for bucket, bits in found.items()}
+
+    @property
+    def _latest(self) -> dict[str, Any]:
+        return self.summary or (self.records[-1] if self.records else {})
+
     @cached_property
     def numbers(self) -> dict[str, float | None]:
         """The summary's numbers, by the names of the table; from the records where there is no summary."""
@@ -105,8 +128,10 @@ class Run:
             "step_seconds": summary.get("step_seconds", {}).get("median", self._median("step_seconds")),
             "gradient_bits": gradients.get("bits_per_element", last.get("gradient_wire_bits_per_element")),
             "gradient_bytes": wire,
-            "weight_bytes": weights.get("bytes_per_step", last.get("weight_wire_bytes")),
+            "weight_bits": weights.get("bits_per_element", self._mean_weight_bits()),
+            "weight_bytes": weights.get("bytes_per_step", self._mean("weight_wire_bytes")),
             "error_bytes": summary.get("compensation_bytes"),
+            "weight_gather_bytes": summary.get("weight_gather_bytes"),
             "tokens_per_second": summary.get("tokens_per_second", self._median("tokens_per_second")),
         }
         return {name: None if is_missing(value) else float(value) for name, value in found.items()}
@@ -118,6 +143,16 @@ class Run:
             for record in self.records
             if not is_missing(record.get(key))
         }
+
+    def _mean(self, key: str) -> float | None:
+        values = list(self.curve(key).values())
+        return statistics.fmean(values) if values else None
+
+    def _mean_weight_bits(self) -> float | None:
+        """As the summary has it: all bytes over all weights."""
+        nbytes, bits = self.curve("weight_wire_bytes"), self.curve("weight_wire_bits_per_element")
+        weights = sum(nbytes[step] / bits[step] for step in nbytes if bits.get(step))
+        return sum(nbytes.values()) / weights if weights else None
 
     def _median(self, key: str) -> float | None:
         values = [value for value in self.curve(key).values() if not math.isnan(value)]

@@ -23,6 +23,8 @@ class Column:
     """A format of Python's; empty: as many places as give the number three significant digits."""
     factor: float = 1.0
     unit: str = ""
+    of_exact_gather: bool = False
+    """There only where a run gathers weights exactly."""
 
     def write(self, values: Sequence[float]) -> str:
         """One value, or the mean and the standard deviation of several, with the same decimal places."""
@@ -55,10 +57,57 @@ COLUMNS = (
     Column("step_seconds", "step time (s)"),
     Column("gradient_bits", "bits per gradient element", ".2f"),
     Column("gradient_bytes", "gradient MB per step", factor=1e-6),
+    Column("weight_bits", "bits per weight", ".2f", of_exact_gather=True),
     Column("weight_bytes", "weight MB per step", factor=1e-6),
     Column("error_bytes", "error state MB", factor=1e-6),
+    Column("weight_gather_bytes", "weight gather MB", factor=1e-6, of_exact_gather=True),
     Column("tokens_per_second", "tokens per second"),
 )
+
+
+RAW_GATHERS = {
+    "forced": "forced, by an evaluation or a checkpoint",
+    "inside_step": "dispatched inside the optimizer's step",
+    "not_coded": "with no step before it",
+    "copies_differ": "ranks' copies differed",
+    "no_shorter": "the code saved nothing",
+    "edited": "weights changed between step and gather",
+}
+"""The reasons of integration/seams/weights.py, in words."""
+
+
+def columns(runs: Sequence[Run]) -> list[Column]:
+    """The columns of a page of these runs."""
+    exact = any(run.gathers_exactly for run in runs)
+    return [column for column in COLUMNS if exact or not column.of_exact_gather]
+
+
+def raw_gathers(groups: Sequence[Group]) -> dict[str, list[str]]:
+    """Reason in words -> how often it was in each group, of the reasons that there were."""
+    reasons = dict.fromkeys(reason for group in groups for run in group.runs for reason in run.raw_gathers)
+    found = {}
+    for reason in sorted(reasons, key=[*RAW_GATHERS, *reasons].index):
+        column = Column(reason, RAW_GATHERS.get(reason, reason), ",.0f")
+        found[column.title] = [
+            column.write([float(run.raw_gathers.get(reason, 0)) for run in group.counted]) for group in groups
+        ]
+    return found
+
+
+def weight_buckets(groups: Sequence[Group]) -> dict[str, list[str]]:
+    """Bucket -> its bits per weight in each group, where a run has several buckets."""
+    of_runs = {id(run): run.weight_bits_by_bucket for group in groups for run in group.runs}
+    if all(len(bits) < 2 for bits in of_runs.values()):
+        return {}
+    return {
+        bucket: [
+            Column(bucket, bucket, ".2f").write(
+                [bits for run in group.counted if (bits := of_runs[id(run)].get(bucket)) is not None]
+            )
+            for group in groups
+        ]
+        for bucket in dict.fromkeys(bucket for bits in of_runs.values() for bucket in bits)
+    }
 
 
 def validation_differences(groups: Sequence[Group]) -> dict[int, float]:
@@ -81,10 +130,10 @@ def validation_differences(groups: Sequence[Group]) -> dict[int, float]:
     }
 
 
-def cells(runs: Sequence[Run], differences: dict[int, float]) -> list[str]:
+def cells(columns: Sequence[Column], runs: Sequence[Run], differences: dict[int, float]) -> list[str]:
     """The numbers of a row: of one run, or the mean and the standard deviation of several."""
     row = []
-    for column in COLUMNS:
+    for column in columns:
         if column.key == "difference":
             values = [differences[id(run)] for run in runs if id(run) in differences]
         else:

@@ -21,8 +21,12 @@ def write_run(
     finished: bool = True,
     config: dict[str, Any] | None = None,
     summary: dict[str, Any] | None = None,
+    exact: dict[str, int] | None = None,
 ) -> Path:
-    """A run that logs every fifth step; without `finished` it has no summary. Returns the folder."""
+    """A run that logs every fifth step; without `finished` it has no summary. Returns the folder.
+
+    With `exact` it gathers bf16 weights exactly, in fewer bits from step to step, but for these gathers.
+    """
     folder.mkdir(parents=True)
     compresses = method not in ("none", "stock")
     settings = {"megatron.seed": seed, "megatron.train_iters": planned, "megatron.lr": 0.002}
@@ -54,6 +58,10 @@ def write_run(
         }
         for step in range(5, 5 * logged + 1, 5)
     ]
+    weight_wire = {"bytes_per_step": 1_400_000.0, "bits_per_element": 32.0}
+    coded: dict[str, Any] = {}
+    if exact is not None:
+        weight_wire, coded = _gather_exactly(records, exact)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     if finished:
         content = {
@@ -66,7 +74,8 @@ def write_run(
             "step_seconds": {"median": 0.26},
             "tokens_per_second": 15837.4,
             "gradient_wire": {"bytes_per_step": wire, "bits_per_element": bits if compresses else 32.0},
-            "weight_wire": {"bytes_per_step": 1_400_000.0, "bits_per_element": 32.0},
+            "weight_wire": weight_wire,
+            **coded,
             "compensation_bytes": 483224 if compresses else 0,
             "device": "cpu (x86_64)",
             "versions": VERSIONS,
@@ -74,3 +83,24 @@ def write_run(
         }
         (folder / "summary.json").write_text(json.dumps(content))
     return folder
+
+
+def _gather_exactly(
+    records: list[dict[str, Any]], raw: dict[str, int]
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Put into `records` what the exact weight gather leaves there; returns what the summary has of it."""
+    for number, record in enumerate(records):
+        bits = 6.0 - 4 * number / len(records)
+        record |= {
+            "weight_wire_bytes": bits * 43_750,
+            "weight_wire_bits_per_element": bits,
+            "weight_unchanged_share": 0.2 + 0.5 * number / len(records),
+            "weight_message_bits_per_element": bits - 0.5,
+            "weight_bits_by_bucket": {"bucket 0": bits - 1, "expert bucket 1": bits + 1},
+            "raw_weight_gathers": raw,
+        }
+    mean = sum(record["weight_wire_bits_per_element"] for record in records) / len(records)
+    names = ("weight_unchanged_share", "weight_bits_by_bucket", "raw_weight_gathers")
+    last = {name: records[-1][name] for name in names}
+    coded = {"weight_gather": "exact", **last, "weight_gather_bytes": 254979}
+    return {"bytes_per_step": mean * 43_750, "bits_per_element": mean}, coded

@@ -12,9 +12,12 @@ import pytest
 from report_runs import VERSIONS, write_run
 
 from megatron_patch.workflows import cli
-from megatron_patch.workflows.report import figures, quantities
+from megatron_patch.workflows.report import figures, quantities, table
 from megatron_patch.workflows.report.groups import group_runs, run_names
 from megatron_patch.workflows.report.runs import read_runs
+
+SEAM = Path(__file__).parents[3] / "megatron_patch/integration/seams/weights.py"
+OF_ALL_RUNS = [quantity for quantity in quantities.QUANTITIES if not quantity.of_exact_gather]
 
 
 @pytest.fixture(autouse=True)
@@ -119,8 +122,10 @@ def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], all_figure
     assert row["error state MB"] == "0.483"
     assert row["tokens per second"] == "15,837"
     assert page.tables[1] == [["key", "none", "loco"], ["compression.method", "none", "loco"]]
-    titles = {quantity.title for quantity in quantities.QUANTITIES}
-    assert set(page.labels()) == titles
+    assert set(page.labels()) == {quantity.title for quantity in OF_ALL_RUNS}
+    assert "weight gather" not in page.text
+    assert "bits per weight" not in page.text
+    assert "No curve of" not in page.text
     labels = page.labels()
     assert "none: 0.260; loco: 0.260" in labels["Step time"]
     assert "none: 1.40; loco: 0.175" in labels["Gradient bytes on the wire"]
@@ -130,6 +135,57 @@ def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], all_figure
     assert "4 ranks, cpu (x86_64); python 3.12.1, megatron-loco 0.1.0" in page.text
     assert "cannot be compared" not in page.text
     assert re.search(r"^2 runs: .*page\.html \(\d+ kB\)$", capsys.readouterr().out.strip())
+
+
+def test_exact_weight_gathers(tmp_path: Path, all_figures: None) -> None:
+    runs = tmp_path / "runs"
+    write_run(runs / "a_none", "none")
+    write_run(runs / "b_begun", logged=4, finished=False, exact={"copies_differ": 2, "of another release": 1})
+    write_run(runs / "c_loco", exact={"forced": 12, "inside_step": 1_300})
+    page = report(tmp_path, runs)
+    heads, none, begun, loco = page.tables[0]
+    rows = {row[0]: dict(zip(heads, row, strict=True)) for row in (none, begun, loco)}
+    found = [(row["bits per weight"], row["weight MB per step"]) for row in rows.values()]
+    assert found == [("32.00", "1.40"), ("4.50", "0.197"), ("4.10", "0.179")]  # means of the logged steps
+    assert [row["weight gather MB"] for row in rows.values()] == ["–", "–", "0.255"]
+    labels = page.labels()
+    assert "a_none: 32.0; b_begun: 4.50; c_loco: 4.10" in labels["Bits per weight on the wire"]
+    assert "Medians: b_begun: 4.00; c_loco: 3.60" in labels["Bits per weight of the messages"]
+    assert "c_loco: 43.8 %" in labels["Unchanged weights"]
+    assert page.tables[1] == [
+        ["gathered in full", "b_begun", "c_loco"],
+        ["forced, by an evaluation or a checkpoint", "0", "12"],
+        ["dispatched inside the optimizer's step", "0", "1,300"],
+        ["ranks' copies differed", "2", "0"],
+        ["of another release", "1", "0"],
+    ]
+    assert page.tables[2] == [
+        ["bucket", "b_begun", "c_loco"],
+        ["bucket 0", "3.50", "3.10"],
+        ["expert bucket 1", "5.50", "5.10"],
+    ]
+    assert "No curve of" not in page.text
+
+
+def test_exact_weight_gathers_that_code_nothing(tmp_path: Path, all_figures: None) -> None:
+    """Of fp32 weights: they are Megatron's own."""
+    run = write_run(tmp_path / "fp32", exact={})
+    path = run / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for record in records:
+        record |= {"weight_unchanged_share": None, "weight_message_bits_per_element": None}
+        record["weight_bits_by_bucket"] = {"bucket 0": 32.0}
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    page = report(tmp_path, run)
+    assert "No coded bucket group was gathered in full" in page.text
+    assert "No curve of Bits per weight of the messages, Unchanged weights: no run here has" in page.text
+    assert len(page.tables) == 1  # of one bucket there is nothing more to say
+
+
+def test_every_reason_of_a_gather_in_full_has_words() -> None:
+    names = re.search(r'^FORCED, .*? = \(\n((?: +"\w+",\n)+)\)', SEAM.read_text(), re.MULTILINE)
+    assert names
+    assert re.findall(r'"(\w+)"', names[1]) == list(table.RAW_GATHERS)
 
 
 def test_the_order_of_runs_that_are_named_is_the_users(tmp_path: Path) -> None:
@@ -155,7 +211,7 @@ def test_the_page_is_one_file_that_names_no_other(tmp_path: Path, all_figures: N
     identifiers = [value for name, value in page.attributes if name == "id"]
     assert len(identifiers) == len(set(identifiers))
     used = set(re.findall(r"url\(#([^)]*)\)", page.source))
-    assert len(used) == len(quantities.QUANTITIES)  # each picture its own clipping
+    assert len(used) == len(OF_ALL_RUNS)  # each picture its own clipping
     assert used <= set(identifiers)
 
 

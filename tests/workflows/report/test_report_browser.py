@@ -171,10 +171,12 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Name -> page: two runs; all that makes a page wide, long or crowded."""
+    """Name -> page: two runs, with exact weight gathers; all that makes a page wide, long or crowded."""
     folder = tmp_path_factory.mktemp("report")
     write_run(folder / "two" / "none", "none")
     write_run(folder / "two" / "loco", valid_loss=2.01)
+    write_run(folder / "exact" / "none", "none")
+    write_run(folder / "exact" / "loco", valid_loss=2.01, exact={"forced": 12, "copies_differ": 1})
     many = folder / "many"
     for bits in (8, 4, 2, 1):
         for block in ("16", "128", "1024", "shard"):
@@ -187,7 +189,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (failed / "failures").mkdir()
     error = {"time": 1, "error": "RuntimeError: " + "x" * 300}
     (failed / "failures" / "rank-0.json").write_text(json.dumps(error))
-    found = {name: folder / f"{name}.html" for name in ("two", "many")}
+    found = {name: folder / f"{name}.html" for name in ("two", "exact", "many")}
     for name, page in found.items():
         assert cli.main(["report", str(folder / name), "--out", str(page)]) == 0
     return found
@@ -196,7 +198,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("name", "width", "dark"),
     [
-        *((name, width, False) for name in ("two", "many") for width in (1280, 400)),
+        *((name, width, False) for name in ("two", "exact", "many") for width in (1280, 400)),
         ("two", 400, True),
     ],
 )
@@ -213,7 +215,7 @@ def test_the_page_reads_well(
     assert seen["scroll"] <= width
     assert seen["wide"] == []
     assert seen["text"] >= 13
-    assert len(seen["pictures"]) == 7
+    assert len(seen["pictures"]) == (10 if name == "exact" else 7)
     for picture in seen["pictures"]:
         assert 340 <= picture["width"] <= width
         assert len(picture["texts"]) > 6
@@ -221,7 +223,7 @@ def test_the_page_reads_well(
         assert picture["outside"] == []
         assert picture["label"]
         assert "none" not in picture["strokes"]  # the page's colours have arrived
-        assert len(set(picture["strokes"])) >= (1 if name == "two" else 4)
+        assert len(set(picture["strokes"])) >= (4 if name == "many" else 1)
     assert len(seen["ids"]) == len(set(seen["ids"]))
     levels = seen["headings"]
     assert levels[0] == 1
