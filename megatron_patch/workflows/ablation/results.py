@@ -23,7 +23,17 @@ from megatron_patch.workflows.run import run_folder
 from megatron_patch.workflows.run.run_folder import State
 
 _INTERVAL = f"{100 * CONFIDENCE:g} % interval"
-COLUMNS = ("cell", "runs", "valid. loss", "difference", _INTERVAL, "", "bits/gradient", "error state MB")
+COLUMNS = (
+    "cell",
+    "runs",
+    "valid. loss",
+    "difference",
+    _INTERVAL,
+    "",
+    "bits/gradient",
+    "bits/weight",
+    "error state MB",
+)
 CONTRAST_COLUMNS = ("", "runs", "difference", _INTERVAL, "")
 
 
@@ -103,7 +113,8 @@ class Results:
         keys = list(dict.fromkeys(key for cell in self.ablation.cells for key in cell.settings))
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["cell", "seed", *keys, "state", *_NUMBERS, "difference_percent"])
+        # What came later stands behind, so that columns keep their places.
+        writer.writerow(["cell", "seed", *keys, "state", *_NUMBERS, "difference_percent", _WEIGHT_BITS])
         for one in self.outcomes:
             difference = self.differences(one.run.cell).get(one.run.seed)
             writer.writerow(
@@ -114,6 +125,7 @@ class Results:
                     one.state.value,
                     *_numbers(one),
                     "" if difference is None else repr(difference),
+                    repr(one.summary["weight_wire"]["bits_per_element"]) if one.summary else "",
                 ]
             )
         return text.getvalue()
@@ -172,6 +184,7 @@ class Results:
             _mean(losses),
             *columns,
             f"{summary['gradient_wire']['bits_per_element']:.2f}" if summary else "-",
+            f"{summary['weight_wire']['bits_per_element']:.2f}" if summary else "-",
             f"{summary['compensation_bytes'] / 1e6:.2f}" if summary else "-",
         )
 
@@ -202,6 +215,7 @@ _NUMBERS = (
     "weight_bytes_per_step",
     "compensation_bytes",
 )
+_WEIGHT_BITS = "weight_bits_per_element"
 
 
 def _outcome(run: Run) -> Outcome:

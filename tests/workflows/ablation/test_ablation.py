@@ -284,6 +284,7 @@ def test_results(ablation: Ablation, tmp_path: Path) -> None:
         "worse",
     )
     assert rows["method=loco,bits=2"][:3] == ("1 of 2", "2.4200", "+10.00 %"), "NaN is no loss"
+    assert rows["method=naive,bits=4"][5:] == ("4.12", "32.00", "0.00")
     contrasts = {row[0]: row[1:] for row in results.contrast_rows()}
     assert list(contrasts) == ["loco against naive, bits=4", "loco against naive, bits=2"]
     assert contrasts["loco against naive, bits=4"] == ("2", "-1.98 %", "-1.98 to -1.98", "better")
@@ -297,7 +298,9 @@ def test_results(ablation: Ablation, tmp_path: Path) -> None:
     assert float(lines[1]["difference_percent"]) == pytest.approx(1.0)
     assert (lines[1]["compression.method"], lines[1]["compression.bits"]) == ("naive", "4")
     assert lines[0]["compression.bits"] == ""
+    assert (lines[1]["weight_bits_per_element"], list(lines[1])[-1]) == ("32.0", "weight_bits_per_element")
     assert (lines[-1]["state"], lines[-1]["valid_loss"]) == ("failed", "")
+    assert lines[-1]["weight_bits_per_element"] == ""
     text = (out / "ablation.md").read_text()
     assert "loco,error_beta=0.5,save_error=false seed 1: failed" in text
     assert "| method=naive,bits=4 | 2 of 2 | 2.1210 ± 0.1428 | +1.00 % |" in text
