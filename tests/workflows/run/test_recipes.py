@@ -106,7 +106,7 @@ def test_what_the_header_says(name: str, facts: dict[str, dict[str, Any]]) -> No
         *(args[f"{size}_parallel_size"] for size in sizes),
     ]
     memory = re.search(
-        r"# Memory per GPU: ([\d.]+) GB of weights, gradients, optimizer and LoCo's error; "
+        r"# Memory per GPU: ([\d.]+) GB of weights, gradients, optimizer, LoCo's error and weight gather; "
         r"activations about (\d+) GB\n",
         header,
     )
@@ -130,8 +130,9 @@ def _state_bytes(found: dict[str, Any], per_node: int) -> float:
     # Of a group of data-parallel ranks, those on one node share the error of the node's sum (two hops).
     on_node = per_node // tensor if args["world_size"] > per_node else 1
     expert_on_node = max(per_node // args["expert_model_parallel_size"], 1) if on_node > 1 else 1
-    return dense * (2 + 4 + 12 / replicas + ERROR_BYTES / on_node) + expert * (
-        2 + 4 + 12 / expert_replicas + ERROR_BYTES / expert_on_node
+    owned = 12 + 4  # the optimizer; old weights, and messages of as many bytes at most
+    return dense * (2 + 4 + owned / replicas + ERROR_BYTES / on_node) + expert * (
+        2 + 4 + owned / expert_replicas + ERROR_BYTES / expert_on_node
     )
 
 
