@@ -20,7 +20,6 @@ import functools
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,36 +32,20 @@ from megatron_patch.collectives.weight_gather import Agreement, WeightGather, ag
 from megatron_patch.integration.chunk import IN_FLIGHT, ChunkState
 from megatron_patch.integration.seams.intercept import intercepted_all_gathers
 from megatron_patch.integration.seams.stock_traffic import bucket_weights
+from megatron_patch.integration.seams.weight_report import (
+    DIFFERENT,
+    EDITED,
+    FORCED,
+    IN_STEP,
+    NO_SHORTER,
+    NOT_CODED,
+    BucketReport,
+)
 
 logger = logging.getLogger(__name__)
 
 _WHAT = "weight gather"
 _LENGTH_BYTES = 24
-FORCED, IN_STEP, NOT_CODED, DIFFERENT, NO_SHORTER, EDITED = (
-    "forced",
-    "inside_step",
-    "not_coded",
-    "copies_differ",
-    "no_shorter",
-    "edited",
-)
-"""Why a coded bucket group was gathered in full: Megatron forced it (evaluation, checkpoints), dispatched it
-inside the optimizer's step, or before any step; ranks' copies differed; the code saved nothing; weights were
-changed between step and gather."""
-
-
-@dataclass
-class BucketReport:
-    """What the last step's gathers of one bucket sent."""
-
-    name: str
-    traffic: Traffic = field(default_factory=Traffic)
-    weights: int = 0
-    """Of this rank's shard, if it was coded."""
-    message_bytes: int = 0
-    """Of its message, which travels as long as the longest of all ranks'."""
-    unchanged: torch.Tensor | None = None
-    """How many weights the step left as they were; int64 []."""
 
 
 class ChunkWeights:

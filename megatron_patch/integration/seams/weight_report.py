@@ -1,0 +1,35 @@
+"""What a bucket's weight gathers sent, and why a coded bucket group was gathered in full."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_patch.collectives.traffic import Traffic
+
+FORCED, IN_STEP, NOT_CODED, DIFFERENT, NO_SHORTER, EDITED = (
+    "forced",
+    "inside_step",
+    "not_coded",
+    "copies_differ",
+    "no_shorter",
+    "edited",
+)
+"""Why a coded bucket group was gathered in full: Megatron forced it (evaluation, checkpoints), dispatched it
+inside the optimizer's step, or before any step; ranks' copies differed; the code saved nothing; weights were
+changed between step and gather."""
+
+
+@dataclass
+class BucketReport:
+    """What the last step's gathers of one bucket sent."""
+
+    name: str
+    traffic: Traffic = field(default_factory=Traffic)
+    weights: int = 0
+    """Of this rank's shard, if it was coded."""
+    message_bytes: int = 0
+    """Of its message, which travels as long as the longest of all ranks'."""
+    unchanged: torch.Tensor | None = None
+    """How many weights the step left as they were; int64 []."""
