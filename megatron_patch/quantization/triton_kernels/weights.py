@@ -28,6 +28,7 @@ from megatron_patch.quantization.weight_code import (
 )
 
 _SCRATCH_TILES = 1 << 15  # 96 MiB of scratch, for 64 Mi weights
+_APPLY = {"enable_fp_fusion": False, "maxnreg": 128}  # left to itself ptxas spills 16 bytes to save registers
 _PROGRAMS = 2048  # of `sums`: at most, enough for any GPU
 
 
@@ -70,7 +71,7 @@ def decode(message: torch.Tensor, weights: torch.Tensor, found: torch.Tensor) ->
     places = _places(halves[HEADER_BYTES // 2 :], whole, wrong, n, tiles)
     if tiles:
         apply_kernel[(tiles,)](
-            message, halves, header, weights, places, wrong, sums, n, size, tiles, enable_fp_fusion=False
+            message, halves, header, weights, places, wrong, sums, n, size, tiles, **_APPLY
         )
     verdict_kernel[(1,)](
         header, places, wrong, sums.sum(1), found, n, size, tiles, num_warps=1, enable_fp_fusion=False
