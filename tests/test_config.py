@@ -20,6 +20,7 @@ CHOICES = {
     "topology": TOPOLOGIES,
     "intra_bits": (8,),
     "warmup": ("auto", "fixed"),
+    "weight_gather": ("stock", "exact"),
 }
 WHOLE = "a whole number, 0 or more"
 BLOCK = "a power of two from 16, or 'shard'"
@@ -155,6 +156,7 @@ def test_the_defaults_are_those_of_the_design():
         "topology": "auto",
         "ranks_per_node": None,
         "intra_bits": None,
+        "weight_gather": "stock",
         "save_error": True,
         "strict_load": False,
     }
