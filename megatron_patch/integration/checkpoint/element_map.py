@@ -41,7 +41,7 @@ def _parts_of_group(
     ]
     for stage in seam.stages:
         for place, exchange in enumerate(stage.made.exchanges):
-            first = stage.shard * stage.sizes[place]
+            first = stage.shard * stage.contents[place].numel
             for state in exchange.states():
                 part = Part(
                     state.kind,
