@@ -38,7 +38,7 @@ from megatron_patch.integration.chunk import ChunkState
 from megatron_patch.integration.onebit_adam.momentum_buffers import MomentumBuffers
 from megatron_patch.integration.seams.intercept import CollectiveCalls, intercepted
 from megatron_patch.integration.seams.stock_traffic import stock_gradients
-from megatron_patch.quantization.blocks import Contents
+from megatron_patch.quantization.blocks import Contents, Span
 
 _WHAT = "gradient exchange"
 _REPLAYING = (RerunState.RERUNNING_IN_PLACE, RerunState.RERUNNING_FROM_CHECKPOINT)
@@ -94,8 +94,9 @@ class Stage:
 
 
 def contents_of(bucket: Any) -> Contents:
-    """What a Megatron bucket is made of."""
-    return Contents(bucket.grad_data.numel())
+    """What a Megatron bucket is made of: its parameters, with padding between and after them."""
+    spans = [Span.of(start, parameter.shape) for parameter, (start, _) in bucket.param_to_index.items()]
+    return Contents(bucket.grad_data.numel(), tuple(sorted(spans, key=lambda span: span.start)))
 
 
 class BucketGroupSeam:
