@@ -21,20 +21,22 @@ from megatron_patch.collectives.workspace import Workspace
 from megatron_patch.compensation.resharding import ALL_REDUCE, OWNER, Position
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.quantization.backends import decompress
+from megatron_patch.quantization.blocks import Contents
+from megatron_patch.quantization.layout import BlockLayout
 
 
 class AllReduce:
-    """The flat all-reduce of `numel` elements over `group`, in place: `output` is the tensor itself.
+    """The flat all-reduce of a tensor over `group`, in place: `output` is the tensor itself.
 
-    `sender` sends N shards; `owner` sends the one that this rank owns, `sender.layout.shard(rank)`.
+    `sender` sends N shards; `owner` sends the one that this rank owns, `sender.layout.part(rank)`.
     """
 
-    def __init__(self, numel: int, group: dist.ProcessGroup, setup: Setup) -> None:
+    def __init__(self, tensor: Contents, group: dist.ProcessGroup, setup: Setup) -> None:
         self._group = group
         self._workspace = setup.workspace
-        layout = setup.layout(numel, group.size(), whole_blocks=setup.config.momentum)
+        layout = setup.layout(tensor, group.size(), whole_blocks=setup.config.momentum)
         self.sender = setup.new_sender(layout)
-        self.owner = setup.new_sender(layout.shard(group.rank()))
+        self.owner = setup.new_sender(layout.part(group.rank()))
 
     def start(self, tensor: torch.Tensor, output: torch.Tensor, average: bool) -> AllReduceHandle:
         """Exchange.start; `output` must be `tensor`."""
@@ -44,10 +46,10 @@ class AllReduce:
     def states(self) -> list[SenderState]:
         """Exchange.states: every rank sends all, and owns one shard."""
         layout, rank, ranks = self.sender.layout, self._group.rank(), self._group.size()
-        whole = Position(0, layout.numel)
+        everything = Position(0, layout.numel)
         own = Position(min(rank * layout.shard_size, layout.numel), self.owner.layout.numel)
         return [
-            SenderState(self.sender, ALL_REDUCE, whole, rank, ranks, ranks),
+            SenderState(self.sender, ALL_REDUCE, everything, rank, ranks, ranks),
             SenderState(self.owner, OWNER, own),
         ]
 
@@ -70,6 +72,7 @@ class AllReduceHandle:
         reduced: torch.Tensor,
         sender: Sender,
         owner: Sender,
+        whole: BlockLayout,
         data: torch.Tensor,
         group: dist.ProcessGroup,
         workspace: Workspace,
@@ -79,6 +82,7 @@ class AllReduceHandle:
         self._reduced: torch.Tensor | None = reduced
         self._sender = sender
         self._owner = owner
+        self._whole = whole
         self._data = data
         self._group = group
         self._workspace = workspace
@@ -104,7 +108,7 @@ class AllReduceHandle:
             buffers.append(passed)
             receive = passed
         with self._workspace.timed():
-            decompress(receive.view(-1, layout.payload_bytes), owner.codec, layout, self._data)
+            decompress(receive.view(-1, layout.payload_bytes), owner.codec, self._whole, self._data)
         for buffer in buffers:
             self._workspace.give(buffer)
 
@@ -116,18 +120,18 @@ def start_all_reduce(
     group: dist.ProcessGroup,
     divisor: int,
     workspace: Workspace,
-    passed_on: tuple[dist.ProcessGroup, torch.Tensor] | None = None,
+    passed_on: tuple[dist.ProcessGroup, torch.Tensor, BlockLayout] | None = None,
 ) -> AllReduceHandle:
     """Compress and send `data` [B] of fp32, bf16 or fp16; the handle's `wait` replaces it by what all hold.
 
     The sum is divided by `divisor`: by N, as ReduceOp.AVG does, or by 1. Where `passed_on` is a group whose
     ranks each do this with a chunk of one vector, the payloads go around it, and all chunks, in its order,
-    replace that vector instead.
+    replace that vector instead, whose layout is given too.
     """
-    around, result = passed_on or (None, data)
+    around, result, whole = passed_on or (None, data, sender.layout)
     reduced = workspace.take(1, 4 * sender.layout.shard_size, "sums")
-    scatter = start_reduce_scatter(sender, data, _as_fp32(reduced), group, divisor, workspace)
-    return AllReduceHandle(scatter, reduced, sender, owner, result, group, workspace, around)
+    scatter = start_reduce_scatter(sender, owner.layout, data, _as_fp32(reduced), group, divisor, workspace)
+    return AllReduceHandle(scatter, reduced, sender, owner, whole, result, group, workspace, around)
 
 
 def _as_fp32(buffer: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from megatron_patch.collectives.workspace import Workspace
 from megatron_patch.compensation.resharding import Position
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
+from megatron_patch.quantization.blocks import Contents
 from megatron_patch.quantization.layout import BlockLayout
 
 
@@ -92,9 +93,10 @@ class Setup:
         """Where the tensors live."""
         return self.workspace.device
 
-    def layout(self, numel: int, shards: int, whole_blocks: bool = False) -> BlockLayout:
-        """The cut of `numel` elements that `shards` ranks share, with the configuration's bits and blocks."""
-        return BlockLayout.of(numel, shards, self.config.bits, self.config.block_size, whole_blocks)
+    def layout(self, contents: Contents, shards: int, whole_blocks: bool = False) -> BlockLayout:
+        """The cut of a tensor that `shards` ranks share, with the configuration's bits and blocks."""
+        numel, spans = contents.numel, contents.spans
+        return BlockLayout.of(numel, shards, self.config.bits, self.config.block_size, whole_blocks, spans)
 
 
 def payloads(sender: Sender, peers: int | None = None) -> Traffic:

@@ -14,6 +14,7 @@ from megatron_patch.collectives.topology import NoTwoHops, TwoHops, ranks_per_no
 from megatron_patch.collectives.two_hop_all_reduce import TwoHopAllReduce
 from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopReduceScatter
 from megatron_patch.config import CompressionConfig
+from megatron_patch.quantization.blocks import Contents
 
 
 @dataclass(frozen=True)
@@ -25,26 +26,26 @@ class Made:
     """Why they go without two hops, where that may not be what was meant."""
 
 
-def make_reduce_scatters(sizes: Sequence[int], group: dist.ProcessGroup, setup: Setup) -> Made:
-    """The reduce-scatters of buckets of `sizes` elements. Every rank of `group` must call it."""
+def make_reduce_scatters(tensors: Sequence[Contents], group: dist.ProcessGroup, setup: Setup) -> Made:
+    """The reduce-scatters of buckets. Every rank of `group` must call it."""
     if group.size() == 1:
         return Made()
     hops, flat_because = _hops(group, setup.config)
     if hops is None:
-        return Made([ReduceScatter(size, group, setup) for size in sizes], flat_because)
-    return Made([TwoHopReduceScatter(size, hops, setup) for size in sizes])
+        return Made([ReduceScatter(tensor, group, setup) for tensor in tensors], flat_because)
+    return Made([TwoHopReduceScatter(tensor, hops, setup) for tensor in tensors])
 
 
 def make_all_reduces(
-    sizes: Sequence[int], group: dist.ProcessGroup, setup: Setup, one_hop: bool = False
+    tensors: Sequence[Contents], group: dist.ProcessGroup, setup: Setup, one_hop: bool = False
 ) -> Made:
-    """The all-reduces of tensors of `sizes` elements. Every rank of `group` must call it."""
+    """The all-reduces of tensors. Every rank of `group` must call it."""
     if group.size() == 1:
         return Made()
     hops, flat_because = (None, None) if one_hop else _hops(group, setup.config)
     if hops is None:
-        return Made([AllReduce(size, group, setup) for size in sizes], flat_because)
-    return Made([TwoHopAllReduce(size, hops, setup) for size in sizes])
+        return Made([AllReduce(tensor, group, setup) for tensor in tensors], flat_because)
+    return Made([TwoHopAllReduce(tensor, hops, setup) for tensor in tensors])
 
 
 def _hops(group: dist.ProcessGroup, config: CompressionConfig) -> tuple[TwoHops | None, str | None]:

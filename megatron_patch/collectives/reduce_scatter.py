@@ -17,20 +17,25 @@ from megatron_patch.collectives.workspace import Workspace
 from megatron_patch.compensation.resharding import REDUCE_SCATTER, Position
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.quantization.backends import decompress_reduce
+from megatron_patch.quantization.blocks import Contents
+from megatron_patch.quantization.layout import BlockLayout
 
 
 class ReduceScatter:
-    """The flat reduce-scatter of a bucket of `numel` elements over `group`: `output` is this rank's shard."""
+    """The flat reduce-scatter of a bucket over `group`: `output` is this rank's shard."""
 
-    def __init__(self, numel: int, group: dist.ProcessGroup, setup: Setup) -> None:
+    def __init__(self, bucket: Contents, group: dist.ProcessGroup, setup: Setup) -> None:
         self._group = group
         self._workspace = setup.workspace
-        self.sender = setup.new_sender(setup.layout(numel, group.size()))
+        self.sender = setup.new_sender(setup.layout(bucket, group.size()))
+        self._own = self.sender.layout.part(group.rank())
 
     def start(self, tensor: torch.Tensor, output: torch.Tensor, average: bool) -> ReduceScatterHandle:
         """Exchange.start; `output` is [S]."""
         divisor = self._group.size() if average else 1
-        return start_reduce_scatter(self.sender, tensor, output, self._group, divisor, self._workspace)
+        return start_reduce_scatter(
+            self.sender, self._own, tensor, output, self._group, divisor, self._workspace
+        )
 
     def states(self) -> list[SenderState]:
         """Exchange.states: every rank sends the whole bucket."""
@@ -57,6 +62,7 @@ class ReduceScatterHandle:
         receive: torch.Tensor,
         workspace: Workspace,
         sender: Sender,
+        own: BlockLayout,
         output: torch.Tensor,
         divisor: int,
     ) -> None:
@@ -64,7 +70,7 @@ class ReduceScatterHandle:
         self._buffers: tuple[torch.Tensor, torch.Tensor] | None = (send, receive)
         self._workspace = workspace
         self._codec = sender.codec
-        self._layout = sender.layout
+        self._own = own
         self._output = output
         self._divisor = divisor
 
@@ -78,13 +84,14 @@ class ReduceScatterHandle:
         if self._work is not None:
             self._work.wait()
         with self._workspace.timed():
-            decompress_reduce(receive, self._codec, self._layout, self._output, self._divisor)
+            decompress_reduce(receive, self._codec, self._own, self._output, self._divisor)
         self._workspace.give(send)
         self._workspace.give(receive)
 
 
 def start_reduce_scatter(
     sender: Sender,
+    own: BlockLayout,
     gradient: torch.Tensor,
     output: torch.Tensor,
     group: dist.ProcessGroup,
@@ -93,6 +100,7 @@ def start_reduce_scatter(
 ) -> ReduceScatterHandle:
     """Compress `gradient` [B] and send it; the handle's `wait` writes this rank's shard to `output` [S].
 
+    `own` is the layout of that shard: `sender.layout.part` of the rank in `group`.
     `output` may be a view into `gradient` (Megatron's is): it is written only after the gradient was read.
     The sum is divided by `divisor`: by N, as ReduceOp.AVG does, or by 1.
     """
@@ -102,4 +110,4 @@ def start_reduce_scatter(
     with workspace.timed():
         sender.compress(gradient, send)
     work = dist.all_to_all_single(receive, send, group=group, async_op=True)
-    return ReduceScatterHandle(work, send, receive, workspace, sender, output, divisor)
+    return ReduceScatterHandle(work, send, receive, workspace, sender, own, output, divisor)

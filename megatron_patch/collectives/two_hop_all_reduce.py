@@ -12,8 +12,6 @@ average is divided by M*R after both sums. Chunks are cut so that M*R shards of 
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 import torch.distributed as dist
 
@@ -23,29 +21,30 @@ from megatron_patch.collectives.reduce_scatter import start_reduce_scatter
 from megatron_patch.collectives.topology import TwoHops
 from megatron_patch.collectives.two_hop_reduce_scatter import inside_sender
 from megatron_patch.compensation.resharding import ALL_REDUCE, OWNER, Position
+from megatron_patch.quantization.blocks import Contents
 
 
 class TwoHopAllReduce:
-    """The two-hop all-reduce of `numel` elements, in place: `output` is the tensor itself.
+    """The two-hop all-reduce of a tensor, in place: `output` is the tensor itself.
 
     `sender` and `owner` are those of this rank's chunk between the nodes, as in AllReduce. `chunk` is the
     length of a chunk; the last ones may be short, or empty. `inside` sends to the node's ranks in 8 bits and
     keeps no error (None: gradient precision).
     """
 
-    def __init__(self, numel: int, hops: TwoHops, setup: Setup) -> None:
+    def __init__(self, tensor: Contents, hops: TwoHops, setup: Setup) -> None:
         self.hops = hops
-        self.numel = numel
+        self.numel = tensor.numel
         self._workspace = setup.workspace
         ranks = hops.nodes * hops.local
-        shard = setup.layout(numel, ranks, whole_blocks=setup.config.momentum).shard_size
-        self.chunk = hops.nodes * shard
-        whole = setup.layout(self.chunk, hops.nodes)
-        here = min(max(numel - hops.intra.rank() * self.chunk, 0), self.chunk)
-        layout = dataclasses.replace(whole, numel=here)
+        self._whole = setup.layout(tensor, ranks, whole_blocks=setup.config.momentum)
+        self.chunk = hops.nodes * self._whole.shard_size
+        layout = self._whole.part(hops.intra.rank() * hops.nodes, hops.nodes)
         self.sender = setup.new_sender(layout)
-        self.owner = setup.new_sender(layout.shard(hops.inter.rank()))
-        self.inside = inside_sender(self.chunk * hops.local, hops, setup)
+        self.owner = setup.new_sender(layout.part(hops.inter.rank()))
+        self.inside = inside_sender(Contents(self.chunk * hops.local, tensor.spans), hops, setup)
+        if self.inside is not None:
+            self._inside_own = self.inside.layout.part(hops.intra.rank())
 
     def start(self, tensor: torch.Tensor, output: torch.Tensor, average: bool) -> AllReduceHandle:
         """Exchange.start; `output` must be `tensor`.
@@ -63,7 +62,7 @@ class TwoHopAllReduce:
         if self.inside is None:
             dist.reduce_scatter_tensor(sums, whole, group=hops.intra)
         else:
-            start_reduce_scatter(self.inside, whole, sums, hops.intra, 1, workspace).wait()
+            start_reduce_scatter(self.inside, self._inside_own, whole, sums, hops.intra, 1, workspace).wait()
         divisor = hops.nodes * hops.local if average else 1
         handle = start_all_reduce(
             self.sender,
@@ -72,7 +71,7 @@ class TwoHopAllReduce:
             hops.inter,
             divisor,
             workspace,
-            passed_on=(hops.intra, tensor),
+            passed_on=(hops.intra, tensor, self._whole),
         )
         workspace.give(padded)
         workspace.give(buffer)  # it has been compressed

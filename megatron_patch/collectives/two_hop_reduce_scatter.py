@@ -23,21 +23,26 @@ from megatron_patch.collectives.topology import TwoHops
 from megatron_patch.compensation.resharding import NODE_SUM, Position
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
+from megatron_patch.quantization.blocks import Contents
 from megatron_patch.quantization.layout import BlockLayout
 
 
 class TwoHopReduceScatter:
-    """The two-hop reduce-scatter of a bucket of `numel` elements: `output` is this rank's shard.
+    """The two-hop reduce-scatter of a bucket: `output` is this rank's shard.
 
     `sender` sends the node's sum of this rank's column, [M*S], to the M nodes, with its error; `inside` sends
     the bucket to the R ranks of the node in 8 bits, and keeps no error (None: gradient precision).
     """
 
-    def __init__(self, numel: int, hops: TwoHops, setup: Setup) -> None:
+    def __init__(self, bucket: Contents, hops: TwoHops, setup: Setup) -> None:
         self.hops = hops
         self._workspace = setup.workspace
-        self.sender = setup.new_sender(setup.layout(numel // hops.local, hops.nodes))
-        self.inside = inside_sender(numel, hops, setup)
+        shards = setup.layout(bucket, hops.nodes * hops.local)
+        self.sender = setup.new_sender(shards.part(hops.intra.rank(), hops.nodes, step=hops.local))
+        self._own = self.sender.layout.part(hops.inter.rank())
+        self.inside = inside_sender(bucket, hops, setup, pieces=hops.nodes)
+        if self.inside is not None:
+            self._inside_own = self.inside.layout.part(hops.intra.rank())
 
     def start(self, tensor: torch.Tensor, output: torch.Tensor, average: bool) -> ReduceScatterHandle:
         """Exchange.start; `output` is [S].
@@ -61,10 +66,12 @@ class TwoHopReduceScatter:
             by_receiver = columns.view(-1).view(tensor.dtype)
             source = tensor.view(hops.nodes, hops.local, layout.shard_size)
             by_receiver.view(hops.local, hops.nodes, layout.shard_size).copy_(source.transpose(0, 1))
-            start_reduce_scatter(self.inside, by_receiver, sums, hops.intra, 1, workspace).wait()
+            start_reduce_scatter(
+                self.inside, self._inside_own, by_receiver, sums, hops.intra, 1, workspace
+            ).wait()
             workspace.give(columns)
         divisor = hops.nodes * hops.local if average else 1
-        handle = start_reduce_scatter(self.sender, sums, output, hops.inter, divisor, workspace)
+        handle = start_reduce_scatter(self.sender, self._own, sums, output, hops.inter, divisor, workspace)
         workspace.give(buffer)  # it has been compressed: the payload is what travels
         return handle
 
@@ -88,10 +95,16 @@ class TwoHopReduceScatter:
         return f"reduce-scatter in two hops over {self.hops.describe()}"
 
 
-def inside_sender(numel: int, hops: TwoHops, setup: Setup) -> Sender | None:
-    """What sends `numel` elements to the ranks of a node in `intra_bits`; None where they are not set."""
+def inside_sender(tensor: Contents, hops: TwoHops, setup: Setup, pieces: int = 1) -> Sender | None:
+    """What sends a tensor to the ranks of a node in `intra_bits`; None where they are not set.
+
+    With `pieces` the tensor is sent column after column, each of that many pieces (BlockLayout.of).
+    """
     config = setup.config
     if config.intra_bits is None:
         return None
     plain = CompressionConfig(method="naive", bits=config.intra_bits, block_size=config.block_size)
-    return Sender(plain, BlockLayout.of(numel, hops.local, plain.bits, plain.block_size), setup.device)
+    layout = BlockLayout.of(
+        tensor.numel, hops.local, plain.bits, plain.block_size, spans=tensor.spans, pieces=pieces
+    )
+    return Sender(plain, layout, setup.device)

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_patch.quantization.blocks import Range, Span
+
 REDUCE_SCATTER = "reduce_scatter"
 NODE_SUM = "node_sum"
 ALL_REDUCE = "all_reduce"
@@ -61,6 +63,15 @@ class Position:
         """How many elements there are."""
         return self.rows * self.length
 
+    def ranges(self, low: int, high: int) -> list[Range]:
+        """Where in the bucket those from number `low` to before `high` lie."""
+        found = []
+        for row in range(self.rows):
+            first, last = max(low - row * self.length, 0), min(high - row * self.length, self.length)
+            if first < last:
+                found.append((self.start + row * self.stride + first, self.start + row * self.stride + last))
+        return found
+
     def of(self, bucket: torch.Tensor) -> torch.Tensor:
         """These elements as a view of a bucket, [B] -> [rows, length]."""
         return bucket.as_strided((self.rows, self.length), (self.stride, 1), self.start)
@@ -83,6 +94,8 @@ class Part:
     index: int
     senders: int
     weight: float
+    spans: tuple[Span, ...] = ()
+    """The bucket's parameters, where the error's blocks follow them."""
 
     @property
     def share(self) -> float:

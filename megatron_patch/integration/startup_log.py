@@ -51,7 +51,9 @@ def _lines(config: CompressionConfig, seams: Sequence[BucketGroupSeam]) -> Itera
         instances = " between optimizer instances" if stage is not seam.stages[0] else ""
         exchanges = stage.made.exchanges
         how = exchanges[0].describe() if exchanges else stage.kind
-        found.setdefault((f"{ranks} {how}{instances}", stage.of, bool(exchanges)), []).extend(stage.sizes)
+        found.setdefault((f"{ranks} {how}{instances}", stage.of, bool(exchanges)), []).extend(
+            contents.numel for contents in stage.contents
+        )
     for (exchange, of, compressed), sizes in found.items():
         buckets = f"{len(sizes)} bucket{'s' if len(sizes) > 1 else ''}"
         line = f"{exchange}: {sum(sizes):,} {of} elements in {buckets}"

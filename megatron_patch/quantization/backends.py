@@ -112,7 +112,7 @@ def describe(device: torch.device) -> str:
 def decompress_reduce(
     payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor, divisor: int = 1
 ) -> None:
-    """Sum N senders' payloads of one shard (decompress_reduce.py), fused where possible."""
+    """Sum N senders' payloads of the one shard of `layout` (decompress_reduce.py), fused where possible."""
     run = fused(codec, layout, output.device) or reference
     run.decompress_reduce(payloads, codec, layout, output, divisor)
 
@@ -120,4 +120,4 @@ def decompress_reduce(
 def decompress(payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor) -> None:
     """Decode one payload per shard, uint8 [N, payload_bytes], into `output` [B] of any float dtype."""
     for index, part in enumerate(output.split(layout.shard_size)):
-        decompress_reduce(payloads[index : index + 1], codec, layout, part)
+        decompress_reduce(payloads[index : index + 1], codec, layout.part(index), part)

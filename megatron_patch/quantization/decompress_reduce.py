@@ -13,8 +13,8 @@ def decompress_reduce(
 ) -> None:
     """Sum the N senders' payloads of one shard in fp32, in rank order, into `output` of any float dtype.
 
-    `payloads` is uint8 [N, payload_bytes], `output` is [S], or less in a short shard; `divisor` is N where
-    Megatron asked for the average, else 1.
+    `payloads` is uint8 [N, payload_bytes] and `layout` that of the shard alone; `output` is [S], or less in a
+    short shard; `divisor` is N where Megatron asked for the average, else 1.
     """
     total = codec.decode(payloads[:1], layout)[0]
     for sender in range(1, payloads.shape[0]):

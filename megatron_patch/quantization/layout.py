@@ -1,23 +1,29 @@
-"""How a bucket is cut, and how its shards lie on the wire.
+"""How a tensor is cut, and how its shards lie on the wire.
 
-A bucket of B elements belongs to N ranks: shard j = elements [j*S, (j+1)*S), S = ceil(B/N). Megatron pads
-the buckets of its distributed optimizer so that N divides B; elsewhere the last shards are short, or empty,
-and lie on the wire as if zeros followed. Each shard is cut into ceil(S/b) blocks of b elements that share
-one scale; the last block may be short, and no block crosses a shard. A shard's payload is its packed codes,
-then its scales, contiguous:
+A tensor of B elements (a bucket, or part of one) belongs to N ranks: shard j = elements [j*S, (j+1)*S), S =
+ceil(B/N). Megatron pads the buckets of its distributed optimizer so that N divides B; elsewhere the last
+shards are short, or empty. Each shard is cut into blocks of up to b elements that share one scale. No block
+crosses a shard. Where the parameters are known, blocks are counted from each one's beginning (blocks.py);
+else, and where it comes to the same, from the shard's, ceil(S/b) of them (a regular cut). A shard's payload
+is its packed codes, then its scales, contiguous:
 
-    | codes: ceil(S*p/8) bytes | zeros to a multiple of 16 | scales: bf16 [ceil(S/b)] | zeros to 16 |
+    | codes | zeros to a multiple of 16 | scales: bf16, one a block | zeros to 16 |
 
-so that every shard's payload and its scales start at an address that vector loads like. At p = 4, b = 128
-that is 4 + 16/128 = 4.125 bits an element.
+so that every shard's payload and its scales start at an address that vector loads like. Codes lie block by
+block: in a regular cut end to end, in another each block's from a whole word on. All payloads have one
+size, that of the shard which needs most. At p = 4, b = 128 and whole blocks that is 4 + 16/128 = 4.125 bits
+an element.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+
+from megatron_patch.quantization.blocks import BlockTable, Span, word_bytes
 
 _ALIGNMENT = 16
 
@@ -30,7 +36,8 @@ def _round_up(value: int, multiple: int) -> int:
 class BlockLayout:
     """The cut of `numel` (B) elements: `shards` (N) shards of `shard_size` (S) elements, `bits` (p) each.
 
-    `block` is the number of elements that share a scale (b); for `block_size: shard` it is S itself.
+    `block` is the largest number of elements that share a scale (b); for `block_size: shard` it is S itself.
+    `table` lists the blocks of a cut that is not regular.
     """
 
     numel: int
@@ -38,34 +45,56 @@ class BlockLayout:
     shard_size: int
     bits: int
     block: int
+    table: BlockTable | None = None
 
     @staticmethod
     def of(
-        numel: int, shards: int, bits: int, block_size: int | str, whole_blocks: bool = False
+        numel: int,
+        shards: int,
+        bits: int,
+        block_size: int | str,
+        whole_blocks: bool = False,
+        spans: Sequence[Span] | None = None,
+        pieces: int = 1,
     ) -> BlockLayout:
-        """The layout of a bucket of `numel` elements that `shards` ranks share.
+        """The layout of `numel` elements that `shards` ranks share.
 
-        With `whole_blocks` shards are multiples of the block: blocks lie where they would in one shard, and
-        do not straddle parameters that begin at multiples of it.
+        With `whole_blocks` shards are multiples of the block, so that few blocks are cut where one ends.
+        `spans` are the parameters that blocks follow (None: blocks are counted from each shard's beginning).
+        With `pieces` M > 1 the tensor was put in another order since `spans` told its places: of its M*N
+        stretches of one length, shard j has numbers j, N + j, 2*N + j, ..., one after the other.
         """
         size = -(-numel // shards)
         if whole_blocks and block_size != "shard":
             size = _round_up(size, int(block_size))
-        return BlockLayout(numel, shards, size, bits, size if block_size == "shard" else int(block_size))
+        block = size if block_size == "shard" else int(block_size)
+        table = None
+        if spans is not None and block_size != "shard":
+            length = size // pieces
+            firsts = [[(m * shards + j) * length for m in range(pieces)] for j in range(shards)]
+            ranges = [[(at, max(at, min(at + length, numel))) for at in row] for row in firsts]
+            found = BlockTable.of(spans, ranges, block, bits)
+            if not found.is_regular([sum(high - low for low, high in row) for row in ranges], block):
+                table = found
+        return BlockLayout(numel, shards, size, bits, block, table)
 
-    def shard(self, index: int) -> BlockLayout:
-        """The layout of one shard on its own: the same blocks, for its owner to send."""
-        left = self.numel - index * self.shard_size
-        return replace(self, numel=min(max(left, 0), self.shard_size), shards=1)
+    def part(self, first: int, count: int = 1, step: int = 1) -> BlockLayout:
+        """The layout of `count` of the shards, each `step`-th: the same blocks, and payloads of that size."""
+        chosen = range(self.shards)[first::step][:count]
+        numel = sum(min(max(self.numel - at * self.shard_size, 0), self.shard_size) for at in chosen)
+        table = None if self.table is None else self.table.shards(first, count, step)
+        return replace(self, numel=numel, shards=count, table=table)
 
     @property
     def blocks(self) -> int:
         """Blocks, and so scales, of one shard."""
-        return -(-self.shard_size // self.block)
+        return -(-self.shard_size // self.block) if self.table is None else self.table.places.shape[1]
 
     @property
     def code_bytes(self) -> int:
         """Bytes of one shard's packed codes, alignment included."""
+        if self.table is not None:
+            return _round_up(self.table.words * word_bytes(self.block, self.bits), _ALIGNMENT)
         return _round_up(-(-self.shard_size * self.bits // 8), _ALIGNMENT)
 
     @property
@@ -76,11 +105,23 @@ class BlockLayout:
     def cut(self, flat: torch.Tensor) -> torch.Tensor:
         """[B] of any float dtype -> fp32 [N, blocks, b], short shards and blocks filled with zeros."""
         whole = F.pad(flat.to(torch.float32), (0, self.shards * self.shard_size - flat.numel()))
+        if self.table is not None:
+            places = self.table.elements(self.block, self.shard_size, flat.device)
+            rows = F.pad(whole.view(self.shards, -1), (0, 1))
+            return rows.gather(1, places.view(self.shards, -1)).view(places.shape)
         missing = self.blocks * self.block - self.shard_size
         return F.pad(whole.view(self.shards, -1), (0, missing)).view(self.shards, self.blocks, self.block)
 
     def join(self, blocks: torch.Tensor) -> torch.Tensor:
-        """[n, blocks, b] -> [n, S], without the fill of blocks."""
+        """[n, blocks, b] -> [n, S], without the fill of blocks; 0 for what is in no block.
+
+        Where n is not N, the n are of one and the same shard, the only one of this layout.
+        """
+        if self.table is not None:
+            places = self.table.elements(self.block, self.shard_size, blocks.device).view(self.shards, -1)
+            joined = blocks.new_zeros(blocks.shape[0], self.shard_size + 1)
+            joined.scatter_(1, places.expand(blocks.shape[0], -1), blocks.reshape(blocks.shape[0], -1))
+            return joined[:, : self.shard_size]
         return blocks.reshape(blocks.shape[0], -1)[:, : self.shard_size]
 
     def flat(self, blocks: torch.Tensor) -> torch.Tensor:
@@ -89,6 +130,8 @@ class BlockLayout:
 
     def lengths(self, device: torch.device) -> torch.Tensor:
         """Number of real elements of each block, int64 [N, blocks]; 0 in an empty one."""
+        if self.table is not None:
+            return self.table.on(device)[..., 1].to(torch.int64)
         in_shard = torch.arange(self.blocks, device=device) * self.block
         start = torch.arange(self.shards, device=device)[:, None] * self.shard_size + in_shard
         full = (self.shard_size - in_shard).clamp(max=self.block)

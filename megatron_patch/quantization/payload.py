@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
+from megatron_patch.quantization.blocks import word_bytes
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.packing import pack, unpack
 from megatron_patch.quantization.scales import BF16_NAN
@@ -17,10 +19,8 @@ def write_payload(
 
     Of a code its lowest `layout.bits` bits; every byte of the payload is written.
     """
-    packed = pack(layout.join(codes), layout.bits)
+    _write_codes(codes, layout, payload)
     end = layout.code_bytes + 2 * layout.blocks
-    payload[:, : packed.shape[1]] = packed
-    payload[:, packed.shape[1] : layout.code_bytes] = 0
     stored = scales.to(torch.bfloat16).view(torch.int16)
     stored.masked_fill_(torch.isnan(scales), BF16_NAN)  # which of its bit patterns torch writes varies
     payload[:, layout.code_bytes : end] = stored.view(torch.uint8)
@@ -32,10 +32,41 @@ def read_payload(payload: torch.Tensor, layout: BlockLayout) -> tuple[torch.Tens
 
     Codes are the whole numbers of their bits, without a sign; 8 bits wrap to int8.
     """
-    n = payload.shape[0]
-    packed = payload[:, : -(-layout.shard_size * layout.bits // 8)]
-    codes = torch.zeros(n, layout.blocks * layout.block, dtype=torch.int8, device=payload.device)
-    codes[:, : layout.shard_size] = unpack(packed, layout.bits, layout.shard_size)
     raw = payload[:, layout.code_bytes : layout.code_bytes + 2 * layout.blocks].contiguous()
     scales = raw.view(torch.bfloat16).to(torch.float32)
-    return codes.view(n, layout.blocks, layout.block), scales
+    return _read_codes(payload, layout), scales
+
+
+def _write_codes(codes: torch.Tensor, layout: BlockLayout, payload: torch.Tensor) -> None:
+    if layout.table is None:
+        packed = pack(layout.join(codes), layout.bits)
+        payload[:, : packed.shape[1]] = packed
+        payload[:, packed.shape[1] : layout.code_bytes] = 0
+        return
+    n, (places, end) = codes.shape[0], _places(layout, payload.device)
+    lengths = layout.lengths(payload.device)[..., None]
+    codes = codes.masked_fill(torch.arange(layout.block, device=payload.device) >= lengths, 0)
+    packed = pack(codes.view(-1, layout.block), layout.bits).view(n, -1)
+    room = payload.new_zeros(n, end + 1)
+    room.scatter_(1, places.expand(n, -1), packed)
+    payload[:, :end] = room[:, :end]
+    payload[:, end : layout.code_bytes] = 0
+
+
+def _read_codes(payload: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+    n, shape = payload.shape[0], (payload.shape[0], layout.blocks, layout.block)
+    if layout.table is None:
+        packed = payload[:, : -(-layout.shard_size * layout.bits // 8)]
+        codes = torch.zeros(n, layout.blocks * layout.block, dtype=torch.int8, device=payload.device)
+        codes[:, : layout.shard_size] = unpack(packed, layout.bits, layout.shard_size)
+        return codes.view(shape)
+    places, end = _places(layout, payload.device)
+    packed = F.pad(payload[:, :end], (0, 1)).gather(1, places.expand(n, -1))
+    return unpack(packed.view(-1, layout.block * layout.bits // 8), layout.bits, layout.block).view(shape)
+
+
+def _places(layout: BlockLayout, device: torch.device) -> tuple[torch.Tensor, int]:
+    """Where each byte of each shard's codes lies, int64 [N, blocks*b*p/8]; and the byte behind them all."""
+    assert layout.table is not None
+    places = layout.table.code_bytes(layout.block, layout.bits, device).view(layout.shards, -1)
+    return places, layout.table.words * word_bytes(layout.block, layout.bits)

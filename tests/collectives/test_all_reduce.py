@@ -20,9 +20,10 @@ def all_reduce(options: dict[str, Any], numel: int, dtype: str, average: bool) -
     from collectives.setups import setup_of
 
     from megatron_patch.collectives.all_reduce import AllReduce
+    from megatron_patch.quantization.blocks import Contents
 
     rank, setup = dist.get_rank(), setup_of(**options)
-    exchange = AllReduce(numel, dist.group.WORLD, setup)
+    exchange = AllReduce(Contents(numel), dist.group.WORLD, setup)
     report: dict[str, Any] = {"sent": [], "errors": [], "owned": [], "owner_errors": [], "held": []}
 
     def record(sender: Any, name: str) -> None:

@@ -26,11 +26,12 @@ def exchanged(name: str, options: dict[str, Any], dtype: str) -> dict[str, Any]:
     from collectives.setups import setup_of
 
     from megatron_patch.collectives.makers import make_all_reduces, make_reduce_scatters
+    from megatron_patch.quantization.blocks import Contents
 
     ranks_per_node = PER_NODE if name.startswith("two_hop") else None
     setup = setup_of(topology="auto", ranks_per_node=ranks_per_node, **options)
     make = make_all_reduces if name.endswith("all_reduce") else make_reduce_scatters
-    (exchange,) = make([NUMEL], dist.group.WORLD, setup).exchanges
+    (exchange,) = make([Contents(NUMEL)], dist.group.WORLD, setup).exchanges
     rank, sent = dist.get_rank(), {"inside": 0.0, "between": 0.0}
 
     def counting(call: Any, share: Any) -> Any:

@@ -32,10 +32,11 @@ def exchange(options: dict[str, Any], dtype: str, average: bool, aliased: bool, 
     from collectives.setups import setup_of
 
     from megatron_patch.collectives.reduce_scatter import ReduceScatter
+    from megatron_patch.quantization.blocks import Contents
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     setup = setup_of(stream=rank, **options)
-    reduce_scatter = ReduceScatter(ranks * SHARD, dist.group.WORLD, setup)
+    reduce_scatter = ReduceScatter(Contents(ranks * SHARD), dist.group.WORLD, setup)
     sender, layout = reduce_scatter.sender, reduce_scatter.sender.layout
     kept = []
     compress = sender.compress
@@ -73,9 +74,10 @@ def two_in_flight() -> dict[str, Any]:
     from collectives.setups import setup_of
 
     from megatron_patch.collectives.reduce_scatter import ReduceScatter
+    from megatron_patch.quantization.blocks import Contents
 
     setup = setup_of(method="naive", bits=8)
-    exchanges = [ReduceScatter(RANKS * SHARD, dist.group.WORLD, setup) for _ in range(2)]
+    exchanges = [ReduceScatter(Contents(RANKS * SHARD), dist.group.WORLD, setup) for _ in range(2)]
     nbytes, errors = [], []
     for step in range(3):
         buckets = [
@@ -109,9 +111,10 @@ def wire_bytes(bits: int, numel: int, tries: int) -> dict[str, Any]:
     from collectives.setups import setup_of
 
     from megatron_patch.collectives.reduce_scatter import ReduceScatter
+    from megatron_patch.quantization.blocks import Contents
 
     ranks = dist.get_world_size()
-    reduce_scatter = ReduceScatter(numel, dist.group.WORLD, setup_of(method="naive", bits=bits))
+    reduce_scatter = ReduceScatter(Contents(numel), dist.group.WORLD, setup_of(method="naive", bits=bits))
     layout = reduce_scatter.sender.layout
     counted: list[int] = []
     inner = dist.all_to_all_single

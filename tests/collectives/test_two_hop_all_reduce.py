@@ -20,8 +20,9 @@ def exchange(
 
     from megatron_patch.collectives.topology import two_hops
     from megatron_patch.collectives.two_hop_all_reduce import TwoHopAllReduce
+    from megatron_patch.quantization.blocks import Contents
 
-    two_hop = TwoHopAllReduce(numel, two_hops(dist.group.WORLD, 2), setup_of(**options))
+    two_hop = TwoHopAllReduce(Contents(numel), two_hops(dist.group.WORLD, 2), setup_of(**options))
     for _ in range(2):
         every = [
             torch.randn(numel, generator=torch.Generator().manual_seed(seeded(rank))) for rank in range(RANKS)

@@ -23,9 +23,10 @@ def exchange(options: dict[str, Any], dtype: str, average: bool, bad: float | No
 
     from megatron_patch.collectives.topology import two_hops
     from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopReduceScatter
+    from megatron_patch.quantization.blocks import Contents
 
     rank, setup = dist.get_rank(), setup_of(**options)
-    two_hop = TwoHopReduceScatter(RANKS * SHARD, two_hops(dist.group.WORLD, PER_NODE), setup)
+    two_hop = TwoHopReduceScatter(Contents(RANKS * SHARD), two_hops(dist.group.WORLD, PER_NODE), setup)
     nbytes = []
     for step in range(5):
         gradients = [

@@ -21,7 +21,7 @@ import numpy as np
 from simulation.adam_float64 import AdamOptions, AdamSimulation
 from simulation.agreement import Agreement
 from simulation.all_reduce_float64 import AllReduceAgreement
-from simulation.loco_float64 import LoCoSimulation, round_to_gradient_dtype
+from simulation.loco_float64 import LoCoSimulation, block_labels, round_to_gradient_dtype
 
 DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 MOST_FORKED = 0.02
@@ -133,17 +133,29 @@ class _BucketAgreement:
         ranks, numel = len(rows[0]), bucket["numel"]
         self.nodes = [by_node(row, per_node) for row in rows]
         self.local = len(self.nodes[0][0])
+        found = [(bucket["parameters"][name][0], shape) for name, shape in bucket["shapes"].items()]
+        labels = block_labels(numel, found, options.get("block_size", 128))
+        columns = labels.reshape(-1, self.local, numel // ranks)
         self.scatter = [
             [
-                Agreement(LoCoSimulation(len(nodes), numel // self.local, **options | {"average": False}))
-                for _ in range(self.local)
+                Agreement(
+                    LoCoSimulation(
+                        len(nodes),
+                        numel // self.local,
+                        labels=columns[:, place].reshape(-1),
+                        **options | {"average": False},
+                    )
+                )
+                for place in range(self.local)
             ]
             for nodes in self.nodes
             if ranks > 1
         ]
         between = len(rows) > 1
         self.reduce = [
-            AllReduceAgreement(len(rows), numel // ranks, **options) for _ in self.columns if between
+            AllReduceAgreement(len(rows), numel // ranks, labels=shard, **options)
+            for shard in labels.reshape(ranks, -1)
+            if between
         ]
         self.touched = np.zeros(numel, dtype=bool)
 

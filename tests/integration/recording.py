@@ -103,6 +103,7 @@ class _Recorder:
                         "numel": bucket.grad_data.numel(),
                         "dtype": str(bucket.grad_data.dtype),
                         "parameters": inside,
+                        "shapes": {names[id(p)]: tuple(p.shape) for p in bucket.param_to_index},
                     }
                     senders = {
                         PARTS[state.kind]: state.sender

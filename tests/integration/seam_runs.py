@@ -35,6 +35,20 @@ def errors_of(compressor: Any) -> list[Any]:
     return [s.layout.join(s.error.decode()).reshape(-1).clone() for s in compressor.senders]
 
 
+def labels_of(tiny: Any, block_size: int = 128) -> list[Any]:
+    """Which block each element of each bucket is in (simulation.loco_float64.block_labels)."""
+    from simulation.loco_float64 import block_labels
+
+    return [
+        block_labels(
+            bucket.grad_data.numel(),
+            [(start, tuple(parameter.shape)) for parameter, (start, _) in bucket.param_to_index.items()],
+            block_size,
+        )
+        for bucket in tiny.buckets
+    ]
+
+
 def any_error(compressor: Any) -> bool:
     return any(bool(error.any()) for error in errors_of(compressor))
 

@@ -30,7 +30,7 @@ def test_method_none_is_bit_identical_to_stock_megatron(pool, model):
         assert not same(stock, loco), "the comparison can fail"
         assert none["events"]["uncompressed_syncs"] == 0
         assert 16 <= none["bits"] <= 32
-        assert loco["bits"] < 6, "tiny payloads have more padding than 4.125 bits"
+        assert loco["bits"] < 9, "tiny payloads have more padding and scales than 4.125 bits"
 
 
 def attach_and_disable() -> dict[str, Any]:

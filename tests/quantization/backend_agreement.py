@@ -15,6 +15,7 @@ from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization import decompress_reduce as reference_reduce
 from megatron_patch.quantization.backends import VARIABLE, Backend
+from megatron_patch.quantization.blocks import Span
 from megatron_patch.quantization.layout import BlockLayout
 
 BITS = st.sampled_from([8, 4, 2, 1])
@@ -57,6 +58,21 @@ def gradient_of(numel: int, seed: int, dtype: torch.dtype, kind: str) -> torch.T
     elif kind == "ties":
         values = torch.randint(-7, 8, (numel,), generator=generator) / 2.0
     return values.to(dtype)
+
+
+def random_spans(numel: int, seed: int) -> tuple[Span, ...]:
+    """Parameters of any lengths and rows that fill `numel` elements in part: some gaps, the ends cut off."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    spans, start = [], -drawn(0, 200)
+    while start < numel:
+        row = (drawn(1, 20), drawn(16, 200), 128, 96, 160, drawn(200, 1000))[drawn(0, 6)]
+        spans.append(Span.of(start, (drawn(1, 8), row) if drawn(0, 4) else (row,)))
+        start += spans[-1].length + drawn(0, 3) * drawn(0, 70)
+    return tuple(spans)
 
 
 def sender_of(
@@ -151,7 +167,9 @@ def check_decompress_reduce(
     seed: int,
     device: torch.device,
 ) -> None:
-    """The sum of several senders' shards, `layout` being that of one, the last `short` elements left out."""
+    """The sum of several senders' payloads of one shard, the last `short` elements left out."""
+    filled = -(-layout.numel // layout.shard_size)
+    layout = layout.part(seed % filled)
     payloads = torch.empty(senders, layout.payload_bytes, dtype=torch.uint8, device=device)
     for index in range(senders):
         gradient = gradient_of(layout.numel, seed + index, torch.float32, kind if index == 0 else "plain")

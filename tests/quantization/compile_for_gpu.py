@@ -22,6 +22,7 @@ from quantization.backend_agreement import compress_by, sender_of
 from triton.backends.compiler import GPUTarget
 
 from megatron_patch.quantization import triton_kernels
+from megatron_patch.quantization.blocks import Span
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.triton_kernels import weights
 from megatron_patch.quantization.weight_code import bound, tiles_of
@@ -55,10 +56,16 @@ def compile_instead_of_launching() -> None:
 
 
 def compress(
-    dtype: str, bits: int, shape: tuple[int, int], *, error: str | None = "int8", noise: bool = False
+    dtype: str,
+    bits: int,
+    shape: tuple[int, int],
+    *,
+    error: str | None = "int8",
+    noise: bool = False,
+    spans: tuple[Span, ...] | None = None,
 ) -> Any:
     """The kernel that a bucket of `shape` (elements, shards) in blocks of 128 gets."""
-    layout = BlockLayout.of(*shape, bits, 128)
+    layout = BlockLayout.of(*shape, bits, 128, spans=spans)
     sender = sender_of(layout, CPU, error, 0.8)
     payload = torch.empty(layout.shards, layout.payload_bytes, dtype=torch.uint8)
     drawn = torch.rand(layout.shards, layout.blocks, layout.block) if noise else None
@@ -66,8 +73,10 @@ def compress(
     return kernels.pop()
 
 
-def decompress_reduce(dtype: str, bits: int, size: int, senders: int) -> Any:
-    layout = BlockLayout.of(size, 1, bits, 128)
+def decompress_reduce(
+    dtype: str, bits: int, size: int, senders: int, spans: tuple[Span, ...] | None = None
+) -> Any:
+    layout = BlockLayout.of(size, 1, bits, 128, spans=spans)
     payloads = torch.zeros(senders, layout.payload_bytes, dtype=torch.uint8)
     output = torch.empty(size, dtype=DTYPES[dtype])
     triton_kernels.decompress_reduce(payloads, sender_of(layout, CPU).codec, layout, output, senders)
@@ -139,6 +148,10 @@ def main() -> None:
         report(f"compress-{dtype}-4-odd", compress(dtype, 4, odd), 16)
         # 4 words of 8 codes, of 4 senders in one round.
         report(f"decompress-{dtype}", decompress_reduce(dtype, 4, 1 << 16, 8), 4 * 8 * 4)
+    rows = (Span.of(0, (400, 160)),)
+    for dtype in ("fp32", "bf16"):
+        report(f"compress-{dtype}-4-rows", compress(dtype, 4, aligned, spans=rows), 16)
+        report(f"decompress-{dtype}-rows", decompress_reduce(dtype, 4, 1 << 16, 8, rows), 4 * 8 * 4)
     report("compress-fp32-1-aligned", compress("fp32", 1, aligned), 16)
     for start, where in ((0, "aligned"), (1, "odd")):
         for name, kernel in weight_code(start).items():
@@ -147,6 +160,8 @@ def main() -> None:
     for bits in (8, 2, 1):
         decompress_reduce("fp16", bits, 1, 1)
         compress("fp16", bits, (1, 1), error=None, noise=bits > 1)
+        compress("fp16", bits, (200, 3), noise=bits > 1, spans=(Span.of(7, (3, 50)),))
+        decompress_reduce("fp16", bits, 200, 1, (Span.of(7, (3, 50)),))
     for error in ("bf16", "fp32"):
         compress("fp32", 4, aligned, error=error)
 

@@ -21,6 +21,7 @@ from quantization.backend_agreement import (
     check_compress,
     check_decompress_reduce,
     only_torch,
+    random_spans,
     sender_of,
 )
 
@@ -73,6 +74,8 @@ every_backend = pytest.mark.parametrize(
         for tested in BACKENDS
     ],
 )
+SPANS = st.one_of(st.none(), st.integers(0, 10_000))
+"""The seed of random parameters that blocks follow; None: blocks are counted from the shard."""
 MINUS_ZERO = {"dtype": torch.float32, "error_dtype": "bf16", "beta": 0.0, "stochastic": False, "kind": "tiny"}
 
 
@@ -81,12 +84,13 @@ MINUS_ZERO = {"dtype": torch.float32, "error_dtype": "bf16", "beta": 0.0, "stoch
 def test_codes_scales_and_errors_are_the_reference_s_bits(tested):
     shapes = st.one_of(st.tuples(st.integers(1, tested.most), st.integers(1, 9)), st.sampled_from(ALIGNED))
 
-    @given(shape=shapes, bits=BITS, block_size=st.sampled_from(tested.blocks), **COMPRESS)
+    @given(shape=shapes, bits=BITS, block_size=st.sampled_from(tested.blocks), spans=SPANS, **COMPRESS)
     # A gradient of -0 with a code of 0: what is lost is -0.
-    @example(shape=(116, 1), bits=8, block_size=16, seed=0, **MINUS_ZERO)
+    @example(shape=(116, 1), bits=8, block_size=16, spans=None, seed=0, **MINUS_ZERO)
     @settings(max_examples=tested.examples, deadline=None)
-    def check(shape, bits, block_size, **options):
-        layout = BlockLayout.of(*shape, bits, block_size)
+    def check(shape, bits, block_size, spans, **options):
+        spans = None if spans is None else random_spans(shape[0], spans)
+        layout = BlockLayout.of(*shape, bits, block_size, spans=spans)
         check_compress(tested.backend, layout, device=torch.device(tested.device), **options)
 
     with tested.chosen():
@@ -96,11 +100,17 @@ def test_codes_scales_and_errors_are_the_reference_s_bits(tested):
 @every_backend
 def test_the_reduced_shard_is_the_reference_s_bits(tested):
     @given(
-        size=st.integers(1, tested.most), bits=BITS, block_size=st.sampled_from(tested.blocks), **DECOMPRESS
+        size=st.integers(1, tested.most),
+        shards=st.integers(1, 3),
+        bits=BITS,
+        block_size=st.sampled_from(tested.blocks),
+        spans=SPANS,
+        **DECOMPRESS,
     )
     @settings(max_examples=tested.examples, deadline=None)
-    def check(size, bits, block_size, **options):
-        layout = BlockLayout.of(size, 1, bits, block_size)
+    def check(size, shards, bits, block_size, spans, **options):
+        spans = None if spans is None else random_spans(size, spans)
+        layout = BlockLayout.of(size, shards, bits, block_size, spans=spans)
         check_decompress_reduce(tested.backend, layout, device=torch.device(tested.device), **options)
 
     with tested.chosen():

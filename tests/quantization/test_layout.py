@@ -51,7 +51,7 @@ def test_no_block_crosses_a_shard_and_every_element_is_in_one(numel, shards, bit
             row = cut[shard, index].tolist()
             assert row[: len(places)] == [place + 1 for place in places]
             assert not any(row[len(places) :])
-        alone = layout.shard(shard)
+        alone = layout.part(shard)
         assert alone.numel == sum(len(places) for places in by_hand[shard])
         assert (alone.shards, alone.payload_bytes) == (1, layout.payload_bytes)
     lengths = [[len(places) for places in blocks] for blocks in by_hand]
@@ -72,7 +72,7 @@ def test_flat_and_join_undo_cut(numel, shards, bits, block_size, dtype):
     assert torch.equal(joined.reshape(-1)[:numel], values.float())
     assert torch.equal(layout.join(cut[:1]), joined[:1])
     for shard, row in enumerate(joined):
-        alone = layout.shard(shard)
+        alone = layout.part(shard)
         assert torch.equal(alone.flat(alone.cut(row[: alone.numel])), row[: alone.numel])
 
 

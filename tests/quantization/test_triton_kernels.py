@@ -16,6 +16,8 @@ FUSED = {
 }
 MOST = {"compress-4": 42, "odd": 53, "compress-1": 46, "decompress": 4}
 """Instructions for an element, of one sender; `odd` are shards that begin anywhere."""
+MOST_OF_ROWS = {"compress-4": 66, "decompress": 4.5}
+"""Of blocks that begin anywhere."""
 READ_WEIGHTS = ("count", "place", "apply", "sums")
 MOST_OF_WEIGHTS = {
     "aligned": {"count": 64, "place": 162, "pack": 20, "apply": 177, "sums": 19, "sizes": 14, "verdict": 8},
@@ -39,7 +41,7 @@ def test_they_compile_for_a_hopper_gpu_in_few_instructions():
     )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
-    assert len(lines) == 7 + 2 * 7
+    assert len(lines) == 7 + 4 + 2 * 7
     for line in lines:
         name, *fields = line.split()
         found = {key: float(value) for key, value in (field.split("=") for field in fields)}
@@ -52,6 +54,9 @@ def test_they_compile_for_a_hopper_gpu_in_few_instructions():
         kernel = "decompress" if name.startswith("decompress") else f"compress-{name.split('-')[2]}"
         assert found["fused"] == FUSED[kernel], line
         # What an H100 has time for is in docs/performance.md.
+        if name.endswith("rows"):
+            assert found["instructions"] < MOST_OF_ROWS[kernel], line
+            continue
         most = MOST["odd" if "odd" in name else kernel]
         assert found["instructions"] < most, line
         if "odd" not in name:

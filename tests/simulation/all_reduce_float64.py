@@ -22,7 +22,11 @@ def owners(ranks: int, numel: int, **options: Any) -> list[LoCoSimulation]:
     """Phase 2: one sender per shard (none of an empty one), each of the shard's elements."""
     size = -(-numel // ranks)
     lengths = [min(size, numel - start) for start in range(0, numel, size)]
-    return [LoCoSimulation(1, length, **options) for length in lengths]
+    labels = options.pop("labels", None)
+    return [
+        LoCoSimulation(1, n, labels=None if labels is None else labels[j * size :], **options)
+        for j, n in enumerate(lengths)
+    ]
 
 
 class AllReduceAgreement:

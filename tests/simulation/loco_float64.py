@@ -9,7 +9,8 @@ The idea of one step, for N ranks that each hold a gradient of B elements:
         e <- beta*e + (1-beta)*(h - s*q) what was lost, kept in 8 bits
     for every shard j, at its owner: g_j = sum over n of s_n*q_n
 
-Where N does not divide B, S = ceil(B/N) and the last shards are short or empty.
+Where N does not divide B, S = ceil(B/N) and the last shards are short or empty. Where blocks follow the
+parameters, they are counted from each one's beginning instead (block_labels).
 
 It is written from the text alone, imports nothing of the project and loops plainly over ranks, shards and
 blocks: slow, and meant to be read beside the text. What the text defines as an fp32 or bf16 value is
@@ -30,6 +31,7 @@ What follows is exact again: s*q and a stored error are discrete, and so are the
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -228,8 +230,9 @@ class Ties:
         return near
 
     def explain(self, real: np.ndarray) -> np.ndarray:
-        """Where `real`, fp32 [ranks, numel], is what some decision gives; a block has one scale."""
-        explained = np.zeros(self.shape, dtype=bool)
+        """Where `real`, fp32 [ranks, numel], is what some decision gives: one scale in a block, zeros in
+        none."""
+        explained = real == 0
         for rank, here, (own, *others) in self.blocks:
             block = real[rank, here]
             explained[rank, here] = own.holds(block)
@@ -240,6 +243,41 @@ class Ties:
 
 def _equal(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
     return (mine == theirs) | (np.isnan(mine) & np.isnan(theirs))
+
+
+# --- where blocks begin and end --------------------------------------------------------------------------
+
+
+def block_labels(numel: int, parameters: list[tuple[int, tuple[int, ...]]], block_size: int) -> np.ndarray:
+    """Which block each element of a bucket is in before shards cut it, int [numel]; -1: in none.
+
+    `parameters` are (first element, shape). Blocks are counted from the beginning of every row of every
+    parameter; a vector, and a parameter whose rows have less than 16 elements, is a single row.
+    """
+    labels = np.full(numel, -1)
+    label = 0
+    for first, shape in parameters:
+        size = math.prod(shape)
+        row = math.prod(shape[1:]) if len(shape) > 1 else size
+        row = size if row < 16 else row
+        for row_start in range(first, first + size, row):
+            for start in range(row_start, row_start + row, block_size):
+                labels[start : min(start + block_size, row_start + row)] = label
+                label += 1
+    return labels
+
+
+def runs(labels: np.ndarray, start: int, stop: int) -> list[slice]:
+    """The stretches of one label from `start` to before `stop`, without those labelled -1."""
+    found = []
+    while start < stop:
+        end = start + 1
+        while end < stop and labels[end] == labels[start]:
+            end += 1
+        if labels[start] >= 0:
+            found.append(slice(start, end))
+        start = end
+    return found
 
 
 # --- what a sender remembers -----------------------------------------------------------------------------
@@ -315,8 +353,10 @@ class LoCoSimulation:
     """All ranks of a data-parallel group and one bucket, stepped together.
 
     `gradients` are rounded to `gradient_dtype` on entry, as a bucket of that dtype would hold them, and what
-    the owners reduce to `reduced_dtype` (the same unless given). `memory=False` is quantization alone: the
-    error is always zero. `step` is `exchange`, then `end_step` for a step that the optimizer did not skip.
+    the owners reduce to `reduced_dtype` (the same unless given). `labels` says which block each element is in
+    (block_labels); without, blocks are counted from each shard's beginning. `memory=False` is quantization
+    alone: the error is always zero. `step` is `exchange`, then `end_step` for a step that the optimizer did
+    not skip.
     """
 
     def __init__(
@@ -333,6 +373,7 @@ class LoCoSimulation:
         average: bool = False,
         gradient_dtype: str = "fp32",
         reduced_dtype: str | None = None,
+        labels: np.ndarray | None = None,
     ):
         if bits not in (8, 4, 2, 1):
             raise ValueError(f"bits {bits!r}: one of 8, 4, 2, 1")
@@ -358,18 +399,18 @@ class LoCoSimulation:
             block_size = self.shard_size
         elif not isinstance(block_size, int) or block_size < 16 or block_size & (block_size - 1):
             raise ValueError(f"block size {block_size!r}: 'shard' or a power of two from 16")
-        # (start, stop) of every block, counted from the start of its shard; the last may be short.
-        self.blocks = [
-            (start, min(start + block_size, self.shard_size))
-            for start in range(0, self.shard_size, block_size)
-        ]
-        # (shard, block, its elements) of every block that has any.
+        if labels is None:
+            labels = np.arange(ranks * self.shard_size) % self.shard_size // block_size
+        # (shard, block, its elements) of every block that has any: neighbours of one label in one shard.
         self.places = [
-            (shard, block, slice(base + start, min(base + stop, numel)))
+            (shard, block, here)
             for shard, base in enumerate(range(0, ranks * self.shard_size, self.shard_size or 1))
-            for block, (start, stop) in enumerate(self.blocks)
-            if base + start < numel
+            for block, here in enumerate(runs(labels, base, min(base + self.shard_size, numel)))
         ]
+        # (start, stop) of the first shard's, counted from its start.
+        self.blocks = [(here.start, here.stop) for shard, _, here in self.places if shard == 0]
+        most = max((block + 1 for _, block, _ in self.places), default=0)
+        self._scales_shape = (ranks, ranks, most)
         self._memories = {
             (rank, shard, block): _Memory(here.stop - here.start, error_dtype)
             for rank in range(ranks)
@@ -391,7 +432,7 @@ class LoCoSimulation:
             raise ValueError(f"gradients {gradients.shape}, expected {(self.ranks, self.numel)}")
         gradients = round_to_gradient_dtype(gradients, self.gradient_dtype)
         codes = np.zeros((self.ranks, self.numel), dtype=np.int8)
-        scales = np.zeros((self.ranks, self.ranks, len(self.blocks)), dtype=np.float32)
+        scales = np.zeros(self._scales_shape, dtype=np.float32)
         sent = np.zeros((self.ranks, self.numel), dtype=np.float64)
         blocks = []
         slack = np.zeros(gradients.shape) if slack is None else slack

@@ -12,25 +12,36 @@
 In two hops a node's workers sum their m_i, and the node stands for a worker: its d is of the sum.
 
 C keeps the sign (+ for 0) and, for each block of b elements, the mean of absolute values, rounded up to bf16
-as it travels. Blocks are counted from the beginning of the vector; owners hold whole blocks, so it does not
-matter how many there are.
+as it travels. Blocks are counted from the beginning of every row of every parameter, and cut where an owner's
+shard ends, which is at a multiple of b.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from simulation.loco_float64 import bf16_up
+from simulation.loco_float64 import bf16_up, runs
 
 NEAR_TIE = 1e-6
 
 
-def one_bit(values: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """C of a vector, float64; and which blocks are a matter of rounding, bool: the sign of one of their
-    elements, or the scale, whose mean is near a bf16 number. Values are known up to NEAR_TIE scales."""
-    found, undecided = np.empty_like(values), np.zeros(len(values), dtype=bool)
-    for start in range(0, len(values), block):
-        here = slice(start, start + block)
+def shard_blocks(labels: np.ndarray, ranks: int, block: int) -> list[slice]:
+    """The blocks of a vector that `ranks` owners share; `labels` are block_labels'."""
+    size = -(-len(labels) // ranks)
+    size = -(-size // block) * block
+    return [
+        here
+        for start in range(0, len(labels), size)
+        for here in runs(labels, start, min(start + size, len(labels)))
+    ]
+
+
+def one_bit(values: np.ndarray, blocks: list[slice]) -> tuple[np.ndarray, np.ndarray]:
+    """C of a vector, float64, 0 outside of `blocks`; and which blocks are a matter of rounding, bool: the
+    sign of one of their elements, or the scale, whose mean is near a bf16 number. Values are known up to
+    NEAR_TIE scales."""
+    found, undecided = np.zeros_like(values), np.zeros(len(values), dtype=bool)
+    for here in blocks:
         part = values[here]
         mean = np.mean(np.abs(part))
         scale, low, high = (float(bf16_up(np.float32(mean * off))) for off in (1, 1 - NEAR_TIE, 1 + NEAR_TIE))
@@ -42,7 +53,8 @@ def one_bit(values: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
 class OneBitAdamSimulation:
     """All workers' view of one vector of parameters.
 
-    `lengths` are those of vectors that are compressed apart (buckets), laid end to end in `initial`;
+    `lengths` are those of vectors that are compressed apart (buckets), laid end to end in `initial`, `blocks`
+    those of each (shard_blocks);
     `decay` is the weight decay of every element; `padding` are those that belong to no parameter.
     """
 
@@ -58,7 +70,7 @@ class OneBitAdamSimulation:
         eps: float,
         decay: np.ndarray | float = 0.0,
         clip: float = 0.0,
-        block: int = 128,
+        blocks: list[list[slice]],
         compensate: bool = True,
         ranks_per_node: int = 1,
         padding: np.ndarray | None = None,
@@ -70,7 +82,7 @@ class OneBitAdamSimulation:
         self.owners_d = np.zeros_like(self.x)
         ends = np.cumsum(lengths)
         self.parts = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-        self.warmup_steps, self.clip, self.block, self.compensate = warmup_steps, clip, block, compensate
+        self.warmup_steps, self.clip, self.blocks, self.compensate = warmup_steps, clip, blocks, compensate
         self.lr, self.betas, self.eps, self.decay = lr, betas, eps, decay
         self.undecided = np.zeros(len(self.x), dtype=bool)
         """Blocks that were a matter of rounding once: two correct runs may differ there from then on."""
@@ -97,21 +109,21 @@ class OneBitAdamSimulation:
         else:
             clip = self._clip(norm or float(np.linalg.norm(gradients.mean(axis=0))))
             own = beta1 * self.m + (1 - beta1) * clip * gradients
-            for part in self.parts:
-                self.m[part] = self._exchange(own[:, part], part)
+            for part, blocks in zip(self.parts, self.blocks, strict=True):
+                self.m[part] = self._exchange(own[:, part], part, blocks)
             self.m[self.padding] = 0.0
         size = np.sqrt(self.v / (1 - beta2 ** min(self.steps, self.warmup_steps))) + self.eps
         update = np.where(self.v > 0, self.m / (1 - beta1**self.steps) / size, 0.0)
         self.x = self.x - self.lr * (update + self.decay * self.x)
 
-    def _exchange(self, own: np.ndarray, part: slice) -> np.ndarray:
+    def _exchange(self, own: np.ndarray, part: slice, blocks: list[slice]) -> np.ndarray:
         workers = len(own)
         own = own.reshape(-1, self.ranks_per_node, own.shape[1]).sum(axis=1)
         said = own + self.d[:, part]
-        coded = [one_bit(values, self.block) for values in said]
+        coded = [one_bit(values, blocks) for values in said]
         sent = np.stack([values for values, _ in coded])
         total = sent.sum(axis=0) / workers + self.owners_d[part]
-        result, undecided = one_bit(total, self.block)
+        result, undecided = one_bit(total, blocks)
         for other in (undecided, *(ties for _, ties in coded)):
             self.undecided[part] |= other
         if self.compensate:

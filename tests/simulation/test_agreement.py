@@ -248,6 +248,6 @@ def test_one_bit_adam_s_blocks_are_undecided_where_a_sign_or_a_mean_is_a_tie(fir
     if first > 1:
         values[:BLOCK] = np.sign(values[:BLOCK])
     values[0] = first
-    _, found = one_bit(values, BLOCK)
+    _, found = one_bit(values, [slice(0, BLOCK), slice(BLOCK, 2 * BLOCK)])
     assert found.reshape(2, BLOCK).all(axis=1).tolist() == undecided
     assert found.reshape(2, BLOCK).any(axis=1).tolist() == undecided

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron_patch.compensation.resharding import Part, Piece
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.integration.attach import Attachment
-from megatron_patch.integration.seams.gradients import BucketGroupSeam
+from megatron_patch.integration.seams.gradients import BucketGroupSeam, contents_of
 
 
 def parts_of(chunk: Any, attachment: Attachment) -> list[tuple[Sender, Part]]:
@@ -39,9 +39,10 @@ def _parts_of_group(
         )
         for bucket in buckets
     ]
+    spans = [contents_of(bucket).spans or () for bucket in buckets]
     for stage in seam.stages:
         for place, exchange in enumerate(stage.made.exchanges):
-            first = stage.shard * stage.sizes[place]
+            first = stage.shard * stage.contents[place].numel
             for state in exchange.states():
                 part = Part(
                     state.kind,
@@ -51,6 +52,7 @@ def _parts_of_group(
                     stage.copy * state.senders + state.index,
                     stage.copies * state.senders,
                     1 / (stage.copies * state.ranks) if stage.averages else 1.0,
+                    () if state.sender.layout.table is None else spans[place],
                 )
                 yield state.sender, part
 

@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 
 from megatron_patch.compensation.error_state import MovingAverageError
 from megatron_patch.compensation.resharding import Part, Piece, Position
+from megatron_patch.quantization.blocks import BlockTable, Span
 from megatron_patch.quantization.layout import BlockLayout
 
 FOLDER = "compression"
@@ -40,12 +41,17 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class Storage:
-    """How an error state is stored: its blocks, and its dtype ("int8", "bf16", "fp32"; None: no error)."""
+    """How an error state is stored: its blocks, and its dtype ("int8", "bf16", "fp32"; None: no error).
+
+    `blocks` is the number of scales of a shard where blocks follow the parameters (Part.spans); None: they
+    are counted from each shard's beginning.
+    """
 
     shards: int
     shard_size: int
     block: int
     dtype: str | None
+    blocks: int | None = None
 
 
 @dataclass(frozen=True)
@@ -77,16 +83,20 @@ class RankLayout:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; buckets are listed once, though several states may be of one."""
-        buckets = list(dict.fromkeys((part.pieces, part.bucket_numel) for part, _ in self.states))
+        buckets = list(dict.fromkeys(_bucket(part) for part, _ in self.states))
         return {
             "buckets": [
-                {"numel": numel, "pieces": [dataclasses.asdict(piece) for piece in pieces]}
-                for pieces, numel in buckets
+                {
+                    "numel": numel,
+                    "pieces": [dataclasses.asdict(piece) for piece in pieces],
+                    "spans": [dataclasses.astuple(span) for span in spans],
+                }
+                for pieces, numel, spans in buckets
             ],
             "states": [
                 {
                     "kind": part.kind,
-                    "bucket": buckets.index((part.pieces, part.bucket_numel)),
+                    "bucket": buckets.index(_bucket(part)),
                     "senders": part.senders,
                     "weight": part.weight,
                     **dataclasses.asdict(storage),
@@ -100,12 +110,19 @@ class RankLayout:
         """The inverse of `as_json`, without positions."""
         pieces = [tuple(Piece(**_tuples(p)) for p in bucket["pieces"]) for bucket in content["buckets"]]
         numels = [bucket["numel"] for bucket in content["buckets"]]
+        spans = [tuple(Span(*span) for span in bucket.get("spans", ())) for bucket in content["buckets"]]
         states = []
         for state in content["states"]:
             kind, bucket, senders, weight = (state.pop(n) for n in ("kind", "bucket", "senders", "weight"))
-            part = Part(kind, pieces[bucket], numels[bucket], Position(0, 0), 0, senders, weight)
+            part = Part(
+                kind, pieces[bucket], numels[bucket], Position(0, 0), 0, senders, weight, spans[bucket]
+            )
             states.append((part, Storage(**state)))
         return RankLayout(tuple(states))
+
+
+def _bucket(part: Part) -> tuple[tuple[Piece, ...], int, tuple[Span, ...]]:
+    return part.pieces, part.bucket_numel, part.spans
 
 
 def _tuples(piece: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,10 +258,17 @@ class RankTensors:
         }
 
 
-def decode(tensors: dict[str, torch.Tensor], numel: int, storage: Storage) -> torch.Tensor:
-    """A stored error, fp32 [numel]."""
+def decode(tensors: dict[str, torch.Tensor], part: Part, storage: Storage) -> torch.Tensor:
+    """A stored error, fp32 [part.position.numel]."""
     assert storage.dtype is not None
-    layout = BlockLayout(numel, storage.shards, storage.shard_size, 8, storage.block)
+    numel, size, table = part.position.numel, storage.shard_size, None
+    if storage.blocks is not None:
+        shards = [
+            part.position.ranges(shard * size, min((shard + 1) * size, numel))
+            for shard in range(storage.shards)
+        ]
+        table = BlockTable.of(part.spans, shards, storage.block, 8, storage.blocks)
+    layout = BlockLayout(numel, storage.shards, size, 8, storage.block, table)
     error = MovingAverageError(layout, 0.0, storage.dtype, torch.device("cpu"))
     error.restore(tensors)
     return error.flat()

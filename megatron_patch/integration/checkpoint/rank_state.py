@@ -69,4 +69,5 @@ def _attachment(chunk: Any) -> Attachment:
 def _storage(sender: Sender) -> Storage:
     layout = sender.layout
     dtype = None if sender.error is None else sender.error.dtype
-    return Storage(layout.shards, layout.shard_size, layout.block, dtype)
+    blocks = None if layout.table is None else layout.blocks
+    return Storage(layout.shards, layout.shard_size, layout.block, dtype, blocks)

@@ -224,5 +224,5 @@ def _resumed(phase: Phase, config: CompressionConfig) -> Phase:
     return phase
 
 
-def _read_later(tensors: RankTensors, number: int, part: Any, storage: Storage) -> Any:
-    return lambda: sidecar.decode(tensors.of(number), part.position.numel, storage)
+def _read_later(tensors: RankTensors, number: int, part: Part, storage: Storage) -> Any:
+    return lambda: sidecar.decode(tensors.of(number), part, storage)

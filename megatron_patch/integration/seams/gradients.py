@@ -38,6 +38,7 @@ from megatron_patch.integration.chunk import ChunkState
 from megatron_patch.integration.onebit_adam.momentum_buffers import MomentumBuffers
 from megatron_patch.integration.seams.intercept import CollectiveCalls, intercepted
 from megatron_patch.integration.seams.stock_traffic import stock_gradients
+from megatron_patch.quantization.blocks import Contents, Span
 
 _WHAT = "gradient exchange"
 _REPLAYING = (RerunState.RERUNNING_IN_PLACE, RerunState.RERUNNING_FROM_CHECKPOINT)
@@ -77,8 +78,8 @@ class Stage:
     of: str
     """What is exchanged: "gradient" or "momentum"."""
     group: dist.ProcessGroup
-    sizes: Sequence[int]
-    """Elements of each bucket's tensor."""
+    contents: Sequence[Contents]
+    """Each bucket's tensor."""
     averages: bool
     """Whether the sum is divided by the number of ranks."""
     made: Made
@@ -90,6 +91,12 @@ class Stage:
     stage."""
     copy: int = 0
     """Which of them this rank's group is."""
+
+
+def contents_of(bucket: Any) -> Contents:
+    """What a Megatron bucket is made of: its parameters, with padding between and after them."""
+    spans = [Span.of(start, parameter.shape) for parameter, (start, _) in bucket.param_to_index.items()]
+    return Contents(bucket.grad_data.numel(), tuple(sorted(spans, key=lambda span: span.start)))
 
 
 class BucketGroupSeam:
@@ -135,26 +142,28 @@ class BucketGroupSeam:
 
     def _stages(self) -> Iterator[Stage]:
         setup, average = self._state.setup, self.group.ddp_config.average_in_collective
-        sizes = [bucket.grad_data.numel() for bucket in self.group.buckets]
+        buckets = [contents_of(bucket) for bucket in self.group.buckets]
         compresses = setup.config.compresses
         if self.momentum is not None:  # whole buckets, whoever holds Adam's state; always the mean
             everyone = self.momentum.group
-            yield Stage(
-                "all-reduce", "momentum", everyone, sizes, True, make_all_reduces(sizes, everyone, setup)
-            )
+            made = make_all_reduces(buckets, everyone, setup)
+            yield Stage("all-reduce", "momentum", everyone, buckets, True, made)
             return
         scatter, reduce = self.scatter_group, self.reduce_group
         if scatter is not None:
-            made = make_reduce_scatters(sizes, scatter, setup) if compresses else Made()
+            made = make_reduce_scatters(buckets, scatter, setup) if compresses else Made()
             copies, copy = (reduce.size(), reduce.rank()) if reduce is not None else (1, 0)
-            yield Stage("reduce-scatter", "gradient", scatter, sizes, average, made, copies=copies, copy=copy)
+            yield Stage(
+                "reduce-scatter", "gradient", scatter, buckets, average, made, copies=copies, copy=copy
+            )
         if reduce is not None:
             shards, shard = (scatter.size(), scatter.rank()) if scatter is not None else (1, 0)
-            sizes = [size // shards for size in sizes]
+            sizes = [bucket.numel // shards for bucket in buckets]
+            owned = [bucket.part(shard * size, size) for bucket, size in zip(buckets, sizes, strict=True)]
             # Between instances of the distributed optimizer one hop.
             one_hop = scatter is not None
-            made = make_all_reduces(sizes, reduce, setup, one_hop) if compresses else Made()
-            yield Stage("all-reduce", "gradient", reduce, sizes, average, made, shard=shard)
+            made = make_all_reduces(owned, reduce, setup, one_hop) if compresses else Made()
+            yield Stage("all-reduce", "gradient", reduce, owned, average, made, shard=shard)
 
     @property
     def exchanges(self) -> Iterator[Exchange]:

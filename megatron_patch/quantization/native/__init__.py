@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_patch.quantization.blocks import word_bytes
 from megatron_patch.quantization.codec import Codec
 from megatron_patch.quantization.layout import BlockLayout
 
@@ -30,7 +31,11 @@ _LAYOUT = ("numel", "shards", "shard_size", "bits", "block", "blocks", "code_byt
 
 
 class _Layout(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_int64) for name in _LAYOUT)
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in _LAYOUT),
+        ("word_bytes", ctypes.c_int64),
+        ("places", ctypes.c_void_p),
+    )
 
 
 class _CompressArguments(ctypes.Structure):
@@ -181,7 +186,9 @@ def loaded() -> ctypes.CDLL:
 
 
 def _layout(layout: BlockLayout) -> _Layout:
-    return _Layout(*(getattr(layout, name) for name in _LAYOUT))
+    places = None if layout.table is None else pointer(layout.table.places)
+    width = word_bytes(layout.block, layout.bits)
+    return _Layout(*(getattr(layout, name) for name in _LAYOUT), width, places)
 
 
 def pointer(tensor: torch.Tensor) -> int:

@@ -148,6 +148,26 @@ void unpack(const uint8_t *bytes, int64_t n, int8_t *codes) {  // writes up to 7
 
 // --- one block ---
 
+struct Block {
+  int64_t start, length;  // of its elements in the shard, fill at the end of a regular shard included
+  int64_t code;           // the byte of the payload where its codes begin
+};
+
+inline Block block_of(const Layout &layout, int64_t shard, int64_t block) {
+  if (layout.places == nullptr) {
+    int64_t start = block * layout.block;
+    return {start, std::min(layout.block, layout.shard_size - start), start * layout.bits / 8};
+  }
+  const int32_t *place = layout.places + 3 * (shard * layout.blocks + block);
+  return {place[0], place[1], place[2] * layout.word_bytes};
+}
+
+// Bytes of a block's codes: whole words, but in a regular cut.
+inline int64_t code_bytes_of(const Layout &layout, int64_t elements) {
+  int64_t bytes = (elements * layout.bits + 7) / 8;
+  return layout.places == nullptr ? bytes : (bytes + layout.word_bytes - 1) / layout.word_bytes * layout.word_bytes;
+}
+
 struct Scratch {  // of one block
   std::unique_ptr<float[]> g, e, h, r;
   std::unique_ptr<int32_t[]> whole;
@@ -190,8 +210,8 @@ class Compress {
   void run() {
     for (int64_t shard = 0; shard < layout.shards; ++shard) {
       uint8_t *payload = a.payload + shard * layout.payload_bytes;
-      int64_t packed = (layout.shard_size * bits + 7) / 8, end = layout.code_bytes + 2 * layout.blocks;
-      for (int64_t block = 0; block < layout.blocks; ++block) send(shard, block, payload);
+      int64_t packed = 0, end = layout.code_bytes + 2 * layout.blocks;
+      for (int64_t block = 0; block < layout.blocks; ++block) packed = send(shard, block, payload);
       std::memset(payload + packed, 0, layout.code_bytes - packed);
       std::memset(payload + end, 0, layout.payload_bytes - end);
     }
@@ -204,9 +224,11 @@ class Compress {
   Scratch scratch;
   double totals[5];
 
-  void send(int64_t shard, int64_t block, uint8_t *payload) {
-    int64_t place = shard * layout.shard_size + block * layout.block;  // in the gradient and the error
-    int64_t length = std::min(layout.block, layout.shard_size - block * layout.block);
+  // Returns where the block's codes end in the payload.
+  int64_t send(int64_t shard, int64_t block, uint8_t *payload) {
+    const Block here = block_of(layout, shard, block);
+    int64_t place = shard * layout.shard_size + here.start;  // in the gradient and the error
+    int64_t length = here.length;
     int64_t n = std::max<int64_t>(std::min(length, layout.numel - place), 0);  // of real elements
     float *g = scratch.g.get(), *e = scratch.e.get(), *h = scratch.h.get(), *r = scratch.r.get();
     int32_t *whole = scratch.whole.get();
@@ -235,13 +257,16 @@ class Compress {
       });
     std::fill(whole + n, whole + length, bits == 1 ? 1 : 0);  // a short shard's fill
     std::fill_n(whole + length, 8, 0);
-    pack<bits>(whole, length, scratch.bytes.get(), payload + block * layout.block * bits / 8);
+    uint8_t *codes = payload + here.code;
+    pack<bits>(whole, length, scratch.bytes.get(), codes);
+    int64_t code_bytes = code_bytes_of(layout, length);
+    for (int64_t byte = (length * bits + 7) / 8; byte < code_bytes; ++byte) codes[byte] = 0;
     uint16_t stored = static_cast<uint16_t>(as_bits(scale) >> 16);
     std::memcpy(payload + layout.code_bytes + 2 * block, &stored, 2);
 
     if (!finite) {  // nothing of it was sent: the error stays as it was
       totals[4] += 1;
-      return;
+      return here.code + code_bytes;
     }
     bool fp32 = sum.trustworthy();
     totals[0] += fp32 ? sum.h : energy(h, n);
@@ -249,6 +274,7 @@ class Compress {
     totals[2] += fp32 ? sum.g : energy(gradient, n);
     totals[3] += fp32 ? sum.e : energy(e, n);
     if (a.error_type != ERROR_NONE) remember(shard, block, place, n);
+    return here.code + code_bytes;
   }
 
   // h = g + e; returns the bits of the largest |h|. The magnitudes of floats compare like the integers of their
@@ -363,22 +389,31 @@ class Compress {
   }
 };
 
+// Zeros for what is in no block: elements `from` to before `to` of the output.
+inline void clear(const DecompressArguments &a, int64_t from, int64_t to) {
+  int64_t size = a.output_type == FP32 ? 4 : 2;
+  if (from < to) std::memset(static_cast<uint8_t *>(a.output) + from * size, 0, (to - from) * size);
+}
+
 template <int bits>
 void reduce(const DecompressArguments &a) {
   const Layout &layout = a.layout;
   Scratch scratch(layout.block);
   float *sum = scratch.h.get();
   int8_t *q = reinterpret_cast<int8_t *>(scratch.bytes.get());
+  int64_t done = 0;  // elements of the output
   for (int64_t block = 0; block < layout.blocks; ++block) {
-    int64_t start = block * layout.block;
-    int64_t n = std::min(layout.block, a.length - start);
-    if (n <= 0) break;
+    const Block here = block_of(layout, 0, block);
+    int64_t start = here.start, n = std::min(here.length, a.length - start);
+    if (n <= 0) continue;
+    clear(a, done, start);
+    done = start + n;
     for (int64_t sender = 0; sender < a.senders; ++sender) {
       const uint8_t *payload = a.payloads + sender * layout.payload_bytes;
       uint16_t stored;
       std::memcpy(&stored, payload + layout.code_bytes + 2 * block, 2);
       float scale = Bf16::load(stored);
-      unpack<bits>(payload + start * bits / 8, n, q);
+      unpack<bits>(payload + here.code, n, q);
       if (sender == 0)
         for (int64_t i = 0; i < n; ++i) sum[i] = static_cast<float>(q[i]) * scale;
       else
@@ -388,6 +423,7 @@ void reduce(const DecompressArguments &a) {
       for (int64_t i = 0; i < n; ++i) sum[i] /= a.divisor;
     store_as(a.output_type, sum, n, a.output, start);
   }
+  clear(a, done, a.length);
 }
 
 }  // namespace

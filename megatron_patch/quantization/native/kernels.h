@@ -5,6 +5,9 @@
 // How a bucket is cut: quantization/layout.py.
 struct Layout {
   int64_t numel, shards, shard_size, bits, block, blocks, code_bytes, payload_bytes;
+  int64_t word_bytes;     // a block's codes begin at a multiple of it, where `places` tells where
+  const int32_t *places;  // [shards, blocks, 3]: a block's first element in its shard, its number of elements, and
+                          // the word where its codes begin; null for blocks counted from each shard's beginning
 };
 
 enum FloatType : int64_t { FP32 = 0, BF16 = 1, FP16 = 2 };

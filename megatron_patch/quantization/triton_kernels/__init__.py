@@ -49,7 +49,8 @@ def compress(
     values = error.get("codes", error.get("values"))
     scales = error.get("scales")
     rows = max(_TILE // layout.block, 1)
-    aligned = layout.shard_size % 16 == 0 and layout.numel == layout.shards * layout.shard_size
+    regular = layout.table is None
+    aligned = regular and layout.shard_size % 16 == 0 and layout.numel == layout.shards * layout.shard_size
     unused = payload  # any pointer will do where there is nothing to point to
     statistics.zero_()
     compress_kernel[(_programs(layout, rows, gradient.device), layout.shards)](
@@ -60,6 +61,7 @@ def compress(
         _as_words(payload, layout),
         payload,
         payload.view(torch.int16),
+        _places(layout, payload),
         statistics,
         layout.numel,
         layout.shard_size,
@@ -76,11 +78,12 @@ def compress(
         BF16=gradient.dtype == torch.bfloat16,
         ERROR=0 if values is None else _ERRORS[values.dtype],
         ALIGNED=aligned,
+        REGULAR=regular,
         BETA_IS_ZERO=beta == 0,
         STOCHASTIC=noise is not None,
         enable_fp_fusion=False,
         # Left alone it takes 200 for addresses, and a multiprocessor has room for half as many programs.
-        maxnreg=None if aligned else 128,
+        maxnreg=None if aligned else 128 if regular else 168,
     )
 
 
@@ -88,6 +91,8 @@ def decompress_reduce(
     payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor, divisor: int = 1
 ) -> None:
     """quantization.decompress_reduce.decompress_reduce, for tensors of the GPU that is current."""
+    if layout.table is not None:
+        output.zero_()  # what is in no block
     words = _as_words(payloads, layout)
     word = 8 * words.element_size()
     # Of a thread: 16 bytes at most, which is what a load takes, of one block, and not more than 32 sums.
@@ -97,6 +102,7 @@ def decompress_reduce(
     decompress_reduce_kernel[grid](
         words,
         payloads.view(torch.int16)[:, layout.code_bytes // 2 :],
+        _places(layout, payloads),
         _as_bits(output),
         min(output.numel(), layout.shard_size),
         layout.blocks,
@@ -109,6 +115,7 @@ def decompress_reduce(
         B=layout.block,
         LANES=_LANES,
         V=words_of_lane,
+        REGULAR=layout.table is None,
         DIVIDE=divisor != 1,
         BF16=output.dtype == torch.bfloat16,
         enable_fp_fusion=False,
@@ -121,6 +128,11 @@ def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _as_words(payload: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
     return payload.view(torch.int32 if layout.block * layout.bits >= 32 else torch.int16)
+
+
+def _places(layout: BlockLayout, unused: torch.Tensor) -> torch.Tensor:
+    """The table of blocks on the tensors' device; for a regular cut any pointer will do."""
+    return unused if layout.table is None else layout.table.on(unused.device)
 
 
 def _programs(layout: BlockLayout, rows: int, device: torch.device) -> int:

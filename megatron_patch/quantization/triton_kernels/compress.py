@@ -70,6 +70,13 @@ def _load(pointer, count, ROWS: tl.constexpr, B: tl.constexpr, ALIGNED: tl.const
 
 
 @triton.jit
+def _load_rows(pointer, start, length, ROWS: tl.constexpr, B: tl.constexpr):
+    """The `length` elements from `start` on, each [ROWS], as [ROWS, B], zeros behind them."""
+    at = tl.arange(0, B // 16)[None, :] * 16
+    return tl.reshape(_load_16(pointer + start[:, None], at, length[:, None]), (ROWS, B))
+
+
+@triton.jit
 def _as_int32(number: tl.constexpr):
     return tl.constexpr((number + 0x80000000) % 0x100000000 - 0x80000000)
 
@@ -83,6 +90,7 @@ def compress_kernel(
     words,  # the payload, [shards, payload_bytes], as words: int32, or int16 where a block has less bits
     bytes_,  # the same as uint8
     scales,  # the same as int16
+    places,  # BlockTable.places, int32 [shards, blocks, 3]; unused in a regular cut
     statistics,  # fp64 [5], zeros
     numel,
     shard_size,
@@ -99,6 +107,7 @@ def compress_kernel(
     BF16: tl.constexpr,
     ERROR: tl.constexpr,  # 0: none, 1: int8, 2: bf16, 3: fp32
     ALIGNED: tl.constexpr,  # the bucket and its shards are multiples of 16 elements
+    REGULAR: tl.constexpr,
     BETA_IS_ZERO: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
@@ -112,7 +121,8 @@ def compress_kernel(
     EACH: tl.constexpr = 0xFFFFFFFF // ((1 << BITS) - 1)  # a 1 in every code of a word
     program = tl.program_id(0)
     shard = tl.program_id(1).to(tl.int64)
-    in_tile = tl.arange(0, ROWS)[:, None] * B + tl.arange(0, B)[None, :]
+    in_row = tl.arange(0, B)[None, :]
+    in_tile = tl.arange(0, ROWS)[:, None] * B + in_row
     word_in_tile = tl.arange(0, ROWS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     base = shard * shard_size
     count_in_shard = tl.minimum(tl.maximum(numel - base, 0), shard_size)  # of real elements
@@ -125,6 +135,7 @@ def compress_kernel(
     words += shard * (payload_bytes // (WORD // 8))
     bytes_ += shard * payload_bytes
     scales += (shard * payload_bytes + code_bytes) // 2
+    places += shard * blocks * 3
     of_h = tl.zeros([ROWS, B // 16], tl.float64)
     of_r = tl.zeros([ROWS, B // 16], tl.float64)
     of_g = tl.zeros([ROWS, B // 16], tl.float64)
@@ -137,12 +148,23 @@ def compress_kernel(
         start = tile * tl.full([], TILE, tl.int64)
         count = tl.minimum(count_in_shard - start, TILE).to(tl.int32)  # of real elements in the tile
         live = in_tile // 16 < count // 16 if ALIGNED else in_tile < count
-
-        g = _load(gradient + start, count, ROWS, B, ALIGNED)
+        at = start + in_tile  # where elements are in the shard
+        if REGULAR:
+            g = _load(gradient + start, count, ROWS, B, ALIGNED)
+        else:
+            here = places + (tile * ROWS + tl.arange(0, ROWS)) * 3
+            first = tl.load(here, mask=there, other=0)
+            length = tl.load(here + 1, mask=there, other=0)
+            live = in_row < length[:, None]
+            at = first[:, None] + in_row
+            g = _load_rows(gradient, first, length, ROWS, B)
         g = from_bf16(g) if BF16 else g.to(tl.float32)
         h = g
         if ERROR != 0:
-            stored = _load(error + start, count, ROWS, B, ALIGNED)
+            if REGULAR:
+                stored = _load(error + start, count, ROWS, B, ALIGNED)
+            else:
+                stored = _load_rows(error, first, length, ROWS, B)
             if ERROR == 1:
                 old = from_bf16(tl.load(error_scales + tile * ROWS + tl.arange(0, ROWS), mask=there, other=0))
                 stored = stored.to(tl.float32)
@@ -168,7 +190,8 @@ def compress_kernel(
         near_one = h * unit[:, None]
         if BITS == 1:
             q = tl.where(h >= 0, 1.0, -1.0)
-            on_wire = in_tile < tl.minimum(shard_size - start, TILE).to(tl.int32)
+            # A regular shard's fill is sent as +1.
+            on_wire = in_tile < tl.minimum(shard_size - start, TILE).to(tl.int32) if REGULAR else live
             sums = packed(tl.where(on_wire & (q > 0), 1, 0), BITS, WORD)
         else:
             head, tail = inverse_of(scale * unit)
@@ -180,12 +203,20 @@ def compress_kernel(
             q = whole - (_WHOLE + HALF)
             sums = packed(whole.to(tl.int32, bitcast=True), BITS, WORD) - _as_int32(_WHOLE_BITS * EACH)
             sums = tl.where((scale > 0)[:, None], sums ^ _as_int32(HALF * EACH), 0)
-        words_left = code_bytes // (WORD // 8) - tile * (ROWS * WORDS)
-        tl.store(
-            words + start // (WORD // BITS) + word_in_tile,
-            sums.to(words.dtype.element_ty),
-            mask=word_in_tile < tl.minimum(words_left, rows_left * WORDS),
-        )
+        if REGULAR:
+            words_left = code_bytes // (WORD // 8) - tile * (ROWS * WORDS)
+            tl.store(
+                words + start // (WORD // BITS) + word_in_tile,
+                sums.to(words.dtype.element_ty),
+                mask=word_in_tile < tl.minimum(words_left, rows_left * WORDS),
+            )
+        else:
+            word = tl.arange(0, WORDS)[None, :]
+            tl.store(
+                words + tl.load(here + 2, mask=there, other=0)[:, None] + word,
+                sums.to(words.dtype.element_ty),
+                mask=word * (WORD // BITS) < length[:, None],
+            )
         sent_scale = tl.where(finite, scale.to(tl.int32, bitcast=True) >> 16, NAN).to(tl.int16)
         tl.store(scales + tile * ROWS + tl.arange(0, ROWS), sent_scale, mask=there)
 
@@ -215,16 +246,26 @@ def compress_kernel(
                 new_unit, _ = normal(new)
                 head, tail = inverse_of(new * new_unit)
                 whole = quotient(average * new_unit[:, None], head, tail) + _WHOLE
-                tl.store(error + start + in_tile, whole.to(tl.int32, bitcast=True).to(tl.int8), mask=sent)
+                tl.store(error + at, whole.to(tl.int32, bitcast=True).to(tl.int8), mask=sent)
                 new = (new.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
                 tl.store(error_scales + tile * ROWS + tl.arange(0, ROWS), new, mask=there & finite)
             elif ERROR == 2:
-                tl.store(error + start + in_tile, to_bf16(average), mask=sent)
+                tl.store(error + at, to_bf16(average), mask=sent)
             else:
-                tl.store(error + start + in_tile, average, mask=sent)
+                tl.store(error + at, average, mask=sent)
+    if not REGULAR:  # what other shards' codes need more
+        last = places + (blocks - 1) * 3
+        used = tl.load(last + 2) + tl.cdiv(tl.load(last + 1) * BITS, WORD)
+        for rest_of_codes in tl.range(
+            used + program * 128, code_bytes // (WORD // 8), tl.num_programs(0) * 128
+        ):
+            unused = rest_of_codes + tl.arange(0, 128)
+            zeros = tl.zeros([128], words.dtype.element_ty)
+            tl.store(words + unused, zeros, mask=unused < code_bytes // (WORD // 8))
     if program == 0:  # what alignment leaves between codes, scales and the end of a payload
-        gap = blocks * (B * BITS // 8) + tl.arange(0, 16)
-        tl.store(bytes_ + gap, tl.zeros([16], tl.uint8), mask=gap < code_bytes)
+        if REGULAR:
+            gap = blocks * (B * BITS // 8) + tl.arange(0, 16)
+            tl.store(bytes_ + gap, tl.zeros([16], tl.uint8), mask=gap < code_bytes)
         gap = code_bytes + 2 * blocks + tl.arange(0, 16)
         tl.store(bytes_ + gap, tl.zeros([16], tl.uint8), mask=gap < payload_bytes)
     tl.atomic_add(statistics + 0, tl.sum(of_h), sem="relaxed")

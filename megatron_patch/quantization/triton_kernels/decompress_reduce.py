@@ -38,6 +38,7 @@ def _codes(words, ones, BITS: tl.constexpr, WORD: tl.constexpr):
 def decompress_reduce_kernel(
     words,  # payloads [senders, payload_bytes] as words: int32, or int16 where a block has less bits
     scales,  # the same as int16, from the first scale on
+    places,  # BlockTable.places, int32 [1, blocks, 3]; unused in a regular cut
     output,  # [length]; bf16 as int16
     length,
     blocks,
@@ -50,6 +51,7 @@ def decompress_reduce_kernel(
     B: tl.constexpr,
     LANES: tl.constexpr,
     V: tl.constexpr,
+    REGULAR: tl.constexpr,
     DIVIDE: tl.constexpr,
     BF16: tl.constexpr,
 ):
@@ -59,14 +61,24 @@ def decompress_reduce_kernel(
     SIGNS: tl.constexpr = SIGN * (0xFFFFFFFF // ((1 << BITS) - 1))  # code + 2^(BITS-1) instead of the code
     lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
     block = lane // (B // LANE)
-    there = (lane * V < code_quads * (128 // WORD)) & (block < blocks)
-    words += lane[:, None] * V + tl.arange(0, V)[None, :]
+    if REGULAR:
+        there = (lane * V < code_quads * (128 // WORD)) & (block < blocks)
+        words += lane[:, None] * V + tl.arange(0, V)[None, :]
+        coded_there = there[:, None]
+    else:
+        in_block = lane % (B // LANE)
+        start = tl.load(places + 3 * block, mask=block < blocks, other=0)
+        block_length = tl.load(places + 3 * block + 1, mask=block < blocks, other=0)
+        word = in_block[:, None] * V + tl.arange(0, V)[None, :]
+        there = in_block * LANE < block_length
+        coded_there = word * (WORD // BITS) < block_length[:, None]
+        words += tl.load(places + 3 * block + 2, mask=there, other=0).to(tl.int64)[:, None] + word
     scales += block
     # An argument, not a constant: it, and its shifts, stay in registers, beside the exponents as constants.
     ones = ones.to(tl.uint32)
     total = tl.full([LANES, LANE], -0.0, tl.float32)  # what leaves a -0 that is added to it
     for _ in tl.range(0, senders, loop_unroll_factor=4):
-        coded = tl.load(words, mask=there[:, None], other=0).to(tl.uint32) ^ SIGNS
+        coded = tl.load(words, mask=coded_there, other=0).to(tl.uint32) ^ SIGNS
         codes = _codes(coded, ones, BITS, WORD)
         scale = from_bf16(tl.load(scales, mask=there, other=0))
         total = tl.fma(codes, tl.broadcast_to(scale[:, None], codes.shape), total)
@@ -74,6 +86,12 @@ def decompress_reduce_kernel(
         scales += payload_quads * 8
     if DIVIDE:
         total = tl.div_rn(total, tl.zeros([LANES, LANE], tl.float32) + divisor)
-    at = lane.to(tl.int64)[:, None] * LANE + tl.arange(0, LANE)[None, :]
+    if REGULAR:
+        at = lane.to(tl.int64)[:, None] * LANE + tl.arange(0, LANE)[None, :]
+        wanted = at < length
+    else:
+        at = in_block[:, None] * LANE + tl.arange(0, LANE)[None, :]
+        wanted = at < tl.minimum(block_length, length - start)[:, None]
+        at += start[:, None]
     total = to_bf16(total) if BF16 else total.to(output.dtype.element_ty)
-    tl.store(output + at, total, mask=at < length)
+    tl.store(output + at, total, mask=wanted)

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from integration.gpt_model import BETAS, EPSILON, LEARNING_RATE, WEIGHT_DECAY
 from integration.parallelism_agreement import Layout, copies
-from simulation.onebit_adam_float64 import one_bit
+from simulation.loco_float64 import block_labels
+from simulation.onebit_adam_float64 import one_bit, shard_blocks
 
 WARMUP, STEPS = 4, 8
 BLOCK = 256
@@ -84,6 +85,7 @@ def train_case(model: dict[str, Any]) -> dict[str, Any]:
                 "expert": expert,
                 "numel": bucket.grad_data.numel(),
                 "parameters": {names[id(p)]: span for p, span in bucket.param_to_index.items()},
+                "shapes": {names[id(p)]: tuple(p.shape) for p in bucket.param_to_index},
             }
             for bucket, expert in buckets
         ],
@@ -113,7 +115,9 @@ class _Bucket:
         self.spans = [reports[rank]["buckets"][place]["parameters"] for rank in ranks]
         first, numel = reports[ranks[0]], reports[ranks[0]]["buckets"][place]["numel"]
         ddp = model.get("ddp", {})
-        self.block = BLOCK
+        shapes = reports[ranks[0]]["buckets"][place]["shapes"]
+        found = [(span[0], shapes[name]) for name, span in self.spans[0].items()]
+        self.blocks = shard_blocks(block_labels(numel, found, BLOCK), len(ranks), BLOCK)
         self.sharded = ddp.get("use_distributed_optimizer", True)
         self.own = 1.0 if ddp.get("average_in_collective") else len(ranks)
         self.x, self.m, self.v, self.decay, self.owner = np.zeros((5, numel))
@@ -151,14 +155,14 @@ class _Bucket:
         self.x = self.x - LEARNING_RATE * (step + self.decay * self.x)
 
     def _coded(self, values: np.ndarray) -> np.ndarray:
-        found, undecided = one_bit(values, self.block)
+        found, undecided = one_bit(values, self.blocks)
         self.left_out |= undecided
         return found
 
     def _spread(self) -> None:
         """A copy that is left out elsewhere is left out here, and with it its block: they share a scale."""
-        blocks = np.logical_or.reduceat(self.left_out, range(0, len(self.x), self.block))
-        self.left_out = np.repeat(blocks, self.block)[: len(self.x)]
+        for here in self.blocks:
+            self.left_out[here] = self.left_out[here].any()
 
 
 class _Simulation:

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulation.onebit_adam_float64 import OneBitAdamSimulation
+from simulation.loco_float64 import block_labels
+from simulation.onebit_adam_float64 import OneBitAdamSimulation, shard_blocks
 
 RANKS = 4
 STEPS = 60
@@ -41,6 +42,10 @@ def train(model: dict[str, Any], compression: dict[str, Any]) -> dict[str, Any]:
         "decays": in_order([torch.full_like(p, float(p.dim() > 1)) for p in tiny.parameters]),
         "padding": 1 - in_order([torch.ones_like(p) for p in tiny.parameters]),
         "lengths": [bucket.grad_data.numel() for bucket in tiny.buckets],
+        "parameters": [
+            [(start, tuple(parameter.shape)) for parameter, (start, _) in bucket.param_to_index.items()]
+            for bucket in tiny.buckets
+        ],
         "steps": [],
     }
     for step in range(STEPS):
@@ -86,6 +91,11 @@ def test_formulas_over_the_switch(pool: Any, model: dict[str, Any], compression:
     compression = {"warmup_steps": WARMUP, "error_dtype": "fp32", **compression}
     reports = pool.run(train, model, compression, world_size=RANKS)
     first = reports[0]
+    block = compression.get("block_size", 128)
+    labels = [
+        block_labels(numel, parameters, block)
+        for numel, parameters in zip(first["lengths"], first["parameters"], strict=True)
+    ]
     simulation = OneBitAdamSimulation(
         first["initial"].numpy(),
         first["lengths"],
@@ -96,7 +106,7 @@ def test_formulas_over_the_switch(pool: Any, model: dict[str, Any], compression:
         eps=1e-8,
         decay=OPTIMIZER["weight_decay"] * first["decays"].numpy(),
         clip=OPTIMIZER["clip_grad"],
-        block=compression.get("block_size", 128),
+        blocks=[shard_blocks(of_bucket, RANKS, block) for of_bucket in labels],
         compensate=compression.get("error_compensation", True),
         ranks_per_node=compression.get("ranks_per_node", 1),
         padding=first["padding"].numpy().astype(bool),

@@ -18,8 +18,9 @@ def momentum_bytes(numel: int, tries: int) -> dict[str, Any]:
     from collectives.setups import setup_of
 
     from megatron_patch.collectives.all_reduce import AllReduce
+    from megatron_patch.quantization.blocks import Contents
 
-    exchange = AllReduce(numel, dist.group.WORLD, setup_of(method="onebit_adam", warmup_steps=1))
+    exchange = AllReduce(Contents(numel), dist.group.WORLD, setup_of(method="onebit_adam", warmup_steps=1))
     momentum = torch.randn(numel, generator=torch.Generator().manual_seed(seeded(dist.get_rank())))
     counted = []
     for _ in range(tries):  # other processes use the loopback interface too: the least count is ours

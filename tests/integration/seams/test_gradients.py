@@ -10,7 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from integration.seam_runs import RANKS, SEVERAL, any_error, built, errors_of, same, scaled, trained
+from integration.seam_runs import (
+    RANKS,
+    SEVERAL,
+    any_error,
+    built,
+    errors_of,
+    labels_of,
+    same,
+    scaled,
+    trained,
+)
 from simulation.agreement import Agreement
 from simulation.loco_float64 import LoCoSimulation
 
@@ -114,6 +124,7 @@ def poisoned(value: float, element: int) -> dict[str, Any]:
         "shard": shard,
         "before": before,
         "errors": errors_of(compressor)[0],
+        "labels": labels_of(tiny, 64)[0],
         "place": bucket.param_to_index[tiny.parameters[4]][0] + element,
         "non_finite": compressor.senders[0].statistics[-1].item(),
     }
@@ -126,8 +137,9 @@ def test_the_owner_sees_nan_in_that_block_and_the_sender_keeps_its_error(pool, v
     reports = pool.run(poisoned, value, element)
     size = reports[0]["shard"].numel()
     owner, inside = divmod(reports[0]["place"], size)
-    start = inside // 64 * 64
-    stop = min(start + 64, size)
+    labels = reports[0]["labels"].reshape(-1, size)[owner]
+    (of_block,) = np.nonzero(labels == labels[inside])
+    start, stop = of_block[0], of_block[-1] + 1
     for rank, report in enumerate(reports):
         expected = np.zeros(size, dtype=bool)
         if rank == owner:
@@ -156,6 +168,7 @@ def accumulated(model: dict[str, Any], microbatches: int, steps: int) -> dict[st
 
     compressor.start = counting
     report: dict[str, Any] = {"shards": [], "errors": [], "gradients": [], "calls": []}
+    report["labels"] = labels_of(tiny)
     for step in range(steps):
         tiny.ddp.zero_grad_buffer()
         calls[0] = 0
@@ -183,7 +196,8 @@ def test_accumulated_gradients_are_exchanged_once(pool, model):
     reports = pool.run(accumulated, model, 3, steps)
     buckets = len(reports[0]["shards"][0])
     for bucket in range(buckets):
-        agreement = Agreement(LoCoSimulation(RANKS, reports[0]["gradients"][0][bucket].numel(), bits=4))
+        labels = reports[0]["labels"][bucket]
+        agreement = Agreement(LoCoSimulation(RANKS, len(labels), bits=4, labels=labels))
         for step in range(steps):
             rows = {
                 name: np.stack([r[name][step][bucket].numpy() for r in reports])
@@ -282,6 +296,7 @@ def grouped(model: dict[str, Any], steps: int) -> dict[str, Any]:
         report["gradients"].append(scaled(tiny, gradients))
         report["shards"].append(tiny.step(gradients))
         report["errors"].append(errors_of(compressor))
+    report["labels"] = labels_of(tiny)
     report["shards per bucket"] = [sender.layout.shards for sender in compressor.senders]
     megatron_patch.disable()
     return report
@@ -289,8 +304,9 @@ def grouped(model: dict[str, Any], steps: int) -> dict[str, Any]:
 
 def simulate(reports: list[Any], bucket: int, ranks: list[int], steps: int) -> list[np.ndarray]:
     """Follow one bucket over its ranks, checking their errors; the reduced shards [ranks, shard] per step."""
+    labels = reports[0]["labels"][bucket]
     agreement = Agreement(
-        LoCoSimulation(len(ranks), reports[0]["gradients"][0][bucket].numel(), bits=4, reset_interval=3),
+        LoCoSimulation(len(ranks), len(labels), bits=4, reset_interval=3, labels=labels),
         forks=0,
     )
     shards = []
@@ -313,8 +329,12 @@ def test_two_optimizer_instances_are_compressed_inside_and_between(pool, overlap
     inside = [simulate(reports, 0, list(instance), steps) for instance in instances]
     size = inside[0][0].shape[1]
     for place, peers in enumerate(zip(*instances, strict=True)):
-        senders = LoCoSimulation(2, size, bits=4, reset_interval=3)
-        owners = [LoCoSimulation(1, size // 2, bits=4, reset_interval=3) for _ in peers]
+        labels = reports[0]["labels"][0][place * size : (place + 1) * size]
+        senders = LoCoSimulation(2, size, bits=4, reset_interval=3, labels=labels)
+        owners = [
+            LoCoSimulation(1, size // 2, bits=4, reset_interval=3, labels=half)
+            for half in labels.reshape(len(peers), -1)
+        ]
         for step in range(steps):
             sums = senders.step(np.stack([instance[step][place] for instance in inside]))
             held = [owner.step(half[None]) for owner, half in zip(owners, sums.shards, strict=True)]

@@ -1,0 +1,254 @@
+"""Blocks that follow parameters: where they begin and end, in every cut and part of one; what they cost."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from quantization.backend_agreement import compress_by, random_spans, same, sender_of
+
+from megatron_patch.compensation import compress as reference
+from megatron_patch.quantization.blocks import BlockTable, Contents, Span
+from megatron_patch.quantization.layout import BlockLayout
+
+CPU = torch.device("cpu")
+BITS = st.sampled_from([8, 4, 2, 1])
+BLOCKS = st.sampled_from([16, 64, 128, 1024])
+NUMELS = st.integers(1, 3000)
+SHARDS = st.integers(1, 7)
+SEEDS = st.integers(0, 10_000)
+
+
+def blocks_by_hand(numel: int, shards: int, spans: tuple[Span, ...], block: int) -> list[list[list[int]]]:
+    """Positions in the tensor of the elements of each block of each shard, element by element."""
+    size = math.ceil(numel / shards)
+    found: list[list[list[int]]] = [[] for _ in range(shards)]
+    last = None
+    for place in range(numel):
+        owner = next((span for span in spans if span.start <= place < span.start + span.length), None)
+        if owner is None:
+            continue
+        row, column = divmod(place - owner.start, owner.row)
+        block_of_place = (place // size, owner.start, row, column // block)
+        if block_of_place != last:
+            found[place // size].append([])
+        found[place // size][-1].append(place)
+        last = block_of_place
+    return found
+
+
+def in_spans(numel: int, spans: tuple[Span, ...]) -> torch.Tensor:
+    """Which elements belong to a parameter, bool [numel]."""
+    inside = torch.zeros(numel, dtype=torch.bool)
+    for span in spans:
+        inside[max(span.start, 0) : max(span.start + span.length, 0)] = True
+    return inside
+
+
+def placed(layout: BlockLayout) -> list[list[list[int]]]:
+    """The same of a layout: elements are numbered from 1, a zero is fill."""
+    cut = layout.cut(torch.arange(1, layout.numel + 1, dtype=torch.float64))
+    return [[[int(x) - 1 for x in block if x] for block in shard if block.any()] for shard in cut]
+
+
+@given(NUMELS, SHARDS, BITS, BLOCKS, SEEDS)
+@settings(max_examples=100, deadline=None)
+def test_blocks_are_counted_from_every_row_and_cut_by_shards(numel, shards, bits, block, seed):
+    spans = random_spans(numel, seed)
+    layout = BlockLayout.of(numel, shards, bits, block, spans=spans)
+    by_hand = blocks_by_hand(numel, shards, spans, block)
+    if layout.table is None:  # a regular cut may have blocks of padding too
+        found = [set(map(tuple, shard)) for shard in placed(layout)]
+        assert all({tuple(one) for one in wanted} <= got for wanted, got in zip(by_hand, found, strict=True))
+        return
+    assert placed(layout) == by_hand
+    assert layout.blocks == max(1, *map(len, by_hand))
+    lengths = layout.lengths(CPU)
+    for shard in range(shards):
+        assert [n for n in lengths[shard].tolist() if n] == [len(one) for one in by_hand[shard]]
+        alone, first = layout.part(shard), shard * layout.shard_size
+        assert alone.numel == min(max(numel - first, 0), layout.shard_size)
+        assert [[place + first for place in one] for one in placed(alone)[0]] == by_hand[shard]
+        assert alone.payload_bytes == layout.payload_bytes
+
+
+@given(NUMELS, SHARDS, BLOCKS, SEEDS)
+@settings(max_examples=60, deadline=None)
+def test_flat_undoes_cut_but_for_what_is_in_no_block(numel, shards, block, seed):
+    spans = random_spans(numel, seed)
+    layout = BlockLayout.of(numel, shards, 4, block, spans=spans)
+    values = torch.arange(1.0, numel + 1)
+    inside = in_spans(numel, spans)
+    if layout.table is None:
+        inside[:] = True
+    assert torch.equal(layout.flat(layout.cut(values)), torch.where(inside, values, 0))
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 300), BLOCKS, SEEDS)
+@settings(max_examples=60, deadline=None)
+def test_a_column_of_pieces_has_the_blocks_of_its_shards(nodes, local, size, block, seed):
+    """The two hops: what a node's ranks get, and what goes between nodes, are the flat cut's shards."""
+    numel = nodes * local * size
+    spans = random_spans(numel, seed)
+    flat = BlockLayout.of(numel, nodes * local, 4, block, spans=spans)
+    columns = BlockLayout.of(numel, local, 8, block, spans=spans, pieces=nodes)
+    values = torch.where(in_spans(numel, spans), torch.arange(1.0, numel + 1), 0.0)
+    by_column = values.view(nodes, local, size).transpose(0, 1).contiguous()
+    for rank in range(local):
+        part, column = flat.part(rank, nodes, step=local), columns.part(rank)
+        assert part.payload_bytes == flat.payload_bytes
+        assert (part.numel, column.numel) == (nodes * size, nodes * size)
+        pieces = [row for shard in part.cut(by_column[rank].view(-1)) for row in shard.tolist() if any(row)]
+        assert [row for row in column.cut(by_column[rank].view(-1))[0].tolist() if any(row)] == pieces
+
+
+@given(NUMELS, st.integers(0, 2000), SEEDS)
+@settings(max_examples=60, deadline=None)
+def test_a_part_of_a_tensor_has_its_blocks(numel, start, seed):
+    """A shard that optimizer instances reduce: cut by its ends, but counted as in the bucket."""
+    start %= numel
+    length = max((numel - start) // 2, 1)
+    whole = Contents(numel, random_spans(numel, seed))
+    part = whole.part(start, length)
+    by_hand = blocks_by_hand(start + length, 1, whole.spans, 64)[0]
+    wanted = [[place - start for place in one if place >= start] for one in by_hand]
+    table = BlockTable.of(part.spans, [[(0, length)]], 64, 4)
+    layout = BlockLayout(length, 1, length, 4, 64, table)
+    assert placed(layout)[0] == [one for one in wanted if one]
+    assert Contents(numel).part(start, length) == Contents(length)
+
+
+@given(st.integers(1, 20), st.integers(1, 6), st.integers(0, 3), BITS)
+@example(3, 2, 1, 4)
+@settings(max_examples=40, deadline=None)
+def test_parameters_of_whole_blocks_leave_the_cut_regular(blocks, shards, padding, bits):
+    """So their kernels and payloads are those of a cut that knows nothing of parameters."""
+    numel = shards * 128 * (blocks + padding)
+    spans = [Span.of(0, (blocks, 128)), Span.of(blocks * 128, (128 * blocks * (shards - 1),))]
+    assert BlockLayout.of(numel, shards, bits, 128, spans=spans).table is None
+    assert BlockLayout.of(numel, shards, bits, "shard", spans=[Span(1, 5, 5)]).table is None
+    shifted = [Span(span.start + 8, span.length, span.row) for span in spans]
+    assert BlockLayout.of(numel + 8 * shards, shards, bits, 128, spans=shifted).table is not None
+
+
+@pytest.mark.parametrize(
+    ("shape", "row"),
+    [
+        ((7, 160), 160),
+        ((4, 3, 50), 150),
+        ((1000,), 1000),
+        ((9, 15), 135),
+        ((9, 16), 16),
+        ((), 1),
+        ((3, 0), 1),
+    ],
+)
+def test_rows_are_what_the_first_axis_counts(shape, row):
+    span = Span.of(3, shape)
+    assert (span.start, span.length, span.row) == (3, math.prod(shape), row)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+@pytest.mark.parametrize("row", [96, 128, 160, 2880])
+def test_a_row_without_a_gradient_is_sent_as_zeros(bits, row):
+    """Whatever its neighbours are, and at 1 bit too, which has no code for zero."""
+    shape, shards = (12, row), 5
+    spans = [Span.of(0, (37,)), Span.of(64, shape), Span.of(64 + 12 * row, (100,))]
+    numel = 64 + 12 * row + 128
+    layout = BlockLayout.of(numel, shards, bits, 128, spans=spans)
+    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(row))
+    gradient[37:64] = gradient[-28:] = 0
+    rows = gradient[64 : 64 + 12 * row].view(shape)
+    unused = [0, 3, 4, 11]
+    rows[unused] = 0
+    sender = sender_of(layout, CPU, "int8", 0.8)
+    payload = torch.empty(shards, layout.payload_bytes, dtype=torch.uint8)
+    for _ in range(3):
+        compress_by(reference, sender, gradient, payload)
+        sent = sender.codec.decode(payload, layout).reshape(-1)[:numel]
+        for values in (sent, sender.error.flat()):
+            assert not values[64 : 64 + 12 * row].view(shape)[unused].any()
+            assert not values[37:64].any()
+            assert not values[-28:].any()
+        assert (sent[64 : 64 + 12 * row].view(shape)[1] != 0).any()
+
+
+def test_what_is_in_no_block_is_not_sent():
+    """Not even where it is not zero; errors of it stay zero."""
+    spans = [Span.of(5, (100,)), Span.of(130, (3, 40))]
+    layout = BlockLayout.of(300, 2, 4, 16, spans=spans)
+    gradient = torch.full((300,), 7.0)
+    inside = torch.zeros(300, dtype=torch.bool)
+    inside[5:105] = inside[130:250] = True
+    gradient[~inside] = torch.nan
+    sender = sender_of(layout, CPU, "fp32", 0.0)
+    payload = torch.empty(2, layout.payload_bytes, dtype=torch.uint8)
+    compress_by(reference, sender, gradient, payload)
+    sent = sender.codec.decode(payload, layout).reshape(-1)
+    assert torch.equal(sent, torch.where(inside, gradient, 0.0))
+    assert not sender.error.flat()[~inside].any()
+    again = torch.empty_like(payload)
+    compress_by(reference, sender_of(layout, CPU), torch.where(inside, gradient, -9.0), again)
+    assert same(payload, again)
+
+
+@pytest.mark.parametrize(
+    ("row", "most"), [(96, 4.17), (128, 4.13), (160, 4.2), (192, 4.17), (2736, 4.13), (2880, 4.13)]
+)
+@pytest.mark.parametrize("shards", [1, 8, 64])
+def test_bits_of_an_element(row, most, shards):
+    numel = 4096 * row
+    layout = BlockLayout.of(numel, shards, 4, 128, spans=[Span.of(0, (4096, row))])
+    assert 8 * shards * layout.payload_bytes / numel <= most + 0.003
+
+
+def layer_of(recipe: str) -> list[tuple[int, ...]]:
+    """The shapes on a rank of one layer's parameters, of the embeddings and of the output, by the sizes in
+    configs/models: linear layers as Megatron splits them over the tensor-parallel ranks."""
+    path = Path(__file__).parents[2] / "configs" / "models" / f"{recipe}.yaml"
+    sizes = yaml.safe_load(path.read_text())["megatron"]
+    hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    tp, experts = sizes.get("tensor_model_parallel_size", 1), sizes.get("num_experts", 0)
+    head = sizes.get("kv_channels", hidden // heads)
+    ffn = sizes["moe_ffn_hidden_size"] if experts else sizes["ffn_hidden_size"]
+    vocabulary = sizes.get("vocab_size", 32768)
+    attention = [
+        ((heads + 2 * sizes.get("num_query_groups", heads)) * head // tp, hidden),
+        (hidden, heads * head // tp),
+        (hidden,),
+        (hidden,),
+    ]
+    mlp: list[tuple[int, ...]] = [(2 * ffn // tp, hidden), (hidden, ffn // tp)]
+    if experts:
+        mlp = [(experts, hidden), *mlp * (experts // sizes["expert_model_parallel_size"])]
+    return [(vocabulary // tp, hidden), *attention, *mlp, (hidden,), (vocabulary // tp, hidden)]
+
+
+@pytest.mark.parametrize("ranks", [8, 48])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "llama_350m",
+        "llama2_7b",
+        "llama2_13b",
+        "llama2_70b",
+        "llama3_8b",
+        "llama3_70b",
+        "mixtral_8x7b",
+        "qwen3_30b_a3b",
+    ],
+)
+def test_every_recipe_sends_less_than_4_2_bits_an_element(recipe, ranks):
+    """As one bucket; 48 ranks cut it anywhere."""
+    spans, start = [], 0
+    for shape in layer_of(recipe):
+        spans.append(Span.of(start, shape))
+        start = -(-(start + spans[-1].length) // 64) * 64
+    numel = -(-start // math.lcm(ranks, 128)) * math.lcm(ranks, 128)
+    layout = BlockLayout.of(numel, ranks, 4, 128, spans=spans)
+    assert 4.12 < 8 * layout.shards * layout.payload_bytes / sum(span.length for span in spans) < 4.2
