@@ -70,7 +70,7 @@ def refuse_graphed(settings: Any) -> None:
         UserError: naming the option, its value and what to change.
     """
     if getattr(settings, "optimizer_cuda_graph", False):
-        why = "once its step is captured nobody hears of it any more; leave it out"
+        why = "steps that are replayed from a graph are not seen; leave it out"
         _refuse("optimizer_cuda_graph", True, why)
 
 

@@ -8,17 +8,11 @@ import torch
 
 from megatron_patch.collectives.traffic import Traffic
 
-FORCED, IN_STEP, NOT_CODED, DIFFERENT, NO_SHORTER, EDITED = (
-    "forced",
-    "inside_step",
-    "not_coded",
-    "copies_differ",
-    "no_shorter",
-    "edited",
-)
+RAW_REASONS = ("forced", "inside_step", "not_coded", "copies_differ", "no_shorter", "edited")
 """Why a coded bucket group was gathered in full: Megatron forced it (evaluation, checkpoints), dispatched it
 inside the optimizer's step, or before any step; ranks' copies differed; the code saved nothing; weights were
 changed between step and gather."""
+FORCED, IN_STEP, NOT_CODED, DIFFERENT, NO_SHORTER, EDITED = RAW_REASONS
 
 
 @dataclass

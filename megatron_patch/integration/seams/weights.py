@@ -307,7 +307,7 @@ def _code(seams: Sequence[WeightSeam], group: dist.ProcessGroup) -> None:
                 logger.warning("megatron-loco: weights differ, gathered in full: %s", bucket.difference)
         of_seams = iter(agreed)
         now = [seam for seam in seams if seam.after_step([next(of_seams) for _ in seam.gathers])]
-        if now:  # nobody has had the chance to change anything since
+        if now:  # no code of the user's has run since the weights were coded
             Sent(now, now[0].chunk, own_may_have_changed=False).wait()
 
 

@@ -65,19 +65,21 @@ int64_t bytes_of(int64_t n) {
 // `chosen` has a 1 or 0 for each number, and 8 zeros behind. Up to 8 numbers behind the last may be read or written.
 
 #ifdef __AVX2__
-struct Permutations {  // of 8 lanes, for each set of chosen ones
-  alignas(32) int32_t together[256][8];
-  alignas(16) uint8_t apart[256][16];  // the bytes of 8 numbers of 16 bits; 0x80 for a zero
+struct Permutations {  // of the bytes of 8 numbers, for each set of chosen ones; 0x80 for a zero
+  alignas(16) uint8_t together[256][16], apart[256][16];
   Permutations() {
+    std::memset(together, 0x80, sizeof together);
+    std::memset(apart, 0x80, sizeof apart);
     for (int set = 0; set < 256; ++set) {
       int found = 0;
       for (int lane = 0; lane < 8; ++lane) {
-        bool chosen = set >> lane & 1;
-        apart[set][2 * lane] = static_cast<uint8_t>(chosen ? 2 * found : 0x80);
-        apart[set][2 * lane + 1] = static_cast<uint8_t>(chosen ? 2 * found + 1 : 0x80);
-        if (chosen) together[set][found++] = lane;
+        if (!(set >> lane & 1)) continue;
+        for (int byte = 0; byte < 2; ++byte) {
+          together[set][2 * found + byte] = static_cast<uint8_t>(2 * lane + byte);
+          apart[set][2 * lane + byte] = static_cast<uint8_t>(2 * found + byte);
+        }
+        ++found;
       }
-      while (found < 8) together[set][found++] = 0;
     }
   }
 };
@@ -89,14 +91,14 @@ inline unsigned set_of(const uint8_t *chosen) {
 }
 #endif
 
-int64_t put_together(const int32_t *numbers, const uint8_t *chosen, int64_t n, int32_t *found) {
+int64_t put_together(const uint16_t *numbers, const uint8_t *chosen, int64_t n, uint16_t *found) {
   int64_t count = 0;
 #ifdef __AVX2__
   for (int64_t i = 0; i < n; i += 8) {
     unsigned set = set_of(chosen + i);
-    __m256i order = _mm256_load_si256(reinterpret_cast<const __m256i *>(permutations.together[set]));
-    __m256i eight = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(numbers + i));
-    _mm256_storeu_si256(reinterpret_cast<__m256i *>(found + count), _mm256_permutevar8x32_epi32(eight, order));
+    __m128i order = _mm_load_si128(reinterpret_cast<const __m128i *>(permutations.together[set]));
+    __m128i eight = _mm_loadu_si128(reinterpret_cast<const __m128i *>(numbers + i));
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(found + count), _mm_shuffle_epi8(eight, order));
     count += __builtin_popcount(set);
   }
 #else
@@ -112,7 +114,7 @@ int64_t put_together(const int32_t *numbers, const uint8_t *chosen, int64_t n, i
 
 struct Tile {
   uint8_t bytes[TILE + SLACK], chosen[TILE + SLACK];
-  int32_t d[TILE + SLACK], first[TILE + SLACK], few[TILE + SLACK], far[TILE + SLACK], farther[TILE + SLACK];
+  uint16_t d[TILE + SLACK], first[TILE + SLACK], few[TILE + SLACK], far[TILE + SLACK], farther[TILE + SLACK];
 
   // Which of n numbers `is` holds for.
   template <class Is>
@@ -122,7 +124,7 @@ struct Tile {
   }
 
   template <int bits>
-  void write(const int32_t *codes, int64_t n, uint8_t *&plane) {
+  void write(const uint16_t *codes, int64_t n, uint8_t *&plane) {
     for (int64_t i = 0; i < n; ++i) bytes[i] = static_cast<uint8_t>(codes[i]);
     plane += pack<bits>(bytes, n, plane);
   }
@@ -178,9 +180,9 @@ int64_t count(const uint16_t *old, const uint16_t *now, int64_t n, uint16_t *cou
 
 void encode_tile(const uint16_t *old, const uint16_t *now, int64_t n, const uint16_t *counts, Planes &p, Tile &t) {
   for (int64_t i = 0; i < n; ++i) {
-    int32_t d = static_cast<int16_t>(line(now[i]) - line(old[i]));
+    auto d = static_cast<uint16_t>(line(now[i]) - line(old[i]));
     t.d[i] = d;
-    t.first[i] = d == 0 ? 0 : d == 1 ? 1 : d == -1 ? 2 : 3;
+    t.first[i] = d == 0 ? 0 : d == 1 ? 1 : d == 0xffff ? 2 : 3;
   }
   if (counts[0] != NO_BITMAP) {
     t.choose(n, [&](int64_t i) { return t.first[i] != 0; });
@@ -194,8 +196,8 @@ void encode_tile(const uint16_t *old, const uint16_t *now, int64_t n, const uint
   t.choose(n, [&](int64_t i) { return t.first[i] == 3; });
   int64_t escaped = put_together(t.d, t.chosen, n, t.far);
   for (int64_t j = 0; j < escaped; ++j) {
-    t.far[j] = zigzag(t.far[j]);
-    t.few[j] = std::min(t.far[j], 15);
+    t.far[j] = static_cast<uint16_t>(zigzag(static_cast<int16_t>(t.far[j])));
+    t.few[j] = std::min<uint16_t>(t.far[j], 15);
   }
   t.write<4>(t.few, escaped, p.four);
   if (counts[2] == 0) return;

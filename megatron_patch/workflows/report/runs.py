@@ -100,7 +100,7 @@ class Run:
 
     @property
     def raw_gathers(self) -> dict[str, int]:
-        """Bucket groups that were coded and gathered in full, by reason (integration/seams/weights.py)."""
+        """Coded bucket groups that were gathered in full, by reason (integration/seams/weight_report.py)."""
         return self._latest.get("raw_weight_gathers") or {}
 
     @property
