@@ -14,7 +14,10 @@ from typing import Any
 from megatron_patch.errors import UserError, nearest
 
 METHODS = ("none", "naive", "error_feedback", "loco", "onebit_adam")
-BITS = (8, 4, 2, 1)
+BITS = (8, 4, 3, 2, 1)
+CODECS = {"uniform": (8, 4, 3, 2), "levels": (4, 3, 2), "sign": (1,)}
+"""Of each code the bits that it has."""
+ROTATIONS = ("none", "hadamard")
 ROUNDINGS = ("nearest", "stochastic")
 ERROR_DTYPES = ("int8", "bf16", "fp32")
 TOPOLOGIES = ("auto", "flat", "two_hop")
@@ -47,6 +50,19 @@ class CompressionConfig:
     )
     bits: int = _option(
         None, f"bits per gradient element on the wire (default {DEFAULT_BITS}; onebit_adam: 1)", BITS
+    )
+    codec: str | None = _option(
+        None,
+        "levels: 4 to 16 levels, close where numbers are dense, and a scale that a block's energy sets; "
+        "uniform: multiples of a scale that its largest number sets; sign (default: levels for 4 to 2 bits, "
+        "uniform for 8, for stochastic rounding and for block_size shard, sign for 1)",
+        tuple(CODECS),
+    )
+    rotation: str | None = _option(
+        None,
+        "hadamard: blocks are rotated before they are coded, so that all look Gaussian "
+        "(default: hadamard with codec levels, else none)",
+        ROTATIONS,
     )
     block_size: int | str = _option(
         128, "elements that share one scale: a power of two from 16, or 'shard' (one scale a shard)"
@@ -122,14 +138,32 @@ class CompressionConfig:
             value = getattr(self, name)
             if not _is_int(value) or value < 0:
                 self._reject(name, "a whole number, 0 or more")
-        if self.rounding == "stochastic" and self.bits == 1:
-            self._reject("rounding", "nearest with bits 1: a 1-bit code is a sign")
+        self._check_codec()
         self._check_momentum()
         self._resolve_beta()
 
     def _set_default(self, name: str, value: Any) -> None:
         if getattr(self, name) is None:
             object.__setattr__(self, name, value)
+
+    def _check_codec(self) -> None:
+        stochastic, shard = self.rounding == "stochastic", self.block_size == SHARD
+        if stochastic and self.bits == 1:
+            self._reject("rounding", "nearest with bits 1: a 1-bit code is a sign")
+        levels = self.bits in CODECS["levels"] and not stochastic and not shard
+        self._set_default("codec", "sign" if self.bits == 1 else "levels" if levels else "uniform")
+        self._check_choice("codec", tuple(CODECS))
+        having = CODECS[self.code]
+        if self.bits not in having:
+            fitting = " or ".join(name for name, bits in CODECS.items() if self.bits in bits)
+            which = f"{having[0]}" if len(having) == 1 else ", ".join(map(str, having))
+            self._reject("codec", f"{fitting} with bits {self.bits} ({self.code} has {which})")
+        if stochastic and self.code == "levels":
+            self._reject("rounding", "nearest with codec levels (codec uniform rounds stochastically)")
+        self._set_default("rotation", "hadamard" if self.code == "levels" and not shard else "none")
+        self._check_choice("rotation", ROTATIONS)
+        if self.rotates and shard:
+            self._reject("rotation", "none with block_size shard: a rotation would mix parameters")
 
     def _check_momentum(self) -> None:
         """The options of onebit_adam; to other methods they are nothing, as bits are to method none."""
@@ -165,6 +199,17 @@ class CompressionConfig:
         """Weight of the old error, resolved (docs/numerics.md, "The error")."""
         assert self.error_beta is not None
         return self.error_beta
+
+    @property
+    def code(self) -> str:
+        """The codec's name, resolved."""
+        assert self.codec is not None
+        return self.codec
+
+    @property
+    def rotates(self) -> bool:
+        """Whether blocks are rotated before they are coded."""
+        return self.rotation == "hadamard"
 
     @property
     def keeps_errors(self) -> bool:

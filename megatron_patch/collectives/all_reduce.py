@@ -35,8 +35,8 @@ class AllReduce:
         self._group = group
         self._workspace = setup.workspace
         layout = setup.layout(tensor, group.size(), whole_blocks=setup.config.momentum)
-        self.sender = setup.new_sender(layout)
-        self.owner = setup.new_sender(layout.part(group.rank()))
+        self.sender = setup.new_sender(layout, last=False)
+        self.owner = setup.new_sender(layout.part(group.rank()), first=False)
 
     def start(self, tensor: torch.Tensor, output: torch.Tensor, average: bool) -> AllReduceHandle:
         """Exchange.start; `output` must be `tensor`."""

@@ -6,7 +6,7 @@ it; checkpoints, metrics and the log know only this page.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -79,13 +79,19 @@ class Exchange(Protocol):
         ...
 
 
+class NewSender(Protocol):
+    """Makes the sender of a layout, which is the first and the last of a tensor's hops unless told so."""
+
+    def __call__(self, layout: BlockLayout, first: bool = True, last: bool = True) -> Sender: ...
+
+
 @dataclass(frozen=True)
 class Setup:
     """What the exchanges of one model chunk are made with."""
 
     config: CompressionConfig
     workspace: Workspace
-    new_sender: Callable[[BlockLayout], Sender]
+    new_sender: NewSender
     """Allocates a sender of the chunk's, whose errors are reset and counted with the others'."""
 
     @property

@@ -19,7 +19,7 @@ from megatron_patch.collectives.all_reduce import AllReduceHandle, start_all_red
 from megatron_patch.collectives.exchange import ExchangeTraffic, SenderState, Setup, payloads
 from megatron_patch.collectives.reduce_scatter import start_reduce_scatter
 from megatron_patch.collectives.topology import TwoHops
-from megatron_patch.collectives.two_hop_reduce_scatter import inside_sender
+from megatron_patch.collectives.two_hop_reduce_scatter import inside_sender, stays_rotated
 from megatron_patch.compensation.resharding import ALL_REDUCE, OWNER, Position
 from megatron_patch.quantization.blocks import Contents
 
@@ -40,9 +40,9 @@ class TwoHopAllReduce:
         self._whole = setup.layout(tensor, ranks, whole_blocks=setup.config.momentum)
         self.chunk = hops.nodes * self._whole.shard_size
         layout = self._whole.part(hops.intra.rank() * hops.nodes, hops.nodes)
-        self.sender = setup.new_sender(layout)
-        self.owner = setup.new_sender(layout.part(hops.inter.rank()))
-        self.inside = inside_sender(Contents(self.chunk * hops.local, tensor.spans), hops, setup)
+        self.inside = inside_sender(Contents(self.chunk * hops.local, tensor.spans), hops, setup, self._whole)
+        self.sender = setup.new_sender(layout, first=not stays_rotated(self.inside), last=False)
+        self.owner = setup.new_sender(layout.part(hops.inter.rank()), first=False)
         if self.inside is not None:
             self._inside_own = self.inside.layout.part(hops.intra.rank())
 

@@ -38,9 +38,10 @@ class TwoHopReduceScatter:
         self.hops = hops
         self._workspace = setup.workspace
         shards = setup.layout(bucket, hops.nodes * hops.local)
-        self.sender = setup.new_sender(shards.part(hops.intra.rank(), hops.nodes, step=hops.local))
+        self.inside = inside_sender(bucket, hops, setup, shards, pieces=hops.nodes)
+        column = shards.part(hops.intra.rank(), hops.nodes, step=hops.local)
+        self.sender = setup.new_sender(column, first=not stays_rotated(self.inside))
         self._own = self.sender.layout.part(hops.inter.rank())
-        self.inside = inside_sender(bucket, hops, setup, pieces=hops.nodes)
         if self.inside is not None:
             self._inside_own = self.inside.layout.part(hops.intra.rank())
 
@@ -95,16 +96,32 @@ class TwoHopReduceScatter:
         return f"reduce-scatter in two hops over {self.hops.describe()}"
 
 
-def inside_sender(tensor: Contents, hops: TwoHops, setup: Setup, pieces: int = 1) -> Sender | None:
+def inside_sender(
+    tensor: Contents, hops: TwoHops, setup: Setup, between: BlockLayout, pieces: int = 1
+) -> Sender | None:
     """What sends a tensor to the ranks of a node in `intra_bits`; None where they are not set.
 
-    With `pieces` the tensor is sent column after column, each of that many pieces (BlockLayout.of).
+    `between` is the tensor's cut for all ranks. Where its blocks are rotated, and are this hop's too, this
+    hop rotates them, and the node's sums stay rotated (SDP4Bit does so, arXiv 2410.15526). With `pieces`
+    the tensor is sent column after column, each of that many pieces (BlockLayout.of).
     """
     config = setup.config
     if config.intra_bits is None:
         return None
-    plain = CompressionConfig(method="naive", bits=config.intra_bits, block_size=config.block_size)
+    regular = between.table is None and between.shard_size % between.block == 0
+    rotates = config.rotates and (regular or between.table is not None)
+    plain = CompressionConfig(
+        method="naive",
+        bits=config.intra_bits,
+        block_size=config.block_size,
+        rotation="hadamard" if rotates else "none",
+    )
     layout = BlockLayout.of(
         tensor.numel, hops.local, plain.bits, plain.block_size, spans=tensor.spans, pieces=pieces
     )
-    return Sender(plain, layout, setup.device)
+    return Sender(plain, layout, setup.device, last=False)
+
+
+def stays_rotated(inside: Sender | None) -> bool:
+    """Whether the sums that come of `inside_sender`'s hop are rotated."""
+    return inside is not None and inside.codec.rotation.rotated

@@ -3,7 +3,8 @@
     h = g + decode(e)      ->  payload, which decodes to s*q
     r = h - s*q            ->  e <- encode(beta*e + (1-beta)*r)
 
-with the very s and q that are sent. The fused kernels of quantization/ do the same in one pass, and must
+with the very s and q that are sent. Where the codec's blocks are rotated g is rotated first, and e is that of
+rotated numbers. The fused kernels of quantization/ do the same in one pass, and must
 give the same bits; this is the place to read them.
 """
 
@@ -16,6 +17,7 @@ import torch
 from megatron_patch.compensation import error_state
 from megatron_patch.quantization.codec import Codec
 from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.quantization.rotation import rotate
 
 STATISTICS = ("signal", "noise", "gradient", "error", "non_finite_blocks")
 """What `statistics` holds: sums of h^2, r^2, g^2, decode(e)^2 over finite blocks, and a count; fp64 [5]."""
@@ -33,6 +35,8 @@ def compress(
 ) -> None:
     """quantization.native.compress, where the arguments are described, for any codec on any device."""
     g = layout.cut(gradient)
+    if codec.rotation.sender:
+        g = rotate(g, layout)
     e = error_state.load(error, layout) if error else None
     h = g if e is None else g + e
     sent = codec.encode(h, layout, payload, noise)

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 import torch
 
 from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.quantization.rotation import rotate, rotate_back
 from megatron_patch.quantization.uniform import Uniform, dequantize
 
 _INT8 = Uniform(8)
@@ -53,12 +54,16 @@ class MovingAverageError:
         beta: weight of the old error, 0 <= beta < 1.
         dtype: "int8", "bf16" or "fp32".
         device: where the gradients live.
+        rotated: whether it is of rotated blocks (rotation.py).
     """
 
-    def __init__(self, layout: BlockLayout, beta: float, dtype: str, device: torch.device) -> None:
+    def __init__(
+        self, layout: BlockLayout, beta: float, dtype: str, device: torch.device, rotated: bool = False
+    ) -> None:
         self.layout = layout
         self.beta = beta
         self.dtype = dtype
+        self.rotated = rotated
         shape = layout.shards, layout.shard_size
         if dtype == "int8":
             self._state = {
@@ -73,16 +78,19 @@ class MovingAverageError:
         return dict(self._state)
 
     def decode(self) -> torch.Tensor:
-        """decode(e), fp32 [N, blocks, b]."""
+        """decode(e), fp32 [N, blocks, b], rotated where it is stored so."""
         return load(self._state, self.layout)
 
     def flat(self) -> torch.Tensor:
-        """decode(e) in the bucket's order and without fill, fp32 [B]."""
-        return self.layout.flat(self.decode())
+        """decode(e) in the bucket's order and without fill, rotated back, fp32 [B]."""
+        blocks = self.decode()
+        return self.layout.flat(rotate_back(blocks, self.layout) if self.rotated else blocks)
 
     def set(self, values: torch.Tensor) -> None:
-        """e <- encode(values), fp32 [B]."""
+        """e <- encode(values), fp32 [B], not rotated yet."""
         blocks = self.layout.cut(values)
+        if self.rotated:
+            blocks = rotate(blocks, self.layout)
         store(self._state, self.layout, blocks, torch.zeros_like(blocks[..., 0], dtype=torch.bool))
 
     def restore(self, saved: Mapping[str, torch.Tensor]) -> None:

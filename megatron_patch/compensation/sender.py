@@ -26,16 +26,25 @@ class Sender:
         layout: the bucket's cut.
         device: where the gradient lives.
         stream: what makes this bucket's stochastic rounding differ from other buckets' and ranks'.
+        first, last: whether this is the first, and the last, of the hops that the tensor takes. Where blocks
+            are rotated, they stay so from the first sender to the last owner.
     """
 
     def __init__(
-        self, config: CompressionConfig, layout: BlockLayout, device: torch.device, stream: int = 0
+        self,
+        config: CompressionConfig,
+        layout: BlockLayout,
+        device: torch.device,
+        stream: int = 0,
+        first: bool = True,
+        last: bool = True,
     ) -> None:
         self.layout = layout
-        self.codec = codec_of(config)
+        self.codec = codec_of(config, first, last)
         self.error: MovingAverageError | None = None
         if config.keeps_errors:
-            self.error = MovingAverageError(layout, config.beta, config.error_dtype, device)
+            rotated = self.codec.rotation.rotated
+            self.error = MovingAverageError(layout, config.beta, config.error_dtype, device, rotated)
         self.generator: torch.Generator | None = None
         if config.rounding == "stochastic":
             self.generator = torch.Generator(device)

@@ -109,9 +109,9 @@ class ChunkState:
         """What this chunk's exchanges are made with."""
         return Setup(self.config, self.workspace, self._new_sender)
 
-    def _new_sender(self, layout: BlockLayout) -> Sender:
+    def _new_sender(self, layout: BlockLayout, first: bool = True, last: bool = True) -> Sender:
         stream = dist.get_rank() * 4096 + len(self.senders)
-        self.senders.append(Sender(self.config, layout, self.device, stream))
+        self.senders.append(Sender(self.config, layout, self.device, stream, first, last))
         return self.senders[-1]
 
     def start(self, exchange: Exchange, tensor: torch.Tensor, output: torch.Tensor, average: bool) -> Handle:

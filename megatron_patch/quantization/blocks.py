@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from megatron_patch.quantization.packing import planes
+
 SHORTEST_ROW = 16
 """Elements. Shorter rows, of which several share a block, count as one: a scale for each would be 1 bit an
 element and more."""
@@ -138,23 +140,32 @@ class BlockTable:
         return torch.where(inside < places[..., 1:2], places[..., :1] + inside, size)
 
     def code_bytes(self, block: int, bits: int, device: torch.device) -> torch.Tensor:
-        """Which byte of its shard's codes is each of a block's, int64 [N, blocks, b*p/8]; for fill the one
-        behind them all."""
+        """Which byte of its shard's codes is each of a whole block's, int64 [N, blocks, b*p/8]; for those
+        that a block does not need the one behind them all."""
         places = self.on(device).to(torch.int64)
         width = word_bytes(block, bits)
-        inside = torch.arange(block * bits // 8, device=device)
-        needed = words_of(places[..., 1:2], block, bits) * width
-        return torch.where(inside < needed, places[..., 2:] * width + inside, self.words * width)
+        first, found = places[..., 2:], []
+        for _, plane in planes(bits):
+            inside = torch.arange(block * plane // 8, device=device)
+            needed = _words(places[..., 1:2], plane, width)
+            found.append(torch.where(inside < needed * width, first * width + inside, self.words * width))
+            first = first + needed
+        return torch.cat(found, dim=-1)
 
 
 def word_bytes(block: int, bits: int) -> int:
-    """Bytes of a word of codes: 4, or 2 where a block has no more."""
-    return min(4, block * bits // 8)
+    """Bytes of a word of codes: 4, or 2 where a plane of a block's (packing.py) has no more."""
+    return min(4, block * min(width for _, width in planes(bits)) // 8)
 
 
 def words_of(lengths: torch.Tensor, block: int, bits: int) -> torch.Tensor:
-    """How many words the codes of blocks of `lengths` elements take."""
-    return -(-lengths * bits // (8 * word_bytes(block, bits)))
+    """How many words the codes of blocks of `lengths` elements take; each plane of them begins a word."""
+    width = word_bytes(block, bits)
+    return torch.stack([_words(lengths, plane, width) for _, plane in planes(bits)]).sum(0)
+
+
+def _words(lengths: torch.Tensor, bits: int, width: int) -> torch.Tensor:
+    return -(-lengths * bits // (8 * width))
 
 
 def _cut(starts: torch.Tensor, ends: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:

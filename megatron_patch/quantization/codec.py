@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.quantization.rotation import Rotation
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,12 @@ class Codec(Protocol):
         """Bits of one code: those of the layout that it is used with."""
         ...
 
+    @property
+    def rotation(self) -> Rotation:
+        """Whether the blocks that it codes are rotated ones. It is not the codec that rotates them, but who
+        uses it: a sum of what was sent is rotated back once."""
+        ...
+
     def encode(
         self, h: torch.Tensor, layout: BlockLayout, payload: torch.Tensor, noise: torch.Tensor | None = None
     ) -> Sent:
@@ -49,5 +56,5 @@ class Codec(Protocol):
         ...
 
     def decode(self, payload: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
-        """uint8 [n, payload_bytes] -> the shards, fp32 [n, S]; what fill decodes to is not defined."""
+        """uint8 [n, payload_bytes] -> fp32 [n, blocks, b]; what fill decodes to is not defined."""
         ...

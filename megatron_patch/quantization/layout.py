@@ -10,9 +10,10 @@ is its packed codes, then its scales, contiguous:
     | codes | zeros to a multiple of 16 | scales: bf16, one a block | zeros to 16 |
 
 so that every shard's payload and its scales start at an address that vector loads like. Codes lie block by
-block: in a regular cut end to end, in another each block's from a whole word on. All payloads have one
-size, that of the shard which needs most. At p = 4, b = 128 and whole blocks that is 4 + 16/128 = 4.125 bits
-an element.
+block: in a regular cut end to end, in another each block's from a whole word on (codes of several planes,
+packing.py: each plane of each block; in a regular cut every block takes the bytes of a whole one). All
+payloads have one size, that of the shard which needs most. At p = 4, b = 128 and whole blocks that is 4 +
+16/128 = 4.125 bits an element.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_patch.quantization.blocks import BlockTable, Span, word_bytes
+from megatron_patch.quantization.packing import packed_bytes, planes
 
 _ALIGNMENT = 16
 
@@ -95,7 +97,9 @@ class BlockLayout:
         """Bytes of one shard's packed codes, alignment included."""
         if self.table is not None:
             return _round_up(self.table.words * word_bytes(self.block, self.bits), _ALIGNMENT)
-        return _round_up(-(-self.shard_size * self.bits // 8), _ALIGNMENT)
+        if len(planes(self.bits)) > 1:
+            return _round_up(self.blocks * packed_bytes(self.block, self.bits), _ALIGNMENT)
+        return _round_up(packed_bytes(self.shard_size, self.bits), _ALIGNMENT)
 
     @property
     def payload_bytes(self) -> int:

@@ -1,52 +1,56 @@
 """Codes of 1 to 8 bits, packed into bytes.
 
-The bits of a row form one stream: element k takes bits [k*p, (k+1)*p), bit 0 being the lowest of the first
-byte. So 8/p codes share a byte where p divides 8, the first in the lowest bits, and 8 codes share p bytes
-elsewhere.
+Where p divides 8, 8/p codes share a byte, the first in its lowest bits. Codes of other widths are packed as
+several planes of such, one behind the other: of 3 bits the lower two of all codes, then the highest of all.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import torch.nn.functional as F
 
 
-def _group(bits: int) -> tuple[int, int]:
-    """(codes, bytes) of the shortest run of codes that fills whole bytes."""
-    common = math.gcd(bits, 8)
-    return 8 // common, bits // common
+def planes(bits: int) -> list[tuple[int, int]]:
+    """(lowest bit, width) of the planes of codes of `bits` bits: [(0, 2), (2, 1)] for 3."""
+    widths = [width for width in (8, 4, 2, 1) if bits & width]
+    return [(sum(widths[:index]), width) for index, width in enumerate(widths)]
+
+
+def packed_bytes(size: int, bits: int) -> int:
+    """Bytes that `size` codes take."""
+    return sum(-(-size * width // 8) for _, width in planes(bits))
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """The lowest `bits` bits of int8 [n, S] -> uint8 [n, ceil(S*bits/8)]; zeros fill the last byte."""
-    if bits == 8:
-        return codes.view(torch.uint8)
-    count, nbytes = _group(bits)
-    word = torch.uint8 if nbytes == 1 else torch.int64
-    raw = codes.view(torch.uint8) & ((1 << bits) - 1)
-    raw = F.pad(raw, (0, -raw.shape[1] % count)).view(raw.shape[0], -1, count).to(word)
-    packed = raw[..., 0].clone()
-    for k in range(1, count):
-        packed |= raw[..., k] << (k * bits)
-    if nbytes == 1:
-        return packed
-    split = torch.stack([packed >> (8 * k) & 0xFF for k in range(nbytes)], dim=-1).to(torch.uint8)
-    return split.view(codes.shape[0], -1)[:, : -(-codes.shape[1] * bits // 8)]
+    """The lowest `bits` bits of int8 [n, S] -> uint8 [n, packed_bytes(S, bits)]; zeros fill a plane's last
+    byte."""
+    raw = codes.view(torch.uint8)
+    return torch.cat([_pack(raw >> low, width) for low, width in planes(bits)], dim=1)
 
 
 def unpack(packed: torch.Tensor, bits: int, size: int) -> torch.Tensor:
-    """uint8 [n, ceil(size*bits/8)] -> int8 [n, size], numbers from 0 on; 8 bits wrap to int8."""
-    if bits == 8:
-        return packed.contiguous().view(torch.int8)[:, :size]
-    count, nbytes = _group(bits)
-    words = packed
-    if nbytes > 1:
-        split = F.pad(packed, (0, -packed.shape[1] % nbytes)).view(packed.shape[0], -1, nbytes).long()
-        words = split[..., 0].clone()
-        for k in range(1, nbytes):
-            words |= split[..., k] << (8 * k)
-    shifts = torch.arange(count, dtype=words.dtype, device=packed.device) * bits
-    raw = (words[..., None] >> shifts) & ((1 << bits) - 1)
-    return raw.view(packed.shape[0], -1)[:, :size].to(torch.int8)
+    """uint8 [n, packed_bytes(size, bits)] -> int8 [n, size], numbers from 0 on; 8 bits wrap to int8."""
+    parts = packed.split([-(-size * width // 8) for _, width in planes(bits)], dim=1)
+    codes = torch.zeros(packed.shape[0], size, dtype=torch.uint8, device=packed.device)
+    for (low, width), part in zip(planes(bits), parts, strict=True):
+        codes |= _unpack(part, width, size) << low
+    return codes.view(torch.int8)
+
+
+def _pack(raw: torch.Tensor, width: int) -> torch.Tensor:
+    if width == 8:
+        return raw
+    count = 8 // width
+    raw = F.pad(raw & ((1 << width) - 1), (0, -raw.shape[1] % count)).view(raw.shape[0], -1, count)
+    packed = raw[..., 0].clone()
+    for k in range(1, count):
+        packed |= raw[..., k] << (k * width)
+    return packed
+
+
+def _unpack(packed: torch.Tensor, width: int, size: int) -> torch.Tensor:
+    if width == 8:
+        return packed
+    shifts = torch.arange(8 // width, dtype=torch.uint8, device=packed.device) * width
+    raw = (packed[..., None] >> shifts) & ((1 << width) - 1)
+    return raw.view(packed.shape[0], -1)[:, :size]

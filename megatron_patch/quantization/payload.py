@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from megatron_patch.quantization.blocks import word_bytes
 from megatron_patch.quantization.layout import BlockLayout
-from megatron_patch.quantization.packing import pack, unpack
+from megatron_patch.quantization.packing import pack, packed_bytes, planes, unpack
 from megatron_patch.quantization.scales import BF16_NAN
 
 
@@ -39,7 +39,8 @@ def read_payload(payload: torch.Tensor, layout: BlockLayout) -> tuple[torch.Tens
 
 def _write_codes(codes: torch.Tensor, layout: BlockLayout, payload: torch.Tensor) -> None:
     if layout.table is None:
-        packed = pack(layout.join(codes), layout.bits)
+        rows = layout.join(codes) if len(planes(layout.bits)) == 1 else codes.view(-1, layout.block)
+        packed = pack(rows, layout.bits).view(codes.shape[0], -1)
         payload[:, : packed.shape[1]] = packed
         payload[:, packed.shape[1] : layout.code_bytes] = 0
         return
@@ -55,8 +56,12 @@ def _write_codes(codes: torch.Tensor, layout: BlockLayout, payload: torch.Tensor
 
 def _read_codes(payload: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
     n, shape = payload.shape[0], (payload.shape[0], layout.blocks, layout.block)
+    if layout.table is None and len(planes(layout.bits)) > 1:
+        nbytes = packed_bytes(layout.block, layout.bits)
+        packed = payload[:, : layout.blocks * nbytes].reshape(-1, nbytes)
+        return unpack(packed, layout.bits, layout.block).view(shape)
     if layout.table is None:
-        packed = payload[:, : -(-layout.shard_size * layout.bits // 8)]
+        packed = payload[:, : packed_bytes(layout.shard_size, layout.bits)]
         codes = torch.zeros(n, layout.blocks * layout.block, dtype=torch.int8, device=payload.device)
         codes[:, : layout.shard_size] = unpack(packed, layout.bits, layout.shard_size)
         return codes.view(shape)

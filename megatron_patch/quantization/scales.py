@@ -34,3 +34,12 @@ def block_scales(wanted: torch.Tensor, largest: torch.Tensor, levels: int) -> to
     finite = torch.isfinite(largest)
     scales = round_up_to_bf16(torch.where(finite, wanted, 0.0)).clamp(max=largest_scale(levels))
     return torch.where(finite, scales, torch.nan)
+
+
+def normalizing(largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Powers of two u and 1/u, normal numbers both, with 1 <= u * largest < 2; fp32 >= 0 of any shape.
+
+    Below 2^-126 u is 2^126; from 2^127 on, and for NaN and Inf, it is 2^-126.
+    """
+    exponent = (largest.contiguous().view(torch.int32) & 0x7F800000).clamp(1 << 23, 253 << 23)
+    return ((254 << 23) - exponent).view(torch.float32), exponent.view(torch.float32)

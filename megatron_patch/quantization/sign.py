@@ -16,6 +16,7 @@ import torch
 from megatron_patch.quantization.codec import Sent
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.payload import read_payload, write_payload
+from megatron_patch.quantization.rotation import NONE, Rotation
 from megatron_patch.quantization.scales import block_scales
 from megatron_patch.quantization.uniform import dequantize
 
@@ -24,7 +25,8 @@ from megatron_patch.quantization.uniform import dequantize
 class Sign:
     """One bit: set for +1, clear for -1."""
 
-    bits = 1
+    bits: int = 1
+    rotation: Rotation = NONE
     name = "sign"
 
     def scales(self, h: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
@@ -48,7 +50,7 @@ class Sign:
     def decode(self, payload: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
         """Codec.decode."""
         raw, scales = read_payload(payload, layout)
-        return layout.join(dequantize(raw * 2 - 1, scales))
+        return dequantize(raw * 2 - 1, scales)
 
 
-CODECS = (Sign(),)
+CODECS = ((Sign, 1),)

@@ -19,6 +19,7 @@ import torch
 from megatron_patch.quantization.codec import Sent
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.payload import read_payload, write_payload
+from megatron_patch.quantization.rotation import NONE, Rotation
 from megatron_patch.quantization.scales import block_scales
 
 
@@ -27,11 +28,12 @@ class Uniform:
     """`bits` bits, in two's complement: 2 to 8."""
 
     bits: int
+    rotation: Rotation = NONE
     name = "uniform"
 
     @property
     def levels(self) -> int:
-        """L, the largest code: 127, 7, 1 for 8, 4, 2 bits."""
+        """L, the largest code: 127, 7, 3, 1 for 8, 4, 3, 2 bits."""
         return int(2 ** (self.bits - 1)) - 1
 
     def scales(self, h: torch.Tensor) -> torch.Tensor:
@@ -66,10 +68,10 @@ class Uniform:
         """Codec.decode."""
         raw, scales = read_payload(payload, layout)
         unused = 8 - self.bits
-        return layout.join(dequantize(raw << unused >> unused, scales))  # the code's sign, in int8's
+        return dequantize(raw << unused >> unused, scales)  # the code's sign, in int8's
 
 
-CODECS = (Uniform(8), Uniform(4), Uniform(2))
+CODECS = tuple((Uniform, bits) for bits in (8, 4, 3, 2))
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ class Storage:
     """How an error state is stored: its blocks, and its dtype ("int8", "bf16", "fp32"; None: no error).
 
     `blocks` is the number of scales of a shard where blocks follow the parameters (Part.spans); None: they
-    are counted from each shard's beginning.
+    are counted from each shard's beginning. `rotated`: the error is of rotated blocks.
     """
 
     shards: int
@@ -52,6 +52,7 @@ class Storage:
     block: int
     dtype: str | None
     blocks: int | None = None
+    rotated: bool = False
 
 
 @dataclass(frozen=True)
@@ -269,6 +270,6 @@ def decode(tensors: dict[str, torch.Tensor], part: Part, storage: Storage) -> to
         ]
         table = BlockTable.of(part.spans, shards, storage.block, 8, storage.blocks)
     layout = BlockLayout(numel, storage.shards, size, 8, storage.block, table)
-    error = MovingAverageError(layout, 0.0, storage.dtype, torch.device("cpu"))
+    error = MovingAverageError(layout, 0.0, storage.dtype, torch.device("cpu"), storage.rotated)
     error.restore(tensors)
     return error.flat()

@@ -70,4 +70,5 @@ def _storage(sender: Sender) -> Storage:
     layout = sender.layout
     dtype = None if sender.error is None else sender.error.dtype
     blocks = None if layout.table is None else layout.blocks
-    return Storage(layout.shards, layout.shard_size, layout.block, dtype, blocks)
+    rotated = sender.codec.rotation.rotated
+    return Storage(layout.shards, layout.shard_size, layout.block, dtype, blocks, rotated)

@@ -85,7 +85,8 @@ def variants() -> tuple[str, ...]:
 
 def supports(codec: Codec, layout: BlockLayout) -> bool:
     """Whether the kernels serve a codec for this cut: blocks must begin at whole bytes."""
-    return (codec.name, codec.bits) in CODECS and (layout.block % 8 == 0 or layout.blocks <= 1)
+    known = (codec.name, codec.bits) in CODECS and not codec.rotation.rotated
+    return known and (layout.block % 8 == 0 or layout.blocks <= 1)
 
 
 def compress(

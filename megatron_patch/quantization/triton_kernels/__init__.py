@@ -28,7 +28,7 @@ _ERRORS = {torch.int8: 1, torch.bfloat16: 2, torch.float32: 3}
 
 def supports(codec: Codec, layout: BlockLayout) -> bool:
     """Whether the kernels serve a codec for this cut: a block must fit a tile."""
-    known = (codec.name, codec.bits) in CODECS
+    known = (codec.name, codec.bits) in CODECS and not codec.rotation.rotated
     return known and layout.block <= _LARGEST_BLOCK and layout.block & (layout.block - 1) == 0
 
 
