@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +17,19 @@ from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization import decompress_reduce as reference_reduce
 from megatron_patch.quantization.backends import VARIABLE, Backend
 from megatron_patch.quantization.blocks import Span
+from megatron_patch.quantization.codec import Codec
 from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.quantization.levels import Levels
+from megatron_patch.quantization.rotation import HADAMARD, NONE
+from megatron_patch.quantization.sign import Sign
+from megatron_patch.quantization.uniform import Uniform
 
-BITS = st.sampled_from([8, 4, 2, 1])
+ROTATIONS = [NONE, HADAMARD, HADAMARD.hop(first=True), HADAMARD.hop(last=True), HADAMARD.hop()]
+CODECS = st.one_of(
+    st.builds(Uniform, st.sampled_from([8, 4, 3, 2]), st.sampled_from(ROTATIONS)),
+    st.builds(Levels, st.sampled_from([4, 3, 2]), st.sampled_from(ROTATIONS)),
+    st.builds(Sign, st.just(1), st.sampled_from(ROTATIONS)),
+)
 SEEDS = st.integers(0, 1000)
 _DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 _KINDS = st.sampled_from(["plain", "not finite", "huge", "tiny", "ties"])
@@ -98,6 +109,11 @@ def only_torch() -> Iterator[None]:
         del os.environ[VARIABLE]
 
 
+def usable(codec: Codec, block_size: int | str) -> Codec:
+    """The codec, without a rotation where a configuration has none."""
+    return dataclasses.replace(codec, rotation=NONE) if block_size == "shard" else codec
+
+
 def compress_by(
     backend: Backend | Any,
     sender: Sender,
@@ -117,6 +133,7 @@ def same(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 def check_compress(
     backend: Backend | Any,
+    codec: Codec,
     layout: BlockLayout,
     *,
     dtype: torch.dtype,
@@ -129,6 +146,7 @@ def check_compress(
 ) -> None:
     """Three exchanges of one bucket, the second with gradients of `kind`."""
     mine, theirs = (sender_of(layout, device, error_dtype, beta) for _ in range(2))
+    mine.codec = theirs.codec = codec
     shape = (layout.shards, layout.payload_bytes)
     sent, wanted = (torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(2))
     for step in range(3):
@@ -137,7 +155,7 @@ def check_compress(
         sent.fill_(0xA5)
         wanted.fill_(0x5A)
         noise = None
-        if stochastic and layout.bits > 1:
+        if stochastic and codec.name == "uniform":
             generator = torch.Generator(device).manual_seed(seed + step)
             noise = torch.rand(
                 (layout.shards, layout.blocks, layout.block), generator=generator, device=device
@@ -157,6 +175,7 @@ def check_compress(
 
 def check_decompress_reduce(
     backend: Backend | Any,
+    codec: Codec,
     layout: BlockLayout,
     *,
     senders: int,
@@ -167,17 +186,19 @@ def check_decompress_reduce(
     seed: int,
     device: torch.device,
 ) -> None:
-    """The sum of several senders' payloads of one shard, the last `short` elements left out."""
+    """The sum of several senders' payloads of one shard, the last `short` real elements left out."""
     filled = -(-layout.numel // layout.shard_size)
     layout = layout.part(seed % filled)
     payloads = torch.empty(senders, layout.payload_bytes, dtype=torch.uint8, device=device)
     for index in range(senders):
         gradient = gradient_of(layout.numel, seed + index, torch.float32, kind if index == 0 else "plain")
         sender = sender_of(layout, device)
+        sender.codec = codec
         compress_by(reference, sender, gradient.to(device), payloads[index : index + 1])
-    length = max(layout.shard_size - short, 1)
+    length = max(layout.numel - short, 1)
     divisor = senders if average else 1
     found, wanted = (torch.full((length + 8,), 7.0, dtype=dtype, device=device) for _ in range(2))
+    assert backend.supports(codec, layout)
     backend.decompress_reduce(payloads, sender.codec, layout, found[:length], divisor)
     reference_reduce.decompress_reduce(payloads, sender.codec, layout, wanted[:length], divisor)
     assert torch.equal(found.isnan(), wanted.isnan())

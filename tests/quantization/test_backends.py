@@ -15,7 +15,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from quantization.backend_agreement import (
-    BITS,
+    CODECS,
     COMPRESS,
     DECOMPRESS,
     check_compress,
@@ -23,6 +23,7 @@ from quantization.backend_agreement import (
     only_torch,
     random_spans,
     sender_of,
+    usable,
 )
 
 from megatron_patch.config import CompressionConfig
@@ -84,14 +85,16 @@ MINUS_ZERO = {"dtype": torch.float32, "error_dtype": "bf16", "beta": 0.0, "stoch
 def test_codes_scales_and_errors_are_the_reference_s_bits(tested):
     shapes = st.one_of(st.tuples(st.integers(1, tested.most), st.integers(1, 9)), st.sampled_from(ALIGNED))
 
-    @given(shape=shapes, bits=BITS, block_size=st.sampled_from(tested.blocks), spans=SPANS, **COMPRESS)
+    @given(shape=shapes, codec=CODECS, block_size=st.sampled_from(tested.blocks), spans=SPANS, **COMPRESS)
     # A gradient of -0 with a code of 0: what is lost is -0.
-    @example(shape=(116, 1), bits=8, block_size=16, spans=None, seed=0, **MINUS_ZERO)
+    @example(shape=(116, 1), codec=Uniform(8), block_size=16, spans=None, seed=0, **MINUS_ZERO)
     @settings(max_examples=tested.examples, deadline=None)
-    def check(shape, bits, block_size, spans, **options):
+    def check(shape, codec, block_size, spans, **options):
         spans = None if spans is None else random_spans(shape[0], spans)
-        layout = BlockLayout.of(*shape, bits, block_size, spans=spans)
-        check_compress(tested.backend, layout, device=torch.device(tested.device), **options)
+        layout = BlockLayout.of(*shape, codec.bits, block_size, spans=spans)
+        check_compress(
+            tested.backend, usable(codec, block_size), layout, device=torch.device(tested.device), **options
+        )
 
     with tested.chosen():
         check()
@@ -102,16 +105,18 @@ def test_the_reduced_shard_is_the_reference_s_bits(tested):
     @given(
         size=st.integers(1, tested.most),
         shards=st.integers(1, 3),
-        bits=BITS,
+        codec=CODECS,
         block_size=st.sampled_from(tested.blocks),
         spans=SPANS,
         **DECOMPRESS,
     )
     @settings(max_examples=tested.examples, deadline=None)
-    def check(size, shards, bits, block_size, spans, **options):
+    def check(size, shards, codec, block_size, spans, **options):
         spans = None if spans is None else random_spans(size, spans)
-        layout = BlockLayout.of(size, shards, bits, block_size, spans=spans)
-        check_decompress_reduce(tested.backend, layout, device=torch.device(tested.device), **options)
+        layout = BlockLayout.of(size, shards, codec.bits, block_size, spans=spans)
+        check_decompress_reduce(
+            tested.backend, usable(codec, block_size), layout, device=torch.device(tested.device), **options
+        )
 
     with tested.chosen():
         check()
@@ -146,7 +151,7 @@ def test_a_codec_that_no_kernel_knows_is_the_reference_s(monkeypatch):
     assert (decoded - gradient).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
 def test_the_codecs_of_the_configuration_have_kernels(bits):
     codec = codec_of(CompressionConfig(method="naive", bits=bits))
     for backend in (native, triton_kernels):
