@@ -75,3 +75,5 @@ class Sender:
         tensors, beta = ({}, 0.0) if self.error is None else (self.error.tensors(), self.error.beta)
         run = backends.fused(self.codec, self.layout, gradient.device) or reference
         run.compress(gradient, payload, self.codec, self.layout, tensors, beta, noise, self.statistics)
+        if self.layout.exact is not None:
+            self.layout.exact.write(gradient, payload, self.layout.coded_bytes)

@@ -113,11 +113,21 @@ def decompress_reduce(
     payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor, divisor: int = 1
 ) -> None:
     """Sum N senders' payloads of the one shard of `layout` (decompress_reduce.py), fused where possible."""
-    run = fused(codec, layout, output.device) or reference
-    run.decompress_reduce(payloads, codec, layout, output, divisor)
+    _decompress_reduce(payloads, codec, layout, output, divisor)
+    if layout.exact is not None:
+        layout.exact.read(payloads[:, None], layout.coded_bytes, output, divisor)
 
 
 def decompress(payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor) -> None:
     """Decode one payload per shard, uint8 [N, payload_bytes], into `output` [B] of any float dtype."""
     for index, part in enumerate(output.split(layout.shard_size)):
-        decompress_reduce(payloads[index : index + 1], codec, layout.part(index), part)
+        _decompress_reduce(payloads[index : index + 1], codec, layout.part(index), part, 1)
+    if layout.exact is not None:
+        layout.exact.read(payloads[None], layout.coded_bytes, output)
+
+
+def _decompress_reduce(
+    payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor, divisor: int
+) -> None:
+    run = fused(codec, layout, output.device) or reference
+    run.decompress_reduce(payloads, codec, layout, output, divisor)

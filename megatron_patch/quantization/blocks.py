@@ -14,7 +14,7 @@ blocks share a byte.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -39,15 +39,17 @@ class Span:
     start: int
     length: int
     row: int
+    exact: bool = False
+    """It is in no block: it is sent as it is (exact.py)."""
 
     @staticmethod
-    def of(start: int, shape: Sequence[int]) -> Span:
+    def of(start: int, shape: Sequence[int], exact: bool = False) -> Span:
         """A parameter of `shape`; its rows are what the first axis counts, one row for a vector."""
         length = row = 1
         for axis, size in enumerate(shape):
             length *= size
             row *= size if axis or len(shape) == 1 else 1
-        return Span(start, length, row if row >= SHORTEST_ROW else max(length, 1))
+        return Span(start, length, row if row >= SHORTEST_ROW else max(length, 1), exact)
 
     def blocks(self, block: int) -> torch.Tensor:
         """(first element, end) of every block, int64 [n, 2]."""
@@ -98,7 +100,8 @@ class BlockTable:
 
         `blocks` is the least number of blocks that every shard is given.
         """
-        every = torch.cat([torch.empty(0, 2, dtype=torch.int64), *(span.blocks(block) for span in spans)])
+        coded = [span.blocks(block) for span in spans if not span.exact]
+        every = torch.cat([torch.empty(0, 2, dtype=torch.int64), *coded])
         every = every[every[:, 0].argsort()]
         starts, ends = every[:, 0].contiguous(), every[:, 1].contiguous()
         cut = [_cut(starts, ends, ranges) for ranges in shards]
@@ -179,3 +182,13 @@ def _cut(starts: torch.Tensor, ends: torch.Tensor, ranges: Sequence[Range]) -> t
         before += high - low
     blocks = torch.cat(found)
     return blocks[blocks[:, 1] > 0]
+
+
+def ranges_within(whole: Sequence[Range], ranges: Sequence[Range]) -> Iterator[Range]:
+    """The parts of `whole` within a shard of some ranges, counted from the shard's beginning."""
+    before = 0
+    for low, high in ranges:
+        for start, end in whole:
+            if max(start, low) < min(end, high):
+                yield max(start, low) - low + before, min(end, high) - low + before
+        before += high - low

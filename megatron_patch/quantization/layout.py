@@ -7,7 +7,7 @@ crosses a shard. Where the parameters are known, blocks are counted from each on
 else, and where it comes to the same, from the shard's, ceil(S/b) of them (a regular cut). A shard's payload
 is its packed codes, then its scales, contiguous:
 
-    | codes | zeros to a multiple of 16 | scales: bf16, one a block | zeros to 16 |
+    | codes | zeros to a multiple of 16 | scales: bf16 | zeros to 16 | exact elements: fp32 | zeros to 16 |
 
 so that every shard's payload and its scales start at an address that vector loads like. Codes lie block by
 block: in a regular cut end to end, in another each block's from a whole word on (codes of several planes,
@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_patch.quantization.blocks import BlockTable, Span, word_bytes
+from megatron_patch.quantization.exact import ExactElements
 from megatron_patch.quantization.packing import packed_bytes, planes
 
 _ALIGNMENT = 16
@@ -39,7 +40,7 @@ class BlockLayout:
     """The cut of `numel` (B) elements: `shards` (N) shards of `shard_size` (S) elements, `bits` (p) each.
 
     `block` is the largest number of elements that share a scale (b); for `block_size: shard` it is S itself.
-    `table` lists the blocks of a cut that is not regular.
+    `table` lists the blocks of a cut that is not regular, `exact` the elements that are sent as they are.
     """
 
     numel: int
@@ -48,6 +49,7 @@ class BlockLayout:
     bits: int
     block: int
     table: BlockTable | None = None
+    exact: ExactElements | None = None
 
     @staticmethod
     def of(
@@ -70,7 +72,7 @@ class BlockLayout:
         if whole_blocks and block_size != "shard":
             size = _round_up(size, int(block_size))
         block = size if block_size == "shard" else int(block_size)
-        table = None
+        table = exact = None
         if spans is not None and block_size != "shard":
             length = size // pieces
             firsts = [[(m * shards + j) * length for m in range(pieces)] for j in range(shards)]
@@ -78,14 +80,16 @@ class BlockLayout:
             found = BlockTable.of(spans, ranges, block, bits)
             if not found.is_regular([sum(high - low for low, high in row) for row in ranges], block):
                 table = found
-        return BlockLayout(numel, shards, size, bits, block, table)
+            exact = ExactElements.of(spans, ranges, size)
+        return BlockLayout(numel, shards, size, bits, block, table, exact)
 
     def part(self, first: int, count: int = 1, step: int = 1) -> BlockLayout:
         """The layout of `count` of the shards, each `step`-th: the same blocks, and payloads of that size."""
         chosen = range(self.shards)[first::step][:count]
         numel = sum(min(max(self.numel - at * self.shard_size, 0), self.shard_size) for at in chosen)
         table = None if self.table is None else self.table.shards(first, count, step)
-        return replace(self, numel=numel, shards=count, table=table)
+        exact = None if self.exact is None else self.exact.shards(first, count, step)
+        return replace(self, numel=numel, shards=count, table=table, exact=exact)
 
     @property
     def blocks(self) -> int:
@@ -102,9 +106,15 @@ class BlockLayout:
         return _round_up(packed_bytes(self.shard_size, self.bits), _ALIGNMENT)
 
     @property
+    def coded_bytes(self) -> int:
+        """Bytes of one shard's codes and scales: where in a payload its exact elements begin."""
+        return _round_up(self.code_bytes + 2 * self.blocks, _ALIGNMENT)
+
+    @property
     def payload_bytes(self) -> int:
         """Bytes of one shard's payload."""
-        return _round_up(self.code_bytes + 2 * self.blocks, _ALIGNMENT)
+        exact = 0 if self.exact is None else self.exact.nbytes
+        return self.coded_bytes + _round_up(exact, _ALIGNMENT)
 
     def cut(self, flat: torch.Tensor) -> torch.Tensor:
         """[B] of any float dtype -> fp32 [N, blocks, b], short shards and blocks filled with zeros."""

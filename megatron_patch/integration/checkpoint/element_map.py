@@ -39,7 +39,7 @@ def _parts_of_group(
         )
         for bucket in buckets
     ]
-    spans = [contents_of(bucket).spans or () for bucket in buckets]
+    spans = [contents_of(bucket, seam.momentum is not None).spans or () for bucket in buckets]
     for stage in seam.stages:
         for place, exchange in enumerate(stage.made.exchanges):
             first = stage.shard * stage.contents[place].numel

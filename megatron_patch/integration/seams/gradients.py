@@ -93,9 +93,15 @@ class Stage:
     """Which of them this rank's group is."""
 
 
-def contents_of(bucket: Any) -> Contents:
-    """What a Megatron bucket is made of: its parameters, with padding between and after them."""
-    spans = [Span.of(start, parameter.shape) for parameter, (start, _) in bucket.param_to_index.items()]
+def contents_of(bucket: Any, momentum: bool = False) -> Contents:
+    """What a Megatron bucket is made of: its parameters, with padding between and after them.
+
+    Vectors (norms' weights, biases) are sent as they are; but 1-bit Adam sends their momentum in 1 bit too.
+    """
+    spans = [
+        Span.of(start, parameter.shape, exact=parameter.dim() < 2 and not momentum)
+        for parameter, (start, _) in bucket.param_to_index.items()
+    ]
     return Contents(bucket.grad_data.numel(), tuple(sorted(spans, key=lambda span: span.start)))
 
 
@@ -142,7 +148,7 @@ class BucketGroupSeam:
 
     def _stages(self) -> Iterator[Stage]:
         setup, average = self._state.setup, self.group.ddp_config.average_in_collective
-        buckets = [contents_of(bucket) for bucket in self.group.buckets]
+        buckets = [contents_of(bucket, setup.config.momentum) for bucket in self.group.buckets]
         compresses = setup.config.compresses
         if self.momentum is not None:  # whole buckets, whoever holds Adam's state; always the mean
             everyone = self.momentum.group
