@@ -17,6 +17,7 @@ def all_reduce(options: dict[str, Any], numel: int, dtype: str, average: bool) -
     """Several all-reduces of one bucket: what was sent and remembered in both phases, what all ranks hold."""
     import torch
     import torch.distributed as dist
+    from coded_values import coded_values
     from collectives.setups import setup_of
 
     from megatron_patch.collectives.all_reduce import AllReduce
@@ -31,9 +32,8 @@ def all_reduce(options: dict[str, Any], numel: int, dtype: str, average: bool) -
 
         def compress_and_keep(gradient: torch.Tensor, payload: torch.Tensor) -> None:
             compress(gradient, payload)
-            report[name].append(
-                sender.codec.decode(payload, sender.layout).reshape(-1)[: sender.layout.numel]
-            )
+            sent = coded_values(sender.layout, sender.codec.decode(payload, sender.layout))
+            report[name].append(sent[: sender.layout.numel])
 
         sender.compress = compress_and_keep
 
@@ -49,7 +49,7 @@ def all_reduce(options: dict[str, Any], numel: int, dtype: str, average: bool) -
         report["nbytes"].append(setup.workspace.nbytes)
         for name, sender in (("errors", exchange.sender), ("owner_errors", exchange.owner)):
             if sender.error is not None:
-                report[name].append(sender.layout.flat(sender.error.decode()))
+                report[name].append(coded_values(sender.layout, sender.error.decode())[: sender.layout.numel])
     return report
 
 

@@ -29,6 +29,7 @@ def exchange(options: dict[str, Any], dtype: str, average: bool, aliased: bool, 
     """Several exchanges of one bucket; what was sent, what is remembered and what was reduced, per step."""
     import torch
     import torch.distributed as dist
+    from coded_values import coded_values
     from collectives.setups import setup_of
 
     from megatron_patch.collectives.reduce_scatter import ReduceScatter
@@ -43,7 +44,7 @@ def exchange(options: dict[str, Any], dtype: str, average: bool, aliased: bool, 
 
     def recording(gradient: torch.Tensor, payload: torch.Tensor) -> None:
         compress(gradient, payload)
-        kept.append(sender.codec.decode(payload, layout).reshape(-1))
+        kept.append(coded_values(layout, sender.codec.decode(payload, layout)))
 
     sender.compress = recording
     report: dict[str, Any] = {"sent": kept, "errors": [], "shards": [], "rest": [], "nbytes": []}
@@ -61,7 +62,7 @@ def exchange(options: dict[str, Any], dtype: str, average: bool, aliased: bool, 
         report["rest"].append(torch.equal(bucket, before))
         report["shards"].append(output.float())
         if sender.error is not None:
-            report["errors"].append(layout.join(sender.error.decode()).reshape(-1))
+            report["errors"].append(coded_values(layout, sender.error.decode()))
         report["nbytes"].append(setup.workspace.nbytes)
     report["expected_nbytes"] = 2 * ranks * layout.payload_bytes
     return report

@@ -21,7 +21,8 @@ import numpy as np
 from simulation.adam_float64 import AdamOptions, AdamSimulation
 from simulation.agreement import Agreement
 from simulation.all_reduce_float64 import AllReduceAgreement
-from simulation.loco_float64 import LoCoSimulation, block_labels, round_to_gradient_dtype
+from simulation.codes import round_to_gradient_dtype
+from simulation.loco_float64 import LoCoSimulation, block_labels
 
 DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 MOST_FORKED = 0.02

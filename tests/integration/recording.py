@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from coded_values import coded_values
 
 PARTS = {"reduce_scatter": "scatter", "node_sum": "scatter", "all_reduce": "reduce", "owner": "owner"}
 """What the comparison calls each kind of sender; in two hops, `scatter` is of a node's sum."""
@@ -130,7 +131,7 @@ class _Recorder:
             "gradients": [self.gradients[place] for place in range(len(self.buckets))],
             "sent": [self.sent.get(place, {}) for place in range(len(self.buckets))],
             "errors": [
-                {part: _flat(sender.layout.join(sender.error.decode()), sender) for part, sender in s.items()}
+                {part: _flat(sender.error.decode(), sender) for part, sender in s.items()}
                 for _, s in self.buckets
             ],
         }
@@ -161,6 +162,6 @@ class _Recorder:
         sender.compress = compress_and_keep
 
 
-def _flat(shards: torch.Tensor, sender: Any) -> torch.Tensor:
-    """[n, S] -> [B]: without what follows a short shard."""
-    return shards.reshape(-1)[: sender.layout.numel].clone()
+def _flat(blocks: torch.Tensor, sender: Any) -> torch.Tensor:
+    """[n, blocks, b] -> [B]: without what follows a short shard."""
+    return coded_values(sender.layout, blocks)[: sender.layout.numel]

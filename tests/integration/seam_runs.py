@@ -32,7 +32,9 @@ def built(
 
 def errors_of(compressor: Any) -> list[Any]:
     """decode(e) of every bucket, flat."""
-    return [s.layout.join(s.error.decode()).reshape(-1).clone() for s in compressor.senders]
+    from coded_values import coded_values
+
+    return [coded_values(s.layout, s.error.decode()) for s in compressor.senders]
 
 
 def labels_of(tiny: Any, block_size: int = 128) -> list[Any]:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from simulation.agreement import Agreement
-from simulation.loco_float64 import LoCoSimulation, block_labels, round_to_gradient_dtype
+from simulation.codes import round_to_gradient_dtype
+from simulation.loco_float64 import LoCoSimulation, block_labels
 
 RANKS = 4
 STEPS = 20
@@ -24,6 +25,7 @@ def train(model: dict[str, Any], compression: dict[str, Any], how: str) -> dict[
     `how` gradients get there: "backward" through autograd and Megatron's hooks, "written" into main_grad.
     """
     import torch
+    from coded_values import coded_values
     from integration.tiny_model import build
 
     import megatron_patch
@@ -40,7 +42,7 @@ def train(model: dict[str, Any], compression: dict[str, Any], how: str) -> dict[
         def compress_and_keep(gradient: torch.Tensor, payload: torch.Tensor) -> None:
             compress(gradient, payload)
             assert place not in sent, "a bucket was exchanged twice in one step"
-            sent[place] = sender.codec.decode(payload, sender.layout).reshape(-1)
+            sent[place] = coded_values(sender.layout, sender.codec.decode(payload, sender.layout))
 
         sender.compress = compress_and_keep
 
@@ -67,7 +69,7 @@ def train(model: dict[str, Any], compression: dict[str, Any], how: str) -> dict[
                 "gradients": [bucket.float() for bucket in tiny.in_buckets(gradients)],
                 "sent": [sent[place] for place in range(len(sent))],
                 "errors": [
-                    sender.layout.join(sender.error.decode()).reshape(-1)
+                    coded_values(sender.layout, sender.error.decode())
                     for sender in compressor.senders
                     if sender.error is not None
                 ],

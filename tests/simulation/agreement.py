@@ -68,7 +68,8 @@ class Agreement:
             unexplained = ~result.ties.explain(sent) & ~self.forked
             assert not unexplained.any(), _first(where, "sent", unexplained, sent, wanted)
             off = np.abs(np.where(differs, sent.astype(np.float64) - wanted, 0))
-            assert np.all(off <= 3 * scales), f"{where}: sent is off by more than neighbouring codes are"
+            most = 3 * simulation.code.widest * scales
+            assert np.all(off <= most), f"{where}: sent is off by more than neighbouring codes are"
             self.fork(differs)
         elif tells is None:
             self.fork(result.near_tie)

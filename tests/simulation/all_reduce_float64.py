@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from simulation.agreement import Agreement
-from simulation.loco_float64 import LoCoSimulation, round_to_gradient_dtype
+from simulation.codes import round_to_gradient_dtype
+from simulation.loco_float64 import LoCoSimulation
 
 
 def owners(ranks: int, numel: int, **options: Any) -> list[LoCoSimulation]:
@@ -24,7 +25,7 @@ def owners(ranks: int, numel: int, **options: Any) -> list[LoCoSimulation]:
     lengths = [min(size, numel - start) for start in range(0, numel, size)]
     labels = options.pop("labels", None)
     return [
-        LoCoSimulation(1, n, labels=None if labels is None else labels[j * size :], **options)
+        LoCoSimulation(1, n, labels=None if labels is None else labels[j * size :], first=False, **options)
         for j, n in enumerate(lengths)
     ]
 
@@ -48,7 +49,13 @@ class AllReduceAgreement:
     ):
         self.ranks, self.dtype = ranks, gradient_dtype
         first = LoCoSimulation(
-            ranks, numel, average=average, gradient_dtype=gradient_dtype, reduced_dtype="fp32", **options
+            ranks,
+            numel,
+            average=average,
+            gradient_dtype=gradient_dtype,
+            reduced_dtype="fp32",
+            last=False,
+            **options,
         )
         self.senders = Agreement(first, forks)
         self.owners = [Agreement(second, forks) for second in owners(ranks, numel, **options)]
@@ -74,7 +81,8 @@ class AllReduceAgreement:
             length = owner.simulation.numel
             owner.fork(self.senders.touched[None, start : start + length])
             said = None if owned is None else owned[index][None]
-            parts.append(owner.exchange(sums[index, None, :length], sent=said).sent[0])
+            sent_by_owner = owner.exchange(sums[index, None, :length], sent=said).shards
+            parts.append(sent_by_owner[0, :length])
             touched.append(owner.touched)
             start += length
         self.touched = np.concatenate(touched)

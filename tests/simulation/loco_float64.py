@@ -32,184 +32,61 @@ What follows is exact again: s*q and a stored error are discrete, and so are the
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-FLOAT32_MAX = np.finfo(np.float32).max
+from simulation.codes import (
+    ULP,
+    Code,
+    bf16_nearest,
+    rotate,
+    rotate_back,
+    rotated_slack,
+    round_to_gradient_dtype,
+)
 
 # How far h/s may lie from a rounding tie, relative to it, for two correct implementations to disagree.
 NEAR_TIE = 1e-5
 
-# Relative: an fp32 ulp, and what a handful of fp32 roundings of unlike inputs differ by.
-ULP, ROUNDINGS = 2.0**-23, 2.0**-21
+# Relative: what a handful of fp32 roundings of unlike inputs differ by.
+ROUNDINGS = 2.0**-21
 
-
-# --- bf16: the upper 16 bits of an fp32 number -----------------------------------------------------------
-
-
-def _bits(values: np.ndarray) -> np.ndarray:
-    return np.asarray(values, dtype=np.float32).view(np.uint32).astype(np.uint64)
-
-
-def _from_bits(bits: np.ndarray) -> np.ndarray:
-    # uint64 above, so that adding to the bits of the largest numbers cannot wrap around.
-    return (bits & np.uint64(0xFFFF0000)).astype(np.uint32).view(np.float32)
-
-
-def bf16_up(values: np.ndarray | float) -> np.ndarray:
-    """Round non-negative fp32 values up to the next bf16; zero, infinity and NaN stay what they are."""
-    values = np.asarray(values, dtype=np.float32)
-    rounded = _from_bits(_bits(values) + np.uint64(0xFFFF))
-    return np.where(np.isfinite(values), rounded, values)
-
-
-def bf16_nearest(values: np.ndarray | float) -> np.ndarray:
-    """Round fp32 values to the nearest bf16, ties to the even one."""
-    values = np.asarray(values, dtype=np.float32)
-    bits = _bits(values)
-    last_kept_bit = (bits >> np.uint64(16)) & np.uint64(1)
-    rounded = _from_bits(bits + np.uint64(0x7FFF) + last_kept_bit)
-    return np.where(np.isfinite(values), rounded, values)
-
-
-def bf16_down(value: float) -> np.float32:
-    """The largest bf16 that is not above a non-negative value."""
-    candidate = np.float32(value)
-    if float(candidate) > value:
-        candidate = np.nextafter(candidate, np.float32(0))
-    return _from_bits(_bits(candidate))[()]
-
-
-def round_to_gradient_dtype(values: np.ndarray, dtype: str) -> np.ndarray:
-    """fp32 values rounded to what a gradient of this dtype can hold, as fp32."""
-    if dtype == "fp32":
-        return np.asarray(values, dtype=np.float32)
-    if dtype == "bf16":
-        return bf16_nearest(values)
-    if dtype == "fp16":
-        with np.errstate(over="ignore"):
-            return np.asarray(values, dtype=np.float32).astype(np.float16).astype(np.float32)
-    raise ValueError(f"gradient dtype {dtype!r}: one of fp32, bf16, fp16")
-
-
-# --- one block: numbers <-> codes and a scale ------------------------------------------------------------
-
-
-def levels(bits: int) -> int:
-    """L: codes run from -L to L. One bit has the codes -1 and +1."""
-    return {8: 127, 4: 7, 2: 1, 1: 1}[bits]
-
-
-def block_scale(block: np.ndarray, bits: int) -> np.float32:
-    """The bf16 scale of one block, NaN if the block holds a NaN or an infinity."""
-    if not np.all(np.isfinite(block)):
-        return np.float32(np.nan)
-    magnitude = np.abs(block)
-    limit = levels(bits)
-    if bits == 1:
-        total = 0.0
-        for value in magnitude:
-            total += float(value)
-        exact = np.float32(total / len(block))
-    else:
-        exact = magnitude.max() / np.float32(limit)
-    # Rounding up could make L*s infinite for the largest gradients: the scale stops one bf16 earlier.
-    cap = bf16_down(float(FLOAT32_MAX) / limit)
-    return min(bf16_up(exact)[()], cap)
-
-
-def block_codes(block: np.ndarray, scale: np.float32, bits: int) -> np.ndarray:
-    """The int8 codes of one block; all zero where the scale is zero or NaN."""
-    if np.isnan(scale) or scale == 0:
-        return np.zeros(len(block), dtype=np.int8)
-    if bits == 1:
-        return np.where(block >= 0, 1, -1).astype(np.int8)
-    limit = levels(bits)
-    # np.rint rounds halves to even.
-    return np.clip(np.rint(block / scale), -limit, limit).astype(np.int8)
-
-
-def code_range(
-    block: np.ndarray, slack: np.ndarray, scale: np.float32, bits: int, near_tie: float = 0.0
-) -> tuple[np.ndarray, np.ndarray]:
-    """The lowest and the highest code of each element of a block; `block_codes` twice where there is no tie.
-
-    A tie is within `slack` of the value, or within `near_tie` of h/s, relative: neighbouring codes. Slack
-    larger than a code reaches further codes: of an error it may be, whose scale is that of what was lost.
-    """
-    codes = block_codes(block, scale, bits)
-    if np.isnan(scale) or scale == 0:
-        return codes, codes
-    if bits == 1:
-        tie = (np.abs(block) <= slack) & (slack > 0)
-        return np.where(tie, -1, codes), np.where(tie, 1, codes)
-    quotient, limit = block.astype(np.float64) / np.float64(scale), levels(bits)
-    size = np.abs(quotient)
-    reach = np.where(slack > 0, slack / np.float64(scale) + ULP * size, 0.0)
-    reach = np.maximum(reach, near_tie * (np.floor(size) + 0.5))
-    lowest, highest = np.ceil(quotient - reach - 0.5), np.floor(quotient + reach + 0.5)
-    return tuple(
-        np.clip(np.where(reach > 0, end, codes), -limit, limit).astype(np.int8) for end in (lowest, highest)
-    )
-
-
-def possible_scales(block: np.ndarray, slack: np.ndarray, bits: int) -> list[np.float32]:
-    """The block's scale, then every other one that values within `slack` of it have."""
-    own = block_scale(block, bits)
-    if np.isnan(own) or not slack.any():
-        return [own]
-    magnitude, limit = np.abs(block.astype(np.float64)), levels(bits)
-    choose = np.mean if bits == 1 else np.max
-    low = choose(np.maximum(magnitude - slack, 0.0)) / limit
-    high = choose(magnitude + slack) / limit
-    if low == high:
-        return [own]
-    cap = float(bf16_down(float(FLOAT32_MAX) / limit))
-    first, last = (
-        int(_bits(bf16_up(np.float32(min(end, cap))))) >> 16 for end in (low * (1 - ULP), high * (1 + ULP))
-    )
-    scales = _from_bits(np.arange(first, last + 1, dtype=np.uint64) << np.uint64(16))
-    return [own, *(scale for scale in scales if scale != own)]
+# Labels of elements that are in no block: padding, and what is sent as it is.
+PADDING, EXACT = -1, -2
+ERRORS = Code("uniform", 8)
 
 
 @dataclass(frozen=True)
 class Decoded:
     """What one block may decode to under one scale: from `low` to `high`, equal but at ties, and of its grid:
-    s*q, -s or s at 1 bit, or any bf16 number where the scale is None."""
+    s*q, or any bf16 number where the scale is None."""
 
     low: np.ndarray
     high: np.ndarray
     scale: np.float32 | None
-    bits: int = 8
+    code: Code = ERRORS
 
     def holds(self, real: np.ndarray) -> np.ndarray:
         """Which elements of `real`, fp32, it may be."""
         inside = (self.low <= real) & (real <= self.high)
-        if self.scale is None:
-            on_grid = bf16_nearest(real) == real
-        elif self.bits == 1:
-            on_grid = np.abs(real) == self.scale
-        else:
-            step = self.scale if self.scale > 0 else np.float32(1)
-            on_grid = np.rint(real / step) * step == real
+        on_grid = bf16_nearest(real) == real if self.scale is None else self.code.on_grid(real, self.scale)
         return _equal(real, self.low) | _equal(real, self.high) | (inside & on_grid)
 
     def times(self, factor: float) -> Decoded:
         """After `_Memory.rescale`."""
         factor = np.float32(factor)
         scale = None if self.scale is None else bf16_nearest(self.scale * factor)[()]
-        return Decoded(self.low * factor, self.high * factor, scale, self.bits)
+        return Decoded(self.low * factor, self.high * factor, scale, self.code)
 
 
-def possible(block: np.ndarray, slack: np.ndarray, bits: int, near_tie: float = 0.0) -> list[Decoded]:
+def possible(block: np.ndarray, slack: np.ndarray, code: Code, near_tie: float = 0.0) -> list[Decoded]:
     """What a block's values within `slack` may be sent as: of its own scale, then of the other ones."""
     found = []
-    for scale in possible_scales(block, slack, bits):
-        low, high = (
-            scale * codes.astype(np.float32) for codes in code_range(block, slack, scale, bits, near_tie)
-        )
-        found.append(Decoded(low, high, scale, bits))
+    for scale in code.scales(block, slack):
+        low, high = (scale * q.astype(np.float32) for q in code.range(block, slack, scale, near_tie))
+        found.append(Decoded(low, high, scale, code))
     return found
 
 
@@ -248,16 +125,22 @@ def _equal(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
 # --- where blocks begin and end --------------------------------------------------------------------------
 
 
-def block_labels(numel: int, parameters: list[tuple[int, tuple[int, ...]]], block_size: int) -> np.ndarray:
-    """Which block each element of a bucket is in before shards cut it, int [numel]; -1: in none.
+def block_labels(
+    numel: int, parameters: list[tuple[int, tuple[int, ...]]], block_size: int, exact: bool = True
+) -> np.ndarray:
+    """Which block each element of a bucket is in before shards cut it, int [numel]; PADDING, EXACT: none.
 
     `parameters` are (first element, shape). Blocks are counted from the beginning of every row of every
-    parameter; a vector, and a parameter whose rows have less than 16 elements, is a single row.
+    parameter; a parameter whose rows have less than 16 elements is a single row. A vector is sent as it is;
+    or it is a single row, where not `exact`.
     """
-    labels = np.full(numel, -1)
+    labels = np.full(numel, PADDING)
     label = 0
     for first, shape in parameters:
         size = math.prod(shape)
+        if len(shape) < 2 and exact:
+            labels[first : first + size] = EXACT
+            continue
         row = math.prod(shape[1:]) if len(shape) > 1 else size
         row = size if row < 16 else row
         for row_start in range(first, first + size, row):
@@ -268,7 +151,7 @@ def block_labels(numel: int, parameters: list[tuple[int, tuple[int, ...]]], bloc
 
 
 def runs(labels: np.ndarray, start: int, stop: int) -> list[slice]:
-    """The stretches of one label from `start` to before `stop`, without those labelled -1."""
+    """The stretches of one label from `start` to before `stop`, without those in no block."""
     found = []
     while start < stop:
         end = start + 1
@@ -293,7 +176,7 @@ class _Memory:
 
     def reset(self) -> None:
         self.values = np.zeros(self.length, dtype=np.float32)
-        self.codes = np.zeros(self.length, dtype=np.int8)
+        self.codes = np.zeros(self.length, dtype=np.int16)
         self.scale = np.float32(0)
         self.forget_ties()
 
@@ -309,9 +192,9 @@ class _Memory:
     def write(self, target: np.ndarray, slack: np.ndarray) -> None:
         """Remember `target`; `slack` is how far another implementation's may be from it."""
         if self.dtype == "int8":
-            self.scale = block_scale(target, bits=8)
-            self.codes = block_codes(target, self.scale, bits=8)
-            self.possible = possible(target, slack, bits=8)
+            self.scale = ERRORS.scale(target)
+            self.codes = ERRORS.codes(target, self.scale)
+            self.possible = possible(target, slack, ERRORS)
         elif self.dtype == "bf16":
             self.values = bf16_nearest(target)
             low, high = (bf16_nearest(target + end) for end in (-slack, slack))
@@ -334,9 +217,10 @@ class _Memory:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step sent, remembered and reduced."""
+    """What one step sent, remembered and reduced. Where blocks are rotated, what was sent and is remembered
+    is of rotated numbers; 0 where nothing is coded."""
 
-    codes: np.ndarray  # int8 [ranks, numel]
+    codes: np.ndarray  # int16 [ranks, numel], q
     scales: np.ndarray  # float32 [ranks, shards, blocks], every value a bf16
     sent: np.ndarray  # float64 [ranks, numel], s*q
     errors: np.ndarray  # float64 [ranks, numel], decode(e) after the step (and after a reset)
@@ -352,11 +236,12 @@ class StepResult:
 class LoCoSimulation:
     """All ranks of a data-parallel group and one bucket, stepped together.
 
-    `gradients` are rounded to `gradient_dtype` on entry, as a bucket of that dtype would hold them, and what
-    the owners reduce to `reduced_dtype` (the same unless given). `labels` says which block each element is in
-    (block_labels); without, blocks are counted from each shard's beginning. `memory=False` is quantization
-    alone: the error is always zero. `step` is `exchange`, then `end_step` for a step that the optimizer did
-    not skip.
+    `gradients` are rounded to `gradient_dtype` on entry, as a bucket of that dtype would hold them, and
+    what the owners reduce to `reduced_dtype` (the same unless given). `labels` says which block each
+    element is in (block_labels); without, blocks are counted from each shard's beginning. `memory=False` is
+    quantization alone: the error is always zero. `codec` and `rotation` are a configuration's, `None` its
+    defaults; `first` and `last` say whether this is the first and the last of the hops between which sums
+    stay rotated. `step` is `exchange`, then `end_step` for a step that the optimizer did not skip.
     """
 
     def __init__(
@@ -374,9 +259,18 @@ class LoCoSimulation:
         gradient_dtype: str = "fp32",
         reduced_dtype: str | None = None,
         labels: np.ndarray | None = None,
+        codec: str | None = None,
+        rotation: str | None = None,
+        first: bool = True,
+        last: bool = True,
     ):
-        if bits not in (8, 4, 2, 1):
-            raise ValueError(f"bits {bits!r}: one of 8, 4, 2, 1")
+        if bits not in (8, 4, 3, 2, 1):
+            raise ValueError(f"bits {bits!r}: one of 8, 4, 3, 2, 1")
+        if codec is None:
+            codec = {8: "uniform", 1: "sign"}.get(bits, "uniform" if block_size == "shard" else "levels")
+        self.code = Code(codec, bits)
+        self.rotated_blocks = (rotation or ("hadamard" if codec == "levels" else "none")) == "hadamard"
+        self.first, self.last = first, last
         if error_dtype not in ("int8", "bf16", "fp32"):
             raise ValueError(f"error dtype {error_dtype!r}: one of int8, bf16, fp32")
         reduced_dtype = reduced_dtype or gradient_dtype
@@ -401,6 +295,7 @@ class LoCoSimulation:
             raise ValueError(f"block size {block_size!r}: 'shard' or a power of two from 16")
         if labels is None:
             labels = np.arange(ranks * self.shard_size) % self.shard_size // block_size
+        self.exact = np.flatnonzero(labels[:numel] == EXACT)
         # (shard, block, its elements) of every block that has any: neighbours of one label in one shard.
         self.places = [
             (shard, block, here)
@@ -431,7 +326,7 @@ class LoCoSimulation:
         if gradients.shape != (self.ranks, self.numel):
             raise ValueError(f"gradients {gradients.shape}, expected {(self.ranks, self.numel)}")
         gradients = round_to_gradient_dtype(gradients, self.gradient_dtype)
-        codes = np.zeros((self.ranks, self.numel), dtype=np.int8)
+        codes = np.zeros((self.ranks, self.numel), dtype=np.int16)
         scales = np.zeros(self._scales_shape, dtype=np.float32)
         sent = np.zeros((self.ranks, self.numel), dtype=np.float64)
         blocks = []
@@ -444,9 +339,9 @@ class LoCoSimulation:
                 codes[rank, here] = q
                 scales[rank, shard, block] = s
                 sent[rank, here] = np.float64(s) * q.astype(np.float64)
-                blocks.append((rank, here, possible(h, unsure, self.bits, NEAR_TIE)))
+                blocks.append((rank, here, possible(h, unsure, self.code, NEAR_TIE)))
         ties = Ties(gradients.shape, blocks)
-        return StepResult(codes, scales, sent, self.errors(), self._reduce(sent), ties)
+        return StepResult(codes, scales, sent, self.errors(), self._reduce(sent, gradients), ties)
 
     def end_step(self, *, successful: bool = True, loss_scale_factor: float = 1.0) -> None:
         """What the optimizer's step does to the errors: a skipped one (and every T-th other) clears them,
@@ -481,12 +376,14 @@ class LoCoSimulation:
         """From g to s, q and the new error, for one block; returns h, how far it may be off, s and q."""
         memory = self._memories[place]
         memory.forget_ties()
+        if self.rotated_blocks and self.first:
+            gradient, slack = rotate(gradient), rotated_slack(slack, gradient)
         # A gradient near the largest fp32 may overflow here: that block is then sent as NaN.
         with np.errstate(over="ignore", invalid="ignore"):
             h = gradient + memory.read()
             unsure = np.where(slack > 0, slack + ULP * np.abs(h.astype(np.float64)), 0.0)
-        s = block_scale(h, self.bits)
-        q = block_codes(h, s, self.bits)
+        s = self.code.scale(h)
+        q = self.code.codes(h, s)
         if self.memory and not np.isnan(s):
             r = h - s * q.astype(np.float32)
             old, new = np.float32(self.beta) * memory.read(), np.float32(1.0 - self.beta) * r
@@ -494,9 +391,11 @@ class LoCoSimulation:
             memory.write(old + new, np.where(slack > 0, (1.0 - self.beta) * unsure + rounding, 0.0))
         return h, unsure, s, q
 
-    def _reduce(self, sent: np.ndarray) -> np.ndarray:
-        """The owner of each shard adds what the ranks sent, in rank order, in fp32."""
+    def _reduce(self, sent: np.ndarray, gradients: np.ndarray) -> np.ndarray:
+        """The owner of each shard adds what the ranks sent, in rank order, in fp32; what is not coded in
+        fp64."""
         shards = np.zeros((self.ranks, self.shard_size), dtype=np.float32)
+        divisor = self.ranks if self.average else 1
         with np.errstate(over="ignore", invalid="ignore"):
             for owner in range(self.ranks):
                 here = slice(owner * self.shard_size, (owner + 1) * self.shard_size)
@@ -504,6 +403,25 @@ class LoCoSimulation:
                     # s*q has at most 8+7 significant bits: exact in fp32.
                     part = sent[sender, here].astype(np.float32)
                     shards[owner, : len(part)] += part
-            if self.average:
-                shards /= np.float32(self.ranks)
+            flat = shards.reshape(-1)
+            if self.last:
+                flat[: self.numel] = self.rotated_back(flat[None, : self.numel])[0]
+            flat /= np.float32(divisor)
+            flat[self.exact] = gradients[:, self.exact].astype(np.float64).sum(axis=0) / divisor
         return round_to_gradient_dtype(shards, self.reduced_dtype)
+
+    def rotated(self, values: np.ndarray) -> np.ndarray:
+        """Numbers as they are coded, [n, numel], by block."""
+        return self._by_block(values, rotate)
+
+    def rotated_back(self, values: np.ndarray) -> np.ndarray:
+        """What was sent, or a sum of it, [n, numel], as numbers that are not rotated."""
+        return self._by_block(values, rotate_back)
+
+    def _by_block(self, values: np.ndarray, change: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        values = values.astype(np.float32)
+        if self.rotated_blocks:
+            for row in values:
+                for _, _, here in self.places:
+                    row[here] = change(row[here])
+        return values

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulation.loco_float64 import bf16_up, runs
+from simulation.codes import bf16_up
+from simulation.loco_float64 import runs
 
 NEAR_TIE = 1e-6
 

@@ -48,6 +48,7 @@ ERRORS: dict[str, tuple[dict[str, Any], np.ndarray, dict[int, float]]] = {
 
 def simulation_of(options: dict[str, Any], ranks: int = 1) -> LoCoSimulation:
     options = {"bits": 4, "beta": 0.0, "block_size": BLOCK, **options}
+    options = {"codec": "uniform" if options["bits"] > 1 else "sign", **options}
     return LoCoSimulation(ranks, 2 * BLOCK, **options)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,14 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from seeds import seeded
 
-from simulation.loco_float64 import (
-    FLOAT32_MAX,
-    LoCoSimulation,
-    bf16_down,
-    bf16_nearest,
-    bf16_up,
-    levels,
-)
+from simulation.codes import FLOAT32_MAX, Code, bf16_down, bf16_nearest, bf16_up
+from simulation.loco_float64 import LoCoSimulation as Simulation
 
 # All finite non-negative bf16 numbers, in order, by decoding every 15-bit pattern with its definition.
 ALL_BF16 = [
@@ -31,6 +26,18 @@ ALL_BF16 = [
     for mantissa in range(128)
 ]
 BF16_MAX = ALL_BF16[-1]
+
+
+def LoCoSimulation(*sizes: int, bits: int, **options: Any) -> Simulation:
+    """With multiples of a scale, or a sign: what the bounds here are of."""
+    return Simulation(*sizes, bits=bits, codec="uniform" if bits > 1 else "sign", **options)
+
+
+def levels(bits: int) -> int:
+    """L, the largest code."""
+    return Code("uniform" if bits > 1 else "sign", bits).largest
+
+
 finite_float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
@@ -41,7 +48,7 @@ def gradients_like_training(ranks: int, numel: int, seed: int = 0) -> np.ndarray
     return (random.standard_normal((ranks, numel)) * size).astype(np.float32)
 
 
-def per_element(simulation: LoCoSimulation, scales: np.ndarray) -> np.ndarray:
+def per_element(simulation: Simulation, scales: np.ndarray) -> np.ndarray:
     """scales [ranks, shards, blocks] repeated to [ranks, numel]."""
     lengths = [stop - start for start, stop in simulation.blocks]
     return np.repeat(scales, lengths, axis=2).reshape(simulation.ranks, simulation.numel)
@@ -391,7 +398,7 @@ def test_zeros(bits):
 
 def test_impossible_settings_are_refused():
     with pytest.raises(ValueError, match="bits"):
-        LoCoSimulation(2, 64, bits=3)
+        LoCoSimulation(2, 64, bits=5)
     with pytest.raises(ValueError, match="block size"):
         LoCoSimulation(2, 64, bits=4, block_size=100)
     with pytest.raises(ValueError, match="error dtype"):
