@@ -13,4 +13,8 @@ from megatron_patch.config import CompressionConfig
 def setup_of(stream: int = 0, **options: object) -> Setup:
     """A workspace of its own, and senders with the options of CompressionConfig."""
     config, device = CompressionConfig(**options), torch.device("cpu")
-    return Setup(config, Workspace(device), lambda layout: Sender(config, layout, device, stream))
+    return Setup(
+        config,
+        Workspace(device),
+        lambda layout, first=True, last=True: Sender(config, layout, device, stream, first, last),
+    )
