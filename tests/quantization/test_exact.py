@@ -1,0 +1,96 @@
+"""Vectors that are sent as they are: which elements, in which shard, and their sum."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from quantization.backend_agreement import only_torch
+
+from megatron_patch.compensation.sender import Sender
+from megatron_patch.config import CompressionConfig
+from megatron_patch.quantization import backends
+from megatron_patch.quantization.blocks import Span
+from megatron_patch.quantization.layout import BlockLayout
+
+CPU = torch.device("cpu")
+SPANS = [
+    Span.of(0, (4, 128)),
+    Span.of(512, (100,), exact=True),
+    Span.of(640, (3, 96)),
+    Span.of(1000, (1,), exact=True),
+    Span.of(1001, (13,), exact=True),
+    Span.of(1024, (2, 256)),
+]
+NUMEL = 1550
+VECTORS = [*range(512, 612), *range(1000, 1014)]
+
+
+def gradients(senders: int) -> torch.Tensor:
+    return torch.randn(senders, NUMEL, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shards", [1, 3, 7])
+@pytest.mark.parametrize("divisor", [1, 3])
+def test_the_owners_get_the_sums_of_vectors_to_the_last_bit(shards, divisor, dtype):
+    config = CompressionConfig(bits=2)
+    layout = BlockLayout.of(NUMEL, shards, 2, 128, spans=SPANS)
+    values = gradients(3).to(dtype)
+    payloads = torch.full((3, shards, layout.payload_bytes), 0xA5, dtype=torch.uint8)
+    for row, payload in zip(values, payloads, strict=True):
+        Sender(config, layout, CPU).compress(row, payload)
+    codec = Sender(config, layout, CPU).codec
+    total = torch.full((NUMEL,), 7.0)
+    for shard, output in enumerate(total.split(layout.shard_size)):
+        backends.decompress_reduce(payloads[:, shard], codec, layout.part(shard), output, divisor)
+    wanted = (values.double().sum(0) / divisor).float()
+    assert torch.equal(total[VECTORS], wanted[VECTORS])
+    coded = [
+        place for span in SPANS if not span.exact for place in range(span.start, span.start + span.length)
+    ]
+    assert not torch.equal(total[coded], wanted[coded])
+    lost = (total[coded] - wanted[coded]).square().sum() / wanted[coded].square().sum()
+    assert lost < 0.14
+    padding = np.setdiff1d(np.arange(NUMEL), [*VECTORS, *coded])
+    assert not total[padding].any()
+    end = layout.coded_bytes + layout.exact.nbytes
+    assert not payloads[..., end:].any()
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_all_shards_at_once(shards):
+    """What an all-gather brings: one payload for every shard."""
+    config = CompressionConfig(method="naive", bits=8)
+    layout = BlockLayout.of(NUMEL, shards, 8, 128, spans=SPANS)
+    values = gradients(1)[0]
+    payload = torch.empty(shards, layout.payload_bytes, dtype=torch.uint8)
+    sender = Sender(config, layout, CPU)
+    sender.compress(values, payload)
+    output = torch.empty(NUMEL)
+    backends.decompress(payload, sender.codec, layout, output)
+    assert torch.equal(output[VECTORS], values[VECTORS])
+    with only_torch():
+        other = torch.empty(NUMEL)
+        backends.decompress(payload, sender.codec, layout, other)
+    assert torch.equal(output, other)
+
+
+def test_a_cut_of_whole_blocks_stays_regular_and_the_vectors_are_exact():
+    """Norms of 256 beside matrices of 256 columns: the kernels' fastest way."""
+    spans = [Span.of(0, (4, 256)), Span.of(1024, (256,), exact=True), Span.of(1280, (3, 256))]
+    layout = BlockLayout.of(2048, 2, 4, 128, spans=spans)
+    assert layout.table is None
+    values = torch.randn(2048)
+    sender = Sender(CompressionConfig(), layout, CPU)
+    payload, output = torch.empty(2, layout.payload_bytes, dtype=torch.uint8), torch.empty(2048)
+    sender.compress(values, payload)
+    backends.decompress(payload, sender.codec, layout, output)
+    assert torch.equal(output[1024:1280], values[1024:1280])
+    assert not torch.equal(output[:1024], values[:1024])
+
+
+def test_without_vectors_nothing_is_added():
+    layout = BlockLayout.of(1024, 2, 4, 128, spans=[Span.of(0, (8, 128))])
+    assert layout.exact is None
+    assert layout.payload_bytes == 512 * 4 // 8 + 16
