@@ -73,13 +73,9 @@ def test_zeros_stay_zeros_and_what_is_not_finite_reaches_its_part():
 
 
 def test_hops_rotate_at_the_first_and_back_at_the_last():
-    assert [
-        (hop.sender, hop.owner) for hop in (HADAMARD.hop(first=True), HADAMARD.hop(), HADAMARD.hop(last=True))
-    ] == [
-        (True, False),
-        (False, False),
-        (False, True),
-    ]
+    hops = [HADAMARD.hop(first=True), HADAMARD.hop(), HADAMARD.hop(last=True)]
+    assert [hop.sender for hop in hops] == [True, False, False]
+    assert [hop.owner for hop in hops] == [False, False, True]
     assert HADAMARD.hop(first=True, last=True) == HADAMARD
     assert all(HADAMARD.hop(first, last).rotated for first in (True, False) for last in (True, False))
     assert NONE.hop(first=True, last=True) == NONE
