@@ -9,12 +9,23 @@ import math
 import pytest
 
 import megatron_patch
-from megatron_patch.config import BITS, ERROR_DTYPES, METHODS, ROUNDINGS, TOPOLOGIES, CompressionConfig
+from megatron_patch.config import (
+    BITS,
+    CODECS,
+    ERROR_DTYPES,
+    METHODS,
+    ROTATIONS,
+    ROUNDINGS,
+    TOPOLOGIES,
+    CompressionConfig,
+)
 from megatron_patch.errors import UserError, nearest
 
 CHOICES = {
     "method": METHODS,
     "bits": BITS,
+    "codec": tuple(CODECS),
+    "rotation": ROTATIONS,
     "rounding": ROUNDINGS,
     "error_dtype": ERROR_DTYPES,
     "topology": TOPOLOGIES,
@@ -31,11 +42,11 @@ REFUSED = [
     ({"method": "LoCo"}, "method", ", ".join(METHODS)),
     ({"method": None}, "method", ", ".join(METHODS)),
     ({"method": ""}, "method", ", ".join(METHODS)),
-    ({"bits": 3}, "bits", "8, 4, 2, 1"),
-    ({"bits": 16}, "bits", "8, 4, 2, 1"),
-    ({"bits": 0}, "bits", "8, 4, 2, 1"),
-    ({"bits": True}, "bits", "8, 4, 2, 1"),
-    ({"bits": "4"}, "bits", "8, 4, 2, 1"),
+    ({"bits": 5}, "bits", "8, 4, 3, 2, 1"),
+    ({"bits": 16}, "bits", "8, 4, 3, 2, 1"),
+    ({"bits": 0}, "bits", "8, 4, 3, 2, 1"),
+    ({"bits": True}, "bits", "8, 4, 3, 2, 1"),
+    ({"bits": "4"}, "bits", "8, 4, 3, 2, 1"),
     ({"block_size": 100}, "block_size", BLOCK),
     ({"block_size": 8}, "block_size", BLOCK),
     ({"block_size": 0}, "block_size", BLOCK),
@@ -48,6 +59,13 @@ REFUSED = [
     ({"rounding": "up"}, "rounding", ", ".join(ROUNDINGS)),
     ({"rounding": "stochastik"}, "rounding", ", ".join(ROUNDINGS)),
     ({"rounding": "stochastic", "bits": 1}, "rounding", "nearest"),
+    ({"rounding": "stochastic", "codec": "levels"}, "rounding", "nearest with codec levels"),
+    ({"codec": "levels", "bits": 8}, "codec", "uniform with bits 8 (levels has 4, 3, 2)"),
+    ({"codec": "uniform", "bits": 1}, "codec", "sign with bits 1 (uniform has 8, 4, 3, 2)"),
+    ({"codec": "sign", "bits": 4}, "codec", "uniform or levels with bits 4 (sign has 1)"),
+    ({"codec": "nf4"}, "codec", "uniform, levels, sign"),
+    ({"rotation": "fourier"}, "rotation", "none, hadamard"),
+    ({"rotation": "hadamard", "block_size": "shard"}, "rotation", "none with block_size shard"),
     ({"error_beta": 1.0}, "error_beta", BETA),
     ({"error_beta": 1}, "error_beta", BETA),
     ({"error_beta": 1.5}, "error_beta", BETA),
@@ -109,7 +127,7 @@ def test_an_impossible_value_is_refused_by_name_with_what_is_allowed(options, fi
     ],
 )
 def test_a_typo_is_answered_with_the_nearest_choice(options, meant):
-    with pytest.raises(UserError, match=rf"\(did you mean {meant}\?\)$"):
+    with pytest.raises(UserError, match=rf"(did you mean {meant}\?)$"):
         CompressionConfig(**options)
 
 
@@ -126,8 +144,32 @@ def test_every_documented_combination_is_accepted():
     for values in itertools.product(others, BITS, ERROR_DTYPES, (16, 128, 4096, "shard")):
         options = dict(zip(names, values, strict=True))
         assert options.items() <= CompressionConfig(**options).as_dict().items()
-    for bits in (8, 4, 2):
+    for bits in (8, 4, 3, 2):
         assert CompressionConfig(rounding="stochastic", bits=bits).rounding == "stochastic"
+
+
+@pytest.mark.parametrize(
+    ("options", "codec", "rotation"),
+    [
+        ({}, "levels", "hadamard"),
+        ({"bits": 3}, "levels", "hadamard"),
+        ({"bits": 2}, "levels", "hadamard"),
+        ({"bits": 8}, "uniform", "none"),
+        ({"bits": 1}, "sign", "none"),
+        ({"rounding": "stochastic"}, "uniform", "none"),
+        ({"block_size": "shard"}, "uniform", "none"),
+        ({"block_size": "shard", "codec": "levels"}, "levels", "none"),
+        ({"codec": "uniform"}, "uniform", "none"),
+        ({"codec": "uniform", "rotation": "hadamard"}, "uniform", "hadamard"),
+        ({"rotation": "none"}, "levels", "none"),
+        ({"bits": 8, "rotation": "hadamard"}, "uniform", "hadamard"),
+        ({"method": "onebit_adam"}, "sign", "none"),
+    ],
+)
+def test_the_code_follows_the_bits(options, codec, rotation):
+    config = CompressionConfig(**options)
+    assert (config.codec, config.rotation) == (codec, rotation)
+    assert CompressionConfig(**config.as_dict()) == config
 
 
 def test_onebit_adam_has_defaults_of_its_own():
@@ -143,6 +185,8 @@ def test_the_defaults_are_those_of_the_design():
     assert CompressionConfig().as_dict() == {
         "method": "loco",
         "bits": 4,
+        "codec": "levels",
+        "rotation": "hadamard",
         "block_size": 128,
         "rounding": "nearest",
         "error_beta": 0.8,
