@@ -127,7 +127,7 @@ def test_an_impossible_value_is_refused_by_name_with_what_is_allowed(options, fi
     ],
 )
 def test_a_typo_is_answered_with_the_nearest_choice(options, meant):
-    with pytest.raises(UserError, match=rf"(did you mean {meant}\?)$"):
+    with pytest.raises(UserError, match=rf"\(did you mean {meant}\?\)$"):
         CompressionConfig(**options)
 
 
