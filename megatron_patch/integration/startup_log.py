@@ -40,7 +40,8 @@ def _lines(config: CompressionConfig, seams: Sequence[BucketGroupSeam]) -> Itera
         f"beta {config.beta}, errors in {config.error_dtype}" if config.keeps_errors else "no errors kept"
     )
     start = f", from step {config.start_step} on" if config.start_step else ""
-    yield logging.INFO, f"{config.method}, {config.bits} bits, block {config.block_size}, {memory}{start}"
+    code = f"{config.bits} bits ({config.code}{', rotated' if config.rotates else ''})"
+    yield logging.INFO, f"{config.method}, {code}, block {config.block_size}, {memory}{start}"
     stages = [(seam, stage) for seam in seams for stage in seam.stages]
     for reason in dict.fromkeys(stage.made.flat_because for _, stage in stages):
         if reason is not None:

@@ -4,6 +4,7 @@ were counted from each shard's beginning."""
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -24,8 +25,11 @@ from megatron_patch.quantization.layout import BlockLayout
 
 CPU = torch.device("cpu")
 NUMEL, RANKS, LOCAL = 960, 4, 2
-SHAPES = {"rows": (0, (5, 96)), "vector": (512, (201,)), "short": (768, (10, 12))}
-SPANS = tuple(Span.of(start, shape) for start, shape in SHAPES.values())
+SHAPES = {"rows": (0, (6, 96)), "vector": (576, (137,)), "short": (768, (10, 12))}
+SPANS = tuple(Span.of(start, shape, exact=len(shape) == 1) for start, shape in SHAPES.values())
+CODED = tuple(
+    start + k for start, shape in SHAPES.values() if len(shape) > 1 for k in range(math.prod(shape))
+)
 PIECES = tuple(
     Piece(name, name, (0,) * len(shape), shape, start, (*shape[1:], 1))
     for name, (start, shape) in SHAPES.items()
@@ -39,8 +43,8 @@ HELD = {
 }
 
 
-def saved(layout: BlockLayout, dtype: str, values: torch.Tensor) -> MovingAverageError:
-    error = MovingAverageError(layout, 0.0, dtype, CPU)
+def saved(layout: BlockLayout, dtype: str, values: torch.Tensor, rotated: bool = False) -> MovingAverageError:
+    error = MovingAverageError(layout, 0.0, dtype, CPU, rotated)
     error.set(values)
     return error
 
@@ -56,12 +60,13 @@ def values_of(position: Position) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", ["int8", "bf16"])
 @pytest.mark.parametrize("name", HELD)
-def test_a_manifest_tells_where_blocks_lie(name, dtype):
+@pytest.mark.parametrize("rotated", [False, True])
+def test_a_manifest_tells_where_blocks_lie_and_whether_they_are_rotated(name, dtype, rotated):
     kind, layout, position = HELD[name]
     assert layout.table is not None
-    error = saved(layout, dtype, values_of(position))
+    error = saved(layout, dtype, values_of(position), rotated)
     part = Part(kind, PIECES, NUMEL, position, 0, 2, 1.0, SPANS)
-    storage = Storage(layout.shards, S, 64, dtype, layout.blocks)
+    storage = Storage(layout.shards, S, 64, dtype, layout.blocks, rotated)
     rank = RankLayout(((part, storage),))
     written = json.loads(json.dumps(rank.without_positions().as_json()))
     read = RankLayout.from_json(written).at(rank.positions)
@@ -82,7 +87,7 @@ def test_errors_of_0_1_0_are_decoded_with_their_blocks_and_encoded_anew(name, dt
     for bucket in written["buckets"]:
         del bucket["spans"]  # as 0.1.0 wrote it
     for state in written["states"]:
-        del state["blocks"]
+        del state["blocks"], state["rotated"]
     read = RankLayout.from_json(json.loads(json.dumps(written))).at([[*vars(position).values(), 0]])
     (found, how), *_ = read.states
     assert (found, how) == (part, Storage(layout.shards, S, 64, dtype))
@@ -91,9 +96,13 @@ def test_errors_of_0_1_0_are_decoded_with_their_blocks_and_encoded_anew(name, dt
     ((carried, missing),) = reshard([new_part], [(found, lambda: decode(old.tensors(), found, how))])
     assert missing == 0
     assert torch.equal(carried, old.flat())
-    new = saved(layout, dtype, carried)
-    if dtype == "fp32":
-        assert torch.equal(new.flat(), values)
-    else:
-        off = (new.flat() - values).abs().max()
-        assert 0 < off < 2 * values.abs().max() / 127
+    everything = torch.arange(NUMEL)
+    coded = torch.isin(position.of(everything).flatten(), torch.tensor(CODED))
+    for rotated in (False, True):
+        new = saved(layout, dtype, carried, rotated)
+        off = (new.flat() - values)[coded].abs().max()
+        if dtype == "fp32":
+            assert off < (1e-5 if rotated else 1e-30)
+        else:
+            assert 0 < off < (4 if rotated else 2) * values.abs().max() / 127
+        assert not new.flat()[~coded].any(), "of vectors no error is kept"
