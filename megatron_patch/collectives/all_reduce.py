@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megatron_patch.collectives.exchange import ExchangeTraffic, SenderState, Setup, payloads
+from megatron_patch.collectives.exchange import ExchangeTraffic, SenderState, Setup, gathered, payloads
 from megatron_patch.collectives.reduce_scatter import ReduceScatterHandle, start_reduce_scatter
 from megatron_patch.collectives.workspace import Workspace
 from megatron_patch.compensation.resharding import ALL_REDUCE, OWNER, Position
@@ -56,7 +56,7 @@ class AllReduce:
     def traffic(self, tensor: torch.Tensor) -> ExchangeTraffic:
         """Exchange.traffic."""
         peers = self._group.size() - 1
-        return ExchangeTraffic(payloads(self.sender) + payloads(self.owner, peers))
+        return ExchangeTraffic(payloads(self.sender, self._group.rank()) + gathered(self.sender, peers))
 
     def describe(self) -> str:
         """Exchange.describe."""
@@ -99,7 +99,8 @@ class AllReduceHandle:
         send = self._workspace.take(1, layout.payload_bytes)
         receive = self._workspace.take(layout.shards, layout.payload_bytes)
         with self._workspace.timed():
-            owner.compress(_as_fp32(reduced)[: owner.layout.numel], send)
+            owner.compress(_as_fp32(reduced)[: owner.layout.numel], send[:, : owner.layout.payload_bytes])
+            send[:, owner.layout.payload_bytes :] = 0
         dist.all_gather_into_tensor(receive, send, group=self._group)
         buffers = [reduced, send, receive]
         if self._around is not None:

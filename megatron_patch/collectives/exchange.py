@@ -105,7 +105,13 @@ class Setup:
         return BlockLayout.of(numel, shards, self.config.bits, self.config.block_size, whole_blocks, spans)
 
 
-def payloads(sender: Sender, peers: int | None = None) -> Traffic:
-    """One payload of `sender` to each of `peers` ranks; by default to the owners of its other shards."""
-    peers = sender.layout.shards - 1 if peers is None else peers
+def payloads(sender: Sender, own: int) -> Traffic:
+    """The payloads of `sender` to the owners of its shards, but for the `own`-th, which is this rank's."""
+    layout = sender.layout
+    nbytes = sum(layout.payload_sizes) - layout.payload_sizes[own]
+    return Traffic(nbytes, (layout.shards - 1) * layout.shard_size)
+
+
+def gathered(sender: Sender, peers: int) -> Traffic:
+    """One payload of as many bytes as `sender`'s longest to each of `peers` ranks."""
     return Traffic(peers * sender.layout.payload_bytes, peers * sender.layout.shard_size)

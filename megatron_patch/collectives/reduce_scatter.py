@@ -45,7 +45,7 @@ class ReduceScatter:
 
     def traffic(self, tensor: torch.Tensor) -> ExchangeTraffic:
         """Exchange.traffic."""
-        return ExchangeTraffic(payloads(self.sender))
+        return ExchangeTraffic(payloads(self.sender, self._group.rank()))
 
     def describe(self) -> str:
         """Exchange.describe."""
@@ -106,8 +106,24 @@ def start_reduce_scatter(
     """
     layout = sender.layout
     send = workspace.take(layout.shards, layout.payload_bytes)
-    receive = workspace.take(layout.shards, layout.payload_bytes)
+    receive = workspace.take(layout.shards, own.payload_bytes)
+    sizes = layout.payload_sizes if len(set(layout.payload_sizes)) > 1 else None
     with workspace.timed():
         sender.compress(gradient, send)
-    work = dist.all_to_all_single(receive, send, group=group, async_op=True)
+        if sizes is not None:
+            send = _end_to_end(send, sizes, workspace)
+    if sizes is None:
+        work = dist.all_to_all_single(receive, send, group=group, async_op=True)
+    else:
+        of_senders = [receive.shape[1]] * layout.shards
+        work = dist.all_to_all_single(receive.view(-1), send[0], of_senders, sizes, group, async_op=True)
     return ReduceScatterHandle(work, send, receive, workspace, sender, own, output, divisor)
+
+
+def _end_to_end(payloads: torch.Tensor, sizes: list[int], workspace: Workspace) -> torch.Tensor:
+    """Payloads of unlike sizes, which begin the rows of uint8 [N, payload_bytes], without what is between."""
+    packed = workspace.take(1, sum(sizes), "packed payloads")
+    rows = [row[:size] for row, size in zip(payloads, sizes, strict=True)]
+    torch._foreach_copy_(packed[0].split(sizes), rows)
+    workspace.give(payloads)
+    return packed

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_patch.collectives.all_reduce import AllReduceHandle, start_all_reduce
-from megatron_patch.collectives.exchange import ExchangeTraffic, SenderState, Setup, payloads
+from megatron_patch.collectives.exchange import ExchangeTraffic, SenderState, Setup, gathered, payloads
 from megatron_patch.collectives.reduce_scatter import start_reduce_scatter
 from megatron_patch.collectives.topology import TwoHops
 from megatron_patch.collectives.two_hop_reduce_scatter import inside_sender, stays_rotated
@@ -93,12 +93,12 @@ class TwoHopAllReduce:
     def traffic(self, tensor: torch.Tensor) -> ExchangeTraffic:
         """Exchange.traffic; hops 1 and 3 stay inside the node."""
         hops = self.hops
-        first = self.chunk * tensor.element_size()
+        first = float((hops.local - 1) * self.chunk * tensor.element_size())
         if self.inside is not None:
-            first = self.inside.layout.payload_bytes
-        inside = (hops.local - 1) * (first + hops.nodes * self.sender.layout.payload_bytes)
-        between = payloads(self.sender) + payloads(self.owner, hops.nodes - 1)
-        return ExchangeTraffic(between, float(inside))
+            first = payloads(self.inside, hops.intra.rank()).nbytes
+        inside = first + (hops.local - 1) * hops.nodes * self.sender.layout.payload_bytes
+        between = payloads(self.sender, hops.inter.rank()) + gathered(self.sender, hops.nodes - 1)
+        return ExchangeTraffic(between, inside)
 
     def describe(self) -> str:
         """Exchange.describe."""

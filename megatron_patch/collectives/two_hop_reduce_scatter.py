@@ -88,8 +88,8 @@ class TwoHopReduceScatter:
         others = self.hops.local - 1
         inside = tensor.nbytes * others / self.hops.local
         if self.inside is not None:
-            inside = float(others * self.inside.layout.payload_bytes)
-        return ExchangeTraffic(payloads(self.sender), inside)
+            inside = payloads(self.inside, self.hops.intra.rank()).nbytes
+        return ExchangeTraffic(payloads(self.sender, self.hops.inter.rank()), inside)
 
     def describe(self) -> str:
         """Exchange.describe."""

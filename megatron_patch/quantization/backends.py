@@ -119,9 +119,10 @@ def decompress_reduce(
 
 
 def decompress(payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor) -> None:
-    """Decode one payload per shard, uint8 [N, payload_bytes], into `output` [B] of any float dtype."""
+    """Decode one payload for each shard, uint8 [N, payload_bytes], into `output` [B] of any float dtype."""
     for index, part in enumerate(output.split(layout.shard_size)):
-        _decompress_reduce(payloads[index : index + 1], codec, layout.part(index), part, 1)
+        shard = layout.part(index)
+        _decompress_reduce(payloads[index : index + 1, : shard.payload_bytes], codec, shard, part, 1)
     if layout.exact is not None:
         layout.exact.read(payloads[None], layout.coded_bytes, output)
 

@@ -44,14 +44,17 @@ class ExactElements:
             row[: len(here)] = here
         return ExactElements(places, shard_size)
 
-    def shards(self, first: int, count: int, step: int) -> ExactElements:
-        """Those of `count` of the shards, each `step`-th."""
-        return ExactElements(self.places[first::step][:count], self.shard_size)
+    def shards(self, first: int, count: int, step: int) -> ExactElements | None:
+        """Those of `count` of the shards, each `step`-th; None: there are none."""
+        places = self.places[first::step][:count]
+        most = int((places != NONE_HERE).sum(dim=1).max())
+        return ExactElements(places[:, :most], self.shard_size) if most else None
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of a payload that they take."""
-        return 4 * self.places.shape[1]
+    def nbytes(self) -> list[int]:
+        """Bytes of each shard's payload that they take."""
+        counts: list[int] = (self.places != NONE_HERE).sum(dim=1).tolist()
+        return [4 * count for count in counts]
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """(which elements of the tensor, which of [N * n]), int64 on a device; copied there once."""
@@ -64,17 +67,23 @@ class ExactElements:
 
     def write(self, tensor: torch.Tensor, payload: torch.Tensor, start: int) -> None:
         """Write those of `tensor`, [B] of any float dtype, into `payload`, uint8 [N, payload_bytes], from
-        byte `start` to its end."""
+        byte `start` on, and zeros behind them."""
         elements, slots = self._on(tensor.device)
         values = torch.zeros(self.places.numel(), dtype=torch.float32, device=tensor.device)
         values[slots] = tensor[elements].to(torch.float32)
-        payload[:, start : start + self.nbytes] = values.view(len(payload), -1).view(torch.uint8)
-        payload[:, start + self.nbytes :] = 0
+        end = start + self._most
+        payload[:, start:end] = values.view(len(payload), -1).view(torch.uint8)
+        payload[:, end:] = 0
 
     def read(self, payloads: torch.Tensor, start: int, output: torch.Tensor, divisor: int = 1) -> None:
         """Sum the senders' payloads, uint8 [senders, N, payload_bytes], into `output`, [B] of any float
         dtype."""
         elements, slots = self._on(output.device)
-        values = payloads[..., start : start + self.nbytes].contiguous().view(torch.float32)
+        values = payloads[..., start : start + self._most].contiguous().view(torch.float32)
         total = values.to(torch.float64).sum(dim=0).view(-1)[slots] / divisor
         output[elements] = total.to(torch.float32).to(output.dtype)
+
+    @property
+    def _most(self) -> int:
+        """Bytes of them in the payload which has most."""
+        return 4 * self.places.shape[1]

@@ -12,12 +12,13 @@ is its packed codes, then its scales, contiguous:
 so that every shard's payload and its scales start at an address that vector loads like. Codes lie block by
 block: in a regular cut end to end, in another each block's from a whole word on (codes of several planes,
 packing.py: each plane of each block; in a regular cut every block takes the bytes of a whole one). All
-payloads have one size, that of the shard which needs most. At p = 4, b = 128 and whole blocks that is 4 +
-16/128 = 4.125 bits an element.
+payloads have the codes and scales of the shard which needs most of them, and exact elements of their own.
+At p = 4, b = 128 and whole blocks that is 4 + 16/128 = 4.125 bits an element.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -110,11 +111,16 @@ class BlockLayout:
         """Bytes of one shard's codes and scales: where in a payload its exact elements begin."""
         return _round_up(self.code_bytes + 2 * self.blocks, _ALIGNMENT)
 
+    @functools.cached_property
+    def payload_sizes(self) -> list[int]:
+        """Bytes of each shard's payload: as many codes and scales in all, and its own exact elements."""
+        exact = [0] * self.shards if self.exact is None else self.exact.nbytes
+        return [self.coded_bytes + _round_up(nbytes, _ALIGNMENT) for nbytes in exact]
+
     @property
     def payload_bytes(self) -> int:
-        """Bytes of one shard's payload."""
-        exact = 0 if self.exact is None else self.exact.nbytes
-        return self.coded_bytes + _round_up(exact, _ALIGNMENT)
+        """Bytes of the longest payload."""
+        return max(self.payload_sizes)
 
     def cut(self, flat: torch.Tensor) -> torch.Tensor:
         """[B] of any float dtype -> fp32 [N, blocks, b], short shards and blocks filled with zeros."""
