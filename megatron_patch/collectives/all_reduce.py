@@ -56,7 +56,9 @@ class AllReduce:
     def traffic(self, tensor: torch.Tensor) -> ExchangeTraffic:
         """Exchange.traffic."""
         peers = self._group.size() - 1
-        return ExchangeTraffic(payloads(self.sender, self._group.rank()) + gathered(self.sender, peers))
+        return ExchangeTraffic(
+            payloads(self.sender, self._group.rank()) + gathered(self.sender.layout, peers)
+        )
 
     def describe(self) -> str:
         """Exchange.describe."""
@@ -70,7 +72,6 @@ class AllReduceHandle:
         self,
         scatter: ReduceScatterHandle,
         reduced: torch.Tensor,
-        sender: Sender,
         owner: Sender,
         whole: BlockLayout,
         data: torch.Tensor,
@@ -80,7 +81,6 @@ class AllReduceHandle:
     ) -> None:
         self._scatter = scatter
         self._reduced: torch.Tensor | None = reduced
-        self._sender = sender
         self._owner = owner
         self._whole = whole
         self._data = data
@@ -95,9 +95,9 @@ class AllReduceHandle:
             return
         reduced, self._reduced = self._reduced, None
         self._scatter.wait()
-        layout, owner = self._sender.layout, self._owner
-        send = self._workspace.take(1, layout.payload_bytes)
-        receive = self._workspace.take(layout.shards, layout.payload_bytes)
+        owner, nbytes = self._owner, self._whole.payload_bytes
+        send = self._workspace.take(1, nbytes)
+        receive = self._workspace.take(self._group.size(), nbytes)
         with self._workspace.timed():
             owner.compress(_as_fp32(reduced)[: owner.layout.numel], send[:, : owner.layout.payload_bytes])
             send[:, owner.layout.payload_bytes :] = 0
@@ -109,7 +109,7 @@ class AllReduceHandle:
             buffers.append(passed)
             receive = passed
         with self._workspace.timed():
-            decompress(receive.view(-1, layout.payload_bytes), owner.codec, self._whole, self._data)
+            decompress(receive.view(-1, nbytes), owner.codec, self._whole, self._data)
         for buffer in buffers:
             self._workspace.give(buffer)
 
@@ -132,7 +132,7 @@ def start_all_reduce(
     around, result, whole = passed_on or (None, data, sender.layout)
     reduced = workspace.take(1, 4 * sender.layout.shard_size, "sums")
     scatter = start_reduce_scatter(sender, owner.layout, data, _as_fp32(reduced), group, divisor, workspace)
-    return AllReduceHandle(scatter, reduced, sender, owner, whole, result, group, workspace, around)
+    return AllReduceHandle(scatter, reduced, owner, whole, result, group, workspace, around)
 
 
 def _as_fp32(buffer: torch.Tensor) -> torch.Tensor:

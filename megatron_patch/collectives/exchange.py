@@ -112,6 +112,6 @@ def payloads(sender: Sender, own: int) -> Traffic:
     return Traffic(nbytes, (layout.shards - 1) * layout.shard_size)
 
 
-def gathered(sender: Sender, peers: int) -> Traffic:
-    """One payload of as many bytes as `sender`'s longest to each of `peers` ranks."""
-    return Traffic(peers * sender.layout.payload_bytes, peers * sender.layout.shard_size)
+def gathered(layout: BlockLayout, peers: int) -> Traffic:
+    """One payload of as many bytes as the longest of a cut to each of `peers` ranks."""
+    return Traffic(peers * layout.payload_bytes, peers * layout.shard_size)

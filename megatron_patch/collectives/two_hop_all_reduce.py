@@ -96,8 +96,8 @@ class TwoHopAllReduce:
         first = float((hops.local - 1) * self.chunk * tensor.element_size())
         if self.inside is not None:
             first = payloads(self.inside, hops.intra.rank()).nbytes
-        inside = first + (hops.local - 1) * hops.nodes * self.sender.layout.payload_bytes
-        between = payloads(self.sender, hops.inter.rank()) + gathered(self.sender, hops.nodes - 1)
+        inside = first + (hops.local - 1) * hops.nodes * self._whole.payload_bytes
+        between = payloads(self.sender, hops.inter.rank()) + gathered(self._whole, hops.nodes - 1)
         return ExchangeTraffic(between, inside)
 
     def describe(self) -> str:

@@ -66,7 +66,7 @@ def test_compression_starts_at_start_step(pool):
         assert report["equal"] == [step < start for step in range(steps)]
         assert not any(error.any() for error in report["errors"][:start])
         assert report["bits"][:start] == [32.0] * start
-        assert max(report["bits"][start:]) < 5  # rows of 17 have a scale each
+        assert max(report["bits"][start:]) < 5.1  # rows of 17 have a scale each; five elements have 32 bits
         assert report["syncs"] == start
         assert report["resets"] == 1
 
@@ -245,7 +245,10 @@ def wire_report() -> dict[str, Any]:
     tiny, compressor = built(SEVERAL, {"bits": 4})
     tiny.step(tiny.random_gradients(0))
     tiny.step(tiny.random_gradients(1))
-    payloads = sum(3 * sender.layout.payload_bytes for sender in compressor.senders)
+    import torch.distributed as dist
+
+    sizes = [sender.layout.payload_sizes for sender in compressor.senders]
+    payloads = sum(sum(each) - each[dist.get_rank()] for each in sizes)
     elements = sum(bucket.grad_data.numel() * 3 / 4 for bucket in tiny.buckets)
     report = {
         "nbytes": compressor.report.traffic.nbytes == payloads,
@@ -276,8 +279,8 @@ def buffers(compression: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("topology", ["flat", "two_hop"])
 def test_two_buckets_payloads_are_held_at_most(pool, topology):
-    """Sending and receiving, for two buckets; in two hops, one node's sum beside them."""
+    """Sending and receiving, for two buckets, and one that is packed; in two hops, one node's sum beside."""
     for report in pool.run(buffers, {"bits": 8, "ranks_per_node": 2, "topology": topology}):
         assert report["buckets"] >= 4
         sums = 4 * report["largest"] if topology == "two_hop" else 0
-        assert report["largest"] * 2 <= report["buffers"] <= 4 * report["largest"] + sums
+        assert report["largest"] * 2 <= report["buffers"] <= 5 * report["largest"] + sums

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from seeds import seeded
 
-SHAPES = ((13, 17), (129,), (40, 11), (5,), (301,))
-"""1,096 elements, none a multiple of 64: shards end within blocks."""
+SHAPES = ((13, 17), (129, 1), (40, 11), (5,), (301, 1))
+"""1,096 elements, none a multiple of 64: shards end within blocks. Columns of one element are one row; the
+vector is sent as it is."""
 
 
 @dataclass

@@ -117,7 +117,7 @@ class _Bucket:
         ddp = model.get("ddp", {})
         shapes = reports[ranks[0]]["buckets"][place]["shapes"]
         found = [(span[0], shapes[name]) for name, span in self.spans[0].items()]
-        self.blocks = shard_blocks(block_labels(numel, found, BLOCK), len(ranks), BLOCK)
+        self.blocks = shard_blocks(block_labels(numel, found, BLOCK, exact=False), len(ranks), BLOCK)
         self.sharded = ddp.get("use_distributed_optimizer", True)
         self.own = 1.0 if ddp.get("average_in_collective") else len(ranks)
         self.x, self.m, self.v, self.decay, self.owner = np.zeros((5, numel))

@@ -330,9 +330,9 @@ def test_two_optimizer_instances_are_compressed_inside_and_between(pool, overlap
     size = inside[0][0].shape[1]
     for place, peers in enumerate(zip(*instances, strict=True)):
         labels = reports[0]["labels"][0][place * size : (place + 1) * size]
-        senders = LoCoSimulation(2, size, bits=4, reset_interval=3, labels=labels)
+        senders = LoCoSimulation(2, size, bits=4, reset_interval=3, labels=labels, last=False)
         owners = [
-            LoCoSimulation(1, size // 2, bits=4, reset_interval=3, labels=half)
+            LoCoSimulation(1, size // 2, bits=4, reset_interval=3, labels=half, first=False)
             for half in labels.reshape(len(peers), -1)
         ]
         for step in range(steps):
@@ -342,7 +342,7 @@ def test_two_optimizer_instances_are_compressed_inside_and_between(pool, overlap
                 errors = reports[rank]["errors"][step]
                 assert np.array_equal(errors[1].numpy(), sums.errors[index])
                 assert np.array_equal(errors[2].numpy(), held[index].errors[0])
-                shard = np.concatenate([owner.sent[0] for owner in held])
+                shard = np.concatenate([owner.shards[0] for owner in held])
                 assert np.array_equal(reports[rank]["shards"][step][0].numpy(), shard)
 
 
