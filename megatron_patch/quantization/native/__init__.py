@@ -18,13 +18,15 @@ import torch
 from megatron_patch.quantization.blocks import word_bytes
 from megatron_patch.quantization.codec import Codec
 from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.quantization.rotation import signs
 
 LIBRARY = Path(__file__).with_name("libmegatron_loco.so")
 
 _FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ERRORS = {torch.int8: 1, torch.bfloat16: 2, torch.float32: 3}
-CODECS = {("uniform", 8), ("uniform", 4), ("uniform", 2), ("sign", 1)}
-"""Names and bits of the codecs in kernels.cpp."""
+_NAMES = {"uniform": 0, "levels": 1, "sign": 2}
+CODECS = {("uniform", bits) for bits in (8, 4, 3, 2)} | {("levels", bits) for bits in (4, 3, 2)} | {("sign", 1)}
+"""Names and bits of the codecs in codes.h; each with and without rotation."""
 
 
 _LAYOUT = ("numel", "shards", "shard_size", "bits", "block", "blocks", "code_bytes", "payload_bytes")
@@ -41,6 +43,8 @@ class _Layout(ctypes.Structure):
 class _CompressArguments(ctypes.Structure):
     _fields_ = (
         ("layout", _Layout),
+        ("codec", ctypes.c_int64),
+        ("signs", ctypes.c_void_p),
         ("gradient", ctypes.c_void_p),
         ("gradient_type", ctypes.c_int64),
         ("error", ctypes.c_void_p),
@@ -57,6 +61,8 @@ class _CompressArguments(ctypes.Structure):
 class _DecompressArguments(ctypes.Structure):
     _fields_ = (
         ("layout", _Layout),
+        ("codec", ctypes.c_int64),
+        ("signs", ctypes.c_void_p),
         ("payloads", ctypes.c_void_p),
         ("senders", ctypes.c_int64),
         ("output", ctypes.c_void_p),
@@ -85,8 +91,7 @@ def variants() -> tuple[str, ...]:
 
 def supports(codec: Codec, layout: BlockLayout) -> bool:
     """Whether the kernels serve a codec for this cut: blocks must begin at whole bytes."""
-    known = (codec.name, codec.bits) in CODECS and not codec.rotation.rotated
-    return known and (layout.block % 8 == 0 or layout.blocks <= 1)
+    return (codec.name, codec.bits) in CODECS and (layout.block % 8 == 0 or layout.blocks <= 1)
 
 
 def compress(
@@ -115,6 +120,8 @@ def compress(
     scales = error.get("scales")
     arguments = _CompressArguments(
         layout=_layout(layout),
+        codec=_NAMES[codec.name],
+        signs=pointer(signs(layout.block)) if codec.rotation.sender else None,
         gradient=pointer(gradient),
         gradient_type=_FLOATS[gradient.dtype],
         error=None if values is None else pointer(values),
@@ -135,6 +142,8 @@ def decompress_reduce(
     """quantization.decompress_reduce.decompress_reduce."""
     arguments = _DecompressArguments(
         layout=_layout(layout),
+        codec=_NAMES[codec.name],
+        signs=pointer(signs(layout.block)) if codec.rotation.owner else None,
         payloads=pointer(payloads),
         senders=payloads.shape[0],
         output=pointer(output),

@@ -4,85 +4,23 @@
 //
 // Compiled once per instruction set (VARIANT names the namespace); dispatch.cpp picks one at run time.
 // -ffp-contract=off is part of the format: a fused multiply-add would round differently.
-#include "kernels.h"
+#include "codes.h"
+#include "decode.h"
+#include "levels.h"
+#include "rotation.h"
 
-#include <algorithm>
-#include <cmath>
-#include <cstring>
 #include <memory>
 
 namespace VARIANT {
 namespace {
 
-constexpr uint32_t MAGNITUDE = 0x7fffffff, INFINITE = 0x7f800000;
-
-inline float as_float(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-
-inline uint32_t as_bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  return bits;
-}
-
-// --- the three float types of gradients, in and out ---
-
-struct Fp32 {
-  using Stored = float;
-  static float load(float value) { return value; }
-  static float store(float value) { return value; }
-};
-
-struct Bf16 {
-  using Stored = uint16_t;
-  static float load(uint16_t bits) { return as_float(static_cast<uint32_t>(bits) << 16); }
-  static uint16_t store(float value) {  // to nearest, ties to even
-    uint32_t bits = as_bits(value);
-    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return (bits & MAGNITUDE) > INFINITE ? 0x7fc0 : rounded;
-  }
-};
-
-struct Fp16 {
-  using Stored = uint16_t;
-  static float load(uint16_t half) {
-    // Exponent and mantissa in their fp32 places are 2^112 too small, subnormals included.
-    uint32_t magnitude = static_cast<uint32_t>(half & 0x7fff) << 13;
-    uint32_t bits = as_bits(as_float(magnitude) * 0x1p112f);
-    bits = (half & 0x7c00) == 0x7c00 ? (magnitude | INFINITE) : bits;
-    return as_float(bits | static_cast<uint32_t>(half & 0x8000) << 16);
-  }
-  static uint16_t store(float value) {  // to nearest, ties to even; from 65520 on infinite
-    uint32_t bits = as_bits(value), magnitude = bits & MAGNITUDE;
-    uint32_t normal = (magnitude + 0xfff + ((magnitude >> 13) & 1) - 0x38000000) >> 13;
-    uint32_t small = static_cast<uint32_t>(static_cast<int32_t>(
-        std::nearbyint(std::min(as_float(magnitude), 1.0f) * 0x1p24f)));
-    uint32_t half = magnitude < 0x38800000 ? small : normal;
-    half = magnitude >= 0x477ff000 ? 0x7c00 : half;
-    half = magnitude > INFINITE ? 0x7e00 : half;
-    return static_cast<uint16_t>(half | (bits >> 16 & 0x8000));
-  }
-};
-
 // --- scales ---
 
-template <int bits>
-constexpr float levels() {
-  return bits == 1 ? 1.0f : static_cast<float>((1 << (bits - 1)) - 1);
-}
-
-template <int bits>
-float largest_scale() {  // the largest bf16 s for which levels * s is a finite fp32
-  return as_float(as_bits(static_cast<float>(static_cast<double>(as_float(0x7f7fffff)) / levels<bits>())) &
-                  0xffff0000);
-}
-
-template <int bits>
-float scale_of(float wanted) {  // rounded up to bf16
-  return std::min(as_float((as_bits(wanted) + 0xffff) & 0xffff0000), largest_scale<bits>());
+template <int largest>
+float scale_of(float wanted) {  // rounded up to bf16, and at most what keeps largest * s finite
+  double most = static_cast<double>(as_float(0x7f7fffff)) / largest;
+  uint32_t rounded = (as_bits(wanted) + 0xffff) & 0xffff0000;
+  return std::min(as_float(rounded), as_float(as_bits(static_cast<float>(most)) & 0xffff0000));
 }
 
 // Sums of squares of one block. Added up in fp32, some hundred at a time, within the loops that have the values
@@ -100,73 +38,13 @@ inline double energy(const float *values, int64_t n) {
   return sum;
 }
 
-template <int bits>
-inline float clamp(float value) {
-  return std::max(std::min(value, levels<bits>()), -levels<bits>());
-}
-
 // --- whole numbers ---
 
 // 1.5 * 2^23: its sum with a number is whole, rounded with ties to even, the number in its lowest bits. The
 // compiler does not see that it must stay in int8's range, and narrows a vector in few instructions.
 constexpr float WHOLE = 12582912.0f;
 
-// --- codes <-> bytes: the first element in the lowest bits ---
-
-// Pairs of numbers of `bits` bits -> numbers of twice as many.
-template <int bits>
-inline void join(const uint8_t *__restrict numbers, int64_t pairs, uint8_t *__restrict joined) {
-  for (int64_t k = 0; k < pairs; ++k)
-    joined[k] = static_cast<uint8_t>(numbers[2 * k] | numbers[2 * k + 1] << bits);
-}
-
-// The lowest bits of n whole numbers. Reads up to 7 behind them; writes no byte more than they need.
-template <int bits>
-void pack(const int32_t *__restrict whole, int64_t n, uint8_t *__restrict scratch, uint8_t *__restrict bytes) {
-  constexpr int per_byte = 8 / bits;
-  int64_t count = (n + per_byte - 1) / per_byte, numbers = count * per_byte;
-  uint8_t *single = bits == 8 ? bytes : scratch, *pair = scratch + numbers, *quad = pair + numbers / 2;
-  for (int64_t i = 0; i < numbers; ++i) single[i] = static_cast<uint8_t>(whole[i] & ((1 << bits) - 1));
-  if (bits == 4) join<4>(single, count, bytes);
-  if (bits == 2) join<2>(single, 2 * count, pair), join<4>(pair, count, bytes);
-  if (bits == 1) join<1>(single, 4 * count, pair), join<2>(pair, 2 * count, quad), join<4>(quad, count, bytes);
-}
-
-template <int bits>
-void unpack(const uint8_t *bytes, int64_t n, int8_t *codes) {  // writes up to 7 codes more than n
-  constexpr int per_byte = 8 / bits;
-  if (bits == 8) {
-    std::memcpy(codes, bytes, n);
-    return;
-  }
-  for (int64_t k = 0; k < (n + per_byte - 1) / per_byte; ++k)
-    for (int l = 0; l < per_byte; ++l) {
-      int8_t top = static_cast<int8_t>(static_cast<uint8_t>(bytes[k] << (8 - bits - l * bits)));
-      codes[k * per_byte + l] = bits == 1 ? (top < 0 ? 1 : -1) : static_cast<int8_t>(top >> (8 - bits));
-    }
-}
-
 // --- one block ---
-
-struct Block {
-  int64_t start, length;  // of its elements in the shard, fill at the end of a regular shard included
-  int64_t code;           // the byte of the payload where its codes begin
-};
-
-inline Block block_of(const Layout &layout, int64_t shard, int64_t block) {
-  if (layout.places == nullptr) {
-    int64_t start = block * layout.block;
-    return {start, std::min(layout.block, layout.shard_size - start), start * layout.bits / 8};
-  }
-  const int32_t *place = layout.places + 3 * (shard * layout.blocks + block);
-  return {place[0], place[1], place[2] * layout.word_bytes};
-}
-
-// Bytes of a block's codes: whole words, but in a regular cut.
-inline int64_t code_bytes_of(const Layout &layout, int64_t elements) {
-  int64_t bytes = (elements * layout.bits + 7) / 8;
-  return layout.places == nullptr ? bytes : (bytes + layout.word_bytes - 1) / layout.word_bytes * layout.word_bytes;
-}
 
 struct Scratch {  // of one block
   std::unique_ptr<float[]> g, e, h, r;
@@ -177,31 +55,7 @@ struct Scratch {  // of one block
         bytes(new uint8_t[2 * n + 16]) {}
 };
 
-template <class Float>
-void load(const void *stored, int64_t place, int64_t n, float *values) {
-  auto from = static_cast<const typename Float::Stored *>(stored) + place;
-  for (int64_t i = 0; i < n; ++i) values[i] = Float::load(from[i]);
-}
-
-template <class Float>
-void store(const float *values, int64_t n, void *stored, int64_t place) {
-  auto to = static_cast<typename Float::Stored *>(stored) + place;
-  for (int64_t i = 0; i < n; ++i) to[i] = Float::store(values[i]);
-}
-
-void load_as(int64_t type, const void *stored, int64_t place, int64_t n, float *values) {
-  if (type == FP32) load<Fp32>(stored, place, n, values);
-  if (type == BF16) load<Bf16>(stored, place, n, values);
-  if (type == FP16) load<Fp16>(stored, place, n, values);
-}
-
-void store_as(int64_t type, const float *values, int64_t n, void *stored, int64_t place) {
-  if (type == FP32) store<Fp32>(values, n, stored, place);
-  if (type == BF16) store<Bf16>(values, n, stored, place);
-  if (type == FP16) store<Fp16>(values, n, stored, place);
-}
-
-template <int bits>
+template <class Codec>
 class Compress {
  public:
   explicit Compress(const CompressArguments &arguments)
@@ -219,6 +73,7 @@ class Compress {
   }
 
  private:
+  static constexpr int bits = Codec::bits;
   const CompressArguments &a;
   const Layout &layout;
   Scratch scratch;
@@ -226,10 +81,9 @@ class Compress {
 
   // Returns where the block's codes end in the payload.
   int64_t send(int64_t shard, int64_t block, uint8_t *payload) {
-    const Block here = block_of(layout, shard, block);
+    const Block here = block_of<bits>(layout, shard, block);
     int64_t place = shard * layout.shard_size + here.start;  // in the gradient and the error
-    int64_t length = here.length;
-    int64_t n = std::max<int64_t>(std::min(length, layout.numel - place), 0);  // of real elements
+    int64_t n = std::max<int64_t>(std::min(here.length, layout.numel - place), 0);  // of real elements
     float *g = scratch.g.get(), *e = scratch.e.get(), *h = scratch.h.get(), *r = scratch.r.get();
     int32_t *whole = scratch.whole.get();
 
@@ -238,35 +92,36 @@ class Compress {
       gradient = static_cast<const float *>(a.gradient) + place;
     else
       load_as(a.gradient_type, a.gradient, place, n, g);
+    if (a.signs != nullptr) rotate(gradient, a.signs, n, g), gradient = g;
     load_error(shard, block, place, n);
 
     Energies sum;
     uint32_t largest = add(gradient, e, n, h, sum);
     bool finite = largest < INFINITE;
-    float scale = finite ? scale_of<bits>(wanted_scale(largest, n)) : as_float(0x7fc00000);
+    float scale = finite ? scale_of<Codec::largest>(wanted_scale(largest, n)) : as_float(0x7fc00000);
     const float *noise = a.noise ? a.noise + (shard * layout.blocks + block) * layout.block : nullptr;
     if (bits == 1)
       quantize_signs(n, scale, sum);
     else if (!finite || scale == 0)
       quantize_nothing(n, sum);
+    else if constexpr (is_levels<Codec>)
+      quantize_levels(n, scale, sum);
     else if (noise == nullptr)
       round(n, scale, sum, [h, scale](int64_t i) { return h[i] / scale; });
     else
       round(n, scale, sum, [h, scale, noise](int64_t i) {
-        return clamp<bits>(std::floor(h[i] / scale + noise[i]));
+        constexpr float most = Codec::largest;
+        return std::max(std::min(std::floor(h[i] / scale + noise[i]), most), -most);
       });
-    std::fill(whole + n, whole + length, bits == 1 ? 1 : 0);  // a short shard's fill
-    std::fill_n(whole + length, 8, 0);
-    uint8_t *codes = payload + here.code;
-    pack<bits>(whole, length, scratch.bytes.get(), codes);
-    int64_t code_bytes = code_bytes_of(layout, length);
-    for (int64_t byte = (length * bits + 7) / 8; byte < code_bytes; ++byte) codes[byte] = 0;
+    std::fill(whole + n, whole + here.coded, bits == 1 ? 1 : 0);  // a short shard's fill
+    std::fill_n(whole + here.coded, 8, 0);
+    pack(here, payload);
     uint16_t stored = static_cast<uint16_t>(as_bits(scale) >> 16);
     std::memcpy(payload + layout.code_bytes + 2 * block, &stored, 2);
 
     if (!finite) {  // nothing of it was sent: the error stays as it was
       totals[4] += 1;
-      return here.code + code_bytes;
+      return here.end;
     }
     bool fp32 = sum.trustworthy();
     totals[0] += fp32 ? sum.h : energy(h, n);
@@ -274,7 +129,22 @@ class Compress {
     totals[2] += fp32 ? sum.g : energy(gradient, n);
     totals[3] += fp32 ? sum.e : energy(e, n);
     if (a.error_type != ERROR_NONE) remember(shard, block, place, n);
-    return here.code + code_bytes;
+    return here.end;
+  }
+
+  // Every byte up to here.end.
+  void pack(const Block &here, uint8_t *payload) {
+    constexpr int low = low_bits(bits), high = high_bits(bits);
+    const int32_t *whole = scratch.whole.get();
+    auto fill = [payload](int64_t from, int64_t to) {
+      if (from < to) std::memset(payload + from, 0, to - from);
+    };
+    VARIANT::pack<low>(whole, here.coded, scratch.bytes.get(), payload + here.code);
+    fill(here.code + (here.coded * low + 7) / 8, here.high);
+    if constexpr (high > 0) {
+      VARIANT::pack<high, low>(whole, here.coded, scratch.bytes.get(), payload + here.high);
+      fill(here.high + (here.coded * high + 7) / 8, here.end);
+    }
   }
 
   // h = g + e; returns the bits of the largest |h|. The magnitudes of floats compare like the integers of their
@@ -299,12 +169,32 @@ class Compress {
   }
 
   float wanted_scale(uint32_t largest, int64_t n) const {
-    if (bits != 1) return as_float(largest) / levels<bits>();
     const float *h = scratch.h.get();
+    if constexpr (is_levels<Codec>) return wanted_of_levels(largest, n);
+    if (bits != 1) return as_float(largest) / Codec::largest;
     double total = 0;
 #pragma omp simd reduction(+ : total)
     for (int64_t i = 0; i < n; ++i) total += static_cast<double>(std::fabs(h[i]));
     return static_cast<float>(total / static_cast<double>(std::max<int64_t>(n, 1)));
+  }
+
+  // The root of the mean of v^2 in the levels codec's units. Of 256 numbers v the sum of v^2 is exact in fp32.
+  float wanted_of_levels(uint32_t largest, int64_t n) const {
+    const float *h = scratch.h.get();
+    uint32_t exponent = std::min(std::max(largest & INFINITE, uint32_t{1} << 23), uint32_t{253} << 23);
+    float unit = as_float((uint32_t{254} << 23) - exponent);
+    double energy = 0;
+    for (int64_t first = 0; first < n; first += 256) {
+      float sum = 0;
+#pragma omp simd reduction(+ : sum)
+      for (int64_t i = first; i < std::min(n, first + 256); ++i) {
+        float v = (h[i] * unit + WHOLE / 64) - WHOLE / 64;  // in 64ths, to which the sum rounds it
+        sum += v * v;
+      }
+      energy += sum;
+    }
+    float mean = static_cast<float>(energy * 4096 / static_cast<double>(std::max<int64_t>(n, 1)));
+    return std::sqrt(mean) * static_cast<float>(Codec::step / 64) * as_float(exponent);
   }
 
   // r = h - s*q, and its energy; `code(i)` gives q and leaves what is sent of it in whole[i].
@@ -338,6 +228,13 @@ class Compress {
       whole[i] = h[i] >= 0;
       return h[i] >= 0 ? 1.0f : -1.0f;
     });
+  }
+
+  void quantize_levels(int64_t n, float scale, Energies &sum) {
+    const Scaled<Codec> scaled(scale);
+    for (int64_t i = 0; i < n; i += PIECE)
+      sum.r += to_levels(scratch.h.get() + i, scaled, std::min(PIECE, n - i), scratch.whole.get() + i,
+                         scratch.r.get() + i);
   }
 
   void quantize_nothing(int64_t n, Energies &sum) {
@@ -379,7 +276,7 @@ class Compress {
       store_as(a.error_type == ERROR_BF16 ? BF16 : FP32, r, n, a.error, place);
       return;
     }
-    float unit = scale_of<8>(as_float(largest) / levels<8>());
+    float unit = scale_of<127>(as_float(largest) / 127);
     auto codes = static_cast<int8_t *>(a.error) + place;
     if (unit > 0)
       for (int64_t i = 0; i < n; ++i) codes[i] = static_cast<int8_t>(as_bits(r[i] / unit + WHOLE));
@@ -395,30 +292,21 @@ inline void clear(const DecompressArguments &a, int64_t from, int64_t to) {
   if (from < to) std::memset(static_cast<uint8_t *>(a.output) + from * size, 0, (to - from) * size);
 }
 
-template <int bits>
+template <class Codec>
 void reduce(const DecompressArguments &a) {
   const Layout &layout = a.layout;
-  Scratch scratch(layout.block);
-  float *sum = scratch.h.get();
-  int8_t *q = reinterpret_cast<int8_t *>(scratch.bytes.get());
+  std::unique_ptr<float[]> scratch(new float[layout.block + AT_ONCE]);
+  float *sum = scratch.get();
   int64_t done = 0;  // elements of the output
   for (int64_t block = 0; block < layout.blocks; ++block) {
-    const Block here = block_of(layout, 0, block);
+    const Block here = block_of<Codec::bits>(layout, 0, block);
     int64_t start = here.start, n = std::min(here.length, a.length - start);
     if (n <= 0) continue;
     clear(a, done, start);
     done = start + n;
-    for (int64_t sender = 0; sender < a.senders; ++sender) {
-      const uint8_t *payload = a.payloads + sender * layout.payload_bytes;
-      uint16_t stored;
-      std::memcpy(&stored, payload + layout.code_bytes + 2 * block, 2);
-      float scale = Bf16::load(stored);
-      unpack<bits>(payload + here.code, n, q);
-      if (sender == 0)
-        for (int64_t i = 0; i < n; ++i) sum[i] = static_cast<float>(q[i]) * scale;
-      else
-        for (int64_t i = 0; i < n; ++i) sum[i] += static_cast<float>(q[i]) * scale;
-    }
+    int64_t real = std::min(here.length, layout.numel - start);
+    sum_codes<Codec>(a, here, block, a.signs == nullptr ? n : std::max(n, real), sum);
+    if (a.signs != nullptr) rotate_back(sum, a.signs, real);
     if (a.divisor != 1.0f)
       for (int64_t i = 0; i < n; ++i) sum[i] /= a.divisor;
     store_as(a.output_type, sum, n, a.output, start);
@@ -428,22 +316,27 @@ void reduce(const DecompressArguments &a) {
 
 }  // namespace
 
-void compress(const CompressArguments &a) {
-  switch (a.layout.bits) {
-    case 8: return Compress<8>(a).run();
-    case 4: return Compress<4>(a).run();
-    case 2: return Compress<2>(a).run();
-    default: return Compress<1>(a).run();
+// What `templated` does with the arguments' codec.
+#define WITH_CODEC(templated)                        \
+  switch (a.codec * 16 + a.layout.bits) {            \
+    case UNIFORM * 16 + 8: return templated(Uniform<8>); \
+    case UNIFORM * 16 + 4: return templated(Uniform<4>); \
+    case UNIFORM * 16 + 3: return templated(Uniform<3>); \
+    case UNIFORM * 16 + 2: return templated(Uniform<2>); \
+    case LEVELS * 16 + 4: return templated(Levels<4>);   \
+    case LEVELS * 16 + 3: return templated(Levels<3>);   \
+    case LEVELS * 16 + 2: return templated(Levels<2>);   \
+    default: return templated(Sign);                     \
   }
+
+void compress(const CompressArguments &a) {
+#define COMPRESS(codec) Compress<codec>(a).run()
+  WITH_CODEC(COMPRESS)
 }
 
 void decompress_reduce(const DecompressArguments &a) {
-  switch (a.layout.bits) {
-    case 8: return reduce<8>(a);
-    case 4: return reduce<4>(a);
-    case 2: return reduce<2>(a);
-    default: return reduce<1>(a);
-  }
+#define REDUCE(codec) reduce<codec>(a)
+  WITH_CODEC(REDUCE)
 }
 
 }  // namespace VARIANT

@@ -10,11 +10,14 @@ struct Layout {
                           // the word where its codes begin; null for blocks counted from each shard's beginning
 };
 
+enum CodecName : int64_t { UNIFORM = 0, LEVELS = 1, SIGN = 2 };
 enum FloatType : int64_t { FP32 = 0, BF16 = 1, FP16 = 2 };
 enum ErrorType : int64_t { ERROR_NONE = 0, ERROR_INT8 = 1, ERROR_BF16 = 2, ERROR_FP32 = 3 };
 
 struct CompressArguments {
   Layout layout;
+  int64_t codec;           // a CodecName
+  const float *signs;      // [block] of +-1 where the gradient's blocks are rotated first, else null
   const void *gradient;    // [numel] of gradient_type
   int64_t gradient_type;
   void *error;             // [shards, shard_size] of error_type; changed in place
@@ -28,6 +31,8 @@ struct CompressArguments {
 
 struct DecompressArguments {
   Layout layout;
+  int64_t codec;            // a CodecName
+  const float *signs;       // [block] of +-1 where the sum is rotated back, else null
   const uint8_t *payloads;  // [senders, payload_bytes], each of the same shard
   int64_t senders;
   void *output;             // [length] of output_type

@@ -13,11 +13,11 @@ import triton
 
 from megatron_patch.quantization.codec import Codec
 from megatron_patch.quantization.layout import BlockLayout
-from megatron_patch.quantization.native import CODECS
 from megatron_patch.quantization.scales import largest_scale
 from megatron_patch.quantization.triton_kernels.compress import compress_kernel
 from megatron_patch.quantization.triton_kernels.decompress_reduce import decompress_reduce_kernel
 
+CODECS = {("uniform", 8), ("uniform", 4), ("uniform", 2), ("sign", 1)}
 _TILE = 2048  # elements, of compress: 16 for each of 128 threads
 _LARGEST_BLOCK = 4096
 _TILES_OF_A_PROGRAM = 16  # at most: enough to hide how it begins and ends

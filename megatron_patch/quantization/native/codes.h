@@ -1,0 +1,98 @@
+// What the codes of each codec say (quantization/uniform.py, levels.py, sign.py), and their places in a payload.
+#pragma once
+#include "floats.h"
+
+namespace VARIANT {
+namespace {
+
+// --- the codecs: bits, the number q of each code, and the largest one ---
+
+template <int width>
+struct Uniform {
+  static constexpr int bits = width, largest = (1 << (width - 1)) - 1;
+  static constexpr int number(int code) { return code >> (width - 1) ? code - (1 << width) : code; }
+};
+
+template <int width>
+struct Levels {
+  static constexpr int bits = width, count = 1 << (width - 1);  // of positive levels
+  static constexpr int level(int k) {
+    constexpr int of4[] = {3, 9, 15, 21, 28, 36, 46, 61}, of3[] = {3, 9, 16, 26}, of2[] = {3, 10};
+    return width == 4 ? of4[k] : width == 3 ? of3[k] : of2[k];
+  }
+  static constexpr int number(int code) { return code < count ? level(code) : -level(code - count); }
+  static constexpr int largest = width == 4 ? 61 : width == 3 ? 26 : 10;
+  // What 1 of a level is worth where the root of the mean square is 1.
+  static constexpr double step = width == 4 ? 0.0448032 : width == 3 ? 0.0830666 : 0.151035;
+};
+
+struct Sign {
+  static constexpr int bits = 1, largest = 1;
+  static constexpr int number(int code) { return 2 * code - 1; }
+};
+
+template <class Codec>
+constexpr bool is_levels = false;
+template <int width>
+constexpr bool is_levels<Levels<width>> = true;
+
+// --- the place of a block's codes ---
+
+// Codes of 3 bits are packed as two planes: the lower two bits of all codes of the block, then the highest.
+constexpr int low_bits(int bits) { return bits == 3 ? 2 : bits; }
+constexpr int high_bits(int bits) { return bits == 3 ? 1 : 0; }
+
+struct Block {
+  int64_t start, length;  // of its elements in the shard; behind numel they are fill
+  int64_t coded;          // how many codes are packed: also those of the fill where planes are of whole blocks
+  int64_t code, high;     // the bytes of the payload where its codes begin, and those of their highest bits
+  int64_t end;            // of its codes
+};
+
+template <int bits>
+inline Block block_of(const Layout &layout, int64_t shard, int64_t block) {
+  Block found;
+  if (layout.places == nullptr) {
+    found.start = block * layout.block;
+    found.length = std::min(layout.block, layout.shard_size - found.start);
+    found.coded = high_bits(bits) ? layout.block : found.length;
+    int64_t whole = high_bits(bits) ? (layout.block + 3) / 4 + (layout.block + 7) / 8 : 0;
+    found.code = high_bits(bits) ? block * whole : found.start * bits / 8;
+    found.high = found.code + (found.coded * low_bits(bits) + 7) / 8;
+    found.end = found.high + (found.coded * high_bits(bits) + 7) / 8;
+    return found;
+  }
+  const int32_t *place = layout.places + 3 * (shard * layout.blocks + block);
+  auto words = [&layout](int64_t size) {  // bytes, whole words
+    return (size + layout.word_bytes - 1) / layout.word_bytes * layout.word_bytes;
+  };
+  found.start = place[0], found.length = found.coded = place[1], found.code = place[2] * layout.word_bytes;
+  found.high = found.code + words((found.coded * low_bits(bits) + 7) / 8);
+  found.end = found.high + words((found.coded * high_bits(bits) + 7) / 8);
+  return found;
+}
+
+// --- codes <-> bytes: the first element in the lowest bits ---
+
+// Pairs of numbers of `bits` bits -> numbers of twice as many.
+template <int bits>
+inline void join(const uint8_t *__restrict numbers, int64_t pairs, uint8_t *__restrict joined) {
+  for (int64_t k = 0; k < pairs; ++k)
+    joined[k] = static_cast<uint8_t>(numbers[2 * k] | numbers[2 * k + 1] << bits);
+}
+
+// `bits` bits, from the bit `first` on, of n whole numbers. Reads up to 7 behind them; writes no byte more than they
+// need.
+template <int bits, int first = 0>
+void pack(const int32_t *__restrict whole, int64_t n, uint8_t *__restrict scratch, uint8_t *__restrict bytes) {
+  constexpr int per_byte = 8 / bits;
+  int64_t count = (n + per_byte - 1) / per_byte, numbers = count * per_byte;
+  uint8_t *single = bits == 8 ? bytes : scratch, *pair = scratch + numbers, *quad = pair + numbers / 2;
+  for (int64_t i = 0; i < numbers; ++i) single[i] = static_cast<uint8_t>(whole[i] >> first & ((1 << bits) - 1));
+  if (bits == 4) join<4>(single, count, bytes);
+  if (bits == 2) join<2>(single, 2 * count, pair), join<4>(pair, count, bytes);
+  if (bits == 1) join<1>(single, 4 * count, pair), join<2>(pair, 2 * count, quad), join<4>(quad, count, bytes);
+}
+
+}  // namespace
+}  // namespace VARIANT

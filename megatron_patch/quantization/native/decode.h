@@ -1,0 +1,257 @@
+// The sum of several senders' codes of one block. With vectors every lane takes the codes of 8 elements that follow
+// one another, as one word, and looks up s*q of each in a register that holds those of all codes.
+#pragma once
+#include "codes.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace VARIANT {
+namespace {
+
+// Where one sender's codes are, and what scales them.
+struct Coded {
+  const uint8_t *code, *high;
+  float scale;
+};
+
+inline Coded coded(const DecompressArguments &a, const Block &here, int64_t block, int64_t sender) {
+  const uint8_t *payload = a.payloads + sender * a.layout.payload_bytes;
+  uint16_t stored;
+  std::memcpy(&stored, payload + a.layout.code_bytes + 2 * block, 2);
+  return {payload + here.code, payload + here.high, Bf16::load(stored)};
+}
+
+// sum (+)= s*q
+inline void add(const int8_t *__restrict q, float scale, int64_t n, bool first, float *__restrict sum) {
+  if (first)
+    for (int64_t i = 0; i < n; ++i) sum[i] = static_cast<float>(q[i]) * scale;
+  else
+    for (int64_t i = 0; i < n; ++i) sum[i] += static_cast<float>(q[i]) * scale;
+}
+
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+constexpr int64_t LANES = 16;
+using Floats = __m512;
+using Words = __m512i;
+inline Words words_of4(const uint8_t *bytes) { return _mm512_loadu_si512(bytes); }
+inline Words words_of2(const uint8_t *bytes) {
+  return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(bytes)));
+}
+inline Words words_of1(const uint8_t *bytes) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(bytes)));
+}
+inline Floats nothing() { return _mm512_set1_ps(-0.0f); }  // whose sum with any number, -0 too, is that number
+inline Words shifted(Words x, int right) {
+  return right < 0 ? _mm512_slli_epi32(x, static_cast<unsigned>(-right))
+                   : _mm512_srli_epi32(x, static_cast<unsigned>(right));
+}
+inline Words either(Words low, Words high, int mask) {  // the bits of `mask` from low, others from high
+  return _mm512_ternarylogic_epi32(_mm512_set1_epi32(mask), low, high, 0xca);
+}
+
+// s*q of 16 codes; of fewer bits they repeat, so that a code's upper neighbour may stand above it.
+struct Values {
+  Floats all;
+  Values(const float *numbers, float scale) : all(_mm512_mul_ps(_mm512_load_ps(numbers), _mm512_set1_ps(scale))) {}
+  template <int bits>
+  Floats of(Words codes, int right) const {
+    return _mm512_permutexvar_ps(shifted(codes, right), all);
+  }
+};
+
+// Element 8*l + j from lane l of vector j.
+inline void put_in_order(const Floats *x, float *to) {
+  __m512 a[8];  // of lanes 4L + t: in order the first four elements (t), and the last (4 + t)
+  for (int half = 0; half < 8; half += 4) {
+    __m512d low = _mm512_castps_pd(_mm512_unpacklo_ps(x[half], x[half + 1]));
+    __m512d low2 = _mm512_castps_pd(_mm512_unpacklo_ps(x[half + 2], x[half + 3]));
+    __m512d high = _mm512_castps_pd(_mm512_unpackhi_ps(x[half], x[half + 1]));
+    __m512d high2 = _mm512_castps_pd(_mm512_unpackhi_ps(x[half + 2], x[half + 3]));
+    a[half] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, low2));
+    a[half + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, low2));
+    a[half + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(high, high2));
+    a[half + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(high, high2));
+  }
+  for (int t = 0; t < 4; t += 2) {
+    __m512 first = _mm512_shuffle_f32x4(a[t], a[4 + t], 0x44), last = _mm512_shuffle_f32x4(a[t], a[4 + t], 0xee);
+    __m512 first2 = _mm512_shuffle_f32x4(a[t + 1], a[5 + t], 0x44);
+    __m512 last2 = _mm512_shuffle_f32x4(a[t + 1], a[5 + t], 0xee);
+    float *at = to + 8 * t;
+    _mm512_storeu_ps(at, _mm512_shuffle_f32x4(first, first2, 0x88));
+    _mm512_storeu_ps(at + 32, _mm512_shuffle_f32x4(first, first2, 0xdd));
+    _mm512_storeu_ps(at + 64, _mm512_shuffle_f32x4(last, last2, 0x88));
+    _mm512_storeu_ps(at + 96, _mm512_shuffle_f32x4(last, last2, 0xdd));
+  }
+}
+#else
+constexpr int64_t LANES = 8;
+using Floats = __m256;
+using Words = __m256i;
+inline Words words_of4(const uint8_t *bytes) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(bytes));
+}
+inline Words words_of2(const uint8_t *bytes) {
+  return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(bytes)));
+}
+inline Words words_of1(const uint8_t *bytes) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(bytes)));
+}
+inline Floats nothing() { return _mm256_set1_ps(-0.0f); }  // whose sum with any number, -0 too, is that number
+inline Words shifted(Words x, int right) {
+  return right < 0 ? _mm256_slli_epi32(x, -right) : _mm256_srli_epi32(x, right);
+}
+inline Words either(Words low, Words high, int mask) {  // the bits of `mask` from low, others from high
+  const Words from_low = _mm256_set1_epi32(mask);
+  return _mm256_or_si256(_mm256_and_si256(from_low, low), _mm256_andnot_si256(from_low, high));
+}
+
+// s*q of 8 codes in each half; of fewer bits they repeat, so that a code's upper neighbour may stand above it.
+struct Values {
+  Floats low, high;
+  Values(const float *numbers, float scale)
+      : low(_mm256_mul_ps(_mm256_load_ps(numbers), _mm256_set1_ps(scale))),
+        high(_mm256_mul_ps(_mm256_load_ps(numbers + 8), _mm256_set1_ps(scale))) {}
+  template <int bits>
+  Floats of(Words codes, int right) const {
+    Floats found = _mm256_permutevar8x32_ps(low, shifted(codes, right));
+    if (bits < 4) return found;
+    Floats other = _mm256_permutevar8x32_ps(high, shifted(codes, right));
+    return _mm256_blendv_ps(found, other, _mm256_castsi256_ps(shifted(codes, right - 28)));
+  }
+};
+
+// Element 8*l + j from lane l of vector j.
+inline void put_in_order(const Floats *x, float *to) {
+  __m256 a[8];  // of lanes 4L + t: in order the first four elements (t), and the last (4 + t)
+  for (int half = 0; half < 8; half += 4) {
+    __m256d low = _mm256_castps_pd(_mm256_unpacklo_ps(x[half], x[half + 1]));
+    __m256d low2 = _mm256_castps_pd(_mm256_unpacklo_ps(x[half + 2], x[half + 3]));
+    __m256d high = _mm256_castps_pd(_mm256_unpackhi_ps(x[half], x[half + 1]));
+    __m256d high2 = _mm256_castps_pd(_mm256_unpackhi_ps(x[half + 2], x[half + 3]));
+    a[half] = _mm256_castpd_ps(_mm256_unpacklo_pd(low, low2));
+    a[half + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(low, low2));
+    a[half + 2] = _mm256_castpd_ps(_mm256_unpacklo_pd(high, high2));
+    a[half + 3] = _mm256_castpd_ps(_mm256_unpackhi_pd(high, high2));
+  }
+  for (int t = 0; t < 4; ++t) {
+    _mm256_storeu_ps(to + 8 * t, _mm256_permute2f128_ps(a[t], a[4 + t], 0x20));
+    _mm256_storeu_ps(to + 8 * t + 32, _mm256_permute2f128_ps(a[t], a[4 + t], 0x31));
+  }
+}
+#endif
+
+constexpr int64_t AT_ONCE = 8 * LANES;  // elements
+
+template <class Codec>
+struct Numbers {  // q of every code, as floats, again and again up to 16
+  alignas(64) float of[16];
+  constexpr Numbers() : of{} {
+    for (int code = 0; code < 16; ++code) of[code] = static_cast<float>(Codec::number(code % (1 << Codec::bits)));
+  }
+};
+
+// Codes of 3 bits are put together from their planes first.
+template <class Codec>
+inline void add_at_once(const uint8_t *code, const uint8_t *high, float scale, Floats *sum) {
+  static constexpr Numbers<Codec> numbers;
+  constexpr int bits = Codec::bits;
+  const Values values(numbers.of, scale);
+  Words words = bits == 4 ? words_of4(code) : bits == 1 ? words_of1(code) : words_of2(code);
+  Words highest = bits == 3 ? words_of1(high) : words;
+  for (int j = 0; j < 8; ++j) {
+    Floats value;
+    if constexpr (bits == 3)
+      value = values.template of<3>(either(shifted(words, 2 * j), shifted(highest, j - 2), 3), 0);
+    else
+      value = values.template of<bits>(words, bits * j);
+    sum[j] = sum[j] + value;
+  }
+}
+
+// The sum of n elements, which has room for AT_ONCE - 1 more.
+template <class Codec>
+void sum_codes(const DecompressArguments &a, const Block &here, int64_t block, int64_t n, float *sum) {
+  constexpr int low = low_bits(Codec::bits), top = high_bits(Codec::bits);
+  for (int64_t at = 0; at < n; at += AT_ONCE) {
+    Floats sums[8];
+    for (Floats &one : sums) one = nothing();
+    for (int64_t sender = 0; sender < a.senders; ++sender) {
+      Coded one = coded(a, here, block, sender);
+      const uint8_t *code = one.code + at * low / 8, *high = one.high + at * top / 8;
+      if (int64_t left = n - at; left >= AT_ONCE) {
+        add_at_once<Codec>(code, high, one.scale, sums);
+      } else {  // no byte behind the codes is read
+        uint8_t codes[AT_ONCE * low / 8] = {}, highest[AT_ONCE / 8] = {};
+        std::memcpy(codes, code, (left * low + 7) / 8);
+        if (top) std::memcpy(highest, high, (left * top + 7) / 8);
+        add_at_once<Codec>(codes, highest, one.scale, sums);
+      }
+    }
+    put_in_order(sums, sum + at);
+  }
+}
+#else
+constexpr int64_t AT_ONCE = 8;
+
+// The numbers q of every byte of codes.
+template <class Codec>
+struct Numbers {
+  static constexpr int per_byte = 8 / Codec::bits;
+  int8_t of[256][per_byte];
+  constexpr Numbers() : of{} {
+    for (int byte = 0; byte < 256; ++byte)
+      for (int k = 0; k < per_byte; ++k)
+        of[byte][k] = static_cast<int8_t>(Codec::number(byte >> k * Codec::bits & ((1 << Codec::bits) - 1)));
+  }
+};
+
+// Writes up to 7 numbers more than n.
+template <class Codec>
+void unpack(const Coded &one, int64_t n, int8_t *q) {
+  static constexpr Numbers<Codec> numbers;
+  constexpr int per_byte = numbers.per_byte;
+  if constexpr (Codec::bits == 4 && !is_levels<Codec>)
+    for (int64_t k = 0; k < (n + 1) / 2; ++k) {  // the compiler makes vectors of it
+      q[2 * k] = static_cast<int8_t>(static_cast<int8_t>(static_cast<uint8_t>(one.code[k] << 4)) >> 4);
+      q[2 * k + 1] = static_cast<int8_t>(static_cast<int8_t>(one.code[k]) >> 4);
+    }
+  else if constexpr (Codec::bits != 3)
+    for (int64_t k = 0; k < (n + per_byte - 1) / per_byte; ++k)
+      std::memcpy(q + k * per_byte, numbers.of[one.code[k]], per_byte);
+  else
+    for (int64_t i = 0; i < n; ++i) {
+      int low = one.code[i / 4] >> i % 4 * 2 & 3, high = one.high[i / 8] >> i % 8 & 1;
+      q[i] = static_cast<int8_t>(Codec::number(low | high << 2));
+    }
+}
+
+// The sum of n elements.
+template <class Codec>
+void sum_codes(const DecompressArguments &a, const Block &here, int64_t block, int64_t n, float *sum) {
+  constexpr int64_t PIECE = 512;
+  int8_t q[PIECE + 8];
+  for (int64_t sender = 0; sender < a.senders; ++sender)
+    for (int64_t at = 0; at < n; at += PIECE) {
+      Coded one = coded(a, here, block, sender);
+      one.code += at * low_bits(Codec::bits) / 8, one.high += at * high_bits(Codec::bits) / 8;
+      int64_t count = std::min(PIECE, n - at);
+      unpack<Codec>(one, count, q);
+      add(q, one.scale, count, sender == 0, sum + at);
+    }
+}
+#endif
+
+// Codes of a whole byte are numbers as they are.
+template <>
+void sum_codes<Uniform<8>>(const DecompressArguments &a, const Block &here, int64_t block, int64_t n, float *sum) {
+  for (int64_t sender = 0; sender < a.senders; ++sender) {
+    Coded one = coded(a, here, block, sender);
+    add(reinterpret_cast<const int8_t *>(one.code), one.scale, n, sender == 0, sum);
+  }
+}
+
+}  // namespace
+}  // namespace VARIANT
