@@ -1,4 +1,4 @@
-"""Every codec: its bounds, its bytes, its treatment of the odd, and equality with the float64 simulation.
+"""The uniform and the sign codec: bounds, bytes, what is odd, and equality with the float64 simulation.
 
 Codes and scales are read off the payload, as docs/numerics.md says where they are.
 """
@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation.loco_float64 import LoCoSimulation
 
-from megatron_patch.config import CompressionConfig
-from megatron_patch.quantization import codecs, uniform
+from megatron_patch import config
+from megatron_patch.config import BITS, CompressionConfig
+from megatron_patch.quantization import codecs, sign
 from megatron_patch.quantization import decompress_reduce as reference
 from megatron_patch.quantization.codec import Sent
 from megatron_patch.quantization.codecs import codec_of
@@ -23,10 +24,12 @@ from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.packing import unpack
 from megatron_patch.quantization.scales import largest_scale as largest_scale_of
 from megatron_patch.quantization.scales import round_up_to_bf16
+from megatron_patch.quantization.sign import Sign
+from megatron_patch.quantization.uniform import Uniform
 
 ALL_BITS = [8, 4, 2, 1]
 LEVELS = {8: 127, 4: 7, 2: 1, 1: 1}
-CODECS = {bits: codec_of(CompressionConfig(method="naive", bits=bits)) for bits in ALL_BITS}
+CODECS = {bits: Sign() if bits == 1 else Uniform(bits) for bits in ALL_BITS}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -104,14 +107,28 @@ def per_element(scales: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
 
 
 def test_each_number_of_bits_has_its_codec():
-    named = {bits: (codec.name, codec.bits) for bits, codec in CODECS.items()}
-    assert named == {8: ("uniform", 8), 4: ("uniform", 4), 2: ("uniform", 2), 1: ("sign", 1)}
+    found = {bits: codec_of(CompressionConfig(method="naive", bits=bits)) for bits in BITS}
+    named = {bits: (codec.name, codec.bits, codec.rotation.rotated) for bits, codec in found.items()}
+    levels = {bits: ("levels", bits, True) for bits in (4, 3, 2)}
+    assert named == levels | {8: ("uniform", 8, False), 1: ("sign", 1, False)}
 
 
-def test_two_codecs_of_the_same_bits_are_an_error(monkeypatch):
+def test_a_codec_can_be_asked_for_by_its_name():
+    for name, widths in config.CODECS.items():
+        for bits in widths:
+            asked = CompressionConfig(method="naive", bits=bits, codec=name, rotation="none")
+            assert (codec_of(asked).name, codec_of(asked).bits) == (name, bits)
+            assert not codec_of(asked).rotation.rotated
+
+
+def test_two_codecs_of_one_name_and_bits_are_an_error(monkeypatch):
     """The later one would take the other's place without a word."""
-    monkeypatch.setattr(uniform, "CODECS", (*uniform.CODECS, uniform.Uniform(1)))
-    with pytest.raises(ValueError, match="uniform and sign both have 1 bits"):
+
+    class Other(Sign):
+        name = "uniform"
+
+    monkeypatch.setattr(sign, "CODECS", (*sign.CODECS, (Other, 4)))
+    with pytest.raises(ValueError, match="two codecs are uniform with 4 bits"):
         codecs._all()
 
 

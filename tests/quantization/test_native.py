@@ -6,15 +6,25 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantization.backend_agreement import BITS, SEEDS, compress_by, gradient_of, same, sender_of
+from quantization.backend_agreement import CODECS, SEEDS, compress_by, gradient_of, same, sender_of
 
 from megatron_patch.compensation import compress as reference
 from megatron_patch.quantization import backends, native
+from megatron_patch.quantization import decompress_reduce as reference_reduce
 from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.quantization.levels import Levels
+from megatron_patch.quantization.rotation import HADAMARD, NONE, signs
+from megatron_patch.quantization.sign import Sign
+from megatron_patch.quantization.uniform import Uniform
 
 pytestmark = pytest.mark.skipif(not native.variants(), reason="no compiler was there when this was installed")
 
 CPU = torch.device("cpu")
+EVERY = [
+    *(Uniform(bits, rotation) for bits in (8, 4, 3, 2) for rotation in (NONE, HADAMARD)),
+    *(Levels(bits, rotation) for bits in (4, 3, 2) for rotation in (NONE, HADAMARD)),
+    Sign(),
+]
 
 
 @pytest.mark.parametrize("bits", [4, 1])
@@ -30,35 +40,66 @@ def test_the_energies_of_a_long_block_are_as_exact_as_those_of_a_short_one(bits,
     torch.testing.assert_close(mine.statistics, theirs.statistics, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2, 1])
-def test_every_length_from_1_to_1000_comes_back(bits):
-    for size in range(1, 1001):
-        layout = BlockLayout.of(size, 1, bits, 128)
+@pytest.mark.parametrize("codec", EVERY, ids=str)
+def test_every_length_from_1_to_1000_comes_back(codec):
+    """The last block of some ends within a byte, within a word, and within what a vector takes at once."""
+    for size in range(1, 1001, 1 if codec.bits in (4, 3) else 7):
+        layout = BlockLayout.of(size, 1, codec.bits, 128)
         gradient = gradient_of(size, size, torch.float32, "plain")
         payload = torch.full((1, layout.payload_bytes), 0xFF, dtype=torch.uint8)
         sender = sender_of(layout, CPU)
+        sender.codec = codec
         sender.compress(gradient, payload)
-        decoded = torch.empty(size)
-        backends.decompress(payload, sender.codec, layout, decoded)
-        assert same(decoded, sender.codec.decode(payload, layout)[0])
-        if bits > 1:
+        decoded, wanted = torch.empty(size), torch.empty(size)
+        backends.decompress(payload, codec, layout, decoded)
+        reference_reduce.decompress_reduce(payload, codec, layout, wanted)
+        assert same(decoded, wanted)
+        if codec.name == "uniform" and not codec.rotation.rotated:
             scales = payload[0, layout.code_bytes :][: 2 * layout.blocks].view(torch.bfloat16).float()
             half = scales.repeat_interleave(128)[:size] / 2
             assert ((gradient - decoded).abs() <= half * (1 + 1e-6)).all()
 
 
-@given(bits=BITS, exponent=st.integers(-20, 20), seed=SEEDS)
-@settings(max_examples=40, deadline=None)
-def test_a_power_of_two_changes_the_scales_and_not_the_codes(bits, exponent, seed):
-    layout = BlockLayout.of(1000, 2, bits, 128)
+@given(codec=CODECS, exponent=st.integers(-20, 20), seed=SEEDS)
+@settings(max_examples=60, deadline=None)
+def test_a_power_of_two_changes_the_scales_and_not_the_codes(codec, exponent, seed):
+    layout = BlockLayout.of(1000, 2, codec.bits, 128)
     gradient = gradient_of(1000, seed, torch.float32, "plain")
     decoded = []
     for factor in (1.0, 2.0**exponent):
         sender = sender_of(layout, CPU, "int8", 0.8)
+        sender.codec = codec
         payload = torch.empty(2, layout.payload_bytes, dtype=torch.uint8)
         for _ in range(3):
             sender.compress(gradient * factor, payload)
         decoded.append((payload[:, : layout.code_bytes].clone(), torch.empty(1000)))
-        backends.decompress(payload, sender.codec, layout, decoded[-1][1])
+        backends.decompress(payload, codec, layout, decoded[-1][1])
     assert torch.equal(decoded[0][0], decoded[1][0])
     assert torch.equal(decoded[0][1] * 2.0**exponent, decoded[1][1])
+
+
+@pytest.mark.parametrize("block", [16, 128, 1024])
+@pytest.mark.parametrize("variant", range(len(native.variants())))
+def test_a_block_of_zeros_stays_one_and_sums_beyond_fp32_are_not_finite(block, variant):
+    """Rotated, a block of 1e38 with the signs of its own rotation adds up to more than fp32 holds."""
+    codec, size = Levels(4, HADAMARD), 3 * block
+    layout = BlockLayout.of(size, 1, 4, block)
+    gradient = torch.zeros(size)
+    gradient[:block] = torch.linspace(-1, 1, block)
+    gradient[2 * block :] = 3e38 * signs(block)
+    sent = []
+    for backend in (native, reference):
+        sender = sender_of(layout, CPU, "int8", 0.8)
+        sender.codec = codec
+        payload = torch.empty(1, layout.payload_bytes, dtype=torch.uint8)
+        with native.using(variant):
+            compress_by(backend, sender, gradient, payload)
+        decoded = torch.empty(size)
+        with native.using(variant):
+            native.decompress_reduce(payload, codec, layout, decoded)
+        assert torch.isfinite(decoded[: 2 * block]).all()
+        assert not decoded[block : 2 * block].any()
+        assert decoded[2 * block :].isnan().all()
+        assert sender.statistics[4] == 1
+        sent.append(payload)
+    assert same(*sent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_patch.quantization.packing import pack, unpack
+from megatron_patch.quantization.packing import pack, packed_bytes, unpack
 
 LENGTHS = range(1, 1001)
 ALL_BITS = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -16,12 +16,21 @@ def random_codes(rows: int, size: int, bits: int, seed: int = 0) -> torch.Tensor
     return torch.randint(2**bits, (rows, size), generator=generator).to(torch.int8)  # 8 bits wrap
 
 
+PLANES = {1: [1], 2: [2], 3: [2, 1], 4: [4], 5: [4, 1], 6: [4, 2], 7: [4, 2, 1], 8: [8]}
+"""The widths of the planes that codes are packed as, from their lowest bits on."""
+
+
 def packed_by_hand(codes: list[int], bits: int) -> list[int]:
-    """The format spelled out: one big integer, the first element in its lowest bits."""
-    number = 0
-    for place, code in enumerate(codes):
-        number |= (code & ((1 << bits) - 1)) << (place * bits)
-    return list(number.to_bytes(-(-len(codes) * bits // 8), "little"))
+    """The format spelled out: a plane is one big integer, the first element in its lowest bits."""
+    found: list[int] = []
+    low = 0
+    for width in PLANES[bits]:
+        number = 0
+        for place, code in enumerate(codes):
+            number |= (code >> low & ((1 << width) - 1)) << (place * width)
+        found += number.to_bytes(-(-len(codes) * width // 8), "little")
+        low += width
+    return found
 
 
 @pytest.mark.parametrize("bits", ALL_BITS)
@@ -30,7 +39,8 @@ def test_packing_and_unpacking_returns_the_codes_for_every_length(bits):
         codes = random_codes(2, size, bits)
         packed = pack(codes, bits)
         assert packed.dtype == torch.uint8
-        assert packed.shape == (2, -(-size * bits // 8))
+        assert packed.shape == (2, packed_bytes(size, bits))
+        assert packed.shape[1] == sum(-(-size * width // 8) for width in PLANES[bits])
         restored = unpack(packed, bits, size)
         assert restored.dtype == torch.int8
         assert torch.equal(restored, codes), f"{size} elements"
@@ -52,7 +62,7 @@ def test_only_the_lowest_bits_of_a_code_count():
 
 def test_known_bytes():
     assert pack(torch.tensor([[1, 2, 3, 4, 5, 6, 7, 0, 1]], dtype=torch.int8), 3).tolist() == [
-        [0b11010001, 0b01011000, 0b00011111, 1]
+        [0b00111001, 0b00111001, 0b01, 0b01111000, 0]
     ]
     assert pack(torch.tensor([[1, -1, 7, -7]], dtype=torch.int8), 4).tolist() == [[0xF1, 0x97]]
     assert pack(torch.tensor([[1, -1, 0, 1, -1]], dtype=torch.int8), 2).tolist() == [[0b01001101, 0b11]]

@@ -25,7 +25,8 @@ LIBRARY = Path(__file__).with_name("libmegatron_loco.so")
 _FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ERRORS = {torch.int8: 1, torch.bfloat16: 2, torch.float32: 3}
 _NAMES = {"uniform": 0, "levels": 1, "sign": 2}
-CODECS = {("uniform", bits) for bits in (8, 4, 3, 2)} | {("levels", bits) for bits in (4, 3, 2)} | {("sign", 1)}
+_BITS = {"uniform": (8, 4, 3, 2), "levels": (4, 3, 2), "sign": (1,)}
+CODECS = {(name, bits) for name, widths in _BITS.items() for bits in widths}
 """Names and bits of the codecs in codes.h; each with and without rotation."""
 
 

@@ -231,10 +231,9 @@ class Compress {
   }
 
   void quantize_levels(int64_t n, float scale, Energies &sum) {
-    const Scaled<Codec> scaled(scale);
     for (int64_t i = 0; i < n; i += PIECE)
-      sum.r += to_levels(scratch.h.get() + i, scaled, std::min(PIECE, n - i), scratch.whole.get() + i,
-                         scratch.r.get() + i);
+      sum.r += to_levels<Codec>(scratch.h.get() + i, scale, std::min(PIECE, n - i), scratch.whole.get() + i,
+                                scratch.r.get() + i);
   }
 
   void quantize_nothing(int64_t n, Energies &sum) {

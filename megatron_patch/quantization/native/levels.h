@@ -9,46 +9,52 @@
 namespace VARIANT {
 namespace {
 
-// s*q of the positive levels, and the middles between them: `middle[k]` is below level k.
+// The levels and their middles as registers hold them. Times s, all are exact.
 template <class Codec>
-struct Scaled {
+struct Tables {
   static constexpr int count = Codec::count;
-  float middle[count], value[count];
-  explicit Scaled(float scale) {
-    for (int k = 0; k < count; ++k) value[k] = scale * static_cast<float>(Codec::level(k));
-    for (int k = 1; k < count; ++k)
-      middle[k] = scale * (static_cast<float>(Codec::level(k - 1) + Codec::level(k)) / 2);
-  }
-
-  // What is sent of h; its code is left in `code`.
-  float nearest(float h, int32_t &code) const {
-    float magnitude = std::fabs(h), sent = value[0];
-    int32_t found = 0;
-    for (int k = 1; k < count; ++k) {
-      found = magnitude > middle[k] ? k : found;
-      sent = magnitude > middle[k] ? value[k] : sent;
-    }
-    code = h < 0 ? found + count : found;
-    return h < 0 ? -sent : sent;
+  // q of each code; the middle below each level; the middle one and two levels ahead of it.
+  alignas(64) float number[16], below[16], ahead1[16], ahead2[16];
+  constexpr Tables() : number{}, below{}, ahead1{}, ahead2{} {
+    for (int k = 0; k < 2 * count; ++k) number[k] = static_cast<float>(Codec::number(k));
+    for (int k = 1; k < count; ++k) below[k] = (number[k - 1] + number[k]) / 2;
+    for (int k = 0; k + 1 < count; ++k) ahead1[k] = below[k + 1];
+    for (int k = 0; k + 2 < count; ++k) ahead2[k] = below[k + 2];
   }
 };
+
+template <class Codec>
+constexpr Tables<Codec> tables;
+
+// What is sent of h; its code is left in `code`.
+template <class Codec>
+inline float nearest(float h, float scale, int32_t &code) {
+  constexpr int count = Codec::count;
+  float magnitude = std::fabs(h), number = tables<Codec>.number[0];
+  int32_t found = 0;
+  for (int k = 1; k < count; ++k) {
+    bool above = magnitude > tables<Codec>.below[k] * scale;
+    found = above ? k : found;
+    number = above ? tables<Codec>.number[k] : number;
+  }
+  code = h < 0 ? found + count : found;
+  return h < 0 ? -number * scale : number * scale;
+}
 
 #if defined(__AVX2__)
 // The same for a vector: the middles are looked up in a register, by halves of what is left of them.
 template <class Codec>
 class Lookup {
   static constexpr int count = Codec::count;
+  static constexpr const Tables<Codec> &of = tables<Codec>;
 
  public:
 #if defined(__AVX512F__)
   static constexpr int64_t width = 16;
   using Floats = __m512;
-  explicit Lookup(const Scaled<Codec> &scaled) : first(_mm512_set1_ps(scaled.middle[count / 2])) {
-    alignas(64) float by2[16] = {}, by1[16] = {}, sent[16] = {};
-    fill(scaled, by2, by1, sent);
-    for (int k = 0; k < count; ++k) sent[count + k] = -sent[k];
-    ahead2 = _mm512_load_ps(by2), ahead1 = _mm512_load_ps(by1), values = _mm512_load_ps(sent);
-  }
+  explicit Lookup(float scale)
+      : first(_mm512_set1_ps(scale * of.below[count / 2])), ahead2(scaled(of.ahead2, scale)),
+        ahead1(scaled(of.ahead1, scale)), values(scaled(of.number, scale)) {}
 
   // Codes and h - s*q of `width` numbers; returns the squares of the latter.
   __m512 quantize(const float *from, int32_t *codes, float *lost) const {
@@ -67,6 +73,7 @@ class Lookup {
 
  private:
   __m512 first, ahead2, ahead1, values;
+  static __m512 scaled(const float *table, float scale) { return _mm512_load_ps(table) * _mm512_set1_ps(scale); }
   static __mmask16 above(__m512 magnitude, __m512 middle) {
     return _mm512_cmp_ps_mask(magnitude, middle, _CMP_GT_OQ);
   }
@@ -76,11 +83,9 @@ class Lookup {
 #else
   static constexpr int64_t width = 8;
   using Floats = __m256;
-  explicit Lookup(const Scaled<Codec> &scaled) : first(_mm256_set1_ps(scaled.middle[count / 2])) {
-    alignas(32) float by2[8] = {}, by1[8] = {}, sent[8] = {};
-    fill(scaled, by2, by1, sent);
-    ahead2 = _mm256_load_ps(by2), ahead1 = _mm256_load_ps(by1), values = _mm256_load_ps(sent);
-  }
+  explicit Lookup(float scale)
+      : first(_mm256_set1_ps(scale * of.below[count / 2])), ahead2(scaled(of.ahead2, scale)),
+        ahead1(scaled(of.ahead1, scale)), values(scaled(of.number, scale)) {}
 
   // Codes and h - s*q of `width` numbers; returns the squares of the latter.
   __m256 quantize(const float *from, int32_t *codes, float *lost) const {
@@ -102,27 +107,23 @@ class Lookup {
 
  private:
   __m256 first, ahead2, ahead1, values;
+  static __m256 scaled(const float *table, float scale) { return _mm256_load_ps(table) * _mm256_set1_ps(scale); }
   static __m256 above(__m256 magnitude, __m256 middle) { return _mm256_cmp_ps(magnitude, middle, _CMP_GT_OQ); }
   static __m256i where(__m256 mask, int value) {
     return _mm256_and_si256(_mm256_castps_si256(mask), _mm256_set1_epi32(value));
   }
 #endif
-  static void fill(const Scaled<Codec> &scaled, float *by2, float *by1, float *sent) {
-    for (int k = 0; k < count; ++k) sent[k] = scaled.value[k];
-    for (int k = 0; k + 1 < count; ++k) by1[k] = scaled.middle[k + 1];
-    for (int k = 0; k + 2 < count; ++k) by2[k] = scaled.middle[k + 2];
-  }
 };
 #endif
 
 // Codes and r = h - s*q of n numbers; returns the sum of r^2, in fp32.
 template <class Codec>
-float to_levels(const float *__restrict h, const Scaled<Codec> &scaled, int64_t n, int32_t *__restrict codes,
+float to_levels(const float *__restrict h, float scale, int64_t n, int32_t *__restrict codes,
                 float *__restrict r) {
   float energy = 0;
   int64_t done = 0;
 #if defined(__AVX2__)
-  const Lookup<Codec> lookup(scaled);
+  const Lookup<Codec> lookup(scale);
   alignas(64) float lanes[Lookup<Codec>::width] = {};
   typename Lookup<Codec>::Floats sums = {};
   for (; done + lookup.width <= n; done += lookup.width)
@@ -132,7 +133,7 @@ float to_levels(const float *__restrict h, const Scaled<Codec> &scaled, int64_t 
 #endif
 #pragma omp simd reduction(+ : energy)
   for (int64_t i = done; i < n; ++i) {
-    r[i] = h[i] - scaled.nearest(h[i], codes[i]);
+    r[i] = h[i] - nearest<Codec>(h[i], scale, codes[i]);
     energy += r[i] * r[i];
   }
   return energy;
