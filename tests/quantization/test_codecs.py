@@ -86,7 +86,8 @@ def encode(values: torch.Tensor, layout: BlockLayout) -> tuple[torch.Tensor, tor
 
 
 def decode(payload: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
-    return CODECS[layout.bits].decode(payload, layout)
+    """[n, S]."""
+    return layout.join(CODECS[layout.bits].decode(payload, layout))
 
 
 def decompress_reduce(

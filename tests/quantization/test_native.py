@@ -27,12 +27,13 @@ EVERY = [
 ]
 
 
-@pytest.mark.parametrize("bits", [4, 1])
+@pytest.mark.parametrize("codec", [Uniform(4), Levels(4), Sign()], ids=str)
 @pytest.mark.parametrize("variant", range(len(native.variants())))
-def test_the_energies_of_a_long_block_are_as_exact_as_those_of_a_short_one(bits, variant):
-    layout = BlockLayout.of(1_000_000, 1, bits, "shard")
+def test_the_energies_of_a_long_block_are_as_exact_as_those_of_a_short_one(codec, variant):
+    layout = BlockLayout.of(1_000_000, 1, codec.bits, "shard")
     gradient = 1 + torch.rand(1_000_000, generator=torch.Generator().manual_seed(1))
     mine, theirs = sender_of(layout, CPU), sender_of(layout, CPU)
+    mine.codec = theirs.codec = codec
     payload = torch.empty(1, layout.payload_bytes, dtype=torch.uint8)
     with native.using(variant):
         compress_by(native, mine, gradient, payload)

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_patch.config import BITS, SHARD, CompressionConfig
+from megatron_patch.config import BITS, CODECS, ROTATIONS, SHARD, CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.workflows.bench.network import command as network
 
@@ -47,6 +47,8 @@ def _add_kernel_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", default="auto", choices=["auto", "cpu", "cuda"], help="default: a GPU where one is"
     )
     parser.add_argument("--bits", type=int, default=4, choices=BITS, help="bits per element; default 4")
+    parser.add_argument("--codec", choices=tuple(CODECS), help="default: that of an exchange with these bits")
+    parser.add_argument("--rotation", choices=ROTATIONS, help="of blocks; default: that of the codec")
     parser.add_argument("--block-size", default="128", help="elements per scale, or 'shard'; default 128")
     parser.add_argument(
         "--elements", type=int, metavar="N", help="elements of the bucket; default 8 M, on a GPU 256 M"
@@ -63,7 +65,7 @@ def _add_kernel_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_kernels(args: argparse.Namespace) -> int:
     size = args.block_size if args.block_size == SHARD else _number(args.block_size)
-    config = CompressionConfig(bits=args.bits, block_size=size)
+    config = CompressionConfig(bits=args.bits, block_size=size, codec=args.codec, rotation=args.rotation)
     result = measure(config, args.dtype, args.device, args.elements, args.seconds)
     show(result)
     files = [args.json] if args.json else []
@@ -103,7 +105,7 @@ def measure(
     else:
         found = cpu_rates.measure(config, elements, torch_dtype, _SENDERS, seconds)
     asked = {"elements": elements, "bits": config.bits, "block_size": config.block_size, "dtype": dtype}
-    return found | asked
+    return found | asked | {"codec": config.codec, "rotation": config.rotation}
 
 
 def _weight_code_rates(result: dict[str, Any]) -> dict[str, float]:
@@ -121,15 +123,13 @@ def show(result: dict[str, Any]) -> None:
     """The table on the terminal."""
     rates, memcpy = result["elements_per_second"], result["memcpy_bytes_per_second"]
     reference = rates.get("torch_chunked") or rates.get("torch", 0.0)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("what", "M elements/s", "GB/s", "of memcpy", "of torch"):
-        table.add_column(column, justify="left" if column == "what" else "right")
+    table = _table("what", "M elements/s", "GB/s", "of memcpy", "of torch")
     for name, rate in sorted(rates.items(), key=lambda item: item[1]):
         if name == "native":
             continue
         traffic = rate * result["bytes_per_element"]
         table.add_row(
-            f"compress, {name.replace('_', ' ')}",
+            _what(name),
             f"{rate / 1e6:.0f}",
             f"{traffic / 1e9:.2f}",
             f"{traffic / (2 * memcpy):.0%}",
@@ -138,7 +138,7 @@ def show(result: dict[str, Any]) -> None:
     reduced = result["decompress_reduce_elements_per_second"]
     traffic = reduced * result["decompress_reduce_bytes_per_element"]
     table.add_row(
-        f"decompress_reduce, {_SENDERS} senders",
+        _what("decompress_reduce"),
         f"{reduced / 1e6:.0f}",
         f"{traffic / 1e9:.2f}",
         f"{traffic / (2 * memcpy):.0%}",
@@ -149,8 +149,36 @@ def show(result: dict[str, Any]) -> None:
     table.add_row("memcpy (bytes read and written)", "", f"{2 * memcpy / 1e9:.2f}", "100%", "")
     console = Console()
     console.print(
-        f"{result['bits']} bits, block {result['block_size']}, {result['dtype']} gradients, "
+        f"{result['bits']} bits, codec {result['codec']}, rotation {result['rotation']}, "
+        f"block {result['block_size']}, {result['dtype']} gradients, "
         f"{result['elements']:,} elements; {result['device']}; kernels: {result['kernels']}",
         highlight=False,
     )
     console.print(table)
+    uniform = result.get("uniform_elements_per_second")
+    if uniform:
+        console.print("\nIn turns with the uniform code of as many bits, without rotation:")
+        console.print(_beside(rates | {"decompress_reduce": reduced}, uniform))
+
+
+def _beside(rates: dict[str, float], uniform: dict[str, float]) -> Table:
+    table = _table("what", "M elements/s", "of the uniform code", "ratio")
+    for name, rate in uniform.items():
+        table.add_row(
+            _what(name), f"{rates[name] / 1e6:.0f}", f"{rate / 1e6:.0f}", f"{rates[name] / rate:.0%}"
+        )
+    return table
+
+
+def _what(name: str) -> str:
+    """What the table calls the kernels of `name`."""
+    reduces = name == "decompress_reduce"
+    return f"{name}, {_SENDERS} senders" if reduces else f"compress, {name.replace('_', ' ')}"
+
+
+def _table(what: str, *numbers: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(what)
+    for column in numbers:
+        table.add_column(column, justify="right")
+    return table

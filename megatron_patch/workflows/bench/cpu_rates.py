@@ -1,16 +1,19 @@
 """How fast compression is on one core, beside memcpy.
 
 One bucket: compress (read gradient and error; write codes, scales and the new error) by the native kernel's
-variants and by the torch reference in pieces that fit the cache, and decompress_reduce of 8 senders. And the
-exact code of bf16 weights' changes in one optimizer step, both ways.
+variants and by the torch reference in pieces that fit the cache, and decompress_reduce of 8 senders. A codec
+with levels or rotation is measured in turns with the uniform one of as many bits. And the exact code of bf16
+weights' changes in one optimizer step, both ways.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,20 +37,25 @@ def measure(
 ) -> dict[str, Any]:
     """Rates of every way there is, each for `seconds`; elements and bytes per second.
 
-    `LEAST` elements or more; `decompress_reduce` sums the payloads of `senders`.
+    `LEAST` elements or more; `decompress_reduce` sums the payloads of `senders`. The uniform code's rates are
+    `uniform_elements_per_second`, by the kernels' names and `decompress_reduce`.
     """
     torch.set_num_threads(1)
     device = torch.device("cpu")
     gradient = torch.randn(elements, generator=torch.Generator().manual_seed(1)).to(dtype)
     layout = BlockLayout.of(elements, 1, config.bits, config.block_size)
-    payload = torch.empty(senders, layout.payload_bytes, dtype=torch.uint8)
-    sender = Sender(config, layout, device)
+    senders_of = [Sender(one, layout, device) for one in _measured(config)]
+    payloads = torch.empty(len(senders_of), senders, layout.payload_bytes, dtype=torch.uint8)
+    compressing = [
+        functools.partial(sender.compress, gradient, payload[:1])
+        for sender, payload in zip(senders_of, payloads, strict=True)
+    ]
     rates: dict[str, float] = {}
+    uniform: dict[str, float] = {}
     for index, name in enumerate(native.variants()):
         with native.using(index):
-            rates[f"native_{name}"] = elements / _best(
-                lambda: sender.compress(gradient, payload[:1]), seconds
-            )
+            rates[f"native_{name}"], *others = (elements / best for best in _best(compressing, seconds))
+            uniform |= {f"native_{name}": rate for rate in others}
     with _reference():
         for size in _PIECES:
             piece = Sender(config, BlockLayout.of(size, 1, config.bits, config.block_size), device)
@@ -58,27 +66,44 @@ def measure(
                 for part in pieces:
                     piece.compress(part, one)
 
-            rate = len(pieces) * size / _best(chunked, seconds / len(_PIECES))
+            rate = len(pieces) * size / _best([chunked], seconds / len(_PIECES))[0]
             rates["torch_chunked"] = max(rate, rates.get("torch_chunked", 0.0))
     if native.variants():
         rates["native"] = rates[f"native_{native.variants()[-1]}"]
-    payload[:] = payload[0]
     reduced = torch.empty(layout.shard_size, dtype=dtype)
-    decompress = _best(lambda: backends.decompress_reduce(payload, sender.codec, layout, reduced), seconds)
+    for call, payload in zip(compressing, payloads, strict=True):
+        call()
+        payload[:] = payload[0]
+    reducing = [
+        functools.partial(backends.decompress_reduce, payload, sender.codec, layout, reduced)
+        for sender, payload in zip(senders_of, payloads, strict=True)
+    ]
+    decompress, *others = (elements * senders / best for best in _best(reducing, seconds))
+    if others:
+        uniform["decompress_reduce"] = others[0]
     source = torch.empty(256 << 20, dtype=torch.uint8).fill_(1)
     target = torch.empty_like(source).fill_(2)
     return {
         "elements_per_second": rates,
-        "decompress_reduce_elements_per_second": elements * senders / decompress,
-        "decompress_reduce_bytes_per_element": (payload.nbytes + reduced.nbytes) / (elements * senders),
+        "decompress_reduce_elements_per_second": decompress,
+        "uniform_elements_per_second": uniform,
+        "decompress_reduce_bytes_per_element": (payloads[0].nbytes + reduced.nbytes) / (elements * senders),
         "weight_code": _weight_code(elements, seconds),
-        "memcpy_bytes_per_second": source.nbytes / _best(lambda: target.copy_(source), seconds),
+        "memcpy_bytes_per_second": source.nbytes / _best([lambda: target.copy_(source)], seconds)[0],
         # Gradient and error are read; error, codes and scales are written.
         "bytes_per_element": gradient.element_size() + 2 + 4 / layout.block + layout.payload_bytes / elements,
         "device": _processor(),
         "kernels": backends.describe(device),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
+
+
+def _measured(config: CompressionConfig) -> list[CompressionConfig]:
+    """The configuration, and the one of the uniform code without rotation, where it is another and there is
+    one."""
+    if config.bits == 1 or (config.code == "uniform" and not config.rotates):
+        return [config]
+    return [config, dataclasses.replace(config, codec="uniform", rotation="none")]
 
 
 def _weight_code(elements: int, seconds: float) -> dict[str, float]:
@@ -98,8 +123,8 @@ def _weight_code(elements: int, seconds: float) -> dict[str, float]:
 
     return {
         "bits_per_weight": 8 * size / elements,
-        "encode_weights_per_second": elements / _best(lambda: coder.encode(old, new, there), seconds),
-        "decode_weights_per_second": 2 * elements / _best(decode_twice, seconds),
+        "encode_weights_per_second": elements / _best([lambda: coder.encode(old, new, there)], seconds)[0],
+        "decode_weights_per_second": 2 * elements / _best([decode_twice], seconds)[0],
     }
 
 
@@ -116,16 +141,21 @@ def _reference() -> Iterator[None]:
             os.environ[backends.VARIABLE] = before
 
 
-def _best(call: Callable[[], object], seconds: float) -> float:
-    """The least time of one call, in seconds, of as many as fit (3 at least): others only add to it."""
-    call()
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < 3 or time.perf_counter() < end:
-        start = time.perf_counter()
+def _best(calls: Sequence[Callable[[], object]], seconds: float) -> list[float]:
+    """The least time of each call, in seconds, of as many as fit (3 at least): others only add to it.
+
+    `seconds` for each; several take turns, so that what slows the machine down slows all of them.
+    """
+    for call in calls:
         call()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    times: list[list[float]] = [[] for _ in calls]
+    end = time.perf_counter() + seconds * len(calls)
+    while len(times[0]) < 3 or time.perf_counter() < end:
+        for call, found in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            call()
+            found.append(time.perf_counter() - start)
+    return [min(found) for found in times]
 
 
 def _processor() -> str:

@@ -45,7 +45,24 @@ def test_kernels_are_measured_beside_memcpy(tmp_path: Path, capsys: pytest.Captu
     assert rates["torch_chunked"] > 0
     if native.variants():
         assert rates["native"] > rates["torch_chunked"]
-        assert {f"native_{name}" for name in native.variants()} <= set(rates)
+        names = {f"native_{name}" for name in native.variants()}
+        assert names <= set(rates)
+        assert set(found["uniform_elements_per_second"]) == names | {"decompress_reduce"}
+        assert "of the uniform code" in shown
+    assert "4 bits, codec levels, rotation hadamard" in " ".join(shown.split())
+
+
+def test_the_uniform_code_is_measured_beside_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--seconds", "0.01", "--elements", "131072", "--json", str(tmp_path / "found.json")]
+    assert cli.main(["bench", "kernels", "--bits", "3", "--codec", "uniform", *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "uniform code" not in shown
+    assert "3 bits, codec uniform, rotation none" in " ".join(shown.split())
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["codec"], found["rotation"]) == ("uniform", "none")
+    assert found["uniform_elements_per_second"] == {}
 
 
 def test_a_gpu_s_numbers_are_shown_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,6 +73,7 @@ def test_a_gpu_s_numbers_are_shown_alike(tmp_path: Path, capsys: pytest.CaptureF
     # bf16 goes out once for 8 senders.
     assert found["decompress_reduce_bytes_per_element"] == pytest.approx(0.5 + 2 / 128 + 2 / 8, rel=1e-2)
     result = found | {"elements": 8192, "bits": 4, "block_size": 128, "dtype": "bf16"}
+    result |= {"codec": config.codec, "rotation": config.rotation}
     bench.show(result)
     shown = capsys.readouterr().out
     assert "compress, triton" in shown
@@ -75,7 +93,8 @@ def test_a_gpu_s_numbers_are_shown_alike(tmp_path: Path, capsys: pytest.CaptureF
         (["--block-size", "100"], ["block_size", "power of two"]),
         (["--elements", "10"], ["--elements", "131072"]),
         (["--elements", "0"], ["--elements", "131072"]),
-        (["--bits", "3"], ["--bits", "3"]),
+        (["--bits", "5"], ["--bits", "5"]),
+        (["--codec", "sign"], ["codec", "bits 4"]),
     ],
 )
 def test_a_mistake_is_one_line(
