@@ -11,25 +11,33 @@ from collections.abc import Mapping
 import torch
 import triton
 
+from megatron_patch.quantization import packing
+from megatron_patch.quantization.blocks import word_bytes
 from megatron_patch.quantization.codec import Codec
 from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.quantization.levels import LEVELS, STEPS
 from megatron_patch.quantization.scales import largest_scale
 from megatron_patch.quantization.triton_kernels.compress import compress_kernel
 from megatron_patch.quantization.triton_kernels.decompress_reduce import decompress_reduce_kernel
+from megatron_patch.quantization.triton_kernels.rotation import diagonal
 
-CODECS = {("uniform", 8), ("uniform", 4), ("uniform", 2), ("sign", 1)}
 _TILE = 2048  # elements, of compress: 16 for each of 128 threads
 _LARGEST_BLOCK = 4096
 _TILES_OF_A_PROGRAM = 16  # at most: enough to hide how it begins and ends
 _PROGRAMS_PER_MULTIPROCESSOR = 8
 _LANES = 128  # of decompress_reduce: one for each of 128 threads
+CODECS = {("uniform", bits) for bits in (8, 4, 3, 2)} | {("levels", bits) for bits in LEVELS} | {("sign", 1)}
+"""Names and bits of the codecs that the kernels know."""
 _ERRORS = {torch.int8: 1, torch.bfloat16: 2, torch.float32: 3}
 
 
 def supports(codec: Codec, layout: BlockLayout) -> bool:
     """Whether the kernels serve a codec for this cut: a block must fit a tile."""
-    known = (codec.name, codec.bits) in CODECS and not codec.rotation.rotated
-    return known and layout.block <= _LARGEST_BLOCK and layout.block & (layout.block - 1) == 0
+    return (
+        (codec.name, codec.bits) in CODECS
+        and layout.block <= _LARGEST_BLOCK
+        and layout.block & (layout.block - 1) == 0
+    )
 
 
 def compress(
@@ -51,6 +59,7 @@ def compress(
     rows = max(_TILE // layout.block, 1)
     regular = layout.table is None
     aligned = regular and layout.shard_size % 16 == 0 and layout.numel == layout.shards * layout.shard_size
+    whole, levels = _whole(layout), codec.name == "levels"
     unused = payload  # any pointer will do where there is nothing to point to
     statistics.zero_()
     compress_kernel[(_programs(layout, rows, gradient.device), layout.shards)](
@@ -62,6 +71,7 @@ def compress(
         payload,
         payload.view(torch.int16),
         _places(layout, payload),
+        diagonal(layout.block, whole, gradient.device) if codec.rotation.sender else unused,
         statistics,
         layout.numel,
         layout.shard_size,
@@ -70,8 +80,9 @@ def compress(
         layout.payload_bytes,
         beta,
         1 - beta,
-        largest_scale(max(2 ** (layout.bits - 1) - 1, 1)),
+        largest_scale(LEVELS[codec.bits][-1] if levels else max(2 ** (layout.bits - 1) - 1, 1)),
         largest_scale(127),
+        STEPS[codec.bits] / 64 if levels else 0.0,
         BITS=layout.bits,
         B=layout.block,
         ROWS=rows,
@@ -79,6 +90,9 @@ def compress(
         ERROR=0 if values is None else _ERRORS[values.dtype],
         ALIGNED=aligned,
         REGULAR=regular,
+        WHOLE=whole and (levels or codec.rotation.sender),
+        LEVELS=levels,
+        ROTATE=codec.rotation.sender,
         BETA_IS_ZERO=beta == 0,
         STOCHASTIC=noise is not None,
         enable_fp_fusion=False,
@@ -96,26 +110,34 @@ def decompress_reduce(
     words = _as_words(payloads, layout)
     word = 8 * words.element_size()
     # Of a thread: 16 bytes at most, which is what a load takes, of one block, and not more than 32 sums.
-    words_of_lane = min(4, layout.bits, layout.block * layout.bits // word)
-    elements_of_lane = words_of_lane * word // layout.bits
-    grid = (triton.cdiv(layout.blocks * layout.block, _LANES * elements_of_lane),)
+    width = packing.planes(layout.bits)[0][1]
+    words_of_lane = min(4, width, layout.block * width // word)
+    elements_of_lane = words_of_lane * word // width
+    lanes = max(_LANES, layout.block // elements_of_lane)  # of whole blocks, which may be rotated back
+    grid = (triton.cdiv(layout.blocks * layout.block, lanes * elements_of_lane),)
+    whole = _whole(layout)
     decompress_reduce_kernel[grid](
         words,
         payloads.view(torch.int16)[:, layout.code_bytes // 2 :],
         _places(layout, payloads),
+        diagonal(layout.block, whole, output.device) if codec.rotation.owner else payloads,
         _as_bits(output),
         min(output.numel(), layout.shard_size),
+        min(layout.numel, layout.shard_size),
         layout.blocks,
         payloads.shape[0],
         layout.code_bytes // 16,
         layout.payload_bytes // 16,
-        2**layout.bits - 1,
+        15 if layout.bits == 3 else 2**layout.bits - 1,
         float(divisor),
         BITS=layout.bits,
         B=layout.block,
-        LANES=_LANES,
+        LANES=lanes,
         V=words_of_lane,
         REGULAR=layout.table is None,
+        WHOLE=whole and codec.rotation.owner,
+        LEVELS=codec.name == "levels",
+        ROTATE=codec.rotation.owner,
         DIVIDE=divisor != 1,
         BF16=output.dtype == torch.bfloat16,
         enable_fp_fusion=False,
@@ -127,12 +149,18 @@ def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as_words(payload: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
-    return payload.view(torch.int32 if layout.block * layout.bits >= 32 else torch.int16)
+    return payload.view(torch.int32 if word_bytes(layout.block, layout.bits) == 4 else torch.int16)
 
 
 def _places(layout: BlockLayout, unused: torch.Tensor) -> torch.Tensor:
     """The table of blocks on the tensors' device; for a regular cut any pointer will do."""
     return unused if layout.table is None else layout.table.on(unused.device)
+
+
+def _whole(layout: BlockLayout) -> bool:
+    """Whether every block has all its elements."""
+    filled = layout.numel == layout.shards * layout.shard_size
+    return layout.table is None and filled and layout.shard_size % layout.block == 0
 
 
 def _programs(layout: BlockLayout, rows: int, device: torch.device) -> int:

@@ -2,10 +2,10 @@
 
 A program takes tiles of ROWS blocks of b elements, neighbours in one shard; 16 neighbours go to a thread:
 
-    gradient, error  ->  h  ->  max|h| of each row  ->  scale  ->  codes, packed  ->  payload
+    gradient, rotated, and error  ->  h  ->  max|h| of each row  ->  scale  ->  codes, packed  ->  payload
                                                           r = h - s*q            ->  error
 
-The fp32 results of compensation/compress.py and quantization/uniform.py, bit for bit: a multiplication and an
+The fp32 results of compensation/compress.py and of the codec, bit for bit: a multiplication and an
 addition are fused where the product is exact, a code times a scale, and nowhere else.
 """
 
@@ -14,10 +14,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_patch.quantization.triton_kernels import levels, planes, rotation
 from megatron_patch.quantization.triton_kernels.float_bits import (
     INFINITE,
     NAN,
     add_energies,
+    as_int32,
     from_bf16,
     inverse_of,
     largest_magnitude,
@@ -26,6 +28,7 @@ from megatron_patch.quantization.triton_kernels.float_bits import (
     packed,
     quotient,
     round_up_to_bf16,
+    split_pairs,
     to_bf16,
 )
 
@@ -77,8 +80,10 @@ def _load_rows(pointer, start, length, ROWS: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def _as_int32(number: tl.constexpr):
-    return tl.constexpr((number + 0x80000000) % 0x100000000 - 0x80000000)
+def _fields(numbers, usable, HALF: tl.constexpr):
+    """Bits of _WHOLE + HALF + code, int32 [rows, n] -> codes, 4 bits each, uint32 [rows, n / 8]."""
+    fields = (packed(numbers, 4, 32) - as_int32(_WHOLE_BITS * 0x11111111)) ^ (HALF * 0x11111111)
+    return tl.where(usable, fields.to(tl.uint32, bitcast=True), 0)
 
 
 @triton.jit
@@ -91,6 +96,7 @@ def compress_kernel(
     bytes_,  # the same as uint8
     scales,  # the same as int16
     places,  # BlockTable.places, int32 [shards, blocks, 3]; unused in a regular cut
+    diagonal,  # rotation.diagonal, fp32 [B]; unused where nothing is rotated
     statistics,  # fp64 [5], zeros
     numel,
     shard_size,
@@ -101,6 +107,7 @@ def compress_kernel(
     rest,
     largest,
     largest8,
+    step,
     BITS: tl.constexpr,
     B: tl.constexpr,
     ROWS: tl.constexpr,
@@ -108,12 +115,16 @@ def compress_kernel(
     ERROR: tl.constexpr,  # 0: none, 1: int8, 2: bf16, 3: fp32
     ALIGNED: tl.constexpr,  # the bucket and its shards are multiples of 16 elements
     REGULAR: tl.constexpr,
+    WHOLE: tl.constexpr,  # every block has B elements
+    LEVELS: tl.constexpr,  # the levels codec; else a sign is 1 bit, and more are uniform
+    ROTATE: tl.constexpr,
     BETA_IS_ZERO: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
     TILE: tl.constexpr = ROWS * B
-    WORD: tl.constexpr = 32 if B * BITS >= 32 else 16
-    WORDS: tl.constexpr = B * BITS // WORD  # of a block
+    PLANES: tl.constexpr = BITS == 3
+    WORD: tl.constexpr = 32 if B * (1 if PLANES else BITS) >= 32 else 16
+    WORDS: tl.constexpr = B * (2 if PLANES else BITS) // WORD  # of a block (of its first plane)
     # Two's complement, by way of numbers >= 0, which add up to a word without a carry: code + HALF, and then
     # that bit turned over.
     HALF: tl.constexpr = 1 << (BITS - 1)
@@ -134,6 +145,7 @@ def compress_kernel(
     noise += shard * blocks * B
     words += shard * (payload_bytes // (WORD // 8))
     bytes_ += shard * payload_bytes
+    halves = scales + shard * (payload_bytes // 2)
     scales += (shard * payload_bytes + code_bytes) // 2
     places += shard * blocks * 3
     of_h = tl.zeros([ROWS, B // 16], tl.float64)
@@ -159,6 +171,12 @@ def compress_kernel(
             at = first[:, None] + in_row
             g = _load_rows(gradient, first, length, ROWS, B)
         g = from_bf16(g) if BF16 else g.to(tl.float32)
+        if REGULAR:
+            length = tl.minimum(tl.maximum(count - tl.arange(0, ROWS) * B, 0), B)
+        if ROTATE:
+            parts = 0 if WHOLE else rotation.parts_of(length, B)
+            g = rotation.scaled(g, diagonal, parts, B, WHOLE)
+            g = rotation.hadamard(g, parts, B, 16, WHOLE)
         h = g
         if ERROR != 0:
             if REGULAR:
@@ -177,7 +195,12 @@ def compress_kernel(
         finite = largest_h < INFINITE
         largest_h = tl.where(finite, largest_h, 0).to(tl.float32, bitcast=True)
 
-        if BITS == 1:
+        if LEVELS:
+            unit, inverse_unit = normal(largest_h)
+            near_one = h * unit[:, None]
+            wanted = levels.wanted_scale(near_one, inverse_unit, length, step, WHOLE)
+            wanted = tl.where(finite, wanted, 0.0)
+        elif BITS == 1:
             total = tl.sum(tl.where(live, tl.abs(h), 0.0).to(tl.float64), axis=1)
             number = tl.maximum(tl.sum(live.to(tl.int32), axis=1), 1)
             wanted = tl.where(finite, (total / number.to(tl.float64)).to(tl.float32), 0.0)
@@ -186,9 +209,20 @@ def compress_kernel(
         else:
             wanted = over(largest_h, 1.0 / LIMIT)
         scale = round_up_to_bf16(wanted, largest)
-        unit, inverse_unit = normal(scale)
-        near_one = h * unit[:, None]
-        if BITS == 1:
+        if not LEVELS:
+            unit, inverse_unit = normal(scale)
+            near_one = h * unit[:, None]
+        if LEVELS:
+            held = levels.encode(h, scale, BITS)
+            q = levels.decode(held, tl.full([1, 1], levels.PLACE, tl.int32), BITS)
+            usable = (scale > 0)[:, None]
+            if PLANES:
+                even, odd = split_pairs(held)
+                even = tl.where(usable, levels.words_of(even, BITS, 4, 32), 0)
+                odd = tl.where(usable, levels.words_of(odd, BITS, 4, 32), 0)
+            else:
+                sums = tl.where(usable, levels.words_of(held, BITS, BITS, WORD), 0)
+        elif BITS == 1:
             q = tl.where(h >= 0, 1.0, -1.0)
             # A regular shard's fill is sent as +1.
             on_wire = in_tile < tl.minimum(shard_size - start, TILE).to(tl.int32) if REGULAR else live
@@ -201,9 +235,26 @@ def compress_kernel(
                 ratio = tl.minimum(tl.maximum(tl.floor(ratio + drawn), -LIMIT), LIMIT)
             whole = ratio + (_WHOLE + HALF)
             q = whole - (_WHOLE + HALF)
-            sums = packed(whole.to(tl.int32, bitcast=True), BITS, WORD) - _as_int32(_WHOLE_BITS * EACH)
-            sums = tl.where((scale > 0)[:, None], sums ^ _as_int32(HALF * EACH), 0)
-        if REGULAR:
+            whole = whole.to(tl.int32, bitcast=True)
+            usable = (scale > 0)[:, None]
+            if PLANES:
+                even, odd = split_pairs(whole)
+                even = _fields(even, usable, HALF)
+                odd = _fields(odd, usable, HALF)
+            else:
+                sums = packed(whole, BITS, WORD) - as_int32(_WHOLE_BITS * EACH)
+                sums = tl.where(usable, sums ^ as_int32(HALF * EACH), 0)
+        if PLANES:
+            low, high = planes.to_planes(even, odd)
+            if REGULAR:
+                first = start // WORD * 3 + tl.arange(0, ROWS) * (B * 3 // WORD)
+                second = first + B * 2 // WORD
+                planes.store(words, halves, first, second, low, high, tl.where(there, B, 0), WORD)
+            else:
+                at_word = tl.load(here + 2, mask=there, other=0)
+                second = at_word + tl.cdiv(2 * length, WORD)
+                planes.store(words, halves, at_word, second, low, high, length, WORD)
+        elif REGULAR:
             words_left = code_bytes // (WORD // 8) - tile * (ROWS * WORDS)
             tl.store(
                 words + start // (WORD // BITS) + word_in_tile,
@@ -221,7 +272,7 @@ def compress_kernel(
         tl.store(scales + tile * ROWS + tl.arange(0, ROWS), sent_scale, mask=there)
 
         r = tl.fma(-q, tl.broadcast_to(scale[:, None], q.shape), h)
-        if BITS == 1:
+        if BITS == 1 or (LEVELS and not WHOLE):
             r = tl.where(live, r, 0.0)
         bad += (there & (finite == 0)).to(tl.int32)
         of_h = add_energies(of_h, near_one, inverse_unit, finite)
@@ -255,7 +306,11 @@ def compress_kernel(
                 tl.store(error + at, average, mask=sent)
     if not REGULAR:  # what other shards' codes need more
         last = places + (blocks - 1) * 3
-        used = tl.load(last + 2) + tl.cdiv(tl.load(last + 1) * BITS, WORD)
+        length_of_last = tl.load(last + 1)
+        if PLANES:
+            used = tl.load(last + 2) + tl.cdiv(length_of_last * 2, WORD) + tl.cdiv(length_of_last, WORD)
+        else:
+            used = tl.load(last + 2) + tl.cdiv(length_of_last * BITS, WORD)
         for rest_of_codes in tl.range(
             used + program * 128, code_bytes // (WORD // 8), tl.num_programs(0) * 128
         ):

@@ -9,28 +9,46 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_patch.quantization.triton_kernels import levels, planes, rotation
 from megatron_patch.quantization.triton_kernels.float_bits import from_bf16, to_bf16
 
 
 @triton.jit
-def _codes(words, ones, BITS: tl.constexpr, WORD: tl.constexpr):
-    """uint32 [lanes, V] -> the codes of each word, fp32 [lanes, V * WORD / BITS], in the word's thread."""
+def _codes(words, ones, BITS: tl.constexpr, FIELD: tl.constexpr, WORD: tl.constexpr, LEVELS: tl.constexpr):
+    """uint32 [lanes, V] -> the codes of each word, fp32 [lanes, V * WORD / FIELD], in the word's thread."""
     lanes: tl.constexpr = words.shape[0]
-    count: tl.constexpr = words.shape[1] * (WORD // BITS)
-    at = tl.zeros(words.shape, tl.int32)  # where in the word; known when the kernel is compiled
+    count: tl.constexpr = words.shape[1] * (WORD // FIELD)
+    if LEVELS:  # whose polynomials want small exponents
+        words = levels.from_wire(words, BITS, FIELD)
+        at = tl.full(words.shape, levels.PLACE, tl.int32)
+        words = (
+            tl.join(words << levels.PLACE, words >> (16 - levels.PLACE))
+            if WORD == 32
+            else words << levels.PLACE
+        )
+    else:
+        if BITS > 1:  # code + 2^(BITS-1) instead of the code
+            words ^= (1 << (BITS - 1)) * (0xFFFFFFFF // ((1 << FIELD) - 1))
+        at = tl.zeros(words.shape, tl.int32)  # where in the word; known when the kernel is compiled
+        words = (
+            tl.join(words, words >> 16) if WORD == 32 else words
+        )  # the exponent leaves no room behind the 16th bit
     if WORD == 32:
-        words = tl.join(words, words >> 16)  # the exponent leaves no room behind the 16th bit
         at = tl.join(at, at)
     for level in tl.static_range(4):
-        if 8 >> level >= BITS:
+        if 8 >> level >= FIELD:
             words = tl.join(words, words)
             at = tl.join(at, at + (8 >> level))
     if BITS == 1:
         codes = (((~words << (31 - at)) & 0x80000000) | 0x3F800000).to(tl.float32, bitcast=True)
     else:
         exponent = (127 + 23 - at) << 23
-        zero = exponent.to(tl.float32, bitcast=True) + (1 << (BITS - 1))  # what a code of 0 makes
-        codes = ((words & (ones << at)) | exponent.to(tl.uint32)).to(tl.float32, bitcast=True) - zero
+        held = (words & (ones << at)) | exponent.to(tl.uint32)
+        if LEVELS:
+            codes = levels.decode(held, at, BITS)
+        else:
+            zero = exponent.to(tl.float32, bitcast=True) + (1 << (BITS - 1))  # what a code of 0 makes
+            codes = held.to(tl.float32, bitcast=True) - zero
     return tl.reshape(codes, (lanes, count))
 
 
@@ -39,31 +57,42 @@ def decompress_reduce_kernel(
     words,  # payloads [senders, payload_bytes] as words: int32, or int16 where a block has less bits
     scales,  # the same as int16, from the first scale on
     places,  # BlockTable.places, int32 [1, blocks, 3]; unused in a regular cut
+    diagonal,  # rotation.diagonal, fp32 [B]; unused where nothing is rotated back
     output,  # [length]; bf16 as int16
     length,
+    numel,  # of the shard's real elements
     blocks,
     senders,
     code_quads,  # bytes / 16
     payload_quads,
-    ones,  # 2^BITS - 1
+    ones,  # 1 in every bit of a code's field
     divisor,
     BITS: tl.constexpr,
     B: tl.constexpr,
     LANES: tl.constexpr,
     V: tl.constexpr,
     REGULAR: tl.constexpr,
+    WHOLE: tl.constexpr,  # every block has B elements
+    LEVELS: tl.constexpr,  # the levels codec; else a sign is 1 bit, and more are uniform
+    ROTATE: tl.constexpr,
     DIVIDE: tl.constexpr,
     BF16: tl.constexpr,
 ):
-    WORD: tl.constexpr = 32 if B * BITS >= 32 else 16
-    LANE: tl.constexpr = V * (WORD // BITS)  # elements, of one block
-    SIGN: tl.constexpr = 1 << (BITS - 1) if BITS > 1 else 0
-    SIGNS: tl.constexpr = SIGN * (0xFFFFFFFF // ((1 << BITS) - 1))  # code + 2^(BITS-1) instead of the code
+    PLANES: tl.constexpr = BITS == 3
+    WIDTH: tl.constexpr = 2 if PLANES else BITS  # of a code in the first plane
+    WORD: tl.constexpr = 32 if B * (1 if PLANES else BITS) >= 32 else 16
+    LANE: tl.constexpr = V * (WORD // WIDTH)  # elements, of one block
     lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
     block = lane // (B // LANE)
     if REGULAR:
         there = (lane * V < code_quads * (128 // WORD)) & (block < blocks)
-        words += lane[:, None] * V + tl.arange(0, V)[None, :]
+        if PLANES:
+            there = block < blocks
+            in_block = lane % (B // LANE)
+            second = words + (block * (B * 3 // WORD) + B * 2 // WORD + in_block)
+            words += (block * (B * 3 // WORD) + in_block * V)[:, None] + tl.arange(0, V)[None, :]
+        else:
+            words += lane[:, None] * V + tl.arange(0, V)[None, :]
         coded_there = there[:, None]
     else:
         in_block = lane % (B // LANE)
@@ -71,19 +100,45 @@ def decompress_reduce_kernel(
         block_length = tl.load(places + 3 * block + 1, mask=block < blocks, other=0)
         word = in_block[:, None] * V + tl.arange(0, V)[None, :]
         there = in_block * LANE < block_length
-        coded_there = word * (WORD // BITS) < block_length[:, None]
-        words += tl.load(places + 3 * block + 2, mask=there, other=0).to(tl.int64)[:, None] + word
+        coded_there = word * (WORD // WIDTH) < block_length[:, None]
+        first = tl.load(places + 3 * block + 2, mask=there, other=0).to(tl.int64)
+        if PLANES:
+            second = words + (first + tl.cdiv(block_length * 2, WORD) + in_block)
+        words += first[:, None] + word
     scales += block
     # An argument, not a constant: it, and its shifts, stay in registers, beside the exponents as constants.
     ones = ones.to(tl.uint32)
     total = tl.full([LANES, LANE], -0.0, tl.float32)  # what leaves a -0 that is added to it
     for _ in tl.range(0, senders, loop_unroll_factor=4):
-        coded = tl.load(words, mask=coded_there, other=0).to(tl.uint32) ^ SIGNS
-        codes = _codes(coded, ones, BITS, WORD)
+        coded = tl.load(words, mask=coded_there, other=0).to(tl.uint32)
+        if PLANES:
+            high = tl.load(second, mask=there, other=0).to(tl.uint32)
+            at = tl.arange(0, V)[None, :] * (WORD // 2)
+            even, odd = planes.from_planes(coded, high[:, None] >> at)
+            even = _codes(even, ones, BITS, 4, WORD, LEVELS)
+            odd = _codes(odd, ones, BITS, 4, WORD, LEVELS)
+            codes = tl.reshape(tl.join(even, odd), (LANES, LANE))
+            second += payload_quads * (128 // WORD)
+        else:
+            codes = _codes(coded, ones, BITS, BITS, WORD, LEVELS)
         scale = from_bf16(tl.load(scales, mask=there, other=0))
         total = tl.fma(codes, tl.broadcast_to(scale[:, None], codes.shape), total)
         words += payload_quads * (128 // WORD)
         scales += payload_quads * 8
+    if ROTATE:
+        rows: tl.constexpr = LANES * LANE // B
+        total = tl.reshape(total, (rows, B))
+        if WHOLE:
+            parts = 0
+        else:
+            row = tl.program_id(0) * rows + tl.arange(0, rows)
+            if REGULAR:
+                real = tl.minimum(tl.maximum(numel - row.to(tl.int64) * B, 0), B).to(tl.int32)
+            else:
+                real = tl.load(places + 3 * row + 1, mask=row < blocks, other=0)
+            parts = rotation.parts_of(real, B)
+        total = rotation.hadamard(total, parts, B, LANE, WHOLE)
+        total = tl.reshape(rotation.scaled(total, diagonal, parts, B, WHOLE), (LANES, LANE))
     if DIVIDE:
         total = tl.div_rn(total, tl.zeros([LANES, LANE], tl.float32) + divisor)
     if REGULAR:

@@ -15,6 +15,11 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
+def as_int32(number: tl.constexpr):
+    return tl.constexpr((number + 0x80000000) % 0x100000000 - 0x80000000)
+
+
+@triton.jit
 def from_bf16(stored):
     """int16 -> the fp32 whose upper half it is."""
     return (stored.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -71,7 +76,7 @@ def quotient(values, head, tail):
 
 
 @triton.jit
-def _split(values):
+def split_pairs(values):
     """[rows, n] -> the even and the odd columns. Neighbours lie in one thread: nothing is exchanged."""
     return tl.split(tl.reshape(values, (values.shape[0], values.shape[1] // 2, 2)))
 
@@ -80,19 +85,25 @@ def _split(values):
 def largest_magnitude(values):
     """max|x| of each row, as the integer of its bits: NaN and Inf come out on top."""
     for _ in tl.static_range(4):  # the 16 that a thread has, as floats; across threads as integers
-        even, odd = _split(values)
+        even, odd = split_pairs(values)
         values = tl.maximum(tl.abs(even), tl.abs(odd), propagate_nan=tl.PropagateNan.ALL)
     return tl.max(values.to(tl.int32, bitcast=True) & _MAGNITUDE, axis=1)
 
 
 @triton.jit
+def squares_of_four(values):
+    """[rows, n] -> [rows, n / 4]: sums of four neighbours' squares."""
+    even, odd = split_pairs(values)
+    a, b = split_pairs(even)
+    c, d = split_pairs(odd)
+    return tl.fma(a, a, tl.fma(b, b, tl.fma(c, c, d * d)))
+
+
+@triton.jit
 def add_energies(sums, values, unit, finite):
     """`sums`, fp64 [rows, n / 16], and the squares of fp32 [rows, n] times `unit` [rows], where `finite`."""
-    even, odd = _split(values)
-    a, b = _split(even)
-    c, d = _split(odd)
-    squares = tl.fma(a, a, tl.fma(b, b, tl.fma(c, c, d * d)))
-    squares = tl.sum(tl.reshape(squares, (values.shape[0], values.shape[1] // 16, 4)), axis=2)
+    squares = tl.reshape(squares_of_four(values), (values.shape[0], values.shape[1] // 16, 4))
+    squares = tl.sum(squares, axis=2)
     squares = tl.where(finite[:, None], squares, 0.0).to(tl.float64)
     unit = unit.to(tl.float64)
     return tl.fma(squares, tl.broadcast_to((unit * unit)[:, None], sums.shape), sums)
@@ -106,6 +117,6 @@ def packed(numbers, BITS: tl.constexpr, WORD: tl.constexpr):
     """
     for level in tl.static_range(5):
         if BITS << level < WORD:
-            low, high = _split(numbers)
+            low, high = split_pairs(numbers)
             numbers = low + (high << (BITS << level))
     return numbers

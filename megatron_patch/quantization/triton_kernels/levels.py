@@ -1,0 +1,111 @@
+"""The levels codec's arithmetic: quantization/levels.py, bit for bit.
+
+Between floats and the wire a code is a number u from 0 on, that grows with the level: HALF + i for the i-th
+positive level, HALF - 1 - i for the i-th negative one. It lies in a float's bits, from the 5th on, behind the
+exponent of 2^18. A polynomial of u - HALF + 1/2, rounded, is the level itself: it is within 0.35 of it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_patch.quantization.triton_kernels.float_bits import (
+    as_int32,
+    packed,
+    split_pairs,
+    squares_of_four,
+)
+
+PLACE = tl.constexpr(5)
+ONE = tl.constexpr(1 << 5)
+EXPONENT = tl.constexpr((127 + 23 - 5) << 23)
+_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: what is added to it is rounded to a whole number
+
+
+@triton.jit
+def wanted_scale(near_one, inverse, lengths, step, WHOLE: tl.constexpr):
+    """c * rms of each row of h, fp32 [rows]; `near_one` is h times 1/inverse, [rows, B]; `step` c/64."""
+    rows: tl.constexpr = near_one.shape[0]
+    B: tl.constexpr = near_one.shape[1]
+    v = tl.fma(tl.abs(near_one), tl.full(near_one.shape, 64.0, tl.float32), _WHOLE) - _WHOLE
+    of_thread = tl.sum(tl.reshape(squares_of_four(v), (rows, B // 16, 4)), axis=2)
+    if B <= 256:  # the sum is less than 2^24, exact
+        energy = tl.sum(of_thread, axis=1)
+    else:
+        energy = tl.sum(of_thread.to(tl.int32), axis=1)
+    if WHOLE:
+        mean = energy.to(tl.float32) * (1.0 / B)
+    else:
+        mean = (energy.to(tl.float64) / tl.maximum(lengths, 1).to(tl.float64)).to(tl.float32)
+    return tl.sqrt_rn(mean) * step * inverse
+
+
+@triton.jit
+def encode(h, scale, BITS: tl.constexpr):
+    """fp32 [rows, n], [rows] -> the int32 that hold u."""
+    HALF: tl.constexpr = 1 << (BITS - 1)
+    magnitude = tl.abs(h)
+    s = scale[:, None]
+    if BITS == 4:
+        high = magnitude > s * 24.5
+        middle = magnitude > tl.where(high, s * 41.0, s * 12.0)
+        last = tl.where(middle, tl.where(high, s * 53.5, s * 18.0), tl.where(high, s * 32.0, s * 6.0))
+        number = tl.where(high, 4 * ONE, 0) + tl.where(middle, 2 * ONE, 0)
+    elif BITS == 3:
+        high = magnitude > s * 12.5
+        last = tl.where(high, s * 21.0, s * 6.0)
+        number = tl.where(high, 2 * ONE, 0)
+    else:
+        last = tl.broadcast_to(s * 6.5, h.shape)
+        number = tl.zeros(h.shape, tl.int32)
+    number += tl.where(magnitude > last, 1 * ONE, 0) + (EXPONENT + HALF * ONE)
+    negative = (h + 0.0).to(tl.int32, bitcast=True) >> 31  # -0 is not
+    return number ^ (negative & ((2 * HALF - 1) * ONE))
+
+
+@triton.jit
+def decode(held, at, BITS: tl.constexpr):
+    """int32 that hold u at bit `at` (5 to 20), behind the exponent of 2^(23 - at) -> levels, fp32."""
+    held = held.to(tl.float32, bitcast=True)
+    exponent = ((127 + 23 - at) << 23).to(tl.float32, bitcast=True)
+    if BITS == 2:
+        slope = tl.full(held.shape, 6.625, tl.float32)
+        return tl.fma(held, slope, (_WHOLE - 10) - exponent * 6.625) - _WHOLE
+    unit: tl.constexpr = 15 / 64 if BITS == 4 else 17 / 32
+    zero = (exponent + ((1 << (BITS - 1)) - 0.5)) * unit
+    x = tl.fma(held, tl.full(held.shape, unit, tl.float32), -zero)
+    square = x * x
+    if BITS == 4:
+        slope = tl.fma(square, square, 25.03)
+    else:
+        slope = square + 10.447
+    return tl.fma(x, slope, _WHOLE) - _WHOLE
+
+
+@triton.jit
+def words_of(held, BITS: tl.constexpr, FIELD: tl.constexpr, WORD: tl.constexpr):
+    """int32 [rows, n] that hold u -> uint32 [rows, n * FIELD / WORD]: codes as they are sent, in fields."""
+    # The sum of the exponents is taken away again; 16 bits from the 5th on are left.
+    halves = packed(held, FIELD, 16) - as_int32(EXPONENT * (0xFFFF // ((1 << FIELD) - 1)))
+    halves = halves.to(tl.uint32, bitcast=True)
+    if WORD == 16:
+        words = halves >> PLACE
+    else:
+        low, high = split_pairs(halves)
+        words = (low >> PLACE) + (high << (16 - PLACE))
+    return _with_signs(words, ~words, BITS, FIELD)
+
+
+@triton.jit
+def from_wire(words, BITS: tl.constexpr, FIELD: tl.constexpr):
+    """uint32 of codes, each a sign and a level's number -> the same of u."""
+    return _with_signs(words, words, BITS, FIELD)
+
+
+@triton.jit
+def _with_signs(words, negative, BITS: tl.constexpr, FIELD: tl.constexpr):
+    """Every sign turned over, and the number of those which are `negative` counted from the other end."""
+    SIGNS: tl.constexpr = (1 << (BITS - 1)) * (0xFFFFFFFF // ((1 << FIELD) - 1))
+    negative = negative & SIGNS
+    return words ^ SIGNS ^ (negative - (negative >> (BITS - 1)))
