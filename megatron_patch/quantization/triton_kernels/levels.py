@@ -13,6 +13,7 @@ import triton.language as tl
 from megatron_patch.quantization.triton_kernels.float_bits import (
     as_int32,
     packed,
+    root,
     split_pairs,
     squares_of_four,
 )
@@ -38,7 +39,7 @@ def wanted_scale(near_one, inverse, lengths, step, WHOLE: tl.constexpr):
         mean = energy.to(tl.float32) * (1.0 / B)
     else:
         mean = (energy.to(tl.float64) / tl.maximum(lengths, 1).to(tl.float64)).to(tl.float32)
-    return tl.sqrt_rn(mean) * step * inverse
+    return root(mean) * step * inverse
 
 
 @triton.jit
