@@ -174,9 +174,8 @@ def compress_kernel(
         if REGULAR:
             length = tl.minimum(tl.maximum(count - tl.arange(0, ROWS) * B, 0), B)
         if ROTATE:
-            parts = 0 if WHOLE else rotation.parts_of(length, B)
-            g = rotation.scaled(g, diagonal, parts, B, WHOLE)
-            g = rotation.hadamard(g, parts, B, 16, WHOLE)
+            g = rotation.scaled(g, diagonal, length, B, 16, WHOLE)
+            g = rotation.hadamard(g, length, B, 16, WHOLE)
         h = g
         if ERROR != 0:
             if REGULAR:

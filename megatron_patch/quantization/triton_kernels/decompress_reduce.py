@@ -128,17 +128,13 @@ def decompress_reduce_kernel(
     if ROTATE:
         rows: tl.constexpr = LANES * LANE // B
         total = tl.reshape(total, (rows, B))
-        if WHOLE:
-            parts = 0
+        row = tl.program_id(0) * rows + tl.arange(0, rows)
+        if REGULAR:
+            real = tl.minimum(tl.maximum(numel - row.to(tl.int64) * B, 0), B).to(tl.int32)
         else:
-            row = tl.program_id(0) * rows + tl.arange(0, rows)
-            if REGULAR:
-                real = tl.minimum(tl.maximum(numel - row.to(tl.int64) * B, 0), B).to(tl.int32)
-            else:
-                real = tl.load(places + 3 * row + 1, mask=row < blocks, other=0)
-            parts = rotation.parts_of(real, B)
-        total = rotation.hadamard(total, parts, B, LANE, WHOLE)
-        total = tl.reshape(rotation.scaled(total, diagonal, parts, B, WHOLE), (LANES, LANE))
+            real = tl.load(places + 3 * row + 1, mask=row < blocks, other=0)
+        total = rotation.hadamard(total, real, B, LANE, WHOLE)
+        total = tl.reshape(rotation.scaled(total, diagonal, real, B, LANE, WHOLE), (LANES, LANE))
     if DIVIDE:
         total = tl.div_rn(total, tl.zeros([LANES, LANE], tl.float32) + divisor)
     if REGULAR:

@@ -2,6 +2,8 @@
 
 A thread has RUN neighbours of a block. Stages that pair them are additions; between threads each number
 goes to its partner, and one fused multiply-add by +1 or -1, exact, adds or subtracts.
+
+Stage j is for the whole groups of 2^(j+1) elements that a block has; what is behind them is in smaller parts.
 """
 
 from __future__ import annotations
@@ -14,9 +16,6 @@ import triton.language as tl
 
 from megatron_patch.quantization import rotation
 
-_SQRT_HALF = tl.constexpr(0x3F3504F3)  # bits of 2^-0.5 in fp32
-_ONE = tl.constexpr(0x3F800000)
-
 
 @functools.cache
 def diagonal(block: int, whole: bool, device: torch.device) -> torch.Tensor:
@@ -26,46 +25,74 @@ def diagonal(block: int, whole: bool, device: torch.device) -> torch.Tensor:
 
 
 @triton.jit
-def parts_of(lengths, B: tl.constexpr):
-    """[rows] -> int32 [rows, B]: its highest bit tells the part of each element; 0 behind a block's
-    length."""
-    place = tl.arange(0, B)[None, :]
-    return tl.where(place < lengths[:, None], place ^ lengths[:, None], 0)
+def _inside(lengths, STAGE: tl.constexpr, B: tl.constexpr, RUN: tl.constexpr):
+    """Whether a stage is for an element of blocks, [rows]: [rows, B / RUN, RUN], or, where it is between
+    threads and the same for all that one has, [rows, B / RUN, 1]."""
+    thread = tl.arange(0, B // RUN)[None, :, None]
+    lengths = lengths[:, None, None]
+    if 2 << STAGE <= RUN:  # with places in a thread that are known when the kernel is compiled
+        of_thread = tl.minimum(tl.maximum(lengths - thread * RUN, 0), RUN)
+        inside = tl.arange(0, RUN)[None, None, :] >> (STAGE + 1) < of_thread >> (STAGE + 1)
+    else:
+        inside = (thread * RUN) >> (STAGE + 1) < lengths >> (STAGE + 1)
+    return inside
 
 
 @triton.jit
-def scaled(values, diagonal, parts, B: tl.constexpr, WHOLE: tl.constexpr):
+def scaled(values, diagonal, lengths, B: tl.constexpr, RUN: tl.constexpr, WHOLE: tl.constexpr):
     """d times fp32 [rows, B]; `diagonal` is a pointer to `diagonal(B, WHOLE)`."""
     d = tl.load(diagonal + tl.arange(0, B))[None, :]
-    if WHOLE:
-        return values * d
-    exponent = (parts.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-    exponent = tl.maximum(exponent, 0)
-    magnitude = tl.where(exponent % 2 == 0, _ONE, _SQRT_HALF) - ((exponent // 2) << 23)
-    return values * (d * magnitude.to(tl.float32, bitcast=True))
+    if not WHOLE:
+        runs: tl.constexpr = (values.shape[0], B // RUN, RUN)
+        d = tl.broadcast_to(tl.reshape(d, (1, B // RUN, RUN)), runs)
+        of_run = tl.zeros((values.shape[0], B // RUN, 1), tl.float32)  # of those that have a part of RUN
+        magnitude = tl.full(runs, 1.0, tl.float32)
+        for stage in tl.static_range(12):
+            if 2 << stage > RUN and 1 << stage < B:
+                of_run = tl.where(_inside(lengths, stage, B, RUN), _magnitude(stage + 1), of_run)
+            elif 2 << stage == RUN:
+                of_run += _magnitude(stage + 1)
+        for stage in tl.static_range(12):
+            if 2 << stage < RUN:
+                magnitude = tl.where(_inside(lengths, stage, B, RUN), _magnitude(stage + 1), magnitude)
+            elif 2 << stage == RUN:
+                magnitude = tl.where(_inside(lengths, stage, B, RUN), of_run, magnitude)
+        d = tl.reshape(d * magnitude, values.shape)
+    return values * d
+
+
+@triton.constexpr_function
+def _magnitude(exponent):
+    """2^(-exponent/2), rounded to fp32."""
+    return (1.0 if exponent % 2 == 0 else 0.70710677) / (1 << (exponent // 2))
 
 
 @triton.jit
-def hadamard(values, parts, B: tl.constexpr, RUN: tl.constexpr, WHOLE: tl.constexpr):
-    """H times each part of fp32 [rows, B]; `parts` is not read where every block is WHOLE."""
+def hadamard(values, lengths, B: tl.constexpr, RUN: tl.constexpr, WHOLE: tl.constexpr):
+    """H times each part of fp32 [rows, B]; `lengths` are not read where every block is WHOLE."""
     rows: tl.constexpr = values.shape[0]
+    runs: tl.constexpr = (rows, B // RUN, RUN)
     for stage in tl.static_range(12):
-        if 1 << stage < RUN:
-            pairs = tl.reshape(values, (rows, B >> (stage + 1), 2, 1 << stage))
-            a, b = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
-            added = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (rows, B))
-            values = added if WHOLE else tl.where(parts >> (stage + 1) != 0, added, values)
-        elif 1 << stage < B:
-            added = _between_threads(values, (1 << stage) // RUN, B, RUN)
-            values = added if WHOLE else tl.where(parts >> (stage + 1) != 0, added, values)
+        if 1 << stage < B:
+            if 1 << stage < RUN:
+                pairs = tl.reshape(values, (rows, B >> (stage + 1), 2, 1 << stage))
+                a, b = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+                added = tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2))
+            else:
+                added = _between_threads(values, (1 << stage) // RUN, B, RUN)
+            if WHOLE:
+                values = tl.reshape(added, values.shape)
+            else:
+                old, added = tl.reshape(values, runs), tl.reshape(added, runs)
+                values = tl.reshape(tl.where(_inside(lengths, stage, B, RUN), added, old), values.shape)
     return values
 
 
 @triton.jit
-def _between_threads(values, distance: tl.constexpr, B: tl.constexpr, RUN: tl.constexpr):
+def _between_threads(values, DISTANCE: tl.constexpr, B: tl.constexpr, RUN: tl.constexpr):
+    """[rows, B] -> [rows, B / RUN, RUN]: sums and differences of threads DISTANCE apart."""
     runs = tl.reshape(values, (values.shape[0], B // RUN, RUN))
     thread = tl.arange(0, B // RUN)[None, :, None]
-    partner = tl.gather(runs, tl.broadcast_to(thread ^ distance, runs.shape), 1)
-    sign = tl.where((thread & distance) == 0, 1.0, -1.0)
-    added = tl.fma(runs, tl.broadcast_to(sign, runs.shape), partner)
-    return tl.reshape(added, values.shape)
+    partner = tl.gather(runs, tl.broadcast_to(thread ^ DISTANCE, runs.shape), 1)
+    sign = tl.where(thread & DISTANCE == 0, 1.0, -1.0)
+    return tl.fma(runs, tl.broadcast_to(sign, runs.shape), partner)
