@@ -96,8 +96,9 @@ def compress(
         BETA_IS_ZERO=beta == 0,
         STOCHASTIC=noise is not None,
         enable_fp_fusion=False,
-        # Left alone it takes 200 for addresses, and a multiprocessor has room for half as many programs.
-        maxnreg=None if aligned else 128 if regular else 168,
+        # Left alone it takes 200 for addresses, and a multiprocessor has room for half as many programs. But
+        # rotation and levels have no use for less: they would spill.
+        maxnreg=None if aligned or levels or codec.rotation.sender else 128 if regular else 168,
     )
 
 

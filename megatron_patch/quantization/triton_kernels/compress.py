@@ -23,6 +23,7 @@ from megatron_patch.quantization.triton_kernels.float_bits import (
     from_bf16,
     inverse_of,
     largest_magnitude,
+    mean,
     normal,
     over,
     packed,
@@ -202,7 +203,7 @@ def compress_kernel(
         elif BITS == 1:
             total = tl.sum(tl.where(live, tl.abs(h), 0.0).to(tl.float64), axis=1)
             number = tl.maximum(tl.sum(live.to(tl.int32), axis=1), 1)
-            wanted = tl.where(finite, (total / number.to(tl.float64)).to(tl.float32), 0.0)
+            wanted = tl.where(finite, mean(total, number), 0.0)
         elif BITS == 2:
             wanted = largest_h
         else:

@@ -76,6 +76,19 @@ def quotient(values, head, tail):
 
 
 @triton.jit
+def mean(total, number):
+    """fp64 / int32 from 1 to 4096, correctly rounded to fp64 and then to fp32.
+
+    Without the call for numbers near fp64's limits that a division has in it.
+    """
+    short = 1.0 / number.to(tl.float32)
+    number, inverse = number.to(tl.float64), short.to(tl.float64)
+    inverse = tl.fma(tl.fma(-number, inverse, tl.full(total.shape, 1.0, tl.float64)), inverse, inverse)
+    found = total * inverse
+    return tl.fma(tl.fma(-number, found, total), inverse, found).to(tl.float32)
+
+
+@triton.jit
 def root(value):
     """The square root of fp32, 0 or between 2^-40 and 2^40, correctly rounded.
 

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from megatron_patch.quantization.triton_kernels.float_bits import (
     as_int32,
+    mean,
     packed,
     root,
     split_pairs,
@@ -36,10 +37,10 @@ def wanted_scale(near_one, inverse, lengths, step, WHOLE: tl.constexpr):
     else:
         energy = tl.sum(of_thread.to(tl.int32), axis=1)
     if WHOLE:
-        mean = energy.to(tl.float32) * (1.0 / B)
+        square = energy.to(tl.float32) * (1.0 / B)
     else:
-        mean = (energy.to(tl.float64) / tl.maximum(lengths, 1).to(tl.float64)).to(tl.float32)
-    return root(mean) * step * inverse
+        square = mean(energy.to(tl.float64), tl.maximum(lengths, 1))
+    return root(square) * step * inverse
 
 
 @triton.jit
