@@ -488,6 +488,7 @@ def test_codes_and_scales_are_those_of_the_simulation(bits, block_size, dtype):
         ranks * size,
         bits=bits,
         block_size=block_size,
+        codec=CODECS[bits].name,
         memory=False,
         gradient_dtype=dtype,
     )
@@ -510,7 +511,9 @@ def test_codes_and_scales_are_those_of_the_simulation(bits, block_size, dtype):
 @given(lists, st.sampled_from(ALL_BITS), block_sizes)
 @settings(max_examples=80, deadline=None)
 def test_any_finite_gradient_is_sent_as_the_simulation_sends_it(values, bits, block_size):
-    simulation = LoCoSimulation(1, len(values), bits=bits, block_size=block_size, memory=False)
+    simulation = LoCoSimulation(
+        1, len(values), bits=bits, codec=CODECS[bits].name, block_size=block_size, memory=False
+    )
     result = simulation.step(np.array([values], dtype=np.float32))
     layout = BlockLayout.of(len(values), 1, bits, block_size)
     codes, scales, _ = encode(torch.tensor(values, dtype=torch.float32), layout)
