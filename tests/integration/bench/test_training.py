@@ -113,8 +113,8 @@ def test_every_exchange_trains_the_same_model(pool: Any, overlap: bool) -> None:
         assert lap.step > lap.exchange + lap.gather, method
         if not overlap:
             assert lap.exchange > 0, method
-        # an all-reduce sends twice
-        width = {"fp32": 4, "allreduce": 4, "loco": 1.02, "ddp_bf16": 4}.get(method, 2) / 2
+        # An all-reduce sends twice; at 4 bits every row of 32 has a scale, and vectors have 32 bits.
+        width = {"fp32": 4, "allreduce": 4, "loco": 1.1, "ddp_bf16": 4}.get(method, 2) / 2
         if method != "ddp_powersgd":
             assert ranks[0]["gradient_bytes"] == pytest.approx(width * elements, rel=0.03), method
         assert (ranks[0]["weight_bytes"] > 0) == (not method.startswith(("ddp", "allreduce"))), method
@@ -195,7 +195,7 @@ def test_onebit_adam_s_momentum_is_exchanged_in_the_optimizer_s_step(
     apart = (ranks[0]["weights"] - stock[0]["weights"]).abs()
     assert 0 < apart.mean() < 1e-3
     elements, _ = ranks[0]["parameters"]
-    expected = 2 * crossing * elements * 1.125 / 8
+    expected = 2 * crossing * elements * 1.5 / 8  # every row of 32 has a scale
     assert 1 <= ranks[0]["gradient_bytes"] / expected < 1.15  # shards of so small a model end in part blocks
     assert ranks[0]["weight_bytes"] == 0
     assert 0 < ranks[0]["lap"].exchange < ranks[0]["lap"].step

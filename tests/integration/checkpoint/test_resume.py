@@ -135,7 +135,7 @@ def test_saving_disturbs_nothing(runs: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("to-2-bits", "error states restored exactly"),
+        ("to-2-bits", "error states carried over to another layout: every sender keeps its own"),  # rotated
         ("to-error-feedback", "errors start from zero: the checkpoint is of method loco"),
         ("to-none", "method none"),
         (

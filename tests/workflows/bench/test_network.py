@@ -462,7 +462,8 @@ def test_five_methods_over_two_hosts(tmp_path: Path) -> None:
     elements = base["gradient_bytes"] / 2 / (3 / 4)
     assert elements == pytest.approx(found["model"]["parameters"], rel=0.02)
     assert base["weight_bytes"] == base["gradient_bytes"]
-    assert loco["gradient_bytes"] / base["gradient_bytes"] == pytest.approx(4.125 / 16, rel=0.02)
+    # Rows of 64 have a scale each.
+    assert loco["gradient_bytes"] / base["gradient_bytes"] == pytest.approx(4.25 / 16, rel=0.02)
     # Two ranks of a host send each two thirds of what they send to the other host; a ring gathers weights
     # with one of them; the rest stays inside, where no rate holds.
     crossing = 2 * base["gradient_bytes"] * 2 / 3 + base["weight_bytes"]
