@@ -321,7 +321,16 @@ def test_from_a_replicated_to_the_distributed_optimizer(pool: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "change", [{"block_size": 32}, {"error_dtype": "bf16"}, {"error_dtype": "fp32"}, {"block_size": "shard"}]
+    "change",
+    [
+        {"block_size": 32},
+        {"error_dtype": "bf16"},
+        {"error_dtype": "fp32"},
+        {"block_size": "shard"},
+        {"codec": "uniform"},
+        {"rotation": "none"},
+    ],
+    ids=str,
 )
 def test_another_encoding_keeps_the_values(pool: Any, tmp_path: Path, change: dict[str, Any]) -> None:
     """Up to what the new encoding can hold: 1/254 of a rotated block's largest value, 1/256 of the value; and to
