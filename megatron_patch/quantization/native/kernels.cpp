@@ -1,6 +1,7 @@
 // LoCo's compress and decompress_reduce, each in one pass over memory: block by block, in the first-level
-// cache. quantization/uniform.py and sign.py define the numbers and are the place to read them; here every step of it
-// appears once, in the same fp32 operations, so that codes, scales and errors are the same bits.
+// cache. quantization/uniform.py, levels.py, sign.py and rotation.py define the numbers and are the place to read
+// them; here every step of it appears once, in the same fp32 operations, so that codes, scales and errors are the
+// same bits.
 //
 // Compiled once per instruction set (VARIANT names the namespace); dispatch.cpp picks one at run time.
 // -ffp-contract=off is part of the format: a fused multiply-add would round differently.
@@ -46,26 +47,41 @@ constexpr float WHOLE = 12582912.0f;
 
 // --- one block ---
 
-struct Scratch {  // of one block
-  std::unique_ptr<float[]> g, e, h, r;
-  std::unique_ptr<int32_t[]> whole;
-  std::unique_ptr<uint8_t[]> bytes;
-  explicit Scratch(int64_t n)
-      : g(new float[n]), e(new float[n]), h(new float[n]), r(new float[n]), whole(new int32_t[n + 8]),
-        bytes(new uint8_t[2 * n + 16]) {}
+// Blocks that are worked on in turns, where they are short: what one has to wait for, the scale that all its numbers
+// set and then that of its error, the processor finds while it works on the others.
+constexpr int64_t IN_TURNS = 8, NUMBERS_IN_TURNS = 1024;
+
+struct Pending {  // a block on its way
+  Block here;
+  int64_t shard, block, place, n;  // place: in the gradient and the error; n: of real elements
+  const float *gradient;
+  float *g, *e, *h, *r;  // scratch; `gradient` is g or what was given
+  Energies sum;
+  bool finite;
+  float scale;
 };
 
 template <class Codec>
 class Compress {
  public:
   explicit Compress(const CompressArguments &arguments)
-      : a(arguments), layout(a.layout), scratch(layout.block), totals{} {}
+      : a(arguments), layout(a.layout),
+        turns(std::min(std::max<int64_t>(NUMBERS_IN_TURNS / layout.block, 1), IN_TURNS)),
+        numbers(new float[4 * turns * layout.block]), whole(new int32_t[layout.block + 8]),
+        bytes(new uint8_t[2 * layout.block + 16]), totals{} {}
 
   void run() {
+    Pending pending[IN_TURNS];
     for (int64_t shard = 0; shard < layout.shards; ++shard) {
       uint8_t *payload = a.payload + shard * layout.payload_bytes;
       int64_t packed = 0, end = layout.code_bytes + 2 * layout.blocks;
-      for (int64_t block = 0; block < layout.blocks; ++block) packed = send(shard, block, payload);
+      for (int64_t first = 0; first < layout.blocks; first += turns) {
+        int64_t count = std::min(turns, layout.blocks - first);
+        for (int64_t k = 0; k < count; ++k) pending[k] = begun(shard, first + k, k);
+        for (int64_t k = 0; k < count; ++k) send(pending[k], payload);
+        for (int64_t k = 0; k < count; ++k) finish(pending[k]);
+        packed = pending[count - 1].here.end;
+      }
       std::memset(payload + packed, 0, layout.code_bytes - packed);
       std::memset(payload + end, 0, layout.payload_bytes - end);
     }
@@ -76,73 +92,85 @@ class Compress {
   static constexpr int bits = Codec::bits;
   const CompressArguments &a;
   const Layout &layout;
-  Scratch scratch;
+  const int64_t turns;
+  std::unique_ptr<float[]> numbers;
+  std::unique_ptr<int32_t[]> whole;  // of one block
+  std::unique_ptr<uint8_t[]> bytes;
   double totals[5];
 
-  // Returns where the block's codes end in the payload.
-  int64_t send(int64_t shard, int64_t block, uint8_t *payload) {
-    const Block here = block_of<bits>(layout, shard, block);
-    int64_t place = shard * layout.shard_size + here.start;  // in the gradient and the error
-    int64_t n = std::max<int64_t>(std::min(here.length, layout.numel - place), 0);  // of real elements
-    float *g = scratch.g.get(), *e = scratch.e.get(), *h = scratch.h.get(), *r = scratch.r.get();
-    int32_t *whole = scratch.whole.get();
+  // h of a block, and its scale.
+  Pending begun(int64_t shard, int64_t block, int64_t turn) {
+    Pending one;
+    one.here = block_of<bits>(layout, shard, block);
+    one.shard = shard, one.block = block;
+    one.place = shard * layout.shard_size + one.here.start;
+    one.n = std::max<int64_t>(std::min(one.here.length, layout.numel - one.place), 0);
+    one.g = numbers.get() + 4 * turn * layout.block;
+    one.e = one.g + layout.block, one.h = one.e + layout.block, one.r = one.h + layout.block;
 
-    const float *gradient = g;
+    one.gradient = one.g;
     if (a.gradient_type == FP32)
-      gradient = static_cast<const float *>(a.gradient) + place;
+      one.gradient = static_cast<const float *>(a.gradient) + one.place;
     else
-      load_as(a.gradient_type, a.gradient, place, n, g);
-    if (a.signs != nullptr) rotate(gradient, a.signs, n, g), gradient = g;
-    load_error(shard, block, place, n);
+      load_as(a.gradient_type, a.gradient, one.place, one.n, one.g);
+    if (a.signs != nullptr) rotate(one.gradient, a.signs, one.n, one.g), one.gradient = one.g;
+    load_error(one);
 
-    Energies sum;
-    uint32_t largest = add(gradient, e, n, h, sum);
-    bool finite = largest < INFINITE;
-    float scale = finite ? scale_of<Codec::largest>(wanted_scale(largest, n)) : as_float(0x7fc00000);
-    const float *noise = a.noise ? a.noise + (shard * layout.blocks + block) * layout.block : nullptr;
+    uint32_t largest = add(one.gradient, one.e, one.n, one.h, one.sum);
+    one.finite = largest < INFINITE;
+    one.scale = one.finite ? scale_of<Codec::largest>(wanted_scale(one.h, one.n, largest)) : as_float(0x7fc00000);
+    return one;
+  }
+
+  // Its codes and its scale, and r.
+  void send(Pending &one, uint8_t *payload) {
+    const float *h = one.h;
+    const float scale = one.scale;
+    const float *noise = a.noise ? a.noise + (one.shard * layout.blocks + one.block) * layout.block : nullptr;
     if (bits == 1)
-      quantize_signs(n, scale, sum);
-    else if (!finite || scale == 0)
-      quantize_nothing(n, sum);
+      quantize_signs(one);
+    else if (!one.finite || scale == 0)
+      quantize_nothing(one);
     else if constexpr (is_levels<Codec>)
-      quantize_levels(n, scale, sum);
+      quantize_levels(one);
     else if (noise == nullptr)
-      round(n, scale, sum, [h, scale](int64_t i) { return h[i] / scale; });
+      round(one, [h, scale](int64_t i) { return h[i] / scale; });
     else
-      round(n, scale, sum, [h, scale, noise](int64_t i) {
+      round(one, [h, scale, noise](int64_t i) {
         constexpr float most = Codec::largest;
         return std::max(std::min(std::floor(h[i] / scale + noise[i]), most), -most);
       });
-    std::fill(whole + n, whole + here.coded, bits == 1 ? 1 : 0);  // a short shard's fill
-    std::fill_n(whole + here.coded, 8, 0);
-    pack(here, payload);
+    std::fill(whole.get() + one.n, whole.get() + one.here.coded, bits == 1 ? 1 : 0);  // a short shard's fill
+    std::fill_n(whole.get() + one.here.coded, 8, 0);
+    pack(one.here, payload);
     uint16_t stored = static_cast<uint16_t>(as_bits(scale) >> 16);
-    std::memcpy(payload + layout.code_bytes + 2 * block, &stored, 2);
+    std::memcpy(payload + layout.code_bytes + 2 * one.block, &stored, 2);
+  }
 
-    if (!finite) {  // nothing of it was sent: the error stays as it was
+  // What is remembered and counted of it.
+  void finish(const Pending &one) {
+    if (!one.finite) {  // nothing of it was sent: the error stays as it was
       totals[4] += 1;
-      return here.end;
+      return;
     }
-    bool fp32 = sum.trustworthy();
-    totals[0] += fp32 ? sum.h : energy(h, n);
-    totals[1] += fp32 ? sum.r : energy(r, n);
-    totals[2] += fp32 ? sum.g : energy(gradient, n);
-    totals[3] += fp32 ? sum.e : energy(e, n);
-    if (a.error_type != ERROR_NONE) remember(shard, block, place, n);
-    return here.end;
+    bool fp32 = one.sum.trustworthy();
+    totals[0] += fp32 ? one.sum.h : energy(one.h, one.n);
+    totals[1] += fp32 ? one.sum.r : energy(one.r, one.n);
+    totals[2] += fp32 ? one.sum.g : energy(one.gradient, one.n);
+    totals[3] += fp32 ? one.sum.e : energy(one.e, one.n);
+    if (a.error_type != ERROR_NONE) remember(one);
   }
 
   // Every byte up to here.end.
   void pack(const Block &here, uint8_t *payload) {
     constexpr int low = low_bits(bits), high = high_bits(bits);
-    const int32_t *whole = scratch.whole.get();
     auto fill = [payload](int64_t from, int64_t to) {
       if (from < to) std::memset(payload + from, 0, to - from);
     };
-    VARIANT::pack<low>(whole, here.coded, scratch.bytes.get(), payload + here.code);
+    VARIANT::pack<low>(whole.get(), here.coded, bytes.get(), payload + here.code);
     fill(here.code + (here.coded * low + 7) / 8, here.high);
     if constexpr (high > 0) {
-      VARIANT::pack<high, low>(whole, here.coded, scratch.bytes.get(), payload + here.high);
+      VARIANT::pack<high, low>(whole.get(), here.coded, bytes.get(), payload + here.high);
       fill(here.high + (here.coded * high + 7) / 8, here.end);
     }
   }
@@ -168,9 +196,8 @@ class Compress {
     return largest;
   }
 
-  float wanted_scale(uint32_t largest, int64_t n) const {
-    const float *h = scratch.h.get();
-    if constexpr (is_levels<Codec>) return wanted_of_levels(largest, n);
+  static float wanted_scale(const float *h, int64_t n, uint32_t largest) {
+    if constexpr (is_levels<Codec>) return wanted_of_levels(h, n, largest);
     if (bits != 1) return as_float(largest) / Codec::largest;
     double total = 0;
 #pragma omp simd reduction(+ : total)
@@ -179,8 +206,7 @@ class Compress {
   }
 
   // The root of the mean of v^2 in the levels codec's units. Of 256 numbers v the sum of v^2 is exact in fp32.
-  float wanted_of_levels(uint32_t largest, int64_t n) const {
-    const float *h = scratch.h.get();
+  static float wanted_of_levels(const float *h, int64_t n, uint32_t largest) {
     uint32_t exponent = std::min(std::max(largest & INFINITE, uint32_t{1} << 23), uint32_t{253} << 23);
     float unit = as_float((uint32_t{254} << 23) - exponent);
     double energy = 0;
@@ -199,9 +225,11 @@ class Compress {
 
   // r = h - s*q, and its energy; `code(i)` gives q and leaves what is sent of it in whole[i].
   template <class Code>
-  void quantize(int64_t n, float scale, Energies &sum, Code code) {
-    const float *__restrict h = scratch.h.get();
-    float *__restrict r = scratch.r.get();
+  void quantize(Pending &one, Code code) {
+    const float *__restrict h = one.h;
+    float *__restrict r = one.r;
+    const float scale = one.scale;
+    const int64_t n = one.n;
     for (int64_t first = 0; first < n; first += PIECE) {
       float of_r = 0;
 #pragma omp simd reduction(+ : of_r)
@@ -209,56 +237,57 @@ class Compress {
         r[i] = h[i] - code(i) * scale;
         of_r += r[i] * r[i];
       }
-      sum.r += of_r;
+      one.sum.r += of_r;
     }
   }
 
   // The nearest whole number to `ratio(i)`. Not clamped: |h/s| is below levels + 1/2.
   template <class Ratio>
-  void round(int64_t n, float scale, Energies &sum, Ratio ratio) {
-    quantize(n, scale, sum, [whole = scratch.whole.get(), ratio](int64_t i) {
+  void round(Pending &one, Ratio ratio) {
+    quantize(one, [whole = whole.get(), ratio](int64_t i) {
       float rounded = ratio(i) + WHOLE;
       whole[i] = static_cast<int32_t>(as_bits(rounded));
       return rounded - WHOLE;
     });
   }
 
-  void quantize_signs(int64_t n, float scale, Energies &sum) {
-    quantize(n, scale, sum, [h = scratch.h.get(), whole = scratch.whole.get()](int64_t i) {
+  void quantize_signs(Pending &one) {
+    quantize(one, [h = one.h, whole = whole.get()](int64_t i) {
       whole[i] = h[i] >= 0;
       return h[i] >= 0 ? 1.0f : -1.0f;
     });
   }
 
-  void quantize_levels(int64_t n, float scale, Energies &sum) {
-    for (int64_t i = 0; i < n; i += PIECE)
-      sum.r += to_levels<Codec>(scratch.h.get() + i, scale, std::min(PIECE, n - i), scratch.whole.get() + i,
-                                scratch.r.get() + i);
+  void quantize_levels(Pending &one) {
+    for (int64_t i = 0; i < one.n; i += PIECE)
+      one.sum.r +=
+          to_levels<Codec>(one.h + i, one.scale, std::min(PIECE, one.n - i), whole.get() + i, one.r + i);
   }
 
-  void quantize_nothing(int64_t n, Energies &sum) {
-    std::fill_n(scratch.whole.get(), n, 0);
-    std::copy_n(scratch.h.get(), n, scratch.r.get());
-    sum.r = sum.h;
+  void quantize_nothing(Pending &one) {
+    std::fill_n(whole.get(), one.n, 0);
+    std::copy_n(one.h, one.n, one.r);
+    one.sum.r = one.sum.h;
   }
 
-  void load_error(int64_t shard, int64_t block, int64_t place, int64_t n) {
-    float *e = scratch.e.get();
+  void load_error(const Pending &one) {
+    float *e = one.e;
     if (a.error_type == ERROR_INT8) {
-      float scale = Bf16::load(a.error_scales[shard * layout.blocks + block]);
-      auto codes = static_cast<const int8_t *>(a.error) + place;
-      for (int64_t i = 0; i < n; ++i) e[i] = static_cast<float>(codes[i]) * scale;
+      float scale = Bf16::load(a.error_scales[one.shard * layout.blocks + one.block]);
+      auto codes = static_cast<const int8_t *>(a.error) + one.place;
+      for (int64_t i = 0; i < one.n; ++i) e[i] = static_cast<float>(codes[i]) * scale;
     } else if (a.error_type != ERROR_NONE) {
-      load_as(a.error_type == ERROR_BF16 ? BF16 : FP32, a.error, place, n, e);
+      load_as(a.error_type == ERROR_BF16 ? BF16 : FP32, a.error, one.place, one.n, e);
     } else {
-      std::fill(e, e + n, 0.0f);
+      std::fill(e, e + one.n, 0.0f);
     }
   }
 
   // e <- encode(beta*e + (1-beta)*r)
-  void remember(int64_t shard, int64_t block, int64_t place, int64_t n) {
-    const float *__restrict e = scratch.e.get();
-    float *__restrict r = scratch.r.get();
+  void remember(const Pending &one) {
+    const float *__restrict e = one.e;
+    float *__restrict r = one.r;
+    const int64_t n = one.n;
     float old_weight = a.old_weight, new_weight = a.new_weight;
     uint32_t largest = 0;
     if (old_weight != 0) {
@@ -272,16 +301,16 @@ class Compress {
       for (int64_t i = 0; i < n; ++i) largest = std::max(largest, as_bits(r[i]) & MAGNITUDE);
     }
     if (a.error_type != ERROR_INT8) {
-      store_as(a.error_type == ERROR_BF16 ? BF16 : FP32, r, n, a.error, place);
+      store_as(a.error_type == ERROR_BF16 ? BF16 : FP32, r, n, a.error, one.place);
       return;
     }
     float unit = scale_of<127>(as_float(largest) / 127);
-    auto codes = static_cast<int8_t *>(a.error) + place;
+    auto codes = static_cast<int8_t *>(a.error) + one.place;
     if (unit > 0)
       for (int64_t i = 0; i < n; ++i) codes[i] = static_cast<int8_t>(as_bits(r[i] / unit + WHOLE));
     else
       std::fill(codes, codes + n, 0);
-    a.error_scales[shard * layout.blocks + block] = static_cast<uint16_t>(as_bits(unit) >> 16);
+    a.error_scales[one.shard * layout.blocks + one.block] = static_cast<uint16_t>(as_bits(unit) >> 16);
   }
 };
 
@@ -316,8 +345,8 @@ void reduce(const DecompressArguments &a) {
 }  // namespace
 
 // What `templated` does with the arguments' codec.
-#define WITH_CODEC(templated)                        \
-  switch (a.codec * 16 + a.layout.bits) {            \
+#define WITH_CODEC(templated)                            \
+  switch (a.codec * 16 + a.layout.bits) {                \
     case UNIFORM * 16 + 8: return templated(Uniform<8>); \
     case UNIFORM * 16 + 4: return templated(Uniform<4>); \
     case UNIFORM * 16 + 3: return templated(Uniform<3>); \
