@@ -95,7 +95,8 @@ def test_metrics_and_summary_have_what_the_design_lists(runs: Path) -> None:
     assert found["weight_wire"]["bits_per_element"] == 32
     assert 0 < found["compression_seconds_per_step"] < found["step_seconds"]["median"]
     elements = found["weight_wire"]["bytes_per_step"] / 4 * RANKS / (RANKS - 1)
-    assert found["compensation_bytes"] == pytest.approx(elements * (1 + 1 / 64), rel=0.01)
+    # A scale for each block: some more than a 64th, where shards end within them.
+    assert found["compensation_bytes"] == pytest.approx(elements * (1 + 1 / 64), rel=0.02)
     assert found["versions"]["megatron-core"]
     assert found["events"]["steps"] == STEPS
 

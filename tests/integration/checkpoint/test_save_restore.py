@@ -333,8 +333,8 @@ def test_from_a_replicated_to_the_distributed_optimizer(pool: Any, tmp_path: Pat
     ids=str,
 )
 def test_another_encoding_keeps_the_values(pool: Any, tmp_path: Path, change: dict[str, Any]) -> None:
-    """Up to what the new encoding can hold: 1/254 of a rotated block's largest value, 1/256 of the value; and to
-    fp32's roundings in the rotation."""
+    """Up to what the new encoding can hold: 1/254 of a rotated block's largest value, 1/256 of the value;
+    and to fp32's roundings in the rotation."""
     old = pool.run(save, str(tmp_path), {}, {}, world_size=2)
     reports = pool.run(load, str(tmp_path), {}, change, world_size=2)
     assert "every sender keeps its own" in reports[0][2][0]
