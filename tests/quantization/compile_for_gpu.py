@@ -23,8 +23,13 @@ from triton.backends.compiler import GPUTarget
 
 from megatron_patch.quantization import triton_kernels
 from megatron_patch.quantization.blocks import Span
+from megatron_patch.quantization.codec import Codec
 from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.quantization.levels import Levels
+from megatron_patch.quantization.rotation import HADAMARD
+from megatron_patch.quantization.sign import Sign
 from megatron_patch.quantization.triton_kernels import weights
+from megatron_patch.quantization.uniform import Uniform
 from megatron_patch.quantization.weight_code import bound, tiles_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,6 +60,10 @@ def compile_instead_of_launching() -> None:
     triton.runtime.driver.set_active(Hopper())
 
 
+def codec_of(bits: int, levels: bool) -> Codec:
+    return Levels(bits, HADAMARD) if levels else Uniform(bits) if bits > 1 else Sign()
+
+
 def compress(
     dtype: str,
     bits: int,
@@ -63,10 +72,12 @@ def compress(
     error: str | None = "int8",
     noise: bool = False,
     spans: tuple[Span, ...] | None = None,
+    levels: bool = False,
 ) -> Any:
-    """The kernel that a bucket of `shape` (elements, shards) in blocks of 128 gets."""
+    """The kernel that a bucket of `shape` (elements, shards) in blocks of 128 gets; `levels` rotates them."""
     layout = BlockLayout.of(*shape, bits, 128, spans=spans)
     sender = sender_of(layout, CPU, error, 0.8)
+    sender.codec = codec_of(bits, levels)
     payload = torch.empty(layout.shards, layout.payload_bytes, dtype=torch.uint8)
     drawn = torch.rand(layout.shards, layout.blocks, layout.block) if noise else None
     compress_by(triton_kernels, sender, torch.zeros(layout.numel, dtype=DTYPES[dtype]), payload, drawn)
@@ -74,12 +85,17 @@ def compress(
 
 
 def decompress_reduce(
-    dtype: str, bits: int, size: int, senders: int, spans: tuple[Span, ...] | None = None
+    dtype: str,
+    bits: int,
+    size: int,
+    senders: int,
+    spans: tuple[Span, ...] | None = None,
+    levels: bool = False,
 ) -> Any:
     layout = BlockLayout.of(size, 1, bits, 128, spans=spans)
     payloads = torch.zeros(senders, layout.payload_bytes, dtype=torch.uint8)
     output = torch.empty(size, dtype=DTYPES[dtype])
-    triton_kernels.decompress_reduce(payloads, sender_of(layout, CPU).codec, layout, output, senders)
+    triton_kernels.decompress_reduce(payloads, codec_of(bits, levels), layout, output, senders)
     return kernels.pop()
 
 
@@ -153,11 +169,20 @@ def main() -> None:
         report(f"compress-{dtype}-4-rows", compress(dtype, 4, aligned, spans=rows), 16)
         report(f"decompress-{dtype}-rows", decompress_reduce(dtype, 4, 1 << 16, 8, rows), 4 * 8 * 4)
     report("compress-fp32-1-aligned", compress("fp32", 1, aligned), 16)
+    short = (aligned[0] + 4 * 32, 4)  # a block of 32 at each shard's end
+    for bits in (4, 3, 2):
+        name = f"levels{bits}"
+        report(f"compress-fp32-{name}-aligned", compress("fp32", bits, aligned, levels=True), 16)
+        report(f"compress-fp32-{name}-short", compress("fp32", bits, short, levels=True), 16)
+        report(f"decompress-fp32-{name}", decompress_reduce("fp32", bits, 1 << 16, 8, levels=True), 4 * 8 * 4)
+    report("compress-fp32-levels4-rows", compress("fp32", 4, aligned, spans=rows, levels=True), 16)
+    part = decompress_reduce("fp32", 4, 1 << 16, 8, rows, levels=True)
+    report("decompress-fp32-levels4-rows", part, 4 * 8 * 4)
     for start, where in ((0, "aligned"), (1, "odd")):
         for name, kernel in weight_code(start).items():
             report(f"weights-{name}-{where}", kernel, 16, instructions_in_all)
     # The rest compiles. Sizes of 1 are constants to Triton.
-    for bits in (8, 2, 1):
+    for bits in (8, 3, 2, 1):
         decompress_reduce("fp16", bits, 1, 1)
         compress("fp16", bits, (1, 1), error=None, noise=bits > 1)
         compress("fp16", bits, (200, 3), noise=bits > 1, spans=(Span.of(7, (3, 50)),))
