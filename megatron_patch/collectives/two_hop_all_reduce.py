@@ -40,7 +40,9 @@ class TwoHopAllReduce:
         self._whole = setup.layout(tensor, ranks, whole_blocks=setup.config.momentum)
         self.chunk = hops.nodes * self._whole.shard_size
         layout = self._whole.part(hops.intra.rank() * hops.nodes, hops.nodes)
-        self.inside = inside_sender(Contents(self.chunk * hops.local, tensor.spans), hops, setup, self._whole)
+        self.inside = inside_sender(
+            Contents(self.chunk * hops.local, tensor.spans), hops, setup, self._whole, in_order=True
+        )
         self.sender = setup.new_sender(layout, first=not stays_rotated(self.inside), last=False)
         self.owner = setup.new_sender(layout.part(hops.inter.rank()), first=False)
         if self.inside is not None:

@@ -38,7 +38,7 @@ class TwoHopReduceScatter:
         self.hops = hops
         self._workspace = setup.workspace
         shards = setup.layout(bucket, hops.nodes * hops.local)
-        self.inside = inside_sender(bucket, hops, setup, shards, pieces=hops.nodes)
+        self.inside = inside_sender(bucket, hops, setup, shards)
         column = shards.part(hops.intra.rank(), hops.nodes, step=hops.local)
         self.sender = setup.new_sender(column, first=not stays_rotated(self.inside))
         self._own = self.sender.layout.part(hops.inter.rank())
@@ -97,27 +97,33 @@ class TwoHopReduceScatter:
 
 
 def inside_sender(
-    tensor: Contents, hops: TwoHops, setup: Setup, between: BlockLayout, pieces: int = 1
+    tensor: Contents, hops: TwoHops, setup: Setup, between: BlockLayout, in_order: bool = False
 ) -> Sender | None:
     """What sends a tensor to the ranks of a node in `intra_bits`; None where they are not set.
 
     `between` is the tensor's cut for all ranks. Where its blocks are rotated, and are this hop's too, this
-    hop rotates them, and the node's sums stay rotated (SDP4Bit does so, arXiv 2410.15526). With `pieces`
-    the tensor is sent column after column, each of that many pieces (BlockLayout.of).
+    hop rotates them, and the node's sums stay rotated (SDP4Bit does so, arXiv 2410.15526).
+    The tensor's parts, one for each node and local rank, lie by local rank and then by node where they are
+    `in_order`; else by node first, and are sent column after column.
     """
     config = setup.config
     if config.intra_bits is None:
         return None
-    regular = between.table is None and between.shard_size % between.block == 0
-    rotates = config.rotates and (regular or between.table is not None)
+    same_blocks = between.table is not None or between.shard_size % between.block == 0
     plain = CompressionConfig(
         method="naive",
         bits=config.intra_bits,
         block_size=config.block_size,
-        rotation="hadamard" if rotates else "none",
+        rotation="hadamard" if config.rotates and same_blocks else "none",
     )
     layout = BlockLayout.of(
-        tensor.numel, hops.local, plain.bits, plain.block_size, spans=tensor.spans, pieces=pieces
+        tensor.numel,
+        hops.local,
+        plain.bits,
+        plain.block_size,
+        spans=tensor.spans,
+        pieces=hops.nodes,
+        in_order=in_order,
     )
     return Sender(plain, layout, setup.device, last=False)
 

@@ -61,13 +61,15 @@ class BlockLayout:
         whole_blocks: bool = False,
         spans: Sequence[Span] | None = None,
         pieces: int = 1,
+        in_order: bool = False,
     ) -> BlockLayout:
         """The layout of `numel` elements that `shards` ranks share.
 
         With `whole_blocks` shards are multiples of the block, so that few blocks are cut where one ends.
-        `spans` are the parameters that blocks follow (None: blocks are counted from each shard's beginning).
-        With `pieces` M > 1 the tensor was put in another order since `spans` told its places: of its M*N
-        stretches of one length, shard j has numbers j, N + j, 2*N + j, ..., one after the other.
+        `spans` are the parameters that blocks follow (None: blocks are counted from each shard's
+        beginning). With `pieces` M > 1 blocks are cut where any of M*N stretches of one length ends. Shard
+        j has numbers j*M to j*M + M - 1 of them where they are `in_order`; else the tensor was put in
+        another order since `spans` told its places, and it has j, N + j, 2*N + j, ..., one after the other.
         """
         size = -(-numel // shards)
         if whole_blocks and block_size != "shard":
@@ -76,12 +78,15 @@ class BlockLayout:
         table = exact = None
         if spans is not None and block_size != "shard":
             length = size // pieces
-            firsts = [[(m * shards + j) * length for m in range(pieces)] for j in range(shards)]
+            numbers = torch.arange(pieces * shards)
+            numbers = numbers.view(shards, pieces) if in_order else numbers.view(pieces, shards).T
+            firsts = (numbers * length).tolist()
             ranges = [[(at, max(at, min(at + length, numel))) for at in row] for row in firsts]
             found = BlockTable.of(spans, ranges, block, bits)
-            if not found.is_regular([sum(high - low for low, high in row) for row in ranges], block):
-                table = found
             exact = ExactElements.of(spans, ranges, size)
+            lengths = [sum(high - low for low, high in row) for row in ranges]
+            if exact is not None or not found.is_regular(lengths, block):
+                table = found
         return BlockLayout(numel, shards, size, bits, block, table, exact)
 
     def part(self, first: int, count: int = 1, step: int = 1) -> BlockLayout:

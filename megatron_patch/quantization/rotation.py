@@ -80,7 +80,7 @@ def _parts(layout: BlockLayout, device: torch.device) -> torch.Tensor:
 
 
 def _diagonal(parts: torch.Tensor, block: int) -> torch.Tensor:
-    scale = torch.exp2(-parts / 2).to(torch.float32)
+    scale = torch.exp2(-parts.to(torch.float64) / 2).to(torch.float32)
     return signs(block).to(parts.device) * torch.where(parts > 0, scale, 1.0)
 
 
