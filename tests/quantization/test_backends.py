@@ -100,6 +100,7 @@ def test_codes_scales_and_errors_are_the_reference_s_bits(tested):
         check()
 
 
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 @every_backend
 def test_the_reduced_shard_is_the_reference_s_bits(tested):
     @given(
