@@ -10,6 +10,7 @@ import functools
 import importlib
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol, cast
 
 import torch
@@ -120,8 +121,9 @@ def decompress_reduce(
 
 def decompress(payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor) -> None:
     """Decode one payload for each shard, uint8 [N, payload_bytes], into `output` [B] of any float dtype."""
+    coded = replace(layout, exact=None)
     for index, part in enumerate(output.split(layout.shard_size)):
-        shard = layout.part(index)
+        shard = coded.part(index)
         _decompress_reduce(payloads[index : index + 1, : shard.payload_bytes], codec, shard, part, 1)
     if layout.exact is not None:
         layout.exact.read(payloads[None], layout.coded_bytes, output)
