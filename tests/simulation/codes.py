@@ -6,6 +6,7 @@ number is sent as s*q, whatever bits stand for it on the wire.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -214,6 +215,7 @@ class Code:
 # --- the rotation ----------------------------------------------------------------------------------------
 
 
+@functools.cache
 def signs(length: int) -> np.ndarray:
     """The fixed signs of a block's first elements: the top bit of a hash of their places."""
     found = []
@@ -239,12 +241,11 @@ def parts(length: int) -> list[slice]:
 
 def hadamard(values: np.ndarray) -> np.ndarray:
     """fp32, a power of two of them: the Sylvester matrix times them, neighbours added first."""
-    values = values.copy()
     stride = 1
     while stride < len(values):
-        for start in range(0, len(values), 2 * stride):
-            a, b = values[start : start + stride].copy(), values[start + stride : start + 2 * stride].copy()
-            values[start : start + stride], values[start + stride : start + 2 * stride] = a + b, a - b
+        pairs = values.reshape(-1, 2, stride)
+        a, b = pairs[:, 0], pairs[:, 1]
+        values = np.stack([a + b, a - b], axis=1).reshape(-1)
         stride *= 2
     return values
 
