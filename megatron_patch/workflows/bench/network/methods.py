@@ -39,7 +39,7 @@ _KNOWN = (
     *(*_STOCK, "none_exact", "loco8", "loco4", "loco2", "loco4_two_hop", "loco4_exact"),
     *(*_ONEBIT, "ddp_bf16", "ddp_powersgd_rank4"),
 )
-_COMPRESSED = re.compile(r"(loco|naive|error_feedback)([8421])(_two_hop(_intra8)?)?")
+_COMPRESSED = re.compile(r"(loco|naive|error_feedback)([84321])(_two_hop(_intra8)?)?")
 _POWERSGD = re.compile(r"ddp_powersgd_rank([1-9][0-9]{0,3})")
 
 
