@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from quantization.backend_agreement import compress_by, random_spans, same, sender_of
@@ -206,50 +204,3 @@ def test_bits_of_an_element(row, most, shards):
     numel = 4096 * row
     layout = BlockLayout.of(numel, shards, 4, 128, spans=[Span.of(0, (4096, row))])
     assert 8 * shards * layout.payload_bytes / numel <= most + 0.003
-
-
-def layer_of(recipe: str) -> list[tuple[int, ...]]:
-    """The shapes on a rank of one layer's parameters, of the embeddings and of the output, by the sizes in
-    configs/models: linear layers as Megatron splits them over the tensor-parallel ranks."""
-    path = Path(__file__).parents[2] / "configs" / "models" / f"{recipe}.yaml"
-    sizes = yaml.safe_load(path.read_text())["megatron"]
-    hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
-    tp, experts = sizes.get("tensor_model_parallel_size", 1), sizes.get("num_experts", 0)
-    head = sizes.get("kv_channels", hidden // heads)
-    ffn = sizes["moe_ffn_hidden_size"] if experts else sizes["ffn_hidden_size"]
-    vocabulary = sizes.get("vocab_size", 32768)
-    attention = [
-        ((heads + 2 * sizes.get("num_query_groups", heads)) * head // tp, hidden),
-        (hidden, heads * head // tp),
-        (hidden,),
-        (hidden,),
-    ]
-    mlp: list[tuple[int, ...]] = [(2 * ffn // tp, hidden), (hidden, ffn // tp)]
-    if experts:
-        mlp = [(experts, hidden), *mlp * (experts // sizes["expert_model_parallel_size"])]
-    return [(vocabulary // tp, hidden), *attention, *mlp, (hidden,), (vocabulary // tp, hidden)]
-
-
-@pytest.mark.parametrize("ranks", [8, 48])
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        "llama_350m",
-        "llama2_7b",
-        "llama2_13b",
-        "llama2_70b",
-        "llama3_8b",
-        "llama3_70b",
-        "mixtral_8x7b",
-        "qwen3_30b_a3b",
-    ],
-)
-def test_every_recipe_sends_less_than_4_2_bits_an_element(recipe, ranks):
-    """As one bucket; 48 ranks cut it anywhere."""
-    spans, start = [], 0
-    for shape in layer_of(recipe):
-        spans.append(Span.of(start, shape))
-        start = -(-(start + spans[-1].length) // 64) * 64
-    numel = -(-start // math.lcm(ranks, 128)) * math.lcm(ranks, 128)
-    layout = BlockLayout.of(numel, ranks, 4, 128, spans=spans)
-    assert 4.12 < 8 * layout.shards * layout.payload_bytes / sum(span.length for span in spans) < 4.2
