@@ -120,14 +120,14 @@ class Agreement:
     def _block_has(self, flags: np.ndarray) -> np.ndarray:
         """True in the whole block of every flagged element."""
         found = np.zeros_like(flags)
-        for _, _, here in self.simulation.places:
-            found[:, here] = flags[:, here].any(axis=1, keepdims=True)
+        for _, _, here in self.simulation.lengths:
+            found[:, here] = flags[:, here].any(axis=-1, keepdims=True)
         return found
 
     def _per_element(self, scales: np.ndarray) -> np.ndarray:
         repeated = np.zeros((self.simulation.ranks, self.simulation.numel))
-        for shard, block, here in self.simulation.places:
-            repeated[:, here] = np.nan_to_num(scales[:, shard, block, None].astype(np.float64))
+        for shards, numbers, here in self.simulation.lengths:
+            repeated[:, here] = np.nan_to_num(scales[:, shards, numbers, None].astype(np.float64))
         return repeated
 
 

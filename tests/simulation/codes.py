@@ -1,13 +1,12 @@
-"""One block of numbers, its codes and its scale: the codes of docs/numerics.md, and the rotation before them.
+"""Blocks of numbers, their codes and scales: the codes of docs/numerics.md, and the rotation before them.
 
-Written from the text alone; NumPy, one block at a time. A code here is the whole number q for which a
-number is sent as s*q, whatever bits stand for it on the wire.
+Written from the text alone, in NumPy. Blocks are [..., b], of one length; scales are [...]. A code here is
+the whole number q for which a number is sent as s*q, whatever bits stand for it on the wire.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -103,45 +102,49 @@ class Code:
             return np.concatenate([-LEVELS[self.bits][::-1], LEVELS[self.bits]])
         return np.array([-1, 1]) if self.name == "sign" else np.arange(-self.largest, self.largest + 1)
 
-    def scale(self, block: np.ndarray) -> np.float32:
-        """The bf16 scale of a block, NaN if it holds a NaN or an infinity."""
-        if not np.all(np.isfinite(block)):
-            return np.float32(np.nan)
-        return min(bf16_up(self._wanted(np.abs(block)))[()], self._cap)
+    def scale(self, blocks: np.ndarray) -> np.ndarray:
+        """The bf16 scale of every block, NaN if it holds a NaN or an infinity."""
+        finite = np.isfinite(blocks).all(axis=-1)
+        magnitude = np.abs(np.where(finite[..., None], blocks, np.float32(0)))
+        return np.where(finite, np.minimum(bf16_up(self._wanted(magnitude)), self._cap), np.float32(np.nan))
 
     @property
     def _cap(self) -> np.float32:
         # Rounding up could make the largest q * s infinite for the largest gradients: it stops one earlier.
         return bf16_down(float(FLOAT32_MAX) / self.largest)
 
-    def _wanted(self, magnitude: np.ndarray) -> np.float32:
-        """What the scale is rounded from."""
-        if self.name == "sign":
-            total = 0.0
-            for value in magnitude:
-                total += float(value)
-            return np.float32(total / len(magnitude))
+    def _wanted(self, magnitude: np.ndarray) -> np.ndarray:
+        """What scales are rounded from, fp32."""
+        if self.name == "sign":  # added one after the other in fp64
+            return (np.cumsum(magnitude, axis=-1, dtype=np.float64)[..., -1] / magnitude.shape[-1]).astype(
+                np.float32
+            )
         if self.name == "uniform":
-            return magnitude.max() / np.float32(self.largest)
-        exponent = math.frexp(float(magnitude.max()))[1] - 1 if magnitude.any() else -126
-        return self._of_energy(magnitude.astype(np.float64), min(max(exponent, -126), 126))
+            return magnitude.max(axis=-1) / np.float32(self.largest)
+        return self._of_energy(magnitude.astype(np.float64), _exponent(magnitude))
 
-    def _of_energy(self, magnitude: np.ndarray, exponent: int) -> np.float32:
-        """c * rms of a block whose largest number has this exponent, from whole numbers."""
-        whole = np.rint(64 * magnitude * 2.0**-exponent)
-        root = np.sqrt(np.float32(np.sum(whole**2) / len(magnitude)))
+    def _of_energy(self, magnitude: np.ndarray, exponent: np.ndarray) -> np.ndarray:
+        """c * rms of blocks whose largest numbers have these exponents, from whole numbers."""
+        whole = np.rint(64 * magnitude * np.ldexp(1.0, -exponent)[..., None])
+        root = np.sqrt((np.sum(whole**2, axis=-1) / magnitude.shape[-1]).astype(np.float32))
         step = root * np.float32(LEVEL_STEPS[self.bits] / 64)
-        return np.float32(float(step) * 2.0**exponent)
+        return np.ldexp(step.astype(np.float64), exponent).astype(np.float32)
 
-    def codes(self, block: np.ndarray, scale: np.float32) -> np.ndarray:
-        """The q of one block, int16; all zero where the scale is zero or NaN."""
-        if np.isnan(scale) or scale == 0:
-            return np.zeros(len(block), dtype=np.int16)
+    def codes(self, blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        """The q of every element, int16; all zero in blocks whose scale is zero or NaN."""
+        usable = (scales > 0)[..., None]
         if self.name == "sign":
-            return np.where(block >= 0, 1, -1).astype(np.int16)
-        if self.name == "uniform":  # np.rint rounds halves to even
-            return np.clip(np.rint(block / scale), -self.largest, self.largest).astype(np.int16)
-        return self._nearest(block.astype(np.float64) / np.float64(scale))
+            codes = np.where(blocks >= 0, 1, -1)
+        else:
+            blocks, scales = (
+                np.where(usable, blocks, np.float32(0)),
+                np.where(scales > 0, scales, np.float32(1)),
+            )
+            if self.name == "uniform":  # np.rint rounds halves to even
+                codes = np.clip(np.rint(blocks / scales[..., None]), -self.largest, self.largest)
+            else:
+                codes = self._nearest(blocks.astype(np.float64) / scales[..., None].astype(np.float64))
+        return np.where(usable, codes, 0).astype(np.int16)
 
     def _nearest(self, ratio: np.ndarray) -> np.ndarray:
         """The level nearest to h/s; in the middle of two that of the smaller magnitude, + for 0."""
@@ -150,26 +153,26 @@ class Code:
         return (np.where(ratio < 0, -1, 1) * levels[index]).astype(np.int16)
 
     def range(
-        self, block: np.ndarray, slack: np.ndarray, scale: np.float32, near_tie: float = 0.0
+        self, blocks: np.ndarray, slack: np.ndarray, scales: np.ndarray, near_tie: float = 0.0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The lowest and the highest q of each element of a block; `codes` twice where there is no tie.
+        """The lowest and the highest q of each element; `codes` twice where there is no tie.
 
         A tie is within `slack` of the value, or within `near_tie` of h/s, relative: neighbouring codes. Slack
         larger than a code reaches further codes: of an error it may be, whose scale is that of what was lost.
         """
-        codes = self.codes(block, scale)
-        if np.isnan(scale) or scale == 0:
-            return codes, codes
+        codes = self.codes(blocks, scales)
+        usable = (scales > 0)[..., None]
         if self.name == "sign":
-            tie = (np.abs(block) <= slack) & (slack > 0)
+            tie = (np.abs(blocks) <= slack) & (slack > 0) & usable
             return np.where(tie, -1, codes), np.where(tie, 1, codes)
-        quotient = block.astype(np.float64) / np.float64(scale)
+        divisor = np.where(usable, scales[..., None], np.float32(1)).astype(np.float64)
+        quotient = np.where(usable, blocks, 0.0).astype(np.float64) / divisor
         size = np.abs(quotient)
-        reach = np.where(slack > 0, slack / np.float64(scale) + ULP * size, 0.0)
+        reach = np.where((slack > 0) & usable, slack / divisor + ULP * size, 0.0)
         if self.name == "levels":  # middles times s are exact: without slack there are no ties
             low, high = self._nearest(quotient - reach), self._nearest(quotient + reach)
             return np.where(reach > 0, low, codes), np.where(reach > 0, high, codes)
-        reach = np.maximum(reach, near_tie * (np.floor(size) + 0.5))
+        reach = np.where(usable, np.maximum(reach, near_tie * (np.floor(size) + 0.5)), 0.0)
         lowest, highest = np.ceil(quotient - reach - 0.5), np.floor(quotient + reach + 0.5)
         low, high = (
             np.clip(np.where(reach > 0, end, codes), -self.largest, self.largest).astype(np.int16)
@@ -177,39 +180,51 @@ class Code:
         )
         return low, high
 
-    def scales(self, block: np.ndarray, slack: np.ndarray) -> list[np.float32]:
-        """The block's scale, then every other one that values within `slack` of it have."""
-        own = self.scale(block)
-        if np.isnan(own) or not slack.any():
-            return [own]
-        low, high = self._wanted_within(np.abs(block.astype(np.float64)), slack)
-        if low == high:
-            return [own]
+    def other_scales(self, blocks: np.ndarray, slack: np.ndarray) -> dict[tuple[int, ...], np.ndarray]:
+        """By the place of a block: every scale but its own that values within `slack` of it have, bf16."""
+        own = self.scale(blocks)
+        unsure = slack.any(axis=-1) & ~np.isnan(own)
+        magnitude, slack = (
+            np.where(unsure[..., None], x, 0.0) for x in (np.abs(blocks.astype(np.float64)), slack)
+        )
+        low, high = self._wanted_within(magnitude, slack)
         first, last = (
-            int(bits_of(bf16_up(np.float32(min(end, float(self._cap)))))) >> 16
+            bits_of(bf16_up(np.minimum(end, float(self._cap)).astype(np.float32))) >> np.uint64(16)
             for end in (low * (1 - ULP), high * (1 + ULP))
         )
-        scales = from_bits(np.arange(first, last + 1, dtype=np.uint64) << np.uint64(16))
-        return [own, *(scale for scale in scales if scale != own)]
+        mine = bits_of(own) >> np.uint64(16)
+        found = {}
+        for place in np.argwhere(unsure & (low != high) & ((first != mine) | (last != mine))):
+            where = tuple(int(index) for index in place)
+            bits = np.arange(first[where], last[where] + np.uint64(1), dtype=np.uint64)
+            found[where] = from_bits(bits[bits != mine[where]] << np.uint64(16))
+        return found
 
-    def _wanted_within(self, magnitude: np.ndarray, slack: np.ndarray) -> tuple[float, float]:
+    def _wanted_within(self, magnitude: np.ndarray, slack: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         least, most = np.maximum(magnitude - slack, 0.0), magnitude + slack
         if self.name != "levels":
             choose = np.mean if self.name == "sign" else np.max
-            return choose(least) / self.largest, choose(most) / self.largest
+            return choose(least, axis=-1) / self.largest, choose(most, axis=-1) / self.largest
         # The largest number decides what the whole numbers are of.
-        exponents = {
-            min(max(math.frexp(float(ends.max()))[1] - 1, -126), 126) for ends in (least, most) if ends.any()
-        }
-        found = [float(self._of_energy(ends, e)) for ends in (least, most) for e in exponents]
-        return min(found), max(found)
+        of_most = _exponent(most)
+        of_least = np.where(least.any(axis=-1), _exponent(least), of_most)
+        found = [
+            self._of_energy(ends, e).astype(np.float64) for ends in (least, most) for e in (of_least, of_most)
+        ]
+        return np.min(found, axis=0), np.max(found, axis=0)
 
-    def on_grid(self, real: np.ndarray, scale: np.float32) -> np.ndarray:
-        """Which numbers are a q times the scale."""
-        step = scale if scale > 0 else np.float32(1)
+    def on_grid(self, real: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        """Which numbers are a q times their block's scale; any number where that is 0 or NaN."""
+        usable = (scales > 0)[..., None]
+        step = np.where(usable, scales[..., None], np.float32(1))
         q = np.rint(real / step)
-        known = np.isin(q, self.values()) if scale > 0 else q == q
-        return known & (q * step == real)
+        return (~usable | np.isin(q, self.values())) & (q * step == real)
+
+
+def _exponent(magnitude: np.ndarray) -> np.ndarray:
+    """That of the largest number of each block, from -126 to 126; -126 for zeros."""
+    largest = magnitude.max(axis=-1)
+    return np.where(largest > 0, np.clip(np.frexp(largest)[1] - 1, -126, 126), -126)
 
 
 # --- the rotation ----------------------------------------------------------------------------------------
@@ -241,11 +256,11 @@ def parts(length: int) -> list[slice]:
 
 def hadamard(values: np.ndarray) -> np.ndarray:
     """fp32, a power of two of them: the Sylvester matrix times them, neighbours added first."""
-    stride = 1
-    while stride < len(values):
-        pairs = values.reshape(-1, 2, stride)
-        a, b = pairs[:, 0], pairs[:, 1]
-        values = np.stack([a + b, a - b], axis=1).reshape(-1)
+    stride, shape = 1, values.shape
+    while stride < shape[-1]:
+        pairs = values.reshape(*shape[:-1], -1, 2, stride)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        values = np.stack([a + b, a - b], axis=-2).reshape(shape)
         stride *= 2
     return values
 
@@ -254,30 +269,30 @@ def _root(part: slice) -> np.float32:
     return np.float32((part.stop - part.start) ** -0.5)
 
 
-def rotate(block: np.ndarray) -> np.ndarray:
+def rotate(blocks: np.ndarray) -> np.ndarray:
     """H (d * x) of each part, fp32."""
-    rotated, sign = np.array(block, dtype=np.float32), signs(len(block))
+    rotated, length = np.array(blocks, dtype=np.float32), blocks.shape[-1]
     with np.errstate(over="ignore", invalid="ignore"):
-        for part in parts(len(block)):
-            rotated[part] = hadamard(rotated[part] * (sign[part] * _root(part)))
+        for part in parts(length):
+            rotated[..., part] = hadamard(rotated[..., part] * (signs(length)[part] * _root(part)))
     return rotated
 
 
-def rotate_back(block: np.ndarray) -> np.ndarray:
+def rotate_back(blocks: np.ndarray) -> np.ndarray:
     """d * (H y) of each part, fp32."""
-    back, sign = np.array(block, dtype=np.float32), signs(len(block))
+    back, length = np.array(blocks, dtype=np.float32), blocks.shape[-1]
     with np.errstate(over="ignore", invalid="ignore"):
-        for part in parts(len(block)):
-            back[part] = hadamard(back[part]) * (sign[part] * _root(part))
+        for part in parts(length):
+            back[..., part] = hadamard(back[..., part]) * (signs(length)[part] * _root(part))
     return back
 
 
-def rotated_slack(slack: np.ndarray, block: np.ndarray) -> np.ndarray:
-    """How far `rotate` of values within `slack` of a block may be from that of the block."""
-    found = np.zeros(len(block))
-    for part in parts(len(block)):
-        if slack[part].any():
-            size = part.stop - part.start
-            rounded = (size.bit_length() + 1) * ULP * np.abs(block[part].astype(np.float64)).sum()
-            found[part] = (slack[part].sum() + rounded) * size**-0.5
+def rotated_slack(slack: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+    """How far `rotate` of values within `slack` of blocks may be from that of the blocks."""
+    found = np.zeros(blocks.shape)
+    for part in parts(blocks.shape[-1]):
+        size, off = part.stop - part.start, slack[..., part].sum(axis=-1, keepdims=True)
+        magnitude = np.abs(blocks[..., part].astype(np.float64)).sum(axis=-1, keepdims=True)
+        rounded = (size.bit_length() + 1) * ULP * magnitude
+        found[..., part] = np.where(off > 0, (off + rounded) * size**-0.5, 0.0)
     return found

@@ -12,10 +12,10 @@ The idea of one step, for N ranks that each hold a gradient of B elements:
 Where N does not divide B, S = ceil(B/N) and the last shards are short or empty. Where blocks follow the
 parameters, they are counted from each one's beginning instead (block_labels).
 
-It is written from the text alone, imports nothing of the project and loops plainly over ranks, shards and
-blocks: slow, and meant to be read beside the text. What the text defines as an fp32 or bf16 value is
-rounded exactly there (NumPy float32 arithmetic, bf16 by its bits); sums that the text leaves to the
-implementation (the mean for 1 bit) and the values handed back are float64.
+It is written from the text alone, imports nothing of the project, and is meant to be read beside the text:
+plain arrays of blocks, [ranks, blocks, b] for each length b that there is. What the text defines as an fp32
+or bf16 value is rounded exactly there (NumPy float32 arithmetic, bf16 by its bits); sums that the text leaves
+to the implementation (the mean for 1 bit) and the values handed back are float64.
 
 Where the order of a sum is free (a node's sum, of more than two ranks) a gradient is known up to its last
 bits only: `slack` says how far. Wherever that decides something, the simulation also says what the other
@@ -60,16 +60,23 @@ ERRORS = Code("uniform", 8)
 
 @dataclass(frozen=True)
 class Decoded:
-    """What one block may decode to under one scale: from `low` to `high`, equal but at ties, and of its grid:
-    s*q, or any bf16 number where the scale is None."""
+    """What blocks [..., b] may decode to under one scale each: from `low` to `high`, equal but at ties, and
+    of their grid: s*q, or any bf16 number where the scale is None."""
 
     low: np.ndarray
     high: np.ndarray
-    scale: np.float32 | None
+    scale: np.ndarray | None
     code: Code = ERRORS
 
+    @staticmethod
+    def of(blocks: np.ndarray, slack: np.ndarray, scale: np.ndarray, code: Code, near_tie: float) -> Decoded:
+        """What blocks' values within `slack` may be sent as."""
+        codes = code.range(blocks, slack, scale, near_tie)
+        low, high = (scale[..., None] * q.astype(np.float32) for q in codes)
+        return Decoded(low, high, scale, code)
+
     def holds(self, real: np.ndarray) -> np.ndarray:
-        """Which elements of `real`, fp32, it may be."""
+        """Which elements of `real`, fp32 [..., b], it may be."""
         inside = (self.low <= real) & (real <= self.high)
         on_grid = bf16_nearest(real) == real if self.scale is None else self.code.on_grid(real, self.scale)
         return _equal(real, self.low) | _equal(real, self.high) | (inside & on_grid)
@@ -77,44 +84,61 @@ class Decoded:
     def times(self, factor: float) -> Decoded:
         """After `_Memory.rescale`."""
         factor = np.float32(factor)
-        scale = None if self.scale is None else bf16_nearest(self.scale * factor)[()]
+        scale = None if self.scale is None else bf16_nearest(self.scale * factor)
         return Decoded(self.low * factor, self.high * factor, scale, self.code)
 
 
-def possible(block: np.ndarray, slack: np.ndarray, code: Code, near_tie: float = 0.0) -> list[Decoded]:
-    """What a block's values within `slack` may be sent as: of its own scale, then of the other ones."""
-    found = []
-    for scale in code.scales(block, slack):
-        low, high = (scale * q.astype(np.float32) for q in code.range(block, slack, scale, near_tie))
-        found.append(Decoded(low, high, scale, code))
-    return found
+@dataclass(frozen=True)
+class Possible:
+    """What blocks [..., b] may decode to: of their own scales, and by a block's place of others."""
+
+    own: Decoded
+    others: dict[tuple[int, ...], list[Decoded]]
+
+    @staticmethod
+    def of(blocks: np.ndarray, slack: np.ndarray, code: Code, near_tie: float = 0.0) -> Possible:
+        """What blocks' values within `slack` may be sent as."""
+        others = {
+            place: [
+                Decoded.of(blocks[place], slack[place], scale, code, near_tie) for scale in scales[:, None]
+            ]
+            for place, scales in (code.other_scales(blocks, slack).items() if slack.any() else ())
+        }
+        return Possible(Decoded.of(blocks, slack, code.scale(blocks), code, near_tie), others)
+
+    def times(self, factor: float) -> Possible:
+        """After `_Memory.rescale`."""
+        others = {place: [one.times(factor) for one in found] for place, found in self.others.items()}
+        return Possible(self.own.times(factor), others)
 
 
 @dataclass(frozen=True)
 class Ties:
-    """What a correct implementation may hold instead of the simulation's values: (rank, place, one for every
-    scale) of each block."""
+    """What a correct implementation may hold instead of the simulation's values: for blocks of each length
+    the places of their elements, [blocks, b], and what they may be on each rank, [ranks, blocks, b]."""
 
     shape: tuple[int, int]
-    blocks: list[tuple[int, slice, list[Decoded]]]
+    blocks: list[tuple[np.ndarray, Possible]]
 
     @property
     def flags(self) -> np.ndarray:
         """Where a tie can decide, bool [ranks, numel]: an element, or a whole block by its scale."""
         near = np.zeros(self.shape, dtype=bool)
-        for rank, here, (own, *others) in self.blocks:
-            near[rank, here] = True if others else ~_equal(own.low, own.high)
+        for here, found in self.blocks:
+            near[:, here] = ~_equal(found.own.low, found.own.high)
+            for rank, block in found.others:
+                near[rank, here[block]] = True
         return near
 
     def explain(self, real: np.ndarray) -> np.ndarray:
         """Where `real`, fp32 [ranks, numel], is what some decision gives: one scale in a block, zeros in
         none."""
         explained = real == 0
-        for rank, here, (own, *others) in self.blocks:
-            block = real[rank, here]
-            explained[rank, here] = own.holds(block)
-            if any(other.holds(block).all() for other in others):
-                explained[rank, here] = True
+        for here, found in self.blocks:
+            explained[:, here] = found.own.holds(real[:, here])
+            for (rank, block), others in found.others.items():
+                if any(other.holds(real[rank, here[block]]).all() for other in others):
+                    explained[rank, here[block]] = True
         return explained
 
 
@@ -167,49 +191,55 @@ def runs(labels: np.ndarray, start: int, stop: int) -> list[slice]:
 
 
 class _Memory:
-    """The error of one block on one rank: int8 codes with a bf16 scale, or bf16 or fp32 values."""
+    """The errors of blocks on all ranks, [ranks, blocks, b]: int8 codes with bf16 scales, or bf16 or fp32."""
 
-    def __init__(self, length: int, dtype: str):
-        self.length = length
+    def __init__(self, shape: tuple[int, int, int], dtype: str):
+        self.shape = shape
         self.dtype = dtype
         self.reset()
 
     def reset(self) -> None:
-        self.values = np.zeros(self.length, dtype=np.float32)
-        self.codes = np.zeros(self.length, dtype=np.int16)
-        self.scale = np.float32(0)
+        self.values = np.zeros(self.shape, dtype=np.float32)
+        self.codes = np.zeros(self.shape, dtype=np.int16)
+        self.scale = np.zeros(self.shape[:2], dtype=np.float32)
         self.forget_ties()
 
     def forget_ties(self) -> None:
         """What is remembered stays, and is no matter of rounding any more."""
-        self.possible = [Decoded(self.read(), self.read(), None)]
+        self.possible = Possible(Decoded(self.read(), self.read(), None), {})
 
     def read(self) -> np.ndarray:
         if self.dtype == "int8":
-            return self.scale * self.codes.astype(np.float32)
+            return self.scale[..., None] * self.codes.astype(np.float32)
         return self.values
 
-    def write(self, target: np.ndarray, slack: np.ndarray) -> None:
-        """Remember `target`; `slack` is how far another implementation's may be from it."""
+    def write(self, target: np.ndarray, slack: np.ndarray, sent: np.ndarray) -> None:
+        """Remember `target` of the blocks that were `sent`, bool [ranks, blocks]; `slack` is how far another
+        implementation's may be from it."""
+        kept = self.read()
+        target, slack = (np.where(sent[..., None], x, x.dtype.type(0)) for x in (target, slack))
         if self.dtype == "int8":
-            self.scale = ERRORS.scale(target)
-            self.codes = ERRORS.codes(target, self.scale)
-            self.possible = possible(target, slack, ERRORS)
+            scale = ERRORS.scale(target)
+            self.codes = np.where(sent[..., None], ERRORS.codes(target, scale), self.codes)
+            self.scale = np.where(sent, scale, self.scale)
+            found = Possible.of(target, slack, ERRORS)
         elif self.dtype == "bf16":
-            self.values = bf16_nearest(target)
-            low, high = (bf16_nearest(target + end) for end in (-slack, slack))
-            self.possible = [Decoded(low, high, None)]
+            self.values = np.where(sent[..., None], bf16_nearest(target), self.values)
+            found = Possible(Decoded(bf16_nearest(target - slack), bf16_nearest(target + slack), None), {})
         else:
             if slack.any():
                 raise ValueError("fp32 errors keep every last bit: nothing could be compared")
-            self.values = target.copy()
+            self.values = np.where(sent[..., None], target, self.values)
             self.forget_ties()
+            return
+        low, high = (np.where(sent[..., None], end, kept) for end in (found.own.low, found.own.high))
+        self.possible = replace(found, own=replace(found.own, low=low, high=high))
 
     def rescale(self, factor: float) -> None:
         """e <- factor * e; a power of two, as loss scales are, loses nothing."""
-        self.scale = bf16_nearest(self.scale * np.float32(factor))[()]
+        self.scale = bf16_nearest(self.scale * np.float32(factor))
         self.values = self.values * np.float32(factor)
-        self.possible = [one.times(factor) for one in self.possible]
+        self.possible = self.possible.times(factor)
 
 
 # --- all ranks -------------------------------------------------------------------------------------------
@@ -306,11 +336,14 @@ class LoCoSimulation:
         self.blocks = [(here.start, here.stop) for shard, _, here in self.places if shard == 0]
         most = max((block + 1 for _, block, _ in self.places), default=0)
         self._scales_shape = (ranks, ranks, most)
-        self._memories = {
-            (rank, shard, block): _Memory(here.stop - here.start, error_dtype)
-            for rank in range(ranks)
-            for shard, block, here in self.places
-        }
+        # Blocks of one length together: (their shards, their numbers, their elements' places [blocks, b]).
+        self.lengths: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        for length in sorted({here.stop - here.start for _, _, here in self.places}):
+            alike = [place for place in self.places if place[2].stop - place[2].start == length]
+            shards, numbers = (np.array([place[index] for place in alike]) for index in (0, 1))
+            starts = np.array([here.start for _, _, here in alike])
+            self.lengths.append((shards, numbers, starts[:, None] + np.arange(length)))
+        self._memories = [_Memory((ranks, *here.shape), error_dtype) for _, _, here in self.lengths]
 
     def step(self, gradients: np.ndarray) -> StepResult:
         """One exchange of `gradients` [ranks, numel] in a step that the optimizer makes."""
@@ -332,14 +365,12 @@ class LoCoSimulation:
         blocks = []
         slack = np.zeros(gradients.shape) if slack is None else slack
 
-        for rank in range(self.ranks):
-            for shard, block, here in self.places:
-                place = (rank, shard, block)
-                h, unsure, s, q = self._send_block(place, gradients[rank, here], slack[rank, here])
-                codes[rank, here] = q
-                scales[rank, shard, block] = s
-                sent[rank, here] = np.float64(s) * q.astype(np.float64)
-                blocks.append((rank, here, possible(h, unsure, self.code, NEAR_TIE)))
+        for memory, (shards, numbers, here) in zip(self._memories, self.lengths, strict=True):
+            h, unsure, s, q = self._send(memory, gradients[:, here], slack[:, here])
+            codes[:, here] = q
+            scales[:, shards, numbers] = s
+            sent[:, here] = s[..., None].astype(np.float64) * q.astype(np.float64)
+            blocks.append((here, Possible.of(h, unsure, self.code, NEAR_TIE)))
         ties = Ties(gradients.shape, blocks)
         return StepResult(codes, scales, sent, self.errors(), self._reduce(sent, gradients), ties)
 
@@ -348,33 +379,28 @@ class LoCoSimulation:
         a change of the loss scale by a factor changes them by it."""
         self.steps += successful
         if not successful or (self.reset_interval and self.steps % self.reset_interval == 0):
-            for memory in self._memories.values():
+            for memory in self._memories:
                 memory.reset()
-        for memory in self._memories.values():
+        for memory in self._memories:
             memory.rescale(loss_scale_factor)
 
     def errors(self) -> np.ndarray:
         """decode(e) of every rank, float64 [ranks, numel]."""
         errors = np.zeros((self.ranks, self.numel), dtype=np.float64)
-        for rank in range(self.ranks):
-            for shard, block, here in self.places:
-                errors[rank, here] = self._memories[rank, shard, block].read()
+        for memory, (_, _, here) in zip(self._memories, self.lengths, strict=True):
+            errors[:, here] = memory.read()
         return errors
 
     def error_ties(self) -> Ties:
         """What may be remembered instead of `errors()`."""
-        blocks = [
-            (rank, here, self._memories[rank, shard, block].possible)
-            for rank in range(self.ranks)
-            for shard, block, here in self.places
-        ]
-        return Ties((self.ranks, self.numel), blocks)
+        found = zip(self._memories, self.lengths, strict=True)
+        return Ties((self.ranks, self.numel), [(here, memory.possible) for memory, (_, _, here) in found])
 
-    def _send_block(
-        self, place: tuple[int, int, int], gradient: np.ndarray, slack: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.float32, np.ndarray]:
-        """From g to s, q and the new error, for one block; returns h, how far it may be off, s and q."""
-        memory = self._memories[place]
+    def _send(
+        self, memory: _Memory, gradient: np.ndarray, slack: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """From g to s, q and the new error, for blocks [ranks, blocks, b]; returns h, how far it may be off,
+        s and q."""
         memory.forget_ties()
         if self.rotated_blocks and self.first:
             gradient, slack = rotate(gradient), rotated_slack(slack, gradient)
@@ -382,13 +408,14 @@ class LoCoSimulation:
         with np.errstate(over="ignore", invalid="ignore"):
             h = gradient + memory.read()
             unsure = np.where(slack > 0, slack + ULP * np.abs(h.astype(np.float64)), 0.0)
-        s = self.code.scale(h)
-        q = self.code.codes(h, s)
-        if self.memory and not np.isnan(s):
-            r = h - s * q.astype(np.float32)
-            old, new = np.float32(self.beta) * memory.read(), np.float32(1.0 - self.beta) * r
-            rounding = ROUNDINGS * (np.abs(old) + np.abs(new))
-            memory.write(old + new, np.where(slack > 0, (1.0 - self.beta) * unsure + rounding, 0.0))
+            s = self.code.scale(h)
+            q = self.code.codes(h, s)
+            if self.memory:
+                r = h - s[..., None] * q.astype(np.float32)
+                old, new = np.float32(self.beta) * memory.read(), np.float32(1.0 - self.beta) * r
+                rounding = ROUNDINGS * (np.abs(old) + np.abs(new))
+                unsure_error = np.where(slack > 0, (1.0 - self.beta) * unsure + rounding, 0.0)
+                memory.write(old + new, unsure_error, sent=~np.isnan(s))
         return h, unsure, s, q
 
     def _reduce(self, sent: np.ndarray, gradients: np.ndarray) -> np.ndarray:
@@ -421,7 +448,6 @@ class LoCoSimulation:
     def _by_block(self, values: np.ndarray, change: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         values = values.astype(np.float32)
         if self.rotated_blocks:
-            for row in values:
-                for _, _, here in self.places:
-                    row[here] = change(row[here])
+            for _, _, here in self.lengths:
+                values[:, here] = change(values[:, here])
         return values
