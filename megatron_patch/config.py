@@ -26,6 +26,8 @@ SHARD = "shard"
 WARMUPS = ("auto", "fixed")
 DEFAULT_ERROR_BETA = 0.8
 DEFAULT_BITS = 4
+ERROR_FEEDBACK_FROM_BITS = 4
+"""With fewer bits error feedback costs Adam more than it brings (docs/bits.md): `naive` is the default."""
 DEFAULT_RESET_INTERVAL = 512
 
 
@@ -42,10 +44,10 @@ class CompressionConfig:
     """
 
     method: str = _option(
-        "loco",
+        None,
         "none: Megatron's own exchange; naive: quantize, no memory; error_feedback: add the whole last "
         "error; loco: add a moving average of past errors; onebit_adam: Adam's momentum in 1 bit, after a "
-        "warm-up",
+        f"warm-up (default: loco; with less than {ERROR_FEEDBACK_FROM_BITS} bits and no error_beta naive)",
         METHODS,
     )
     bits: int = _option(
@@ -115,10 +117,12 @@ class CompressionConfig:
     )
 
     def __post_init__(self) -> None:
-        self._check_choice("method", METHODS)
         self._set_default("bits", 1 if self.momentum else DEFAULT_BITS)
-        self._set_default("reset_interval", 0 if self.momentum else DEFAULT_RESET_INTERVAL)
         self._check_choice("bits", BITS)
+        few = self.bits < ERROR_FEEDBACK_FROM_BITS and self.error_beta is None
+        self._set_default("method", "naive" if few else "loco")
+        self._check_choice("method", METHODS)
+        self._set_default("reset_interval", 0 if self.momentum else DEFAULT_RESET_INTERVAL)
         self._check_choice("rounding", ROUNDINGS)
         self._check_choice("error_dtype", ERROR_DTYPES)
         self._check_choice("topology", TOPOLOGIES)

@@ -40,7 +40,6 @@ BETA = "from 0 up to but not including 1"
 REFUSED = [
     ({"method": "loko"}, "method", ", ".join(METHODS)),
     ({"method": "LoCo"}, "method", ", ".join(METHODS)),
-    ({"method": None}, "method", ", ".join(METHODS)),
     ({"method": ""}, "method", ", ".join(METHODS)),
     ({"bits": 5}, "bits", "8, 4, 3, 2, 1"),
     ({"bits": 16}, "bits", "8, 4, 3, 2, 1"),
@@ -169,6 +168,25 @@ def test_every_documented_combination_is_accepted():
 def test_the_code_follows_the_bits(options, codec, rotation):
     config = CompressionConfig(**options)
     assert (config.codec, config.rotation) == (codec, rotation)
+    assert CompressionConfig(**config.as_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("options", "method"),
+    [
+        ({"bits": 8}, "loco"),
+        ({"bits": 4}, "loco"),
+        ({"bits": 3}, "naive"),
+        ({"bits": 2}, "naive"),
+        ({"bits": 1}, "naive"),
+        ({"bits": 2, "method": "loco"}, "loco"),
+        ({"bits": 2, "error_beta": 0.5}, "loco"),
+        ({"bits": 3, "error_beta": 0}, "loco"),
+    ],
+)
+def test_below_four_bits_no_error_is_kept_unless_asked_for(options, method):
+    config = CompressionConfig(**options)
+    assert config.method == method
     assert CompressionConfig(**config.as_dict()) == config
 
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron_patch.config import CompressionConfig
+from megatron_patch.config import ERROR_FEEDBACK_FROM_BITS, CompressionConfig
 from megatron_patch.integration.seams.gradients import BucketGroupSeam
 from megatron_patch.integration.seams.weights import WeightSeam
 
@@ -42,6 +42,12 @@ def _lines(config: CompressionConfig, seams: Sequence[BucketGroupSeam]) -> Itera
     start = f", from step {config.start_step} on" if config.start_step else ""
     code = f"{config.bits} bits ({config.code}{', rotated' if config.rotates else ''})"
     yield logging.INFO, f"{config.method}, {code}, block {config.block_size}, {memory}{start}"
+    if config.keeps_errors and not config.momentum and config.bits < ERROR_FEEDBACK_FROM_BITS:
+        yield (
+            logging.WARNING,
+            f"error feedback with {config.bits} bits makes Adam's steps shorter; compression.method=naive "
+            "trained better in every measurement",
+        )
     stages = [(seam, stage) for seam in seams for stage in seam.stages]
     for reason in dict.fromkeys(stage.made.flat_because for _, stage in stages):
         if reason is not None:

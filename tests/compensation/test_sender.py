@@ -151,7 +151,7 @@ def test_error_feedback_loses_nothing_in_the_long_run():
 @pytest.mark.parametrize("bits", [4, 1])
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_a_block_that_is_not_finite_keeps_its_error_and_the_others_go_on(error_dtype, bits, poison):
-    config = CompressionConfig(bits=bits, block_size=16, error_dtype=error_dtype)
+    config = CompressionConfig(method="loco", bits=bits, block_size=16, error_dtype=error_dtype)
     senders = Senders(config)
     agreement = Agreement(
         LoCoSimulation(RANKS, RANKS * SHARD, bits=bits, block_size=16, error_dtype=error_dtype)
@@ -175,7 +175,7 @@ def test_a_block_that_is_not_finite_keeps_its_error_and_the_others_go_on(error_d
 @pytest.mark.parametrize(("bits", "rotated"), [(4, True), (4, False), (1, False)])
 def test_statistics_are_the_energies_of_the_step(bits, rotated):
     rotation = "hadamard" if rotated else "none"
-    senders = Senders(CompressionConfig(bits=bits, block_size=16, rotation=rotation))
+    senders = Senders(CompressionConfig(method="loco", bits=bits, block_size=16, rotation=rotation))
     for step in range(3):
         gradients = gradients_of(step).astype(np.float64)
         before = senders.errors().astype(np.float64)

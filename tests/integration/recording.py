@@ -29,7 +29,7 @@ def trained(model: Any, compression: dict[str, Any] | None, steps: int) -> dict[
     import megatron_patch
 
     if compression is not None:
-        megatron_patch.attach(model.chunks, megatron_patch.CompressionConfig(**compression))
+        megatron_patch.attach(model.chunks, megatron_patch.CompressionConfig(**{"method": "loco"} | compression))
     for step in range(steps):
         model.backward(step)
         model.update()
@@ -42,7 +42,7 @@ def recorded(model: Any, compression: dict[str, Any], steps: int) -> dict[str, A
     """Train with compression and return the record: see the top of this file."""
     import megatron_patch
 
-    megatron_patch.attach(model.chunks, megatron_patch.CompressionConfig(**compression))
+    megatron_patch.attach(model.chunks, megatron_patch.CompressionConfig(**{"method": "loco"} | compression))
     recorder = _Recorder(model)
     report: dict[str, Any] = {
         "buckets": recorder.describe(),

@@ -47,3 +47,17 @@ def test_the_topology_is_said_and_so_is_why_not_two_hops(pool, name):
     assert len(hops) == (1 if line else 0)
     if line:
         assert line in hops[0]
+
+
+@pytest.mark.parametrize(
+    ("compression", "warned"),
+    [
+        ({"bits": 4}, False),
+        ({"bits": 2, "method": "naive"}, False),
+        ({"bits": 2, "method": "loco"}, True),
+        ({"bits": 3, "method": "error_feedback"}, True),
+    ],
+)
+def test_error_feedback_with_few_bits_is_warned_of(pool, compression, warned):
+    lines = pool.run(announced, compression)[0]
+    assert any("compression.method=naive" in line for line in lines) == warned

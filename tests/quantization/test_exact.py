@@ -34,7 +34,7 @@ def gradients(senders: int) -> torch.Tensor:
 @pytest.mark.parametrize("shards", [1, 3, 7])
 @pytest.mark.parametrize("divisor", [1, 3])
 def test_the_owners_get_the_sums_of_vectors_to_the_last_bit(shards, divisor, dtype):
-    config = CompressionConfig(bits=2)
+    config = CompressionConfig(method="loco", bits=2)
     layout = BlockLayout.of(NUMEL, shards, 2, 128, spans=SPANS)
     values = gradients(3).to(dtype)
     payloads = torch.full((3, shards, layout.payload_bytes), 0xA5, dtype=torch.uint8)

@@ -93,22 +93,22 @@ class Possible:
     """What blocks [..., b] may decode to: of their own scales, and by a block's place of others."""
 
     own: Decoded
-    others: dict[tuple[int, ...], list[Decoded]]
+    others: dict[tuple[int, ...], Decoded]
+    """Of every other scale, [scales, b]."""
 
     @staticmethod
     def of(blocks: np.ndarray, slack: np.ndarray, code: Code, near_tie: float = 0.0) -> Possible:
         """What blocks' values within `slack` may be sent as."""
+        scales = code.other_scales(blocks, slack) if slack.any() else {}
         others = {
-            place: [
-                Decoded.of(blocks[place], slack[place], scale, code, near_tie) for scale in scales[:, None]
-            ]
-            for place, scales in (code.other_scales(blocks, slack).items() if slack.any() else ())
+            place: Decoded.of(blocks[place], slack[place], found, code, near_tie)
+            for place, found in scales.items()
         }
         return Possible(Decoded.of(blocks, slack, code.scale(blocks), code, near_tie), others)
 
     def times(self, factor: float) -> Possible:
         """After `_Memory.rescale`."""
-        others = {place: [one.times(factor) for one in found] for place, found in self.others.items()}
+        others = {place: found.times(factor) for place, found in self.others.items()}
         return Possible(self.own.times(factor), others)
 
 
@@ -137,7 +137,7 @@ class Ties:
         for here, found in self.blocks:
             explained[:, here] = found.own.holds(real[:, here])
             for (rank, block), others in found.others.items():
-                if any(other.holds(real[rank, here[block]]).all() for other in others):
+                if others.holds(real[rank, here[block]]).all(axis=-1).any():
                     explained[rank, here[block]] = True
         return explained
 

@@ -91,7 +91,7 @@ def _build(parallel: dict[str, Any], compression: dict[str, Any]) -> Any:
     import megatron_patch
 
     gpt = build(**parallel)
-    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**compression))
+    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**{"method": "loco"} | compression))
     return gpt
 
 

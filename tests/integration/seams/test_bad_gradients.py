@@ -31,7 +31,7 @@ def compressed(model: dict[str, Any], **compression: Any) -> tuple[Any, Any]:
     from megatron_patch.integration.attach import chunk_state_of
 
     tiny = build(**model)
-    megatron_patch.attach([tiny.ddp], megatron_patch.CompressionConfig(**compression))
+    megatron_patch.attach([tiny.ddp], megatron_patch.CompressionConfig(**{"method": "loco"} | compression))
     return tiny, chunk_state_of(tiny.ddp)
 
 

@@ -22,7 +22,7 @@ def trained(model: dict[str, Any], compression: dict[str, Any]) -> list[Any]:
     import megatron_patch
 
     tiny = build(**model)
-    megatron_patch.attach([tiny.ddp], megatron_patch.CompressionConfig(**compression))
+    megatron_patch.attach([tiny.ddp], megatron_patch.CompressionConfig(**{"method": "loco"} | compression))
     before = [parameter.detach().clone() for parameter in tiny.parameters]
     for step in range(STEPS):
         gradients = tiny.random_gradients(step)
