@@ -29,7 +29,9 @@ def trained(model: Any, compression: dict[str, Any] | None, steps: int) -> dict[
     import megatron_patch
 
     if compression is not None:
-        megatron_patch.attach(model.chunks, megatron_patch.CompressionConfig(**{"method": "loco"} | compression))
+        megatron_patch.attach(
+            model.chunks, megatron_patch.CompressionConfig(**{"method": "loco"} | compression)
+        )
     for step in range(steps):
         model.backward(step)
         model.update()

@@ -26,7 +26,9 @@ def built(
     if compression is None:
         return tiny, None
     if attached:
-        megatron_patch.attach([tiny.ddp], megatron_patch.CompressionConfig(**{"method": "loco"} | compression))
+        megatron_patch.attach(
+            [tiny.ddp], megatron_patch.CompressionConfig(**{"method": "loco"} | compression)
+        )
     return tiny, chunk_state_of(tiny.ddp)
 
 

@@ -82,7 +82,8 @@ def test_ready_made_ones(path: Path, tmp_path: Path) -> None:
     ablation = definition.read(path)
     runs = ablation.runs(tmp_path)
     assert f" {len(runs)} runs" in " ".join(path.read_text().splitlines()[:4])
-    assert len(ablation.seeds) >= 5
+    long = runs[0].configured.megatron["train_iters"] >= 1000
+    assert len(ablation.seeds) >= (3 if long else 5)
     assert runs[0].configured.compression.method == "none"
     distinct = {repr(run.configured) for run in runs}
     assert len(distinct) == len(runs), "no two runs are the same"
