@@ -4,9 +4,11 @@ Below the folder: DIR/CELL/seed-N/ is one run as `train` leaves it; results.csv 
 ablation.md a line per cell (mean, spread, difference to the baseline's run of the same seed with its 95 %
 interval); differences.png and curves.png are the pictures. Both tables are written anew after every run.
 
-The same command goes on where it was interrupted, by Ctrl-C too: runs that are done, or have failed, are not
-made again. A run that fails is reported and the rest goes on; --retry-failed gives it another chance. On the
-CPU of one machine every run is forked from this process, which has imported Megatron already.
+The same command continues where it was interrupted, by Ctrl-C too: runs that are done, or have failed, are
+not made again. Where their folders are gone, those that results.csv has of the same configuration count as
+done; --results FILE takes them from a file of another machine. A run that fails is reported and the rest
+continues; --retry-failed gives it another chance. On the CPU of one machine every run is forked from this
+process, which has imported Megatron already.
 
 A Slurm array makes one run per task: pretrain_scripts/slurm/ablate.sbatch; --collect then writes the results.
 """
@@ -26,9 +28,10 @@ from rich.console import Console
 from megatron_patch.errors import UserError
 from megatron_patch.files import write_whole
 from megatron_patch.workflows import train
-from megatron_patch.workflows.ablation import definition, plots
+from megatron_patch.workflows.ablation import definition, plots, records
 from megatron_patch.workflows.ablation.definition import Ablation, Run
-from megatron_patch.workflows.ablation.results import Results
+from megatron_patch.workflows.ablation.records import Records
+from megatron_patch.workflows.ablation.results import Results, outcome
 from megatron_patch.workflows.run import launcher, progress, run_folder
 from megatron_patch.workflows.run.prepare import prepare_run
 from megatron_patch.workflows.run.run_folder import State
@@ -43,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", metavar="RECIPE", help="another base, e.g. configs/models/moe_tiny.yaml")
     parser.add_argument("--seeds", metavar="A,B", help="other seeds")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/ablations/CONFIG/BASE")
+    parser.add_argument(
+        "--results", type=Path, metavar="FILE", help="a results.csv whose runs need not be made again"
+    )
     parser.add_argument("--retry-failed", action="store_true", help="make runs that failed once more")
     parser.add_argument(
         "--overwrite", action="store_true", help="replace runs in DIR that had another configuration"
@@ -59,20 +65,27 @@ def run(args: argparse.Namespace) -> int:
     ablation = definition.read(path, args.overrides, args.base, _seeds(args.seeds))
     out = args.out or Path("runs/ablations") / ablation.name / ablation.base.stem
     runs = ablation.runs(out)
+    known = _known(out, args.results)
     if args.dry_run:
-        return _list(ablation, runs)
+        return _list(ablation, runs, known)
     if args.collect:
-        return _show(Results(ablation, runs), out)
+        return _show(Results(ablation, runs, known), out)
     if args.task is not None:
         if not 0 <= args.task < len(runs):
             raise UserError(
                 f"task: {args.task}: must be from 0 to {len(runs) - 1} (--dry-run lists the runs)"
             )
-        _make(ablation, [runs[args.task]], out, args, alone=True)
+        _make(ablation, [runs[args.task]], out, args, known, alone=True)
         return int(run_folder.failure(runs[args.task].folder) is not None)
     with _only_one(out):
-        _make(ablation, runs, out, args)
-        return _show(Results(ablation, runs), out)
+        _make(ablation, runs, out, args, known)
+        return _show(Results(ablation, runs, known), out)
+
+
+def _known(out: Path, results: Path | None) -> Records:
+    """The runs of earlier results: of the folder's own, which every run rewrites, and of `results`."""
+    own = out / "results.csv"
+    return {**(records.read(own) if own.exists() else {}), **(records.read(results) if results else {})}
 
 
 def _seeds(text: str | None) -> list[int] | None:
@@ -85,14 +98,20 @@ def _seeds(text: str | None) -> list[int] | None:
 
 
 def _make(
-    ablation: Ablation, runs: Sequence[Run], out: Path, args: argparse.Namespace, *, alone: bool = False
+    ablation: Ablation,
+    runs: Sequence[Run],
+    out: Path,
+    args: argparse.Namespace,
+    known: Records,
+    *,
+    alone: bool = False,
 ) -> None:
     """Make those of `runs` that are left, one after another."""
     if not args.overwrite:
         for one in runs:
             run_folder.check_unchanged(one.folder, one.configured)
     finished = (State.DONE,) if args.retry_failed else (State.DONE, State.FAILED)
-    left = [one for one in runs if run_folder.look(one.folder, one.configured) not in finished]
+    left = [one for one in runs if outcome(one, known).state not in finished]
     _check(left)
     with progress.Board(ablation.name, len(runs), len(runs) - len(left)) as board:
         try:
@@ -101,9 +120,9 @@ def _make(
                 told = _make_one(one, board, one.folder / "data-cache" if alone else None)
                 board.end(f"{one.label}: {told}")
                 if not alone:
-                    write(Results(ablation, runs), out)
+                    write(Results(ablation, runs, known), out)
         except (KeyboardInterrupt, launcher.Stopped):
-            board.console.print("the same command goes on where this one was stopped", highlight=False)
+            board.console.print("the same command continues where this one was stopped", highlight=False)
             raise
 
 
@@ -168,11 +187,11 @@ def _show(results: Results, out: Path) -> int:
     return int(bool(failed))
 
 
-def _list(ablation: Ablation, runs: Sequence[Run]) -> int:
+def _list(ablation: Ablation, runs: Sequence[Run], known: Records) -> int:
     """--dry-run: the runs with the numbers that --task takes."""
     print(f"# {ablation.name} over {ablation.base}: {len(runs)} runs, {len(ablation.cells)} cells")
     for number, one in enumerate(runs):
-        print(f"{number:4d}  {run_folder.look(one.folder, one.configured).value:11s}  {one.label}")
+        print(f"{number:4d}  {outcome(one, known).state.value:11s}  {one.label}")
     return 0
 
 

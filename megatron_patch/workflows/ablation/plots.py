@@ -65,7 +65,8 @@ def draw_differences(path: Path, results: Results) -> None:
 def draw_curves(path: Path, results: Results) -> None:
     """A PNG at `path`: per panel the cells that differ in the contrasted setting alone."""
     panels = results.groups() or _chunks(results.ablation.cells[1:])
-    panels = {title: [cell for cell in cells if results.differences(cell)] for title, cells in panels.items()}
+    curves = {cell.name: _curve(results, cell) for cell in itertools.chain(*panels.values())}
+    panels = {title: [cell for cell in cells if curves[cell.name]] for title, cells in panels.items()}
     panels = {title: cells for title, cells in panels.items() if cells}
     if not panels:
         return
@@ -80,11 +81,12 @@ def draw_curves(path: Path, results: Results) -> None:
     for axes, (title, cells) in zip(grid.flat, panels.items(), strict=False):
         styles = itertools.cycle(("-", "--", ":", "-."))
         for cell in cells:
-            curve = _curve(results, cell)
             name = cell.name
             if results.ablation.contrast:
                 name = str(cell.settings[results.ablation.contrast])
-            axes.plot(*zip(*curve, strict=True), label=name, linestyle=next(styles), linewidth=1.4)
+            axes.plot(
+                *zip(*curves[cell.name], strict=True), label=name, linestyle=next(styles), linewidth=1.4
+            )
         axes.axhline(0, color="black", linewidth=0.8)
         axes.set_title(title.replace(",", ", "), fontsize=10)
         axes.legend(frameon=False, fontsize=8)
@@ -104,7 +106,8 @@ def _chunks(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
 
 
 def _curve(results: Results, cell: Cell) -> list[tuple[int, float]]:
-    """By logged step, the mean over the paired seeds of the training loss against the baseline's, in %."""
+    """By logged step, the mean over the paired seeds of the training loss against the baseline's, in %; of
+    runs whose folders are there."""
     by_step: dict[int, list[float]] = {}
     folders = {
         (one.run.cell.name, one.run.seed): one.run.folder for one in results.outcomes if one.loss is not None
@@ -118,6 +121,7 @@ def _curve(results: Results, cell: Cell) -> list[tuple[int, float]]:
 
 
 def _losses(folder: Path) -> dict[int, float]:
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
-    return {record["step"]: record["loss"] for record in records if record["loss"] is not None}
+    path = folder / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    found = [json.loads(line) for line in lines]
+    return {record["step"]: record["loss"] for record in found if record["loss"] is not None}

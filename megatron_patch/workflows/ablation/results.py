@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.table import Table
 
+from megatron_patch.workflows.ablation import records
 from megatron_patch.workflows.ablation.definition import Ablation, Cell, Run
 from megatron_patch.workflows.ablation.statistics import CONFIDENCE, Interval, interval, percent
 from megatron_patch.workflows.run import run_folder
@@ -65,9 +66,10 @@ class Contrast:
 class Results:
     """The outcomes of an ablation's runs and the comparisons between its cells."""
 
-    def __init__(self, ablation: Ablation, runs: Sequence[Run]) -> None:
+    def __init__(self, ablation: Ablation, runs: Sequence[Run], known: records.Records | None = None) -> None:
+        """`known` are runs of which a results.csv is all that is there."""
         self.ablation = ablation
-        self.outcomes = [_outcome(run) for run in runs]
+        self.outcomes = [outcome(run, known or {}) for run in runs]
         self._losses: dict[str, dict[int, float]] = {cell.name: {} for cell in ablation.cells}
         for one in self.outcomes:
             if one.loss is not None:
@@ -114,18 +116,19 @@ class Results:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         # What came later stands behind, so that columns keep their places.
-        writer.writerow(["cell", "seed", *keys, "state", *_NUMBERS, "difference_percent", _WEIGHT_BITS])
+        writer.writerow(["cell", "seed", *keys, "state", *_NUMBERS, "difference_percent", *_LATER])
         for one in self.outcomes:
             difference = self.differences(one.run.cell).get(one.run.seed)
+            found = records.columns(one.run.configured, one.summary)
             writer.writerow(
                 [
                     one.run.cell.name,
                     one.run.seed,
                     *(one.run.cell.settings.get(key, "") for key in keys),
                     one.state.value,
-                    *_numbers(one),
+                    *(found[name] for name in _NUMBERS),
                     "" if difference is None else repr(difference),
-                    repr(one.summary["weight_wire"]["bits_per_element"]) if one.summary else "",
+                    *(found[name] for name in _LATER),
                 ]
             )
         return text.getvalue()
@@ -206,37 +209,16 @@ class Results:
         return "\n".join(lines) + "\n"
 
 
-_NUMBERS = (
-    "valid_loss",
-    "train_loss",
-    "steps",
-    "gradient_bits_per_element",
-    "gradient_bytes_per_step",
-    "weight_bytes_per_step",
-    "compensation_bytes",
-)
-_WEIGHT_BITS = "weight_bits_per_element"
+_LATER = ("weight_bits_per_element", "world_size", "device", "versions", records.CONFIGURATION)
+_NUMBERS = tuple(name for name in records.NUMBERS if name not in _LATER)
 
 
-def _outcome(run: Run) -> Outcome:
+def outcome(run: Run, known: records.Records) -> Outcome:
+    """By the run's folder; where it was never begun, by what a results.csv says of its configuration."""
     found = run_folder.look(run.folder, run.configured)
+    if found is State.NEW and (summary := known.get(records.digest(run.configured))):
+        return Outcome(run, State.DONE, summary)
     return Outcome(run, found, run_folder.summary(run.folder) if found is State.DONE else None)
-
-
-def _numbers(one: Outcome) -> list[Any]:
-    found = one.summary
-    if found is None:
-        return [""] * len(_NUMBERS)
-    values = (
-        found["valid_loss"],
-        found["train_loss"],
-        found["steps"],
-        found["gradient_wire"]["bits_per_element"],
-        found["gradient_wire"]["bytes_per_step"],
-        found["weight_wire"]["bytes_per_step"],
-        found["compensation_bytes"],
-    )
-    return ["" if value is None else repr(value) for value in values]
 
 
 def _code(overrides: Sequence[str]) -> str:

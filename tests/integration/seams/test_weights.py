@@ -72,10 +72,10 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
     "loco-dp4-overlap": (4, bf16(**OVERLAP), LOCO, "evaluations"),
     "loco-ep2-dp4-overlap": (4, bf16({"experts": 4, "ep": 2}, **OVERLAP), LOCO, "nothing"),
     "loco-two-hop-dp4": (4, bf16(), LOCO | {"ranks_per_node": 2}, "nothing"),
-    "onebit-dp4": (4, bf16(), {"method": "onebit_adam", "warmup_steps": 10}, "nothing"),
-    "onebit-dp4-overlap": (4, bf16(**OVERLAP), {"method": "onebit_adam", "warmup_steps": 10}, "nothing"),
+    "onebit-dp4": (4, bf16(), {"method": "onebit_adam", "warmup_steps": 6}, "nothing"),
+    "onebit-dp4-overlap": (4, bf16(**OVERLAP), {"method": "onebit_adam", "warmup_steps": 6}, "nothing"),
 }
-FAST_STEPS = 14
+FAST_STEPS = 10
 IN_PARTS = ("dp4-fp32-gradients", "dp4-overlap", "pp2-dp2-tied", "pp2-vpp2-dp2", "loco-dp4", "onebit-dp4")
 """Cases whose parts others have too."""
 

@@ -109,7 +109,7 @@ def test_ctrl_c_says_how_to_go_on_and_a_task_makes_one_run(tmp_path: Path) -> No
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert "the same command goes on where this one was stopped" in err
+    assert "the same command continues where this one was stopped" in err
     assert not made(out)
 
     flags = ("--task", "1", "megatron.exit_interval=2")
