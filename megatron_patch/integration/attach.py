@@ -34,7 +34,7 @@ from megatron_patch.integration.seams import optimizer_step, replicated_params
 from megatron_patch.integration.seams.gradients import BucketGroupSeam
 from megatron_patch.integration.seams.weights import ChunkWeights, gathered_after
 from megatron_patch.integration.startup_log import log_startup
-from megatron_patch.integration.unsupported import refuse_chunk, refuse_graphed
+from megatron_patch.integration.unsupported import refuse_chunk, refuse_graphed, refuse_stepping
 
 SUPPORTED = (Version("0.17"), Version("0.20"))
 """megatron-core releases that the seam's tests run on: from the first, below the second."""
@@ -154,13 +154,14 @@ def disable() -> None:
 def _step(optimizer: Any, original: Callable[[], Any]) -> Any:
     """A step of Megatron's, and the gather of what it updated."""
     updated = [
-        attachment.weights
-        for chunk, attachment in _attachments.items()
-        if optimizer_step.updates(optimizer, chunk)
+        attachment for chunk, attachment in _attachments.items() if optimizer_step.updates(optimizer, chunk)
     ]
-    for part in optimizer_step.parts_of(optimizer) if updated else ():
+    for part in optimizer_step.leaves_of(optimizer) if updated else ():
         refuse_graphed(part.config)
-    return gathered_after(updated, functools.partial(_update, optimizer, original))
+        if any(attachment.state.config.compresses for attachment in updated):
+            refuse_stepping(part)
+    weights = [attachment.weights for attachment in updated]
+    return gathered_after(weights, functools.partial(_update, optimizer, original))
 
 
 def _update(optimizer: Any, original: Callable[[], Any]) -> Any:

@@ -74,7 +74,11 @@ def _weight_lines(config: CompressionConfig, seams: Sequence[WeightSeam]) -> Ite
     if not config.codes_weights:
         return
     if not seams:
-        yield logging.INFO, "weight_gather exact: the optimizer is replicated, no weights are gathered"
+        yield (
+            logging.INFO,
+            "weight_gather exact: without the distributed optimizer's buffers none is coded, and a gather of "
+            "weights, if there is one, is Megatron's own",
+        )
     found: dict[tuple[str, str | None], list[int]] = {}
     for seam in seams:
         size = seam.ranks.size()

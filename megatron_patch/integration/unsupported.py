@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from packaging.version import Version
+
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
+
+_MUONS = ("muon", "dist_muon")
+"""Megatron's flags for Muon; the second one is the first with --use-distributed-optimizer."""
 
 
 def _refuse(flag: str, value: object, why: str) -> None:
@@ -37,8 +42,10 @@ def refuse_flags(args: Any) -> None:
         _refuse_for_onebit_adam(args)
         if optimizer != "adam":
             _refuse("optimizer", optimizer, "onebit_adam is Adam; use adam")
-    if optimizer not in ("adam", "sgd"):
-        _refuse("optimizer", optimizer, "it is tested with adam and sgd only")
+    if optimizer not in ("adam", "sgd", *_MUONS):
+        _refuse("optimizer", optimizer, "it is tested with adam, sgd and muon only")
+    if optimizer in _MUONS:
+        _refuse_old_muon(optimizer)
 
 
 def refuse_chunk(chunk: Any, config: CompressionConfig) -> None:
@@ -72,6 +79,25 @@ def refuse_graphed(settings: Any) -> None:
     if getattr(settings, "optimizer_cuda_graph", False):
         why = "steps that are replayed from a graph are not seen; leave it out"
         _refuse("optimizer_cuda_graph", True, why)
+
+
+def refuse_stepping(part: Any) -> None:
+    """Refuse one of Megatron's optimizers, chaining no others, whose gradients are compressed.
+
+    Raises:
+        UserError: naming the option, its value and what to change.
+    """
+    kinds = {kind.__name__ for kind in type(getattr(part, "optimizer", None)).__mro__}
+    if "TensorParallelMuon" in kinds:
+        _refuse_old_muon("muon")
+
+
+def _refuse_old_muon(optimizer: str) -> None:
+    import megatron.core
+
+    if Version(Version(megatron.core.__version__).base_version) < Version("0.18"):
+        why = f"Muon is served from megatron-core 0.18 on, and this is {megatron.core.__version__}; use adam"
+        _refuse("optimizer", optimizer, why)
 
 
 def refuse_optimizer(part: Any) -> None:

@@ -91,7 +91,8 @@ def test_a_replicated_optimizer_is_not_refused(parser: argparse.ArgumentParser) 
             ["megatron.ddp_reduce_scatter_with_fp32_accumulation=true"],
             ["ddp_reduce_scatter_with_fp32_accumulation", "compression"],
         ),
-        (["megatron.optimizer=muon"], ["optimizer", "'muon'"]),
+        (["megatron.optimizer=lion"], ["optimizer", "'lion'", "adam, sgd and muon"]),
+        (["megatron.optimizer=muon", "compression.method=onebit_adam"], ["'muon'", "use adam"]),
         (
             ["megatron.num_attention_heads=5"],
             ["megatron.hidden_size: 128", "multiple of megatron.num_attention_heads, 5"],
