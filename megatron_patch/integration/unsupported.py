@@ -32,8 +32,9 @@ def refuse_flags(args: Any) -> None:
     if getattr(args, "use_torch_fsdp2", False):
         _refuse("use_torch_fsdp2", True, "Torch-FSDP2 does its own exchange; leave it out")
     method = getattr(args, "compression_method", None)
-    fp32_accumulation = getattr(args, "ddp_reduce_scatter_with_fp32_accumulation", False)
-    _refuse_settings(fp32_accumulation=fp32_accumulation and method != "none", cuda_graphs=args)
+    _refuse_settings(args)
+    if method != "none":
+        _refuse_weight_shards(args)
     refuse_graphed(args)
     if getattr(args, "compression_weight_gather", None) == "exact":
         _refuse_for_exact_gather(args, getattr(args, "overlap_param_gather", False))
@@ -62,8 +63,9 @@ def refuse_chunk(chunk: Any, config: CompressionConfig) -> None:
             f"{kind} does not exchange gradients through Megatron's DistributedDataParallel, which gradient "
             "compression needs (leave out --use-megatron-fsdp and --use-torch-fsdp2)"
         )
-    fp32_accumulation = getattr(chunk.ddp_config, "reduce_scatter_with_fp32_accumulation", False)
-    _refuse_settings(fp32_accumulation=fp32_accumulation and config.compresses, cuda_graphs=chunk.config)
+    _refuse_settings(chunk.config)
+    if config.compresses:
+        _refuse_weight_shards(chunk.config)
     if config.codes_weights:
         _refuse_for_exact_gather(chunk.config, chunk.ddp_config.overlap_param_gather)
     if config.momentum:
@@ -144,18 +146,25 @@ def _refuse_for_onebit_adam(settings: Any) -> None:
         _refuse("decoupled_weight_decay", False, "onebit_adam decays weights apart from gradients")
 
 
-def _refuse_settings(fp32_accumulation: bool, cuda_graphs: Any) -> None:
-    """Settings of Megatron's; `fp32_accumulation` only where gradients are compressed."""
-    if fp32_accumulation:
-        _refuse(
-            "ddp_reduce_scatter_with_fp32_accumulation",
-            True,
-            "both replace the reduce-scatter, and compression sums in fp32 anyway; leave it out",
-        )
+def _refuse_settings(settings: Any) -> None:
+    """Megatron's flags, or the configuration of a model."""
     graph = "full_iteration"
     why = "it would freeze the step counter; graph layers instead, or none"
-    if getattr(cuda_graphs, "cuda_graph_impl", None) == graph:
+    if getattr(settings, "cuda_graph_impl", None) == graph:
         _refuse("cuda_graph_impl", graph, why)
-    scopes = getattr(cuda_graphs, "cuda_graph_scope", None) or []  # where 0.17 has it: a list of enums
+    scopes = getattr(settings, "cuda_graph_scope", None) or []  # where 0.17 has it: a list of enums
     if any(getattr(scope, "name", scope) == graph for scope in scopes):
         _refuse("cuda_graph_scope", graph, why)
+
+
+def _refuse_weight_shards(settings: Any) -> None:
+    """megatron-core 0.19 can cut weights in more shards than tensor-parallel ranks (GTP), and reduces their
+    gradients in the backward pass, before DDP sees them."""
+    tensor = getattr(settings, "tensor_model_parallel_size", None) or 1
+    experts = getattr(settings, "expert_tensor_parallel_size", None) or tensor
+    for name, ranks in (("", tensor), ("expert_", experts)):
+        flag = f"{name}tensor_parallel_num_weight_shards"
+        shards = getattr(settings, flag, None) or ranks
+        if shards > ranks:
+            why = "its gradients are reduced outside Megatron's DistributedDataParallel; leave it out"
+            _refuse(flag, shards, why)
