@@ -6,12 +6,12 @@ weight gather must change no bit, though these optimizers write weights where th
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 from integration.gpt_model import BETAS, EPSILON, LEARNING_RATE, WEIGHT_DECAY
+from integration.optimizer_stand_ins import fused_adam, offloading
 from integration.parallelism_agreement import Comparison, Layout, Scaling, copies
 from integration.weight_runs import both, differences
 from simulation.adam_float64 import AdamOptions
@@ -38,14 +38,17 @@ CASES = {
 }
 
 
+def stands_in(model: dict[str, Any]) -> Any:
+    offloaded = model["optimizer"].get("optimizer_cpu_offload", False)
+    return offloading() if offloaded else fused_adam()
+
+
 def train(model: dict[str, Any], compression: dict[str, Any]) -> dict[str, Any]:
     """In a worker: the record of compressed training, and the weights of another one."""
-    from integration.fused_adam import stands_in
     from integration.gpt_model import build
     from integration.recording import recorded, trained
 
-    offloaded = model["optimizer"].get("optimizer_cpu_offload", False)
-    with nullcontext() if offloaded else stands_in():
+    with stands_in(model):
         report = recorded(build(**model), compression, STEPS)
         report["none"] = trained(build(**model), {"method": "none"}, STEPS)
         report["uncompressed"] = trained(build(**model), None, STEPS)
@@ -54,10 +57,7 @@ def train(model: dict[str, Any], compression: dict[str, Any]) -> dict[str, Any]:
 
 def gathered(model: dict[str, Any], *arguments: Any) -> Any:
     """In a worker: weight_runs.both."""
-    from integration.fused_adam import stands_in
-
-    offloaded = model["optimizer"].get("optimizer_cpu_offload", False)
-    with nullcontext() if offloaded else stands_in():
+    with stands_in(model):
         return both(model, *arguments)
 
 

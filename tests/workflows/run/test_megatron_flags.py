@@ -115,7 +115,7 @@ def test_what_cannot_run_is_refused(
 
 
 def test_stock_megatron_may_use_what_compression_cannot(parser: argparse.ArgumentParser) -> None:
-    overrides = ["compression.attach=false", "megatron.cuda_graph_impl=full_iteration"]
+    overrides = ["compression.attach=false", "megatron.optimizer=lion"]
     run = configuration.load(LLAMA, [*CPU, *overrides])
     assert megatron_flags.check(run, flags(run, parser), parser).compression_attach is False
 

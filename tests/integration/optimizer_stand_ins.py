@@ -1,7 +1,9 @@
-"""A stand-in for Transformer Engine's FusedAdam, as Megatron's precision-aware optimizer uses it.
+"""Stand-ins for what Megatron's precision-aware and offloaded optimizers need a GPU for.
 
-The real one is a CUDA kernel. What the exchanges can notice of it is the same here: it takes gradients from
-`decoupled_grad`, holds fp32 main weights itself, and writes the model's bf16 weights inside its own step.
+FusedAdam is Transformer Engine's, a CUDA kernel. What the exchanges can notice of it is the same here: it
+takes gradients from `decoupled_grad`, holds fp32 main weights itself, and writes the model's bf16 weights
+inside its own step. Of the offloaded optimizer, HybridDeviceOptimizer, all is Megatron's but the choice of
+parameters, which asks whether they are on a GPU.
 """
 
 from __future__ import annotations
@@ -77,8 +79,41 @@ class FusedAdam(torch.optim.Optimizer):
                 parameter.decoupled_grad = None
 
 
+def _offloaded_groups(self: Any, offload_fraction: float) -> tuple[Any, ...]:
+    """HybridDeviceOptimizer._get_sub_optimizer_param_groups, for parameters on a GPU."""
+    every = [parameter for group in self.param_groups for parameter in group["params"]]
+    threshold = sum(parameter.numel() for parameter in every) * offload_fraction
+    offloaded: dict[Any, Any] = {}
+    in_fp32 = {}
+    groups: tuple[list[Any], list[Any]] = ([], [])  # on the CPU, on the GPU
+    for group in self.param_groups:
+        cut: tuple[list[Any], list[Any]] = ([], [])
+        for parameter in group["params"]:
+            leaves = sum(p.numel() for p in offloaded) < threshold
+            inner = parameter.detach().clone() if leaves else parameter
+            if self.param_update_in_fp32 and inner.dtype != torch.float32:
+                inner = in_fp32[parameter] = inner.detach().clone().float()
+            if leaves:
+                offloaded[parameter] = inner
+            cut[0 if leaves else 1].append(inner)
+        for device in (0, 1):
+            if cut[device]:
+                groups[device].append(group | {"params": cut[device]})
+    return *groups, offloaded, {inner: parameter for parameter, inner in offloaded.items()}, in_fp32
+
+
 @contextlib.contextmanager
-def stands_in() -> Iterator[None]:
+def offloading() -> Iterator[None]:
+    """Megatron's HybridDeviceOptimizer offloads parameters as if all were on a GPU."""
+    from megatron.core.optimizer import HybridDeviceOptimizer
+
+    name = "_get_sub_optimizer_param_groups"
+    with mock.patch.object(HybridDeviceOptimizer, name, _offloaded_groups):
+        yield
+
+
+@contextlib.contextmanager
+def fused_adam() -> Iterator[None]:
     """Megatron finds this Adam where it looks for Transformer Engine's."""
     import megatron.core.optimizer as optimizer
 
