@@ -78,6 +78,11 @@ def chunk_state_of(chunk: Any) -> ChunkState | None:
     return attachment.state if attachment is not None else None
 
 
+def attached_states() -> list[ChunkState]:
+    """The compression states of all attached DDP instances."""
+    return [attachment.state for attachment in _attachments.values()]
+
+
 def onebit_of(optimizer: Any) -> OneBitAdam | None:
     """1-bit Adam's part of a Megatron optimizer; None before its first step, or where it is not attached."""
     return _onebit.get(optimizer)
