@@ -105,9 +105,7 @@ def load_state_dict(model: Any, state: dict[str, Any], optimizer: Any = None) ->
 
 def _refuse_fp16_without(optimizer: Any, chunks: Sequence[Any]) -> None:
     if optimizer is None and getattr(chunks[0].config, "fp16", False):
-        raise UserError(
-            "with fp16 errors carry the loss scale: pass the optimizer, state_dict(model, optimizer)"
-        )
+        raise UserError("with fp16 errors carry the loss scale: pass the optimizer too, as second argument")
 
 
 class _StateReader(Reader):
