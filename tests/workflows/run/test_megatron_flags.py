@@ -75,6 +75,18 @@ def test_the_tiny_llama_passes_megatrons_own_validation(parser: argparse.Argumen
     assert (args.compression_method, args.compression_bits) == ("loco", 4)
 
 
+@pytest.mark.parametrize("distributed", ["true", "false"])
+def test_muon_is_not_refused(distributed: str, parser: argparse.ArgumentParser) -> None:
+    muon = [
+        "megatron.optimizer=muon",
+        "megatron.bf16=true",
+        f"megatron.use_distributed_optimizer={distributed}",
+    ]
+    run = configuration.load(LLAMA, [*CPU, *muon])
+    args = megatron_flags.check(run, flags(run, parser), parser)
+    assert args.use_layer_wise_distributed_optimizer is (distributed == "true")
+
+
 def test_a_replicated_optimizer_is_not_refused(parser: argparse.ArgumentParser) -> None:
     run = configuration.load(LLAMA, [*CPU, "megatron.use_distributed_optimizer=false"])
     assert megatron_flags.check(run, flags(run, parser), parser).use_distributed_optimizer is False
