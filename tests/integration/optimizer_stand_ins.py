@@ -120,9 +120,14 @@ def fused_adam() -> Iterator[None]:
     names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers")
     modules = {name: ModuleType(name) for name in names}
     modules[names[-1]].FusedAdam = FusedAdam  # type: ignore[attr-defined]
-    with (
-        mock.patch.dict(sys.modules, modules),
-        mock.patch.object(optimizer, "Adam", FusedAdam),
-        mock.patch.object(optimizer, "USING_PYTORCH_OPTIMIZER", False),
-    ):
-        yield
+    assert sys.modules.keys().isdisjoint(names)
+    sys.modules.update(modules)  # not mock.patch.dict, which forgets what else is imported meanwhile
+    try:
+        with (
+            mock.patch.object(optimizer, "Adam", FusedAdam),
+            mock.patch.object(optimizer, "USING_PYTORCH_OPTIMIZER", False),
+        ):
+            yield
+    finally:
+        for name in names:
+            del sys.modules[name]
