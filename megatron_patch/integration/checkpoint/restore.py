@@ -96,12 +96,13 @@ class Reader:
     Args:
         rank: the state of this rank.
         manifest: as save.py makes it.
+        where: what holds it, for messages.
 
     Raises:
         Damaged: the manifest holds what this release does not know.
     """
 
-    def __init__(self, rank: RankState, manifest: dict[str, Any]) -> None:
+    def __init__(self, rank: RankState, manifest: dict[str, Any], where: Any) -> None:
         self._rank = rank
         self._manifest = manifest
         try:
@@ -109,7 +110,7 @@ class Reader:
             self._layouts = [shared[rank["layout"]].at(rank["positions"]) for rank in manifest["ranks"]]
             self._files = [rank["file"] for rank in manifest["ranks"]]
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise Damaged(f"the manifest holds what this release does not know: {error!r}") from error
+            raise Damaged(f"{where} holds what this release does not know: {error!r}") from error
         same = [place for place, layout in enumerate(self._layouts) if layout == rank.layout]
         here = dist.get_rank()
         self.mine = here if here in same else next(iter(same), None)
@@ -259,7 +260,7 @@ class _FolderReader:
 
 class _FileReader(Reader):
     def __init__(self, rank: RankState, manifest: dict[str, Any], folder: Path) -> None:
-        super().__init__(rank, manifest)
+        super().__init__(rank, manifest, folder)
         self._folder = folder
 
     def _listed(self, saved_rank: int) -> RankFile | None:

@@ -112,7 +112,7 @@ class _StateReader(Reader):
     """Reads from a loaded state dict."""
 
     def __init__(self, rank: RankState, manifest: dict[str, Any], state: dict[str, Any]) -> None:
-        super().__init__(rank, manifest)
+        super().__init__(rank, manifest, MANIFEST)
         self._state = state
 
     def tensors_of(self, saved_rank: int) -> _RankPart:

@@ -24,6 +24,11 @@ from integration.seam_runs import logged
 
 LOCO = {"method": "loco", "bits": 4, "codec": "uniform", "rounding": "stochastic", "reset_interval": 5}
 ROTATED = {"method": "loco", "bits": 4}
+FP16 = {
+    "dtype": "fp16",
+    "ddp": {"grad_reduce_in_fp32": False},
+    "optimizer": {"initial_loss_scale": 2.0**10, "loss_scale_window": 3},
+}
 
 
 def _saved(model: Any, folder: Path, optimizer: Any = None) -> None:
@@ -81,7 +86,7 @@ def interrupted(folder: str, model: dict[str, Any], options: dict[str, Any], how
         (4, {}, LOCO),
         (4, {"ep": 2, **MOE, "dtype": "bf16", "ddp": {"grad_reduce_in_fp32": False}}, ROTATED),
         (2, {"ddp": {"use_distributed_optimizer": False}}, LOCO),
-        (2, {"dtype": "fp16", "ddp": {"grad_reduce_in_fp32": False}}, ROTATED),
+        (2, FP16, ROTATED),
     ],
     ids=["dense", "experts", "replicated", "fp16"],
 )
