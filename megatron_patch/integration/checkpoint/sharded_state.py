@@ -73,7 +73,7 @@ def state_dict(model: Any, optimizer: Any = None, reader: Any = None) -> dict[st
     rank = RankState(chunks)
     if reader is not None:
         return _room_for(rank, reader)
-    tensors = {name: tensor.detach().cpu().clone() for name, tensor in rank.tensors()}
+    tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in rank.tensors()}
     everyone = gathered(rank, bool(tensors))
     content = content_of(rank, rank.states[0].steps, loss_scale(optimizer))
     manifest = {"format": files.FORMAT, **content, **listed([mine for mine, *_ in everyone], everyone)}
