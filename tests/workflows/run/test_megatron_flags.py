@@ -127,7 +127,7 @@ def test_what_cannot_run_is_refused(
 
 
 def test_stock_megatron_may_use_what_compression_cannot(parser: argparse.ArgumentParser) -> None:
-    overrides = ["compression.attach=false", "megatron.optimizer=lion"]
+    overrides = ["compression.attach=false", "megatron.optimizer=lion", "megatron.bf16=true"]
     run = configuration.load(LLAMA, [*CPU, *overrides])
     assert megatron_flags.check(run, flags(run, parser), parser).compression_attach is False
 
