@@ -14,6 +14,7 @@ from integration.gpt_model import BETAS, EPSILON, LEARNING_RATE, WEIGHT_DECAY
 from integration.optimizer_stand_ins import fused_adam, offloading
 from integration.parallelism_agreement import Comparison, Layout, Scaling, copies
 from integration.weight_runs import both, differences
+from packaging.version import Version
 from simulation.adam_float64 import AdamOptions
 
 STEPS = 4
@@ -59,6 +60,14 @@ def gathered(model: dict[str, Any], *arguments: Any) -> Any:
     """In a worker: weight_runs.both."""
     with stands_in(model):
         return both(model, *arguments)
+
+
+@pytest.fixture(autouse=True)
+def _stand_in_is_accepted(name: str) -> None:
+    """Before 0.19 the distributed optimizer asserts that Adam is Transformer Engine's own class, or torch's."""
+    core = pytest.importorskip("megatron.core")
+    if name.startswith("precision-aware") and Version(core.__version__) < Version("0.19"):
+        pytest.skip("the stand-in for FusedAdam is for megatron-core 0.19")
 
 
 @pytest.mark.parametrize("name", CASES)
