@@ -64,7 +64,7 @@ def gathered(model: dict[str, Any], *arguments: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def _stand_in_is_accepted(name: str) -> None:
-    """Before 0.19 the distributed optimizer asserts that Adam is Transformer Engine's own class, or torch's."""
+    """Before 0.19 the distributed optimizer takes Transformer Engine's own Adam only, or torch's."""
     core = pytest.importorskip("megatron.core")
     if name.startswith("precision-aware") and Version(core.__version__) < Version("0.19"):
         pytest.skip("the stand-in for FusedAdam is for megatron-core 0.19")
