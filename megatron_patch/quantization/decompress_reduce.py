@@ -7,6 +7,7 @@ import torch
 from megatron_patch.quantization.codec import Codec
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.rotation import rotate_back
+from megatron_patch.quantization.scales import over
 
 
 def decompress_reduce(
@@ -24,4 +25,4 @@ def decompress_reduce(
     if codec.rotation.owner:
         total = rotate_back(total, layout)
     total = layout.join(total)[0, : output.numel()]
-    output.copy_(total if divisor == 1 else total / divisor)
+    output.copy_(total if divisor == 1 else over(total, divisor))
