@@ -243,14 +243,14 @@ def test_steps_that_fail_releases_that_differ_and_few_messages_in_flight(pool):
         assert report["detached"]
 
 
-def refused(optimizer: dict[str, Any]) -> str:
+def refused(compression: dict[str, Any], optimizer: dict[str, Any]) -> str:
     from integration.gpt_model import build
 
     import megatron_patch
     from megatron_patch.errors import UserError
 
     gpt = build(**bf16())
-    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**EXACT))
+    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**compression))
     for part in gpt.optimizer.chained_optimizers:
         for name, value in optimizer.items():
             setattr(part.config, name, value)
@@ -264,8 +264,11 @@ def refused(optimizer: dict[str, Any]) -> str:
     return ""
 
 
-def test_an_optimizer_that_is_replayed_from_a_cuda_graph_is_refused(pool):
-    for text in pool.run(refused, {"optimizer_cuda_graph": True}):
+@pytest.mark.parametrize(
+    "compression", [EXACT, {}, {"method": "onebit_adam", "bits": 1, "warmup_steps": 3}], ids=str
+)
+def test_an_optimizer_that_is_replayed_from_a_cuda_graph_is_refused(pool, compression):
+    for text in pool.run(refused, compression, {"optimizer_cuda_graph": True}):
         assert text.startswith("megatron.optimizer_cuda_graph: True cannot be combined with")
         assert "leave it out" in text
 
