@@ -180,6 +180,7 @@ def _update(optimizer: Any, original: Callable[[], Any]) -> Any:
 def _end_step(optimizer: Any, successful: bool, loss_scale_factor: float) -> None:
     for chunk, attachment in list(_attachments.items()):
         if optimizer_step.updates(optimizer, chunk):
+            attachment.state.optimizer_seen = True
             attachment.state.end_step(successful, loss_scale_factor)
             attachment.weights.end_step()
 

@@ -137,7 +137,7 @@ class OneBitAdam:
                     update.form(held, bucket.grad_data, beta1, factor * seam.momentum.mean_factor)
                     if stage.made.exchanges:
                         exchange = stage.made.exchanges[place]
-                        handles.append(state.start(exchange, held, held, average=True))
+                        handles.append(state.start(exchange, held, held, True, stage.group))
                 for handle in handles:
                     handle.wait()
             seam.momentum.clear_padding()
