@@ -122,9 +122,11 @@ def decompress_reduce(
 def decompress(payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor) -> None:
     """Decode one payload for each shard, uint8 [N, payload_bytes], into `output` [B] of any float dtype."""
     coded = replace(layout, exact=None)
-    for index, part in enumerate(output.split(layout.shard_size)):
-        shard = coded.part(index)
-        _decompress_reduce(payloads[index : index + 1, : shard.payload_bytes], codec, shard, part, 1)
+    kernels = fused(codec, coded, output.device)
+    if kernels is not None and hasattr(kernels, "decompress"):  # in one launch
+        kernels.decompress(payloads, codec, coded, output)
+    else:
+        reference.decompress(payloads, codec, coded, output, (kernels or reference).decompress_reduce)
     if layout.exact is not None:
         layout.exact.read(payloads[None], layout.coded_bytes, output)
 
