@@ -118,7 +118,7 @@ def test_as_many_programs_are_asked_for_as_run_at_a_time(
     resident = triton_kernels.resident_programs(registers, shared, H100)
     assert resident == programs
     for shards in (1, 16):
-        layout = BlockLayout.of(shards << 22, shards, 4, 128)
+        layout = BlockLayout.of(shards << 23, shards, 4, 128)
         asked = triton_kernels._programs(layout, 16, torch.device("cuda"), resident)
         assert 132 * programs - shards < asked * shards <= 132 * programs
     few = BlockLayout.of(1 << 14, 1, 4, 128)
