@@ -25,6 +25,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from packaging.version import Version
 
+from megatron_patch.collectives.workspace import forget_shared_pools
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.integration import patching, symbols
@@ -148,6 +149,7 @@ def disable() -> None:
         attachment.detach()
     _attachments.clear()
     _onebit.clear()
+    forget_shared_pools()
     optimizer_step.stop_listening()
 
 

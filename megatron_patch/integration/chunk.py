@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_patch.collectives.exchange import Exchange, Handle, Setup
 from megatron_patch.collectives.traffic import Traffic
-from megatron_patch.collectives.workspace import Workspace
+from megatron_patch.collectives.workspace import Workspace, shared_pool
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.integration.onebit_adam.warm_up import Phase
@@ -72,7 +72,7 @@ class ChunkState:
     def __init__(self, config: CompressionConfig, device: torch.device) -> None:
         self.config = config
         self.device = device
-        self.workspace = Workspace(device)
+        self.workspace = Workspace(device, shared_pool(device))
         self.senders: list[Sender] = []
         """All of the chunk's, in the order of their allocation: the owners of all-reduced shards too."""
         self.steps = 0
@@ -83,7 +83,6 @@ class ChunkState:
         self._used: list[Sender] = []
         self._inside_bytes = 0.0
         self._in_flight: dict[dist.ProcessGroup | None, deque[Handle]] = {}
-        self._streams: dict[dist.ProcessGroup, torch.cuda.Stream] = {}
         self.optimizer_seen = False
         """Whether a step of a Megatron optimizer was seen. From then on a second exchange before the next one
         is of a backward pass that ran again (PagedStashRunner, or a script of its own)."""
@@ -98,12 +97,6 @@ class ChunkState:
         if self.config.momentum:
             return self.phase.switch_step is not None and self.steps >= self.phase.switch_step
         return self.config.compresses and self.steps >= self.config.start_step
-
-    def stream_of(self, group: dist.ProcessGroup) -> torch.cuda.Stream:
-        """The CUDA stream on which overlapped exchanges over a group of ranks run."""
-        if group not in self._streams:
-            self._streams[group] = torch.cuda.Stream(self.device)
-        return self._streams[group]
 
     @property
     def error_bytes(self) -> int:

@@ -58,6 +58,19 @@ def test_an_exchange_waits_for_old_ones_of_its_own_group_only():
     assert waits == ["dense 0", "expert 2"]
 
 
+def test_the_chunks_of_a_rank_share_their_buffers():
+    """One chunk's payloads are over when the next one's begin; after `disable` there are others."""
+    from megatron_patch import disable
+
+    first, second = (ChunkState(CompressionConfig(), torch.device("cpu")) for _ in range(2))
+    taken = first.workspace.take(3, 1000)
+    first.workspace.give(taken)
+    assert second.workspace.take(2, 1000).data_ptr() == taken.data_ptr()
+    assert first.workspace.nbytes == second.workspace.nbytes == 3000
+    disable()
+    assert ChunkState(CompressionConfig(), torch.device("cpu")).workspace.nbytes == 0
+
+
 def delayed(start: int, steps: int) -> dict[str, Any]:
     import megatron_patch
 

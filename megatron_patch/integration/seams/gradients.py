@@ -262,7 +262,7 @@ class BucketGroupSeam:
         if config.num_distributed_optimizer_instances > 1:
             upstreams: torch.cuda.Stream = self.group.communication_stream  # which has waited already
             return upstreams
-        stream = self._state.stream_of(self.stages[0].group)
+        stream = self._state.workspace.pool.stream_of(self.stages[0].group)
         stream.wait_stream(torch.cuda.current_stream())
         return stream
 
