@@ -9,8 +9,10 @@ decompressing, apart from the time that payloads travel.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -34,6 +36,8 @@ class Pool:
         self._free: dict[_Key, list[torch.Tensor]] = {}
         self._taken: dict[int, tuple[_Key, torch.Tensor]] = {}
         self._streams: dict[dist.ProcessGroup, torch.cuda.Stream] = {}
+        self.in_flight: dict[dist.ProcessGroup | None, deque[Any]] = {}
+        """Handles of exchanges that were begun and may be under way, by the group of ranks (chunk.py)."""
 
     def take(self, rows: int, columns: int, use: str = "payload") -> torch.Tensor:
         """A buffer of [rows, columns] for work on the current stream, contents undefined.

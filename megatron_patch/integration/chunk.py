@@ -27,7 +27,7 @@ from megatron_patch.quantization.layout import BlockLayout
 logger = logging.getLogger(__name__)
 
 IN_FLIGHT = 2
-"""Exchanges of a chunk over one group of ranks that may be under way at a time: so many buckets' payloads
+"""Exchanges of a rank over one group of ranks that may be under way at a time: so many buckets' payloads
 are held in memory. Ranks may dispatch dense and expert buckets in unlike orders: an exchange that waited for
 one of another group could wait for ever."""
 
@@ -82,7 +82,6 @@ class ChunkState:
         self._traffic = Traffic()
         self._used: list[Sender] = []
         self._inside_bytes = 0.0
-        self._in_flight: dict[dist.ProcessGroup | None, deque[Handle]] = {}
         self.optimizer_seen = False
         """Whether a step of a Megatron optimizer was seen. From then on a second exchange before the next one
         is of a backward pass that ran again (PagedStashRunner, or a script of its own)."""
@@ -122,7 +121,7 @@ class ChunkState:
         group: dist.ProcessGroup | None = None,
     ) -> Handle:
         """Start the exchange of one bucket over `group`; counts it, and ends one that began long ago."""
-        in_flight = self._in_flight.setdefault(group, deque())
+        in_flight = self.workspace.pool.in_flight.setdefault(group, deque())
         while len(in_flight) >= IN_FLIGHT:
             in_flight.popleft().wait()
         traffic = exchange.traffic(tensor)
@@ -161,7 +160,7 @@ class ChunkState:
         statistics = torch.stack([sender.statistics for sender in self._used]).sum(0) if self._used else None
         self.report = StepReport(self._traffic, statistics, self.workspace.lap(), self._inside_bytes)
         self._traffic, self._used, self._inside_bytes, self._replaying = Traffic(), [], 0.0, False
-        self._in_flight.clear()
+        self.workspace.pool.in_flight.clear()  # all chunks' are over when a step is
         self.steps_seen += 1
         if successful:
             self.steps += 1

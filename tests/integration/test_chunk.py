@@ -51,10 +51,12 @@ class Recorded:
 
 
 def test_an_exchange_waits_for_old_ones_of_its_own_group_only():
-    """Ranks may dispatch dense and expert buckets in unlike orders."""
-    state, waits = ChunkState(CompressionConfig(), torch.device("cpu")), []
+    """Ranks may dispatch dense and expert buckets in unlike orders. The chunks of a rank have one limit."""
+    waits: list[str] = []
+    chunks = [ChunkState(CompressionConfig(), torch.device("cpu")) for _ in range(2)]
     for number, group in enumerate(("dense", "dense", "expert", "dense", "expert", "expert")):
-        state.start(Recorded(f"{group} {number}", waits), None, None, True, group)
+        exchange = Recorded(f"{group} {number}", waits)
+        chunks[number % 2].start(exchange, None, None, True, group)
     assert waits == ["dense 0", "expert 2"]
 
 
