@@ -50,7 +50,7 @@ def test_the_gpu_s_kernel_moves_them_alike() -> None:
     update.update(theirs, SIZES)
     for found, wanted in zip(mine, theirs, strict=True):
         for tensor, same in zip(found, wanted, strict=True):
-            torch.testing.assert_close(tensor, same, rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(tensor, same, rtol=1e-6, atol=5e-7)  # fused multiply-adds
 
 
 class Waits(TorchFunctionMode):
