@@ -24,7 +24,10 @@ VARIABLE = "MEGATRON_LOCO_KERNELS"
 
 
 class Backend(Protocol):
-    """Fused kernels: the functions of quantization/native/__init__.py, where they are described."""
+    """Fused kernels: the functions of quantization/native/__init__.py, where they are described.
+
+    `decompress`, of all shards in one launch (decompress_reduce.py), may be among them.
+    """
 
     __name__: str
 
