@@ -15,7 +15,15 @@ from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 
 __version__ = "0.1.0"
-__all__ = ["CompressionConfig", "UserError", "attach", "disable", "enable"]
+__all__ = [
+    "CompressionConfig",
+    "UserError",
+    "attach",
+    "disable",
+    "enable",
+    "load_state_dict",
+    "state_dict",
+]
 
 
 def enable(config: CompressionConfig | None = None) -> None:
@@ -47,3 +55,30 @@ def attach(chunks: Any, config: CompressionConfig | None = None) -> Any:
 
     checkpoint.install_where_present(loaded_only=True)
     return seam.attach(chunks, config)
+
+
+def state_dict(model: Any, optimizer: Any = None, reader: Any = None) -> dict[str, Any]:
+    """The error states of a model for torch.distributed.checkpoint; call on all ranks (docs/checkpoints.md).
+
+    Args:
+        model: attached DDP-wrapped chunks, a list of them or one.
+        optimizer: Megatron's; needed with fp16.
+        reader: a dcp.StorageReader of the checkpoint to load, saved in this layout of ranks or another.
+
+    Raises:
+        UserError: the reader's checkpoint has no error states, or damaged ones.
+    """
+    from megatron_patch.integration.checkpoint import sharded_state
+
+    return sharded_state.state_dict(model, optimizer, reader)
+
+
+def load_state_dict(model: Any, state: dict[str, Any], optimizer: Any = None) -> None:
+    """Put back error states that torch.distributed.checkpoint.load has read into a `state_dict`.
+
+    Raises:
+        UserError: no state of `state_dict`, or one that is damaged.
+    """
+    from megatron_patch.integration.checkpoint import sharded_state
+
+    sharded_state.load_state_dict(model, state, optimizer)

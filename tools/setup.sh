@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Creates the virtual environment $1 with the locked dependencies and this package, editable.
+# Creates the virtual environment $1 (a path, absolute or from here) with the locked dependencies and this package, editable.
 # Python 3.12 is taken from PYTHON, the PATH, or a pyenv installation.
 set -euo pipefail
 venv=$1
@@ -33,7 +33,8 @@ if ! is_python_312 "$venv/bin/python"; then
 fi
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "uv==$uv_version" 2>/dev/null ||
   "$venv/bin/python" -m pip install --disable-pip-version-check "uv==$uv_version"
-export VIRTUAL_ENV=$PWD/$venv UV_LINK_MODE=${UV_LINK_MODE:-hardlink}
+VIRTUAL_ENV=$(realpath --no-symlinks --canonicalize-missing "$venv")
+export VIRTUAL_ENV UV_LINK_MODE=${UV_LINK_MODE:-hardlink}
 echo "installing the locked dependencies (torch with CUDA: about 5 GB the first time)"
 # `sync` makes the environment equal to the lock, so that nothing installed by hand is relied upon.
 "$venv/bin/uv" pip sync --quiet --compile-bytecode requirements.lock

@@ -35,7 +35,7 @@ from megatron_patch.integration.seams import optimizer_step, replicated_params
 from megatron_patch.integration.seams.gradients import BucketGroupSeam
 from megatron_patch.integration.seams.weights import ChunkWeights, gathered_after
 from megatron_patch.integration.startup_log import log_startup
-from megatron_patch.integration.unsupported import refuse_chunk, refuse_graphed
+from megatron_patch.integration.unsupported import refuse_chunk, refuse_graphed, refuse_stepping
 
 SUPPORTED = (Version("0.17"), Version("0.20"))
 """megatron-core releases that the seam's tests run on: from the first, below the second."""
@@ -77,6 +77,11 @@ def chunk_state_of(chunk: Any) -> ChunkState | None:
     """The compression state of an attached DDP instance; None where nothing is attached."""
     attachment = attachment_of(chunk)
     return attachment.state if attachment is not None else None
+
+
+def attached_states() -> list[ChunkState]:
+    """The compression states of all attached DDP instances."""
+    return [attachment.state for attachment in _attachments.values()]
 
 
 def onebit_of(optimizer: Any) -> OneBitAdam | None:
@@ -156,13 +161,14 @@ def disable() -> None:
 def _step(optimizer: Any, original: Callable[[], Any]) -> Any:
     """A step of Megatron's, and the gather of what it updated."""
     updated = [
-        attachment.weights
-        for chunk, attachment in _attachments.items()
-        if optimizer_step.updates(optimizer, chunk)
+        attachment for chunk, attachment in _attachments.items() if optimizer_step.updates(optimizer, chunk)
     ]
-    for part in optimizer_step.parts_of(optimizer) if updated else ():
+    for part in optimizer_step.leaves_of(optimizer) if updated else ():
         refuse_graphed(part.config)
-    return gathered_after(updated, functools.partial(_update, optimizer, original))
+        if any(attachment.state.config.compresses for attachment in updated):
+            refuse_stepping(part)
+    weights = [attachment.weights for attachment in updated]
+    return gathered_after(weights, functools.partial(_update, optimizer, original))
 
 
 def _update(optimizer: Any, original: Callable[[], Any]) -> Any:

@@ -7,6 +7,9 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
+from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopReduceScatter
 from megatron_patch.config import ERROR_FEEDBACK_FROM_BITS, CompressionConfig
 from megatron_patch.integration.seams.gradients import BucketGroupSeam
 from megatron_patch.integration.seams.weights import WeightSeam
@@ -52,6 +55,7 @@ def _lines(config: CompressionConfig, seams: Sequence[BucketGroupSeam]) -> Itera
     for reason in dict.fromkeys(stage.made.flat_because for _, stage in stages):
         if reason is not None:
             yield logging.WARNING, f"one hop, not two, for a group of ranks: {reason}"
+    yield from _fp32_accumulation_lines(config, seams)
     found: dict[tuple[str, str, bool], list[int]] = {}
     for seam, stage in stages:
         ranks = "expert data parallel" if seam.expert else "data parallel"
@@ -70,11 +74,32 @@ def _lines(config: CompressionConfig, seams: Sequence[BucketGroupSeam]) -> Itera
             yield logging.WARNING, f"{line}, not compressed: the group is a single rank"
 
 
+def _fp32_accumulation_lines(
+    config: CompressionConfig, seams: Sequence[BucketGroupSeam]
+) -> Iterator[tuple[int, str]]:
+    if not any(seam.group.ddp_config.reduce_scatter_with_fp32_accumulation for seam in seams):
+        return
+    exchanges = [exchange for seam in seams for exchange in seam.exchanges]
+    of_nodes = any(isinstance(exchange, TwoHopReduceScatter) for exchange in exchanges)
+    fp32 = all(b.grad_data.dtype == torch.float32 for seam in seams for b in seam.group.buckets)
+    line = "reduce_scatter_with_fp32_accumulation: fulfilled, the owner of a shard sums in fp32"
+    if of_nodes and not fp32 and config.intra_bits is None:
+        line += (
+            " what nodes send; inside a node gradients are summed in their own precision (topology flat and "
+            "intra_bits 8 sum in fp32 there too)"
+        )
+    yield logging.INFO, line
+
+
 def _weight_lines(config: CompressionConfig, seams: Sequence[WeightSeam]) -> Iterator[tuple[int, str]]:
     if not config.codes_weights:
         return
     if not seams:
-        yield logging.INFO, "weight_gather exact: the optimizer is replicated, no weights are gathered"
+        yield (
+            logging.INFO,
+            "weight_gather exact: without the distributed optimizer's buffers none is coded, and a gather of "
+            "weights, if there is one, is Megatron's own",
+        )
     found: dict[tuple[str, str | None], list[int]] = {}
     for seam in seams:
         size = seam.ranks.size()

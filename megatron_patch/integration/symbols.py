@@ -28,6 +28,7 @@ TRACKER_FILENAME = f"{_CHECKPOINTING}:get_checkpoint_tracker_filename"
 SCHEDULE_ASYNC_SAVE = f"{_CHECKPOINTING}:schedule_async_save"
 LOAD_CHECKPOINT = f"{_CHECKPOINTING}:load_checkpoint"
 LOAD_BASE_CHECKPOINT = f"{_CHECKPOINTING}:_load_base_checkpoint"
+CORE_SAVE = "megatron.core.dist_checkpointing:save"
 TRAIN_STEP = f"{_TRAINING}:train_step"
 TRAINING_LOG = f"{_TRAINING}:training_log"
 EVALUATE_AND_PRINT = f"{_TRAINING}:evaluate_and_print_results"
@@ -113,6 +114,11 @@ SYMBOLS = {
     SCHEDULE_ASYNC_SAVE: _checkpoint("its request takes a finalizer before those that announce the save"),
     LOAD_CHECKPOINT: _checkpoint("error states are put back after Megatron's own"),
     LOAD_BASE_CHECKPOINT: _checkpoint("the one place that tells which folder was loaded"),
+    CORE_SAVE: Symbol(
+        "checkpoint/hooks.py",
+        _ATTACHED,
+        "frameworks write their own checkpoints by it: one line says that error states are not in them",
+    ),
     TRAIN_STEP: Symbol("metrics.py", _LAUNCHED, "when a step begins, and with which model"),
     TRAINING_LOG: Symbol("metrics.py", _LAUNCHED, "called on every rank after every step, with its losses"),
     EVALUATE_AND_PRINT: Symbol("metrics.py", _LAUNCHED, "tells the validation set from the test set"),

@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from packaging.version import Version
+
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
+
+_MUONS = ("muon", "dist_muon")
+"""Megatron's flags for Muon; the second one is the first with --use-distributed-optimizer."""
 
 
 def _refuse(flag: str, value: object, why: str) -> None:
@@ -27,8 +32,9 @@ def refuse_flags(args: Any) -> None:
     if getattr(args, "use_torch_fsdp2", False):
         _refuse("use_torch_fsdp2", True, "Torch-FSDP2 does its own exchange; leave it out")
     method = getattr(args, "compression_method", None)
-    fp32_accumulation = getattr(args, "ddp_reduce_scatter_with_fp32_accumulation", False)
-    _refuse_settings(fp32_accumulation=fp32_accumulation and method != "none", cuda_graphs=args)
+    _refuse_settings(args)
+    if method != "none":
+        _refuse_weight_shards(args)
     refuse_graphed(args)
     if getattr(args, "compression_weight_gather", None) == "exact":
         _refuse_for_exact_gather(args, getattr(args, "overlap_param_gather", False))
@@ -40,8 +46,10 @@ def refuse_flags(args: Any) -> None:
         if interval := getattr(args, "save_wgrads_interval", None):
             why = "onebit_adam reduces no gradients that could be saved; leave it out"
             _refuse("save_wgrads_interval", interval, why)
-    if optimizer not in ("adam", "sgd"):
-        _refuse("optimizer", optimizer, "it is tested with adam and sgd only")
+    if optimizer not in ("adam", "sgd", *_MUONS):
+        _refuse("optimizer", optimizer, "it is tested with adam, sgd and muon only")
+    if optimizer in _MUONS:
+        _refuse_old_muon(optimizer)
 
 
 def refuse_chunk(chunk: Any, config: CompressionConfig) -> None:
@@ -58,8 +66,9 @@ def refuse_chunk(chunk: Any, config: CompressionConfig) -> None:
             f"{kind} does not exchange gradients through Megatron's DistributedDataParallel, which gradient "
             "compression needs (leave out --use-megatron-fsdp and --use-torch-fsdp2)"
         )
-    fp32_accumulation = getattr(chunk.ddp_config, "reduce_scatter_with_fp32_accumulation", False)
-    _refuse_settings(fp32_accumulation=fp32_accumulation and config.compresses, cuda_graphs=chunk.config)
+    _refuse_settings(chunk.config)
+    if config.compresses:
+        _refuse_weight_shards(chunk.config)
     if config.codes_weights:
         _refuse_for_exact_gather(chunk.config, chunk.ddp_config.overlap_param_gather)
     if config.momentum:
@@ -75,6 +84,25 @@ def refuse_graphed(settings: Any) -> None:
     if getattr(settings, "optimizer_cuda_graph", False):
         why = "steps that are replayed from a graph are not seen; leave it out"
         _refuse("optimizer_cuda_graph", True, why)
+
+
+def refuse_stepping(part: Any) -> None:
+    """Refuse one of Megatron's optimizers, chaining no others, whose gradients are compressed.
+
+    Raises:
+        UserError: naming the option, its value and what to change.
+    """
+    kinds = {kind.__name__ for kind in type(getattr(part, "optimizer", None)).__mro__}
+    if "TensorParallelMuon" in kinds:
+        _refuse_old_muon("muon")
+
+
+def _refuse_old_muon(optimizer: str) -> None:
+    import megatron.core
+
+    if Version(Version(megatron.core.__version__).base_version) < Version("0.18"):
+        why = f"Muon is served from megatron-core 0.18 on, and this is {megatron.core.__version__}; use adam"
+        _refuse("optimizer", optimizer, why)
 
 
 def refuse_optimizer(part: Any) -> None:
@@ -121,18 +149,25 @@ def _refuse_for_onebit_adam(settings: Any) -> None:
         _refuse("decoupled_weight_decay", False, "onebit_adam decays weights apart from gradients")
 
 
-def _refuse_settings(fp32_accumulation: bool, cuda_graphs: Any) -> None:
-    """Settings of Megatron's; `fp32_accumulation` only where gradients are compressed."""
-    if fp32_accumulation:
-        _refuse(
-            "ddp_reduce_scatter_with_fp32_accumulation",
-            True,
-            "both replace the reduce-scatter, and compression sums in fp32 anyway; leave it out",
-        )
+def _refuse_settings(settings: Any) -> None:
+    """Megatron's flags, or the configuration of a model."""
     graph = "full_iteration"
     why = "it would freeze the step counter; graph layers instead, or none"
-    if getattr(cuda_graphs, "cuda_graph_impl", None) == graph:
+    if getattr(settings, "cuda_graph_impl", None) == graph:
         _refuse("cuda_graph_impl", graph, why)
-    scopes = getattr(cuda_graphs, "cuda_graph_scope", None) or []  # where 0.17 has it: a list of enums
+    scopes = getattr(settings, "cuda_graph_scope", None) or []  # where 0.17 has it: a list of enums
     if any(getattr(scope, "name", scope) == graph for scope in scopes):
         _refuse("cuda_graph_scope", graph, why)
+
+
+def _refuse_weight_shards(settings: Any) -> None:
+    """megatron-core 0.19 can cut weights in more shards than tensor-parallel ranks (GTP), and reduces their
+    gradients in the backward pass, before DDP sees them."""
+    tensor = getattr(settings, "tensor_model_parallel_size", None) or 1
+    experts = getattr(settings, "expert_tensor_parallel_size", None) or tensor
+    for name, ranks in (("", tensor), ("expert_", experts)):
+        flag = f"{name}tensor_parallel_num_weight_shards"
+        shards = getattr(settings, flag, None) or ranks
+        if shards > ranks:
+            why = "its gradients are reduced outside Megatron's DistributedDataParallel; leave it out"
+            _refuse(flag, shards, why)

@@ -181,6 +181,7 @@ def build(
     per_token_loss: bool = False,
     ddp: dict[str, Any] | None = None,
     optimizer: dict[str, Any] | None = None,
+    muon: str | None = None,
     learning_rate: float = LEARNING_RATE,
     seed: int = 1234,
 ) -> GPT:
@@ -195,6 +196,9 @@ def build(
         learned_positions: learned absolute position embeddings instead of rotary ones.
         dtype: of the parameters: "fp32", "bf16" or "fp16".
         ddp, optimizer: more fields of DistributedDataParallelConfig and OptimizerConfig.
+        muon: trains matrices by Muon, others by Adam (megatron-core 0.18 and later). "layout": with
+            --use-distributed-optimizer, layer-wise; "no_layout": layer-wise with
+            --no-use-layer-wise-param-layout; "replicated": without the distributed optimizer.
     """
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -216,6 +220,8 @@ def build(
     params_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     half = {"bf16": dtype == "bf16", "fp16": dtype == "fp16", "params_dtype": params_dtype}
     ddp_options = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True} | (ddp or {})
+    if muon is not None:
+        ddp_options["use_distributed_optimizer"] = muon == "layout"
     ddp_config = DistributedDataParallelConfig(num_distributed_optimizer_instances=instances, **ddp_options)
 
     config = TransformerConfig(
@@ -250,7 +256,7 @@ def build(
         apply_rope_fusion=False,
         **half,
     )
-    chunks = _wrapped(config, ddp_config, vpp, tied, learned_positions)
+    chunks = _wrapped(config, ddp_config, vpp, tied, learned_positions, layer_wise=muon == "layout")
     optimizer_options = {
         "lr": learning_rate,
         "min_lr": learning_rate,
@@ -262,6 +268,7 @@ def build(
         "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
         "overlap_param_gather": ddp_config.overlap_param_gather,
         **half,
+        **(_muon(muon) if muon is not None else {}),
         **(optimizer or {}),
     }
     megatron_optimizer = get_megatron_optimizer(OptimizerConfig(**optimizer_options), chunks)
@@ -270,7 +277,19 @@ def build(
     )
 
 
-def _wrapped(config: Any, ddp_config: Any, vpp: int | None, tied: bool, learned_positions: bool) -> list[Any]:
+def _muon(mode: str) -> dict[str, Any]:
+    """Fields of OptimizerConfig, as Megatron's flags for Muon set them."""
+    return {
+        "optimizer": "muon",
+        "use_distributed_optimizer": False,
+        "use_layer_wise_distributed_optimizer": mode != "replicated",
+        "muon_num_ns_steps": 5,
+    }
+
+
+def _wrapped(
+    config: Any, ddp_config: Any, vpp: int | None, tied: bool, learned_positions: bool, layer_wise: bool
+) -> list[Any]:
     """This rank's chunks of the model, each in Megatron's DDP, as megatron.training.get_model builds them."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel
@@ -299,8 +318,33 @@ def _wrapped(config: Any, ddp_config: Any, vpp: int | None, tied: bool, learned_
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     if config.fp16 or config.bf16:
         models = [Float16Module(config, model) for model in models]
+    layouts = _layer_wise_layouts(models, ddp_config) if layer_wise else [{}] * len(models)
     return [
-        DistributedDataParallel(config, ddp_config, model, disable_bucketing=number > 0)
+        DistributedDataParallel(config, ddp_config, model, disable_bucketing=number > 0, **layouts[number])
+        for number, model in enumerate(models)
+    ]
+
+
+def _layer_wise_layouts(models: list[Any], ddp_config: Any) -> list[dict[str, Any]]:
+    """What megatron.training.training.wrap_model_chunks_with_ddp computes for the layer-wise optimizer."""
+    from megatron.core import parallel_state
+    from megatron.core.optimizer.layer_wise_optimizer import (
+        LayerWiseDistributedOptimizer,
+        tag_params_for_buffer_routing,
+    )
+
+    tag_params_for_buffer_routing(models)
+    size = ddp_config.bucket_size if ddp_config.overlap_grad_reduce else None
+    return [
+        {
+            "full_param_layout": LayerWiseDistributedOptimizer.compute_full_param_layout(
+                [parameter for parameter in model.parameters() if parameter.requires_grad],
+                size if number == 0 else None,
+                parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+                ddp_config,
+                expert_data_parallel_world_size=parallel_state.get_expert_data_parallel_world_size(),
+            )
+        }
         for number, model in enumerate(models)
     ]
 

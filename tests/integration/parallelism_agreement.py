@@ -265,7 +265,21 @@ class Comparison:
         for step in range(len(self.reports[0]["steps"])):
             self._check(step)
 
-    def _check(self, number: int) -> None:
+    def check_gradients(self) -> None:
+        """The gradients that the optimizer gets in every step of every rank, whichever optimizer it is."""
+        for number in range(len(self.reports[0]["steps"])):
+            steps, gradients, _ = self._reduced(number)
+            for (rank, name), simulated in gradients.items():
+                dtype = DTYPES[str(self.reports[rank]["parameters"][name]["gradient_dtype"])]
+                found, own = steps[rank]["reduced"][name]
+                real, wanted = found.numpy()[own], simulated[own]
+                off = np.where(self.left_out[rank, name][own], 0.0, np.abs(real - wanted))
+                bound = 2.0 ** -{"fp32": 22, "fp16": 10, "bf16": 7}[dtype] * np.abs(wanted)
+                assert np.all(off <= bound), f"step {number}, rank {rank}, {name}: off by {off.max()}"
+            self._few_left_out(number)
+
+    def _reduced(self, number: int) -> tuple[list[dict[str, Any]], dict[tuple[int, str], np.ndarray], bool]:
+        """A step of all ranks, its reduced gradients, and whether it succeeded; errors are compared."""
         steps = [report["steps"][number] for report in self.reports]
         gradients = self._finalized(self._exchanged(steps), steps)
         successful = all(np.isfinite(gradient).all() for gradient in gradients.values())
@@ -273,12 +287,20 @@ class Comparison:
         scale, next_scale = steps[0]["loss_scale"], steps[0]["next_loss_scale"]
         for exchange, place, _ in self.exchanges:
             exchange.end_step(steps, place, successful=successful, loss_scale_factor=next_scale / scale)
+        return steps, gradients, successful
+
+    def _few_left_out(self, number: int) -> None:
+        share = sum(out.sum() for out in self.left_out.values()) / sum(o.size for o in self.left_out.values())
+        assert share <= MOST_FORKED, f"step {number}: {share:.1%} of the parameters forked"
+
+    def _check(self, number: int) -> None:
+        steps, gradients, successful = self._reduced(number)
+        scale = steps[0]["loss_scale"]
         for (rank, name), adam in self.adams.items():
             if successful:
                 adam.step(gradients[rank, name].astype(np.float64) / scale)
             self._compare(f"step {number}, rank {rank}, {name}", rank, name, steps[rank]["weights"][name])
-        share = sum(out.sum() for out in self.left_out.values()) / sum(o.size for o in self.left_out.values())
-        assert share <= MOST_FORKED, f"step {number}: {share:.1%} of the parameters forked"
+        self._few_left_out(number)
 
     def _compare(self, where: str, rank: int, name: str, weights: Any) -> None:
         adam, real = self.adams[rank, name], weights.numpy().astype(np.float64)

@@ -58,6 +58,7 @@ def recorded(model: Any, compression: dict[str, Any], steps: int) -> dict[str, A
         model.backward(step)
         if step:  # only now are the parameters of the last step surely gathered, without a gather of our own
             report["steps"][-1]["weights"] = weights(model)
+        record["reduced"] = recorder.reduced()
         record |= {"successful": model.update(), "next_loss_scale": model.loss_scale}
         report["steps"].append(record | recorder.record())
     model.gather()
@@ -74,6 +75,7 @@ def described(model: Any) -> dict[str, dict[str, Any]]:
 def _marks(parameter: torch.nn.Parameter) -> dict[str, Any]:
     return {
         "dtype": str(parameter.dtype),
+        "gradient_dtype": str(parameter.main_grad.dtype),
         "dimensions": parameter.dim(),
         "sequence_parallel": bool(getattr(parameter, "sequence_parallel", False)),
         "tensor_parallel": bool(getattr(parameter, "tensor_model_parallel", False)),
@@ -88,7 +90,8 @@ class _Recorder:
     def __init__(self, model: Any) -> None:
         from megatron_patch.integration.attach import attachment_of
 
-        names = {id(parameter): name for name, parameter in model.parameters.items()}
+        self.names = names = {id(parameter): name for name, parameter in model.parameters.items()}
+        self.groups: list[Any] = []
         self.buckets: list[tuple[dict[str, Any], dict[str, Any]]] = []  # description, senders by their part
         self.gradients: dict[int, torch.Tensor] = {}
         self.sent: dict[int, dict[str, torch.Tensor]] = {}
@@ -118,6 +121,7 @@ class _Recorder:
                         self._keep_sent(len(self.buckets), part, sender)
                     self.buckets.append((description, senders))
                 self._keep_gradients(first, group)
+                self.groups.append(group)
 
     def describe(self) -> list[dict[str, Any]]:
         return [description for description, _ in self.buckets]
@@ -137,6 +141,22 @@ class _Recorder:
                 for _, s in self.buckets
             ],
         }
+
+    def reduced(self) -> dict[str, tuple[torch.Tensor, slice]]:
+        """What the optimizer gets of every parameter's gradient, and which elements are this rank's."""
+        found = {}
+        for group in self.groups:
+            for bucket in group.buckets:
+                first, last = 0, bucket.grad_data.numel()
+                if group.ddp_config.use_distributed_optimizer:
+                    ranks = group.intra_distributed_optimizer_instance_group
+                    size = last // ranks.size()
+                    first, last = ranks.rank() * size, (ranks.rank() + 1) * size
+                for parameter, (start, end) in bucket.param_to_index.items():
+                    own = slice(max(first - start, 0), max(min(last, end) - start, 0))
+                    gradient = parameter.main_grad.float().reshape(-1).clone()
+                    found[self.names[id(parameter)]] = (gradient, own)
+        return found
 
     def _keep_gradients(self, first: int, group: Any) -> None:
         start_grad_sync = group.start_grad_sync

@@ -19,6 +19,7 @@ DISTRIBUTED = ("--use-distributed-optimizer",)
 REPLICATED = [*UNTIED, "--overlap-grad-reduce"]
 GATHERED = [*OVERLAP, "--overlap-param-gather"]
 TWO_INSTANCES = [*OVERLAP, "--num-distributed-optimizer-instances", "2"]
+MUON = ["--optimizer", "muon", "--bf16"]
 FP16 = [*UNTIED, "--fp16", "--initial-loss-scale", "65536", "--loss-scale-window", "3"]
 
 CASES: dict[str, tuple[Run, int]] = {
@@ -34,11 +35,14 @@ CASES: dict[str, tuple[Run, int]] = {
     "onebit": (Run(OVERLAP, [*ONEBIT, "2"]), 8),
     "onebit-replicated-bf16": (Run([*REPLICATED, "--bf16"], [*ONEBIT, "6"], without=DISTRIBUTED), 8),
     "exact-gather": (Run([*GATHERED, "--bf16"], [*LOCO, *EXACT]), 8),
+    "muon": (Run([*GATHERED, *MUON], [*LOCO, *STOCHASTIC, *EXACT]), 8),
+    "muon-experts": (Run([*EXPERTS, *MUON], LOCO, ranks=4), 8),
+    "muon-no-layout": (Run([*OVERLAP, *MUON, "--no-use-layer-wise-param-layout"], LOCO), 8),
     "async": (Run([*OVERLAP, "--async-save"], [*LOCO, *STOCHASTIC]), 8),
     # With the distributed optimizer Megatron cannot load this format without Apex or Transformer Engine.
     "legacy-format": (Run([*UNTIED, "--ckpt-format", "torch"], [*LOCO, *STOCHASTIC], without=DISTRIBUTED), 8),
 }
-SLOW = ("dense-bf16", "two-instances", "replicated", "late", "onebit")
+SLOW = ("dense-bf16", "two-instances", "replicated", "late", "onebit", "muon-experts", "muon-no-layout")
 """Cases whose parts the others and the tests on the pool have too: `make test-slow` runs them."""
 SWITCHES = {
     "to-2-bits": ["--compression-bits", "2"],

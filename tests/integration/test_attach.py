@@ -140,29 +140,27 @@ def test_enabling_attaches_what_is_built_later_and_disabling_ends_it(pool):
 def refusals() -> dict[str, Any]:
     import torch
     from integration.tiny_model import build
-    from megatron.core.distributed import param_and_grad_buffer
 
     import megatron_patch
     from megatron_patch.integration.attach import chunk_state_of
 
     answers = {}
-    function = param_and_grad_buffer.dist_reduce_scatter_func
-    name = "reduce_scatter_with_fp32_accumulation"
-    chunk = build(ddp={name: True}).ddp
-    param_and_grad_buffer.dist_reduce_scatter_func = function  # Megatron sets it for the whole process
-    try:
-        megatron_patch.attach([chunk])
-    except megatron_patch.UserError as error:
-        answers[name] = str(error)
-    assert chunk_state_of(chunk) is None
-    megatron_patch.attach([chunk], megatron_patch.CompressionConfig(method="none"))  # compresses no gradient
-    assert chunk_state_of(chunk) is not None
+    sharded, experts = build().ddp, build().ddp
+    sharded.config.tensor_parallel_num_weight_shards = 2
+    experts.config.tensor_parallel_num_weight_shards = 1
+    experts.config.expert_tensor_parallel_num_weight_shards = 2
+    megatron_patch.attach(
+        [sharded], megatron_patch.CompressionConfig(method="none")
+    )  # no gradient compressed
+    assert chunk_state_of(sharded) is not None
     megatron_patch.disable()
     graphs, older_graphs = build().ddp, build().ddp
     graphs.config.cuda_graph_impl = "full_iteration"
     older_graphs.config.cuda_graph_impl = "local"
     older_graphs.config.cuda_graph_scope = [enum.Enum("CudaGraphScope", ["full_iteration"]).full_iteration]
     for name, chunk in (
+        ("tensor_parallel_num_weight_shards", sharded),
+        ("expert_tensor_parallel_num_weight_shards", experts),
         ("cuda_graph_impl", graphs),
         ("cuda_graph_scope", older_graphs),
         ("Linear", torch.nn.Linear(2, 2)),
@@ -171,6 +169,7 @@ def refusals() -> dict[str, Any]:
             megatron_patch.attach([chunk])
         except megatron_patch.UserError as error:
             answers[name] = str(error)
+        assert chunk_state_of(chunk) is None
     megatron_patch.disable()
     return answers
 
@@ -178,7 +177,8 @@ def refusals() -> dict[str, Any]:
 def test_what_cannot_be_served_is_refused_by_name(pool):
     (answers,) = pool.run(refusals, world_size=1)
     assert set(answers) == {
-        "reduce_scatter_with_fp32_accumulation",
+        "tensor_parallel_num_weight_shards",
+        "expert_tensor_parallel_num_weight_shards",
         "cuda_graph_impl",
         "cuda_graph_scope",
         "Linear",

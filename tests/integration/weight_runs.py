@@ -220,7 +220,9 @@ def bits_of(tensor: torch.Tensor) -> np.ndarray:
 
 def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
     """Main parameters and states of every optimizer in a chain, in their order."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    from megatron_patch.integration.seams.optimizer_step import leaves_of
+
+    for part in leaves_of(optimizer):
         for group in part.optimizer.param_groups if part.optimizer is not None else ():
             for parameter in group["params"]:
                 yield parameter

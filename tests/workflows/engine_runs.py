@@ -94,7 +94,7 @@ RUNS: dict[str, Run] = {
     "none-parallel": Run(PARALLEL, NONE, ranks=8),
     "loco-parallel": Run(PARALLEL, LOCO, ranks=8),
     "raises": Run(ours=["--train-iters", "nonsense"]),
-    "refused": Run([*UNTIED, "--optimizer", "muon"], LOCO),
+    "refused": Run([*UNTIED, "--optimizer", "lion"], LOCO),
 }
 
 

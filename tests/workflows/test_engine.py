@@ -123,7 +123,7 @@ def test_what_compression_cannot_serve_is_one_line_in_an_untouched_script_too(ru
     assert (runs / "refused" / "exit").read_text() == "2 2"
     told = [line for line in (runs / "refused" / "rank-0.log").read_text().splitlines() if "error:" in line]
     assert len(told) == 1
-    assert told[0].startswith("megatron-loco: error: megatron.optimizer: 'muon'")
+    assert told[0].startswith("megatron-loco: error: megatron.optimizer: 'lion'")
 
 
 def test_a_flag_that_megatron_refuses_ends_every_rank(runs: Path) -> None:

@@ -8,9 +8,12 @@
                                         are put back
       _load_base_checkpoint               tells which folder was loaded, and its arguments
 
-All are globals of that module, by which upstream itself calls them (0.17 to 0.19); megatron.training.training
-binds saving and loading by name. A job without compression passes through untouched, and reads checkpoints
-that have our folder in them: Megatron looks at its own files only.
+    megatron.core.dist_checkpointing.save  called by other code than the above: one line says that the states
+                                        are not in that checkpoint, unless sharded_state.py was asked for them
+
+All but the last are globals of that module, by which upstream itself calls them (0.17 to 0.19);
+megatron.training.training binds saving and loading by name. A job without compression passes through
+untouched, and reads checkpoints that have our folder in them: Megatron looks at its own files only.
 
 Left alone: Megatron's local (per-node) checkpoints and object stores (`msc://`); loading one of those says
 that errors start from zero.
@@ -21,6 +24,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,16 +33,22 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_patch.integration import patching, symbols
-from megatron_patch.integration.attach import chunk_state_of
-from megatron_patch.integration.checkpoint import tracker
+from megatron_patch.integration.attach import attached_states
+from megatron_patch.integration.checkpoint import sharded_state, tracker
 from megatron_patch.integration.checkpoint.restore import Checkpoint, restore
 from megatron_patch.integration.checkpoint.save import ErrorSave
+from megatron_patch.integration.checkpoint.sharded_state import compressed
+
+logger = logging.getLogger(__name__)
 
 _MODULE = "megatron.training.checkpointing"
 _ID = "compression_checkpoint_id"
 
 _saving: ErrorSave | None = None
 """The save under way, between the beginning of save_checkpoint and its announcement."""
+_in_save_checkpoint = False
+_noticed = False
+"""Whether it was said that a checkpoint does not hold the states."""
 _loaded: tuple[Any, ...] | None = None
 """What _load_base_checkpoint returned last: state dict, checkpoint's name, release, type."""
 
@@ -55,13 +65,14 @@ def _wrapped(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Calla
 
 def install_where_present(loaded_only: bool = False) -> None:
     """`install` where megatron.training is installed (`loaded_only`: imported); the core works without."""
+    patching.replace(symbols.CORE_SAVE, functools.partial(_wrapped, _core_save))
     if _MODULE in sys.modules or (not loaded_only and importlib.util.find_spec("megatron.training")):
         install()
 
 
 def uninstall() -> None:
     """Give Megatron its own functions back."""
-    patching.restore(*_WRAPPERS)
+    patching.restore(*_WRAPPERS, symbols.CORE_SAVE)
 
 
 def _bound(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -70,22 +81,36 @@ def _bound(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return bound.arguments
 
 
-def _compressed(chunks: Any) -> list[Any]:
-    """The chunks whose gradients leave in low bits."""
-    found = []
-    for chunk in chunks if isinstance(chunks, list | tuple) else [chunks]:
-        state = chunk_state_of(chunk)
-        if state is not None and state.config.compresses:
-            found.append(chunk)
-    return found
+def _core_save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """megatron.core.dist_checkpointing.save, which most trainers' own checkpoints pass."""
+    global _noticed
+    kept = [state for state in attached_states() if state.config.keeps_errors and state.config.save_error]
+    if any(state.steps for state in kept) and not (
+        _noticed or _in_save_checkpoint or sharded_state.asked_for or dist.get_rank() != 0
+    ):
+        _noticed = True
+        logger.warning(
+            "megatron-loco: a checkpoint is written by other code than megatron.training's, without error "
+            "states: once it is loaded, errors start from zero; save megatron_patch.state_dict(model) too"
+        )
+    return original(*args, **kwargs)
 
 
 def _save_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    global _in_save_checkpoint
+    _in_save_checkpoint = True
+    try:
+        return _save_with_states(original, *args, **kwargs)
+    finally:
+        _in_save_checkpoint = False
+
+
+def _save_with_states(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     global _saving
     from megatron.training import get_args
 
     asked = _bound(original, args, kwargs)
-    chunks, folder = _compressed(asked["model"]), _folder_to_save(asked)
+    chunks, folder = compressed(asked["model"]), _folder_to_save(asked)
     if not chunks or folder is None:
         return original(*args, **kwargs)
     flags = get_args()
@@ -172,7 +197,7 @@ def _load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     dist.barrier()
     _loaded = None
     result = original(*args, **kwargs)
-    chunks = _compressed(asked["ddp_model"])
+    chunks = compressed(asked["ddp_model"])
     loaded, _loaded = _loaded, None
     if not chunks or loaded is None:
         return result

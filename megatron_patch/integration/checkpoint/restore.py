@@ -7,11 +7,13 @@ different checkpoints.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from megatron_patch.compensation.resharding import Part, SavedState, reshard
@@ -25,6 +27,13 @@ from megatron_patch.integration.onebit_adam.warm_up import Phase
 from megatron_patch.integration.seams.optimizer_step import loss_scale
 
 logger = logging.getLogger(__name__)
+
+
+class Tensors(Protocol):
+    """The tensors of a saved rank."""
+
+    def of(self, state: int) -> dict[str, torch.Tensor]:
+        """Those of its state by number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +61,7 @@ def restore(chunks: Sequence[Any], checkpoint: Checkpoint, optimizer: Any) -> No
     if not _has_errors(checkpoint):
         _say(logging.INFO, f"errors start from zero: {checkpoint.without}", checkpoint)
         return
-    reader = _Reader(rank, checkpoint)
+    reader = _FolderReader(rank, checkpoint)
     problem, exact = reader.look()
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (problem, exact))
@@ -79,47 +88,57 @@ def _say(level: int, line: str, checkpoint: Checkpoint) -> None:
         logger.log(level, "megatron-loco: iteration %d: %s", checkpoint.iteration, line)
 
 
-class _Reader:
-    """One rank's view of a saved state."""
+class Reader:
+    """One rank's view of a saved state, given its manifest.
 
-    def __init__(self, rank: RankState, checkpoint: Checkpoint) -> None:
-        assert checkpoint.folder is not None
+    A subclass says where tensors are, by `tensors_of`.
+
+    Args:
+        rank: the state of this rank.
+        manifest: as save.py makes it.
+        where: what holds it, for messages.
+
+    Raises:
+        Damaged: the manifest holds what this release does not know.
+    """
+
+    def __init__(self, rank: RankState, manifest: dict[str, Any], where: Any) -> None:
         self._rank = rank
-        self._checkpoint = checkpoint
-        self._folder = checkpoint.folder / sidecar.FOLDER
-        self._manifest: dict[str, Any] = {}
-        self._layouts: list[RankLayout] = []
-        self._files: list[RankFile | None] = []
-        self._mine: int | None = None
-
-    def look(self) -> tuple[str | None, bool]:
-        """What is wrong with the files that this rank looks at (None: nothing), and whether one fits it."""
-        try:
-            self._read_manifest()
-            same = [place for place, layout in enumerate(self._layouts) if layout == self._rank.layout]
-            here = dist.get_rank()
-            self._mine = here if here in same else next(iter(same), None)
-            # Under another layout a rank reads of many files: together the ranks look at every one of them.
-            looked_at = set(range(here, len(self._files), dist.get_world_size()))
-            for place in looked_at | ({self._mine} if self._mine is not None else set()):
-                listed = self._files[place]
-                if listed is not None:
-                    sidecar.verify(self._folder, listed)
-        except Damaged as problem:
-            return str(problem), False
-        same_world = len(self._files) == dist.get_world_size()
-        return None, same_world and self._mine is not None
-
-    def _read_manifest(self) -> None:
-        self._manifest = manifest = sidecar.read_manifest(self._folder)
-        if self._checkpoint.id not in (None, manifest.get("id")):
-            raise Damaged(f"{self._folder} is of another checkpoint")
+        self._manifest = manifest
         try:
             shared = [RankLayout.from_json(layout) for layout in manifest["layouts"]]
             self._layouts = [shared[rank["layout"]].at(rank["positions"]) for rank in manifest["ranks"]]
-            self._files = [rank["file"] and RankFile(**rank["file"]) for rank in manifest["ranks"]]
+            self._files = [rank["file"] for rank in manifest["ranks"]]
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise Damaged(f"{self._folder} holds what this release does not know: {error!r}") from error
+            raise Damaged(f"{where} holds what this release does not know: {error!r}") from error
+        same = [place for place, layout in enumerate(self._layouts) if layout == rank.layout]
+        here = dist.get_rank()
+        self.mine = here if here in same else next(iter(same), None)
+        """The saved rank whose state is of the same elements as this one's."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether a saved rank's state is this rank's. If so on all ranks, all is put back exactly."""
+        return len(self._files) == dist.get_world_size() and self.mine is not None
+
+    def tensors_of(self, saved_rank: int) -> Tensors:
+        """The tensors of a saved rank that has some."""
+        raise NotImplementedError
+
+    def overlapping(self) -> list[int]:
+        """The saved ranks that hold elements of this rank's parameters, and have tensors."""
+        return [
+            saved
+            for saved, (layout, file) in enumerate(zip(self._layouts, self._files, strict=True))
+            if file and any(self._shares(part, storage) for part, storage in layout.states)
+        ]
+
+    def _shares(self, part: Part, storage: Storage) -> bool:
+        return storage.dtype is not None and not self._keys.isdisjoint(piece.key for piece in part.pieces)
+
+    @functools.cached_property
+    def _keys(self) -> set[str]:
+        return {piece.key for part, _ in self._rank.layout.states for piece in part.pieces}
 
     def apply(self, exact: bool, loss_scale: float) -> str:
         """Put the state back as far as it goes; returns what happened. Call on all ranks."""
@@ -149,11 +168,10 @@ class _Reader:
         return self._reshard(factor)
 
     def _apply_exactly(self, factor: float) -> None:
-        assert self._mine is not None
-        listed = self._files[self._mine]
-        if listed is None:
+        assert self.mine is not None
+        if not self._files[self.mine]:
             return
-        tensors = RankTensors(self._folder, listed)
+        tensors = self.tensors_of(self.mine)
         for number, sender in enumerate(self._rank.senders):
             found = tensors.of(number)
             generator = found.pop("generator", None)
@@ -205,16 +223,65 @@ class _Reader:
 
     def _saved_states(self) -> Iterator[SavedState]:
         """The saved states that hold elements of this rank's parameters."""
-        keys = {piece.key for part, _ in self._rank.layout.states for piece in part.pieces}
-        for layout, listed in zip(self._layouts, self._files, strict=True):
-            if listed is None:
-                continue
-            tensors: RankTensors | None = None
-            for number, (part, storage) in enumerate(layout.states):
-                if storage.dtype is None or keys.isdisjoint(piece.key for piece in part.pieces):
-                    continue
-                tensors = tensors or RankTensors(self._folder, listed)
-                yield part, _read_later(tensors, number, part, storage)
+        for saved in self.overlapping():
+            tensors = self.tensors_of(saved)
+            for number, (part, storage) in enumerate(self._layouts[saved].states):
+                if self._shares(part, storage):
+                    yield part, _read_later(tensors, number, part, storage)
+
+
+class _FolderReader:
+    """A saved state in a checkpoint's folder: first `look`, then `apply`."""
+
+    def __init__(self, rank: RankState, checkpoint: Checkpoint) -> None:
+        assert checkpoint.folder is not None
+        self._rank = rank
+        self._id = checkpoint.id
+        self._folder = checkpoint.folder / sidecar.FOLDER
+        self._reader: _FileReader | None = None
+
+    def look(self) -> tuple[str | None, bool]:
+        """What is wrong with the files that this rank looks at (None: nothing), and whether one fits it."""
+        try:
+            manifest = sidecar.read_manifest(self._folder)
+            if self._id not in (None, manifest.get("id")):
+                raise Damaged(f"{self._folder} is of another checkpoint")
+            self._reader = reader = _FileReader(self._rank, manifest, self._folder)
+            reader.verify()
+        except Damaged as problem:
+            return str(problem), False
+        return None, reader.fits
+
+    def apply(self, exact: bool, loss_scale: float) -> str:
+        """Reader.apply."""
+        assert self._reader is not None
+        return self._reader.apply(exact, loss_scale)
+
+
+class _FileReader(Reader):
+    def __init__(self, rank: RankState, manifest: dict[str, Any], folder: Path) -> None:
+        super().__init__(rank, manifest, folder)
+        self._folder = folder
+
+    def _listed(self, saved_rank: int) -> RankFile | None:
+        file = self._files[saved_rank]
+        try:
+            return file and RankFile(**file)
+        except TypeError as error:
+            raise Damaged(f"{self._folder} holds what this release does not know: {error!r}") from error
+
+    def verify(self) -> None:
+        """Raises Damaged. Under another layout a rank reads of many files: together all look at every one."""
+        looked_at = set(range(dist.get_rank(), len(self._files), dist.get_world_size()))
+        for place in looked_at | ({self.mine} if self.mine is not None else set()):
+            listed = self._listed(place)
+            if listed is not None:
+                sidecar.verify(self._folder, listed)
+
+    def tensors_of(self, saved_rank: int) -> RankTensors:
+        listed = self._listed(saved_rank)
+        assert listed is not None
+        return RankTensors(self._folder, listed)
 
 
 def _resumed(phase: Phase, config: CompressionConfig) -> Phase:
@@ -224,5 +291,5 @@ def _resumed(phase: Phase, config: CompressionConfig) -> Phase:
     return phase
 
 
-def _read_later(tensors: RankTensors, number: int, part: Part, storage: Storage) -> Any:
+def _read_later(tensors: Tensors, number: int, part: Part, storage: Storage) -> Any:
     return lambda: sidecar.decode(tensors.of(number), part, storage)

@@ -29,6 +29,42 @@ _live: WeakSet[ErrorSave] = WeakSet()
 """Rank 0's saves that are neither in place nor discarded."""
 
 
+def content_of(rank: RankState, iteration: int, scale: float) -> dict[str, Any]:
+    """What a manifest says of the whole job; `scale` is fp16's loss scale, the errors' unit."""
+    counted = rank.states[0]
+    return {
+        "iteration": iteration,
+        "config": rank.config.as_dict(),
+        "groups": rank.groups(),
+        "world_size": dist.get_world_size(),
+        "loss_scale": scale,
+        "mid_step": any(s.exchanged for a in rank.attachments for s in a.seams),
+        "steps": counted.steps,
+        "steps_seen": counted.steps_seen,
+        "events": dataclasses.asdict(counted.events),
+        "phase": dataclasses.asdict(counted.phase),
+    }
+
+
+def gathered(rank: RankState, mine: Any) -> list[Any]:
+    """From every rank `mine`, its layout and its positions, for `listed`. Call on all ranks."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    layout = rank.layout
+    dist.all_gather_object(everyone, (mine, layout.without_positions().as_json(), layout.positions))
+    return everyone
+
+
+def listed(files: Sequence[Any], everyone: Sequence[Any]) -> dict[str, Any]:
+    """The layouts of all ranks for a manifest, each once; `files` says where each rank's tensors are."""
+    layouts: list[Any] = []
+    ranks = []
+    for file, (_, layout, positions) in zip(files, everyone, strict=True):
+        if layout not in layouts:
+            layouts.append(layout)
+        ranks.append({"file": file, "layout": layouts.index(layout), "positions": positions})
+    return {"layouts": layouts, "ranks": ranks}
+
+
 class ErrorSave:
     """The error states of one checkpoint on their way to disk. Every rank makes one and calls the same.
 
@@ -48,19 +84,7 @@ class ErrorSave:
     def __init__(self, chunks: Sequence[Any], checkpoint: Path, iteration: int, optimizer: Any) -> None:
         self.checkpoint = checkpoint
         self._rank = RankState(chunks)
-        counted = self._rank.states[0]
-        self._content = {
-            "iteration": iteration,
-            "config": self._rank.config.as_dict(),
-            "groups": self._rank.groups(),
-            "world_size": dist.get_world_size(),
-            "loss_scale": loss_scale(optimizer),
-            "mid_step": any(s.exchanged for a in self._rank.attachments for s in a.seams),
-            "steps": counted.steps,
-            "steps_seen": counted.steps_seen,
-            "events": dataclasses.asdict(counted.events),
-            "phase": dataclasses.asdict(counted.phase),
-        }
+        self._content = content_of(self._rank, iteration, loss_scale(optimizer))
         self._tensors = dict(self._rank.tensors())
         self._file: RankFile | None = None
         self._problem: str | None = None
@@ -113,11 +137,8 @@ class ErrorSave:
         """
         if self._thread is not None:
             self._thread.join()
-        layout = self._rank.layout
-        mine = (self._problem, self._file, layout.without_positions().as_json(), layout.positions)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        self._refuse([(rank, problem) for rank, (problem, *_) in enumerate(everyone)])
+        everyone = gathered(self._rank, (self._problem, self._file))
+        self._refuse([(rank, problem) for rank, ((problem, _), *_) in enumerate(everyone)])
         problem = None
         if dist.get_rank() == 0:
             try:
@@ -129,14 +150,8 @@ class ErrorSave:
         self._refuse([(0, answer[0])])
 
     def _manifest(self, everyone: list[Any]) -> dict[str, Any]:
-        layouts: list[Any] = []
-        ranks = []
-        for _, file, layout, positions in everyone:
-            if layout not in layouts:
-                layouts.append(layout)
-            listed = dataclasses.asdict(file) if file is not None else None
-            ranks.append({"file": listed, "layout": layouts.index(layout), "positions": positions})
-        return {"id": self.id, **self._content, "layouts": layouts, "ranks": ranks}
+        files = [dataclasses.asdict(file) if file is not None else None for (_, file), *_ in everyone]
+        return {"id": self.id, **self._content, **listed(files, everyone)}
 
     def publish(self) -> None:
         """On rank 0, after `complete` and before the checkpoint is announced: move it into place."""

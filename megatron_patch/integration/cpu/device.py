@@ -96,6 +96,16 @@ def _stand_in_for_tensor_methods() -> None:
     _put("torch.nn:Module.cuda", itself)  # models.dist_utils moves the model
 
 
+class Done:
+    """The handle of a collective that is over."""
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
 def _stand_in_for_distributed() -> None:
     dist = torch.distributed
 
@@ -135,16 +145,17 @@ def _stand_in_for_distributed() -> None:
         tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
     ) -> Any:
         # Parts of different sizes, which gloo refuses: the tokens of each expert-tensor-parallel rank in
-        # tensor_parallel.mappings._gather_along_first_dim.
+        # tensor_parallel.mappings._gather_along_first_dim, and the weights that each rank's layer-wise
+        # optimizer updates (param_and_grad_buffer, overlapped).
         sizes = [part.numel() for part in tensor_list]
-        if async_op or len(set(sizes)) == 1:
+        if len(set(sizes)) == 1:
             return original_gather(tensor_list, tensor, group=group, async_op=async_op)
         received = tensor.new_empty(sum(sizes))
         sent = tensor.detach().reshape(-1).repeat(len(sizes))
         original_exchange(received, sent, sizes, [tensor.numel()] * len(sizes), group=group)
         for part, values in zip(tensor_list, received.split(sizes), strict=True):
             part.copy_(values.view_as(part))
-        return None
+        return Done() if async_op else None
 
     _put("torch.distributed:all_to_all_single", all_to_all_single)
     _put("torch.distributed:all_gather", all_gather)

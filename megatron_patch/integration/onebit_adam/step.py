@@ -35,7 +35,7 @@ from megatron_patch.integration.chunk import ChunkState
 from megatron_patch.integration.onebit_adam import replicas, update, warm_up
 from megatron_patch.integration.onebit_adam.norm_sketch import NormSketch
 from megatron_patch.integration.seams.gradients import BucketGroupSeam
-from megatron_patch.integration.seams.optimizer_step import loss_scale, parts_of
+from megatron_patch.integration.seams.optimizer_step import leaves_of, loss_scale
 from megatron_patch.integration.unsupported import refuse_optimizer
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class OneBitAdam:
         self, optimizer: Any, attached: Sequence[tuple[Any, ChunkState, Sequence[BucketGroupSeam]]]
     ) -> None:
         self._optimizer = optimizer
-        self._parts = [part for part in parts_of(optimizer) if not getattr(part, "is_stub_optimizer", False)]
+        self._parts = [part for part in leaves_of(optimizer) if not getattr(part, "is_stub_optimizer", False)]
         for part in self._parts:
             refuse_optimizer(part)
         self._chunks = [chunk for chunk, _, _ in attached]

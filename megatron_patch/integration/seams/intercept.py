@@ -47,9 +47,11 @@ def intercepted() -> Iterator[CollectiveCalls]:
     """Within the block, upstream's gradient collectives are recorded instead of run."""
     calls = CollectiveCalls()
 
-    def reduce_scatter(output: torch.Tensor, input: torch.Tensor, op: Any = None, **_: Any) -> None:
+    def reduce_scatter(output: torch.Tensor, input: torch.Tensor, op: Any = None, **_: Any) -> object:
         calls.reduce_scatter.append((output, input))
         calls.average = op == dist.ReduceOp.AVG
+        # With reduce_scatter_with_fp32_accumulation and overlap this is the handle, and must not be None.
+        return calls
 
     def all_reduce(tensor: torch.Tensor, op: Any = None, **_: Any) -> None:
         calls.all_reduce.append((tensor, tensor))

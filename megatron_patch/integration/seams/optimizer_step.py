@@ -30,17 +30,22 @@ _STEPS = (symbols.CHAINED_STEP, symbols.MIXED_PRECISION_STEP, symbols.FP32_STEP)
 
 
 def updates(optimizer: Any, chunk: Any) -> bool:
-    """Whether a Megatron optimizer updates parameters of a DDP-wrapped model chunk."""
+    """Whether a Megatron optimizer updates parameters of a DDP-wrapped model chunk, on this rank or others.
+
+    A layer-wise optimizer may own none of a chunk's parameters on some ranks: it knows its chunks.
+    """
     return any(
         any(known is chunk for known in getattr(part, "model_chunks", []))
         or any(parameter in chunk.param_to_bucket_group for parameter in _model_parameters(part))
-        for part in parts_of(optimizer)
+        for part in [optimizer, *leaves_of(optimizer)]
     )
 
 
-def parts_of(optimizer: Any) -> list[Any]:
-    """The optimizers that a chained one steps, or the optimizer itself."""
-    return getattr(optimizer, "chained_optimizers", [optimizer])
+def leaves_of(optimizer: Any) -> list[Any]:
+    """The optimizers that a chained one steps, or the optimizer itself; a layer-wise one is a chain in a
+    chain."""
+    parts = getattr(optimizer, "chained_optimizers", None)
+    return [optimizer] if parts is None else [leaf for part in parts for leaf in leaves_of(part)]
 
 
 def _model_parameters(part: Any) -> Iterator[torch.nn.Parameter]:
@@ -56,7 +61,7 @@ def _model_parameters(part: Any) -> Iterator[torch.nn.Parameter]:
 
 def loss_scale(optimizer: Any) -> float:
     """The loss scale of the next backward pass; 1.0 without a gradient scaler (bf16, fp32)."""
-    if not any(getattr(part, "grad_scaler", None) is not None for part in parts_of(optimizer)):
+    if not any(getattr(part, "grad_scaler", None) is not None for part in leaves_of(optimizer)):
         return 1.0
     return float(optimizer.get_loss_scale())
 

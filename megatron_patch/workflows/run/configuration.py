@@ -28,6 +28,8 @@ from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError, nearest
 
 _ENDPOINT = re.compile(r"\S+:\d{1,5}")
+_NOT_ONEBIT_ADAMS = ("bits", "codec", "rotation", "rounding", "error_beta", "reset_interval", "start_step")
+"""Options that say something else, or nothing, with onebit_adam: a file states its method's."""
 SECTIONS = ("defaults", "megatron", "compression", "launch", "data")
 
 
@@ -100,7 +102,9 @@ def load(path: Path, overrides: Sequence[str] = (), *, and_files: Sequence[Path]
         key, equals, _ = override.partition("=")
         if not equals or "." not in key:
             raise UserError(f"{override!r} is no override: write section.key=value, e.g. megatron.lr=1e-3")
-        composed = _merge(composed, OmegaConf.from_dotlist([override]), override)
+    _drop_options_of_other_methods(composed, OmegaConf.from_dotlist(list(overrides)))
+    for override in overrides:
+        composed = _merge(composed, OmegaConf.from_dotlist([override]), override, drop=False)
     try:
         content = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
@@ -137,13 +141,25 @@ def compose(path: Path, including: tuple[Path, ...] = ()) -> DictConfig:
     return _merge(composed, loaded, str(path))
 
 
-def _merge(base: DictConfig, over: Any, where: str) -> DictConfig:
+def _merge(base: DictConfig, over: Any, where: str, drop: bool = True) -> DictConfig:
+    if drop:
+        _drop_options_of_other_methods(base, over)
     try:
         merged = OmegaConf.merge(base, over)
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         raise UserError(f"{where}: {_first_line(error)}") from error
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def _drop_options_of_other_methods(base: DictConfig, over: DictConfig) -> None:
+    """Where `over` chooses onebit_adam for `base`'s method, bits and the like of that one go with it."""
+    chosen, found = over.get("compression"), base.get("compression")
+    if not isinstance(chosen, DictConfig) or not isinstance(found, DictConfig):
+        return
+    if chosen.get("method") == "onebit_adam" != found.get("method"):
+        for name in _NOT_ONEBIT_ADAMS:
+            found.pop(name, None)
 
 
 def _resolve(content: dict[str, Any], where: str) -> RunConfig:

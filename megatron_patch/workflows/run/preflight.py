@@ -258,6 +258,19 @@ def _rules(args: argparse.Namespace) -> Iterator[str]:
         )
     if args.optimizer == "sgd" and args.use_distributed_optimizer:
         yield "megatron.optimizer: 'sgd' cannot be sharded; use_distributed_optimizer=false or optimizer=adam"
+    if "muon" in args.optimizer and args.fp16:
+        yield "megatron.optimizer: 'muon' is not for fp16; use megatron.bf16=true"
+    if getattr(args, "use_layer_wise_distributed_optimizer", False):
+        if not args.bf16:
+            yield (
+                f"megatron.optimizer: {args.optimizer!r} with use_distributed_optimizer needs "
+                "megatron.bf16=true; or use_distributed_optimizer=false"
+            )
+        if args.num_distributed_optimizer_instances > 1:
+            yield (
+                f"megatron.num_distributed_optimizer_instances: {args.num_distributed_optimizer_instances} "
+                f"must be 1 with optimizer {args.optimizer!r} and use_distributed_optimizer"
+            )
     if args.fp16 and args.loss_scale is None and args.initial_loss_scale < args.min_loss_scale:
         yield (
             f"megatron.initial_loss_scale: {args.initial_loss_scale} must not be below "

@@ -59,10 +59,10 @@ def step_of(tiny: Any, step: int) -> None:
 
 def state_of(tiny: Any, attachment: Any) -> dict[str, Any]:
     """Copies of everything that the next step depends on."""
-    from megatron_patch.integration.seams.optimizer_step import parts_of
+    from megatron_patch.integration.seams.optimizer_step import leaves_of
 
     compressor = attachment.state
-    adam = [part.optimizer for part in parts_of(tiny.optimizer)]
+    adam = [part.optimizer for part in leaves_of(tiny.optimizer)]
     found = {
         "weights": [parameter.detach() for parameter in tiny.parameters],
         "main weights": [p.detach() for a in adam for group in a.param_groups for p in group["params"]],
@@ -79,9 +79,9 @@ def _put_back(tiny: Any, state: dict[str, Any]) -> None:
     """What Megatron's checkpoint would."""
     import torch
 
-    from megatron_patch.integration.seams.optimizer_step import parts_of
+    from megatron_patch.integration.seams.optimizer_step import leaves_of
 
-    adam = [part.optimizer for part in parts_of(tiny.optimizer)]
+    adam = [part.optimizer for part in leaves_of(tiny.optimizer)]
     main = [p for a in adam for group in a.param_groups for p in group["params"]]
     with torch.no_grad():
         for parameters, values in ((tiny.parameters, state["weights"]), (main, state["main weights"])):

@@ -23,7 +23,7 @@ def bad_gradients(model: dict[str, Any]) -> dict[str, Any]:
     from integration.onebit_adam.test_onebit_resume import equal, start, state_of
 
     import megatron_patch
-    from megatron_patch.integration.seams.optimizer_step import parts_of
+    from megatron_patch.integration.seams.optimizer_step import leaves_of
 
     tiny, attachment = start(model, {"warmup_steps": WARMUP}, seed=1234)
     compressor, rank = attachment.state, torch.distributed.get_rank()
@@ -41,7 +41,7 @@ def bad_gradients(model: dict[str, Any]) -> dict[str, Any]:
         before = state_of(tiny, attachment)
         successful, _, _ = tiny.optimizer.step()
         after = state_of(tiny, attachment)
-        scales = [part.get_loss_scale().item() for part in parts_of(tiny.optimizer)]
+        scales = [part.get_loss_scale().item() for part in leaves_of(tiny.optimizer)]
         changed = [
             name for name in ("weights", "main weights", "adam", "errors") if not _same(before, after, name)
         ]

@@ -170,7 +170,11 @@ SAID = {
         EXACT,
         f"over 1 data parallel rank{DATA}{STOCK}the group is a single rank",
     ),
-    "replicated": (bf16(use_distributed_optimizer=False), EXACT, "the optimizer is replicated, no weights"),
+    "replicated": (
+        bf16(use_distributed_optimizer=False),
+        EXACT,
+        "without the distributed optimizer's buffers none is coded",
+    ),
     "stock": (bf16(), {"method": "none"}, None),
 }
 

@@ -31,6 +31,35 @@ def test_defaults_come_first_and_overrides_last(tmp_path: Path) -> None:
     assert (run.compression.bits, run.compression.block_size) == (8, "shard")
 
 
+LOCO = (
+    "compression: {method: loco, bits: 4, codec: uniform, rounding: stochastic, error_beta: 0.5, seed: 3}\n"
+)
+
+
+def test_a_file_s_bits_are_those_of_its_method(tmp_path: Path) -> None:
+    """Choosing onebit_adam over it, by an override or a file, takes onebit_adam's own."""
+    recipe = write(tmp_path, "recipe.yaml", LOCO)
+    method = write(tmp_path, "method.yaml", "compression: {method: onebit_adam}\n")
+    child = write(tmp_path, "child.yaml", "defaults: [recipe.yaml, method.yaml]\n")
+    resolved = write(tmp_path, "resolved.yaml", configuration.load(recipe).as_yaml())
+    for run in (
+        configuration.load(recipe, ["compression.method=onebit_adam"]),
+        configuration.load(resolved, ["compression.method=onebit_adam"]),
+        configuration.load(recipe, and_files=[method]),
+        configuration.load(child),
+    ):
+        found = run.compression
+        assert (found.bits, found.code, found.rounding, found.reset_interval) == (1, "sign", "nearest", 0)
+        assert found.seed == 3
+    for stated in (["compression.bits=4"], ["compression.start_step=2"]):
+        for order in (1, -1):
+            with pytest.raises(UserError, match="with method onebit_adam"):
+                configuration.load(recipe, ["compression.method=onebit_adam", *stated][::order])
+    assert configuration.load(recipe, ["compression.method=naive"]).compression.bits == 4
+    with pytest.raises(UserError, match="bits: 4 is not allowed; it must be 1 with method onebit_adam"):
+        configuration.load(write(tmp_path, "b.yaml", "compression: {method: onebit_adam, bits: 4}\n"))
+
+
 def test_the_resolved_configuration_loads_to_itself(tmp_path: Path) -> None:
     run = configuration.load(LLAMA, ["compression.method=naive"])
     again = configuration.load(write(tmp_path, "config.yaml", run.as_yaml()))

@@ -75,6 +75,18 @@ def test_the_tiny_llama_passes_megatrons_own_validation(parser: argparse.Argumen
     assert (args.compression_method, args.compression_bits) == ("loco", 4)
 
 
+@pytest.mark.parametrize("distributed", ["true", "false"])
+def test_muon_is_not_refused(distributed: str, parser: argparse.ArgumentParser) -> None:
+    muon = [
+        "megatron.optimizer=muon",
+        "megatron.bf16=true",
+        f"megatron.use_distributed_optimizer={distributed}",
+    ]
+    run = configuration.load(LLAMA, [*CPU, *muon])
+    args = megatron_flags.check(run, flags(run, parser), parser)
+    assert args.use_layer_wise_distributed_optimizer is (distributed == "true")
+
+
 def test_a_replicated_optimizer_is_not_refused(parser: argparse.ArgumentParser) -> None:
     run = configuration.load(LLAMA, [*CPU, "megatron.use_distributed_optimizer=false"])
     assert megatron_flags.check(run, flags(run, parser), parser).use_distributed_optimizer is False
@@ -88,10 +100,11 @@ def test_a_replicated_optimizer_is_not_refused(parser: argparse.ArgumentParser) 
         (["megatron.use_megatron_fsdp=true"], ["use_megatron_fsdp", "compression", "leave it out"]),
         (["megatron.use_torch_fsdp2=true"], ["use_torch_fsdp2", "compression"]),
         (
-            ["megatron.ddp_reduce_scatter_with_fp32_accumulation=true"],
-            ["ddp_reduce_scatter_with_fp32_accumulation", "compression"],
+            ["megatron.tensor_parallel_num_weight_shards=2"],
+            ["tensor_parallel_num_weight_shards: 2", "compression", "leave it out"],
         ),
-        (["megatron.optimizer=muon"], ["optimizer", "'muon'"]),
+        (["megatron.optimizer=lion"], ["optimizer", "'lion'", "adam, sgd and muon"]),
+        (["megatron.optimizer=muon", "compression.method=onebit_adam"], ["'muon'", "use adam"]),
         (
             ["megatron.num_attention_heads=5"],
             ["megatron.hidden_size: 128", "multiple of megatron.num_attention_heads, 5"],
@@ -114,20 +127,17 @@ def test_what_cannot_run_is_refused(
 
 
 def test_stock_megatron_may_use_what_compression_cannot(parser: argparse.ArgumentParser) -> None:
-    overrides = ["compression.attach=false", "megatron.ddp_reduce_scatter_with_fp32_accumulation=true"]
+    overrides = ["compression.attach=false", "megatron.optimizer=lion", "megatron.bf16=true"]
     run = configuration.load(LLAMA, [*CPU, *overrides])
     assert megatron_flags.check(run, flags(run, parser), parser).compression_attach is False
 
 
-def test_uncompressed_gradients_may_be_summed_by_megatron(parser: argparse.ArgumentParser) -> None:
-    overrides = [
-        "compression.method=none",
-        "compression.weight_gather=exact",
-        "megatron.ddp_reduce_scatter_with_fp32_accumulation=true",
-    ]
+@pytest.mark.parametrize("method", ["none", "loco"])
+def test_sums_in_fp32_may_be_asked_for(method: str, parser: argparse.ArgumentParser) -> None:
+    overrides = [f"compression.method={method}", "megatron.ddp_reduce_scatter_with_fp32_accumulation=true"]
     run = configuration.load(LLAMA, [*CPU, *overrides])
     args = megatron_flags.check(run, flags(run, parser), parser)
-    assert (args.compression_method, args.ddp_reduce_scatter_with_fp32_accumulation) == ("none", True)
+    assert (args.compression_method, args.ddp_reduce_scatter_with_fp32_accumulation) == (method, True)
 
 
 def test_compression_flags_give_the_same_configuration_back(parser: argparse.ArgumentParser) -> None:

@@ -120,6 +120,9 @@ def checked(recipe: str, settings: str, parser: argparse.ArgumentParser) -> argp
         (TINY, "micro_batch_size=null", "micro_batch_size: must be given"),
         # the optimizer, the loop, the data
         (TINY, "optimizer=sgd", "optimizer: 'sgd' cannot be sharded"),
+        (TINY, "optimizer=muon", "optimizer: 'muon' with use_distributed_optimizer needs megatron.bf16=true"),
+        (TINY, "optimizer=muon fp16=true", "optimizer: 'muon' is not for fp16"),
+        (TINY, "optimizer=muon bf16=true num_distributed_optimizer_instances=2", "must be 1 with optimizer"),
         (TINY, "fp16=true loss_scale=-1", "loss_scale: -1.0 must be above 0"),
         (
             TINY,
