@@ -64,7 +64,7 @@ BACKENDS = [
         OnDevice(f"native-{name}", native, "cpu", 3000, 120, (16, 64, 128, 1024, "shard"), variant=index)
         for index, name in enumerate(native.variants())
     ),
-    OnDevice("triton-interpreted", triton_kernels, "cpu", 2500, 20, (16, 64, 128, 1024), NO_INTERPRETER),
+    OnDevice("triton-interpreted", triton_kernels, "cpu", 1500, 20, (16, 64, 128, 1024), NO_INTERPRETER),
     OnDevice("triton-gpu", triton_kernels, "cuda", 300_000, 300, (16, 64, 128, 1024, 4096), GPU),
 ]
 every_backend = pytest.mark.parametrize(

@@ -76,7 +76,18 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
     "onebit-dp4-overlap": (4, bf16(**OVERLAP), {"method": "onebit_adam", "warmup_steps": 6}, "nothing"),
 }
 FAST_STEPS = 10
-IN_PARTS = ("dp4-fp32-gradients", "dp4-overlap", "pp2-dp2-tied", "pp2-vpp2-dp2", "loco-dp4", "onebit-dp4")
+IN_PARTS = (
+    "dp4-fp32-gradients",
+    "dp4-overlap",
+    "dp4-forced",
+    "dp4-precision-aware",
+    "dp4-overlap-precision-aware",  # test_optimizers.py
+    "pp2-dp2-tied",
+    "pp2-vpp2-dp2",
+    "instances2-dp2",
+    "loco-dp4",
+    "onebit-dp4",
+)
 """Cases whose parts others have too."""
 
 
