@@ -98,7 +98,9 @@ class CompressionConfig:
         TOPOLOGIES,
     )
     ranks_per_node: int | None = _option(
-        None, "ranks of the job on one node, numbered one after the other (default: LOCAL_WORLD_SIZE)"
+        None,
+        "ranks of the job on one node, numbered one after the other (default: LOCAL_WORLD_SIZE, or what srun "
+        "or mpirun says)",
     )
     intra_bits: int | None = _option(
         None, "two_hop: bits inside the node (default: the gradient's own precision)", (8,)

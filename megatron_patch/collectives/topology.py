@@ -12,13 +12,16 @@ Only that regular placement is served: the same R on every node, nodes one after
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class TwoHops:
 class NoTwoHops(Exception):
     """A group that two hops do not serve, or not better than one; the text says why.
 
-    `irregular` is true where they would serve it if its ranks lay otherwise.
+    `irregular` is true where they might serve it if its ranks lay otherwise, or if more was known of them.
     """
 
     def __init__(self, why: str, irregular: bool = False) -> None:
@@ -47,11 +50,33 @@ class NoTwoHops(Exception):
 
 
 def ranks_per_node(configured: int | None) -> int | None:
-    """Ranks on a node: as configured, else LOCAL_WORLD_SIZE, which torchrun sets; None: unknown."""
+    """Ranks on a node: as configured, else as torchrun, Slurm's srun or Open MPI says; None: unknown.
+
+    All ranks get the same answer. srun and mpirun may have started one process a node, which then starts the
+    ranks: they are asked only where they started as many as the job has ranks (WORLD_SIZE, if it is set).
+    """
     if configured is not None:
         return configured
-    found = os.environ.get("LOCAL_WORLD_SIZE", "")
+    found = _number("LOCAL_WORLD_SIZE")
+    if found is None and _started_all("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
+        in_order = not os.environ.get("SLURM_DISTRIBUTION", "block").startswith(("cyclic", "arbitrary"))
+        nodes = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "")
+        same = re.fullmatch(r"(\d+)(\(x\d+\))?", nodes)  # "8(x2)"; "8,4" are unlike nodes
+        found = int(same[1]) if same and in_order else None
+    if found is None and _started_all("OMPI_COMM_WORLD_SIZE"):
+        found = _number("OMPI_COMM_WORLD_LOCAL_SIZE")
+    return found
+
+
+def _number(variable: str) -> int | None:
+    found = os.environ.get(variable, "")
     return int(found) if found.isdigit() else None
+
+
+def _started_all(*counts: str) -> bool:
+    """Whether the first of these variables that is set is the number of the job's ranks."""
+    started = next((number for number in map(_number, counts) if number is not None), None)
+    return started is not None and started == (_number("WORLD_SIZE") or started)
 
 
 def split_by_node(ranks: Sequence[int], per_node: int | None) -> tuple[int, int]:
@@ -61,7 +86,11 @@ def split_by_node(ranks: Sequence[int], per_node: int | None) -> tuple[int, int]
         NoTwoHops: a single node, one rank a node, or a placement that is not regular.
     """
     if per_node is None:
-        raise NoTwoHops("LOCAL_WORLD_SIZE does not tell the ranks of a node; set ranks_per_node")
+        raise NoTwoHops(
+            "neither LOCAL_WORLD_SIZE nor Slurm's or Open MPI's variables say how many ranks a node has; set "
+            "ranks_per_node",
+            irregular=True,
+        )
     nodes = [rank // per_node for rank in ranks]
     distinct = list(dict.fromkeys(nodes))
     local = len(ranks) // len(distinct)
@@ -95,10 +124,13 @@ def two_hops(group: dist.ProcessGroup, per_node: int | None) -> TwoHops:
 
 
 def time_limit(group: dist.ProcessGroup) -> datetime.timedelta:
-    """How long a collective of `group` may take (Megatron's --distributed-timeout-minutes)."""
+    """How long a collective of `group` may take (Megatron's --distributed-timeout-minutes).
+
+    torch's default for a backend that does not say, such as that of Megatron's --fake-process-group.
+    """
     backend: Any = group._get_backend(group._device_types[0])
-    limit: datetime.timedelta = backend.options._timeout
-    return limit
+    limit = getattr(getattr(backend, "options", None), "_timeout", None)
+    return limit if isinstance(limit, datetime.timedelta) else default_pg_timeout
 
 
 def _group(ranks: list[int], timeout: datetime.timedelta) -> Any:
@@ -106,8 +138,28 @@ def _group(ranks: list[int], timeout: datetime.timedelta) -> Any:
     world, made = _made.get(key, (None, None))
     if made is None or world is not dist.group.WORLD:
         # Only members take part: ranks of other groups, which may have nothing to make, cannot be waited for.
-        made = dist.new_group(
-            ranks, timeout=timeout, use_local_synchronization=True, group_desc="megatron-loco"
-        )
+        with _unbound():
+            made = dist.new_group(
+                ranks, timeout=timeout, use_local_synchronization=True, group_desc="megatron-loco"
+            )
         _made[key] = (dist.group.WORLD, made)
     return made
+
+
+@contextlib.contextmanager
+def _unbound() -> Iterator[None]:
+    """Within the block the default group has no device of its own.
+
+    From one that has, torch makes groups by ncclCommSplit, for which all of the job's ranks must call
+    (pytorch#129965). Without one a group's communicator is made at its first collective, by its members.
+    """
+    world: Any = dist.group.WORLD
+    bound = world.bound_device_id
+    if bound is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound

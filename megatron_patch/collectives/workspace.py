@@ -1,22 +1,28 @@
-"""What the exchanges of one model chunk share: buffers for payloads on their way, and a stopwatch.
+"""What exchanges share: buffers for payloads on their way, and for each model chunk a stopwatch.
 
-Buffers are taken, used and given back, so that a steady state allocates nothing. The stopwatch adds up the
-time spent in compressing and decompressing, apart from the time that payloads travel.
+Buffers are taken, used and given back, so that a steady state allocates nothing. All chunks of a rank use the
+same ones: those whose gradients are one bucket (Megatron's pipeline ranks above 0, and its later virtual
+chunks) need large ones, one chunk after the other. The stopwatch adds up the time spent in compressing and
+decompressing, apart from the time that payloads travel.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 
 _Key = tuple[str, int]
 
 
-class Workspace:
-    """uint8 buffers, reused by use and, on CUDA, by stream; and the time of the work between them.
+class Pool:
+    """uint8 buffers, reused by use and, on CUDA, by stream; and the streams of overlapped exchanges.
 
     A buffer goes to its next user without waiting for the last one's work, which is safe only on one and
     the same stream: expert and dense bucket groups may run on different ones. A buffer that is too small
@@ -29,8 +35,9 @@ class Workspace:
         """Bytes of all buffers, in use or not."""
         self._free: dict[_Key, list[torch.Tensor]] = {}
         self._taken: dict[int, tuple[_Key, torch.Tensor]] = {}
-        self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._streams: dict[dist.ProcessGroup, torch.cuda.Stream] = {}
+        self.in_flight: dict[dist.ProcessGroup | None, deque[Any]] = {}
+        """Handles of exchanges that were begun and may be under way, by the group of ranks (chunk.py)."""
 
     def take(self, rows: int, columns: int, use: str = "payload") -> torch.Tensor:
         """A buffer of [rows, columns] for work on the current stream, contents undefined.
@@ -58,6 +65,53 @@ class Workspace:
     def _stream(self) -> int:
         on_cuda = self.device.type == "cuda"
         return torch.cuda.current_stream(self.device).cuda_stream if on_cuda else 0
+
+    def stream_of(self, group: dist.ProcessGroup) -> torch.cuda.Stream:
+        """The CUDA stream on which overlapped exchanges over a group of ranks run."""
+        if group not in self._streams:
+            self._streams[group] = torch.cuda.Stream(self.device)
+        return self._streams[group]
+
+
+_shared: WeakValueDictionary[torch.device, Pool] = WeakValueDictionary()
+
+
+def shared_pool(device: torch.device) -> Pool:
+    """The pool of all chunks that are attached at a time."""
+    return _shared.setdefault(device, Pool(device))
+
+
+def forget_shared_pools() -> None:
+    """Chunks that are attached from now on have buffers of their own, whatever became of earlier ones."""
+    _shared.clear()
+
+
+class Workspace:
+    """A pool of buffers, and the time of the work between them.
+
+    Args:
+        device: where the buffers are.
+        pool: which one; None: one of its own.
+    """
+
+    def __init__(self, device: torch.device, pool: Pool | None = None) -> None:
+        self.device = device
+        self.pool = pool or Pool(device)
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of the pool's buffers, in use or not."""
+        return self.pool.nbytes
+
+    def take(self, rows: int, columns: int, use: str = "payload") -> torch.Tensor:
+        """Pool.take."""
+        return self.pool.take(rows, columns, use)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Pool.give."""
+        self.pool.give(buffer)
 
     @contextmanager
     def timed(self) -> Iterator[None]:

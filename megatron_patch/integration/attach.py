@@ -25,6 +25,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from packaging.version import Version
 
+from megatron_patch.collectives.workspace import forget_shared_pools
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.integration import patching, symbols
@@ -153,6 +154,7 @@ def disable() -> None:
         attachment.detach()
     _attachments.clear()
     _onebit.clear()
+    forget_shared_pools()
     optimizer_step.stop_listening()
 
 
@@ -186,6 +188,7 @@ def _update(optimizer: Any, original: Callable[[], Any]) -> Any:
 def _end_step(optimizer: Any, successful: bool, loss_scale_factor: float) -> None:
     for chunk, attachment in list(_attachments.items()):
         if optimizer_step.updates(optimizer, chunk):
+            attachment.state.optimizer_seen = True
             attachment.state.end_step(successful, loss_scale_factor)
             attachment.weights.end_step()
 

@@ -8,7 +8,6 @@ the optimizer's seam (seams/optimizer_step.py) tells it how a step ended; metric
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_patch.collectives.exchange import Exchange, Handle, Setup
 from megatron_patch.collectives.traffic import Traffic
-from megatron_patch.collectives.workspace import Workspace
+from megatron_patch.collectives.workspace import Workspace, shared_pool
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.integration.onebit_adam.warm_up import Phase
@@ -28,7 +27,9 @@ from megatron_patch.quantization.layout import BlockLayout
 logger = logging.getLogger(__name__)
 
 IN_FLIGHT = 2
-"""Exchanges of a chunk that may be under way at a time: so many buckets' payloads are held in memory."""
+"""Exchanges of a rank over one group of ranks that may be under way at a time: so many buckets' payloads
+are held in memory. Ranks may dispatch dense and expert buckets in unlike orders: an exchange that waited for
+one of another group could wait for ever."""
 
 
 @dataclass
@@ -71,7 +72,7 @@ class ChunkState:
     def __init__(self, config: CompressionConfig, device: torch.device) -> None:
         self.config = config
         self.device = device
-        self.workspace = Workspace(device)
+        self.workspace = Workspace(device, shared_pool(device))
         self.senders: list[Sender] = []
         """All of the chunk's, in the order of their allocation: the owners of all-reduced shards too."""
         self.steps = 0
@@ -81,7 +82,9 @@ class ChunkState:
         self._traffic = Traffic()
         self._used: list[Sender] = []
         self._inside_bytes = 0.0
-        self._in_flight: deque[Handle] = deque()
+        self.optimizer_seen = False
+        """Whether a step of a Megatron optimizer was seen. From then on a second exchange before the next one
+        is of a backward pass that ran again (PagedStashRunner, or a script of its own)."""
         self._replaying = False
         self._warned = False
         self.phase = Phase(config.warmup_steps)
@@ -93,11 +96,6 @@ class ChunkState:
         if self.config.momentum:
             return self.phase.switch_step is not None and self.steps >= self.phase.switch_step
         return self.config.compresses and self.steps >= self.config.start_step
-
-    @functools.cached_property
-    def stream(self) -> torch.cuda.Stream | None:
-        """Where overlapped exchanges run; None on CPU, where only gloo's threads run beside the caller."""
-        return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     @property
     def error_bytes(self) -> int:
@@ -114,16 +112,24 @@ class ChunkState:
         self.senders.append(Sender(self.config, layout, self.device, stream, first, last))
         return self.senders[-1]
 
-    def start(self, exchange: Exchange, tensor: torch.Tensor, output: torch.Tensor, average: bool) -> Handle:
-        """Start the exchange of one bucket; counts it, and ends one that began long ago."""
-        while len(self._in_flight) >= IN_FLIGHT:
-            self._in_flight.popleft().wait()
+    def start(
+        self,
+        exchange: Exchange,
+        tensor: torch.Tensor,
+        output: torch.Tensor,
+        average: bool,
+        group: dist.ProcessGroup | None = None,
+    ) -> Handle:
+        """Start the exchange of one bucket over `group`; counts it, and ends one that began long ago."""
+        in_flight = self.workspace.pool.in_flight.setdefault(group, deque())
+        while len(in_flight) >= IN_FLIGHT:
+            in_flight.popleft().wait()
         traffic = exchange.traffic(tensor)
         self.count(traffic.between)
         self._inside_bytes += traffic.inside
         self._used += [state.sender for state in exchange.states()]
         handle = exchange.start(tensor, output, average)
-        self._in_flight.append(handle)
+        in_flight.append(handle)
         return handle
 
     def count(self, traffic: Traffic) -> None:
@@ -154,7 +160,7 @@ class ChunkState:
         statistics = torch.stack([sender.statistics for sender in self._used]).sum(0) if self._used else None
         self.report = StepReport(self._traffic, statistics, self.workspace.lap(), self._inside_bytes)
         self._traffic, self._used, self._inside_bytes, self._replaying = Traffic(), [], 0.0, False
-        self._in_flight.clear()
+        self.workspace.pool.in_flight.clear()  # all chunks' are over when a step is
         self.steps_seen += 1
         if successful:
             self.steps += 1

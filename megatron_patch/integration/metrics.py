@@ -230,7 +230,7 @@ class RunMetrics:
             [
                 _peak_memory(),
                 sum(c.error_bytes for c in self._states()),
-                sum(c.workspace.nbytes for c in self._states()),
+                sum(pool.nbytes for pool in {c.workspace.pool for c in self._states()}),
                 sum(chunk.nbytes for chunk in weight_metrics.gathers_of(self._model)),
             ],
             dtype=torch.float64,

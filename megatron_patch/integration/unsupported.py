@@ -43,6 +43,9 @@ def refuse_flags(args: Any) -> None:
         _refuse_for_onebit_adam(args)
         if optimizer != "adam":
             _refuse("optimizer", optimizer, "onebit_adam is Adam; use adam")
+        if interval := getattr(args, "save_wgrads_interval", None):
+            why = "onebit_adam reduces no gradients that could be saved; leave it out"
+            _refuse("save_wgrads_interval", interval, why)
     if optimizer not in ("adam", "sgd", *_MUONS):
         _refuse("optimizer", optimizer, "it is tested with adam, sgd and muon only")
     if optimizer in _MUONS:

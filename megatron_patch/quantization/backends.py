@@ -24,7 +24,10 @@ VARIABLE = "MEGATRON_LOCO_KERNELS"
 
 
 class Backend(Protocol):
-    """Fused kernels: the functions of quantization/native/__init__.py, where they are described."""
+    """Fused kernels: the functions of quantization/native/__init__.py, where they are described.
+
+    `decompress`, of all shards in one launch (decompress_reduce.py), may be among them.
+    """
 
     __name__: str
 
@@ -122,9 +125,11 @@ def decompress_reduce(
 def decompress(payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor) -> None:
     """Decode one payload for each shard, uint8 [N, payload_bytes], into `output` [B] of any float dtype."""
     coded = replace(layout, exact=None)
-    for index, part in enumerate(output.split(layout.shard_size)):
-        shard = coded.part(index)
-        _decompress_reduce(payloads[index : index + 1, : shard.payload_bytes], codec, shard, part, 1)
+    kernels = fused(codec, coded, output.device)
+    if kernels is not None and hasattr(kernels, "decompress"):  # in one launch
+        kernels.decompress(payloads, codec, coded, output)
+    else:
+        reference.decompress(payloads, codec, coded, output, (kernels or reference).decompress_reduce)
     if layout.exact is not None:
         layout.exact.read(payloads[None], layout.coded_bytes, output)
 

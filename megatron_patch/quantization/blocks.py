@@ -19,11 +19,15 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from megatron_patch.errors import UserError
 from megatron_patch.quantization.packing import planes
 
 SHORTEST_ROW = 16
 """Elements. Shorter rows, of which several share a block, count as one: a scale for each would be 1 bit an
 element and more."""
+
+_MOST = 2**31 - 1
+"""Elements of a shard whose blocks a table lists."""
 
 Range = tuple[int, int]
 """Elements from the first to before the second."""
@@ -109,6 +113,11 @@ class BlockTable:
         places = torch.zeros(len(cut), most, 3, dtype=torch.int64)
         for row, found in zip(places, cut, strict=True):
             row[: len(found), :2] = found
+        if (longest := max(sum(high - low for low, high in ranges) for ranges in shards)) > _MOST:
+            raise UserError(
+                f"a shard of {longest:,} gradients is longer than {_MOST:,}, the most for blocks that follow "
+                "parameters: set megatron.ddp_bucket_size, or use more data-parallel ranks"
+            )
         needed = words_of(places[..., 1], block, bits)
         places[..., 2] = needed.cumsum(1) - needed
         return BlockTable(places.to(torch.int32), int(needed.sum(1).max()))

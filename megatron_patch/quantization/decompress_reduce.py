@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from megatron_patch.quantization.codec import Codec
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.rotation import rotate_back
+from megatron_patch.quantization.scales import over
+
+
+class Reduce(Protocol):
+    """decompress_reduce, of whichever backend."""
+
+    def __call__(
+        self, payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor
+    ) -> None: ...
+
+
+def decompress(
+    payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor, one_shard: Reduce
+) -> None:
+    """Decode one payload for each shard, uint8 [N, payload_bytes], into `output` [B] of any float dtype."""
+    for index, part in enumerate(output.split(layout.shard_size)):
+        shard = layout.part(index)
+        one_shard(payloads[index : index + 1, : shard.payload_bytes], codec, shard, part)
 
 
 def decompress_reduce(
@@ -24,4 +44,4 @@ def decompress_reduce(
     if codec.rotation.owner:
         total = rotate_back(total, layout)
     total = layout.join(total)[0, : output.numel()]
-    output.copy_(total if divisor == 1 else total / divisor)
+    output.copy_(total if divisor == 1 else over(total, divisor))

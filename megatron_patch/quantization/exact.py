@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_patch.quantization.blocks import Range, Span, ranges_within
+from megatron_patch.quantization.scales import over
 
 NONE_HERE = -1
 """Stands for an element where a shard has less of them than others."""
@@ -80,7 +81,7 @@ class ExactElements:
         dtype."""
         elements, slots = self._on(output.device)
         values = payloads[..., start : start + self._most].contiguous().view(torch.float32)
-        total = values.to(torch.float64).sum(dim=0).view(-1)[slots] / divisor
+        total = over(values.to(torch.float64).sum(dim=0).view(-1)[slots], divisor)
         output[elements] = total.to(torch.float32).to(output.dtype)
 
     @property

@@ -51,6 +51,8 @@ class BlockLayout:
     block: int
     table: BlockTable | None = None
     exact: ExactElements | None = None
+    least_bytes: int = 0
+    """Of a payload, where it is a row of a wider tensor."""
 
     @staticmethod
     def of(
@@ -125,7 +127,7 @@ class BlockLayout:
     @property
     def payload_bytes(self) -> int:
         """Bytes of the longest payload."""
-        return max(self.payload_sizes)
+        return max(self.least_bytes, *self.payload_sizes)
 
     def cut(self, flat: torch.Tensor) -> torch.Tensor:
         """[B] of any float dtype -> fp32 [N, blocks, b], short shards and blocks filled with zeros."""

@@ -19,6 +19,15 @@ def largest_scale(levels: int) -> float:
     return float(scale)
 
 
+def over(values: torch.Tensor, divisor: float) -> torch.Tensor:
+    """values / divisor, each quotient rounded once: fp32 or fp64 of any shape.
+
+    torch on CUDA multiplies by the reciprocal where the divisor is a Python number, or a tensor of one number
+    on the CPU: two roundings.
+    """
+    return values / torch.full((), divisor, dtype=values.dtype, device=values.device)
+
+
 def round_up_to_bf16(value: torch.Tensor) -> torch.Tensor:
     """fp32 >= 0 -> the smallest bf16 not below it, as fp32 (any shape). NaN and Inf are not handled."""
     bits = value.contiguous().view(torch.int32)

@@ -20,7 +20,7 @@ from megatron_patch.quantization.codec import Sent
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.payload import read_payload, write_payload
 from megatron_patch.quantization.rotation import NONE, Rotation
-from megatron_patch.quantization.scales import block_scales
+from megatron_patch.quantization.scales import block_scales, over
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Uniform:
     def scales(self, h: torch.Tensor) -> torch.Tensor:
         """fp32 [n, blocks, b] -> fp32 [n, blocks], bf16 values; NaN for a non-finite block."""
         largest = h.abs().amax(dim=-1)
-        return block_scales(largest / self.levels, largest, self.levels)
+        return block_scales(over(largest, self.levels), largest, self.levels)
 
     def quantize(
         self, h: torch.Tensor, noise: torch.Tensor | None = None

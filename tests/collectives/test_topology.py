@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
+from torch.distributed.distributed_c10d import default_pg_timeout
 
-from megatron_patch.collectives.topology import NoTwoHops, ranks_per_node, split_by_node
+from megatron_patch.collectives.topology import NoTwoHops, ranks_per_node, split_by_node, time_limit
 
 REGULAR = [
     (range(4), 2, (2, 2)),
@@ -17,7 +19,7 @@ REGULAR = [
     ((0, 1, 6, 7), 2, (2, 2)),
 ]
 NONE = [
-    (range(8), None, "LOCAL_WORLD_SIZE", False),
+    (range(8), None, "LOCAL_WORLD_SIZE", True),
     (range(4), 4, "all of its ranks are on one node", False),
     ((0, 4, 8), 4, "each of its ranks is on a node of its own", False),
     (range(8), 3, "irregularly on nodes of 3: 3 on node 0, 3 on node 1, 2 on node 2", True),
@@ -45,6 +47,99 @@ def test_ranks_on_a_node_are_configured_or_torchrun_s(monkeypatch: pytest.Monkey
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert ranks_per_node(None) == 8
     assert ranks_per_node(4) == 4
+
+
+SLURM = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (SLURM, 8),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "16"}, 16),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8(x1),4(x2)"}, None),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "9,7"}, None),
+        (SLURM | {"SLURM_DISTRIBUTION": "block"}, 8),
+        (SLURM | {"SLURM_DISTRIBUTION": "cyclic:block"}, None),
+        ({"SLURM_NTASKS": "16", "SLURM_TASKS_PER_NODE": "4(x4)"}, 4),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, None),
+        (SLURM | {"LOCAL_WORLD_SIZE": "2"}, 2),
+        (OPEN_MPI, 4),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4"}, None),
+        ({}, None),
+    ],
+)
+def test_without_torchrun_srun_or_mpirun_says_it(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: int | None
+) -> None:
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "OMPI_", "LOCAL_WORLD_SIZE")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert ranks_per_node(None) == expected
+    if expected and "LOCAL_WORLD_SIZE" not in variables:
+        monkeypatch.delenv("WORLD_SIZE")  # scripts may set up torch.distributed without it
+        assert ranks_per_node(None) == expected
+
+
+def made_while_bound() -> list[object]:
+    """The device that the default group has while groups are made, and afterwards."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_patch.collectives.topology import two_hops
+
+    original, seen = dist.new_group, []
+
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        seen.append(dist.group.WORLD.bound_device_id)
+        return original(*args, **kwargs)
+
+    dist.group.WORLD.bound_device_id = torch.device("cpu", 0)  # as init_process_group(device_id=...) does
+    dist.new_group = new_group
+    try:
+        two_hops(dist.group.WORLD, 2)
+        return [*map(str, seen), str(dist.group.WORLD.bound_device_id)]
+    finally:
+        dist.new_group = original
+        dist.group.WORLD.bound_device_id = None
+
+
+def test_groups_are_not_split_off_the_whole_job(pool: Any) -> None:
+    assert pool.run(made_while_bound, world_size=4) == [["None", "None", "cpu:0"]] * 4
+
+
+class WithoutOptions:
+    """A process group whose backend says nothing of itself."""
+
+    _device_types = (None,)
+
+    def _get_backend(self, device: object) -> object:
+        return object()
+
+
+def test_a_backend_that_says_no_time_limit_has_torch_s() -> None:
+    assert time_limit(WithoutOptions()) == default_pg_timeout
+
+
+def fake() -> tuple[int, int]:
+    """Two hops over the process group of Megatron's --fake-process-group."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from megatron_patch.collectives.topology import two_hops
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=16)
+    hops = two_hops(dist.group.WORLD, 8)
+    return hops.nodes, hops.local
+
+
+def test_two_hops_of_megatron_s_fake_process_group(pool: Any) -> None:
+    assert pool.run(fake, world_size=1) == [(2, 8)]
 
 
 def groups_of_my_own() -> dict[str, list[int]]:

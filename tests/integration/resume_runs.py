@@ -45,7 +45,7 @@ CASES: dict[str, tuple[Run, int]] = {
 SLOW = ("dense-bf16", "two-instances", "replicated", "late", "onebit", "muon-experts", "muon-no-layout")
 """Cases whose parts the others and the tests on the pool have too: `make test-slow` runs them."""
 SWITCHES = {
-    "to-2-bits": ["--compression-bits", "2"],
+    "to-2-bits": ["--compression-method", "loco", "--compression-bits", "2"],
     "to-error-feedback": ["--compression-method", "error_feedback"],
     "to-none": ["--compression-method", "none"],
     "to-stock": None,

@@ -5,10 +5,12 @@ On Megatron's real DDP, buckets and distributed optimizer (tiny_model.py), 4 ran
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from integration.seam_runs import (
     MANY,
     RANKS,
@@ -23,6 +25,52 @@ from integration.seam_runs import (
 )
 from simulation.agreement import Agreement
 from simulation.loco_float64 import LoCoSimulation
+
+from megatron_patch.collectives.exchange import ExchangeTraffic
+from megatron_patch.config import CompressionConfig
+from megatron_patch.integration.chunk import ChunkState
+
+
+class Recorded:
+    """An exchange, and its handle, that note when they are waited for."""
+
+    def __init__(self, name: str, waits: list[str]) -> None:
+        self.name, self.waits = name, waits
+
+    def start(self, *_: object) -> Recorded:
+        return self
+
+    def wait(self) -> None:
+        self.waits.append(self.name)
+
+    def states(self) -> list[Any]:
+        return []
+
+    def traffic(self, tensor: object) -> ExchangeTraffic:
+        return ExchangeTraffic()
+
+
+def test_an_exchange_waits_for_old_ones_of_its_own_group_only():
+    """Ranks may dispatch dense and expert buckets in unlike orders. The chunks of a rank have one limit."""
+    waits: list[str] = []
+    chunks = [ChunkState(CompressionConfig(), torch.device("cpu")) for _ in range(2)]
+    for number, group in enumerate(("dense", "dense", "expert", "dense", "expert", "expert")):
+        exchange = Recorded(f"{group} {number}", waits)
+        chunks[number % 2].start(exchange, None, None, True, group)
+    assert waits == ["dense 0", "expert 2"]
+
+
+def test_the_chunks_of_a_rank_share_their_buffers():
+    """One chunk's payloads are over when the next one's begin; after `disable` there are others."""
+    from megatron_patch import disable
+
+    first, second = (ChunkState(CompressionConfig(), torch.device("cpu")) for _ in range(2))
+    taken = first.workspace.take(3, 1000)
+    first.workspace.give(taken)
+    assert second.workspace.take(2, 1000).data_ptr() == taken.data_ptr()
+    assert first.workspace.nbytes == second.workspace.nbytes == 3000
+    disable()
+    assert ChunkState(CompressionConfig(), torch.device("cpu")).workspace.nbytes == 0
 
 
 def delayed(start: int, steps: int) -> dict[str, Any]:
@@ -107,7 +155,7 @@ def test_a_skipped_step_forgets_the_errors_and_does_not_count(pool):
         }
 
 
-def replayed(model: dict[str, Any]) -> dict[str, Any]:
+def replayed(model: dict[str, Any], machine: bool) -> dict[str, Any]:
     import megatron_patch
 
     tiny, compressor = built(model, {"bits": 4})
@@ -115,7 +163,7 @@ def replayed(model: dict[str, Any]) -> dict[str, Any]:
     tiny.step(tiny.random_gradients(1))
     wire = compressor.report.traffic.nbytes
     tiny.exchange(tiny.random_gradients(2))
-    with rerunning():
+    with rerunning() if machine else nullcontext():
         again = tiny.exchange(tiny.random_gradients(2))
     report: dict[str, Any] = {"again": again, "errors": errors_of(compressor)}
     tiny.optimizer.step()
@@ -136,9 +184,11 @@ def replayed(model: dict[str, Any]) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.parametrize("machine", [True, False], ids=["rerun state machine", "another loop"])
 @pytest.mark.parametrize("model", [{}, SEVERAL], ids=["plain", "several groups"])
-def test_a_replayed_backward_pass_forgets_the_errors_and_counts_once(pool, model):
-    for report in pool.run(replayed, model):
+def test_a_replayed_backward_pass_forgets_the_errors_and_counts_once(pool, model, machine):
+    """By Megatron's rerun state machine, or unknown to it, as PagedStashRunner does."""
+    for report in pool.run(replayed, model, machine):
         for mine, theirs in (("again", "fresh"), ("errors", "fresh errors")):
             for a, b in zip(report[mine], report[theirs], strict=True):
                 assert np.array_equal(a.numpy(), b.numpy())

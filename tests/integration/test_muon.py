@@ -62,6 +62,10 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+SLOW = ("layout-tp2-dp2", "no-layout-dp4", "no-layout-ep2-dp4", "replicated-dp4")
+"""Cases whose parts others have too: `make test-slow` runs them."""
+
+
 @pytest.fixture(autouse=True)
 def _served() -> None:
     core = pytest.importorskip("megatron.core")
@@ -109,7 +113,9 @@ def distance(reports: list[dict[str, Any]], mine: str) -> float:
     return (squares(mine, "uncompressed") / squares("initial", "uncompressed")) ** 0.5
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
+)
 def test_muon_gets_the_simulated_gradients(pool, name):
     ranks, model, compression = CASES[name]
     reports = pool.run(train, model, compression, world_size=ranks)
@@ -132,7 +138,6 @@ def test_muon_gets_the_simulated_gradients(pool, name):
 
 # name: (model, whether its gather is coded)
 GATHERS = {
-    "layout-dp4": (muon("layout"), True),
     "layout-dp4-overlap": (muon("layout", GATHERED), True),
     "layout-ep2-dp4": (muon("layout", **MOE), True),
     "layout-tp2-sp-dp2": (muon("layout", tp=2, sequence_parallel=True, **tp_mode("duplicated")), True),
@@ -144,7 +149,7 @@ GATHERS = {
 def test_the_exact_weight_gather_changes_no_bit(pool, name):
     model, coded = GATHERS[name]
     rate = {"learning_rate": 1e-3, "optimizer": {"adam_eps": 1e-8} | model.get("optimizer", {})}
-    for stock, exact in pool.run(both, model | rate, {"method": "loco", **LOCO}, 12, "nothing"):
+    for stock, exact in pool.run(both, model | rate, {"method": "loco", **LOCO}, 8, "nothing"):
         assert differences(stock, exact) == []
         assert set(exact["stock"]) == ({None} if coded else set())
         if coded:

@@ -39,6 +39,13 @@ CASES = {
 }
 
 
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in ("precision-aware", "offloaded")))
+    for name in CASES
+]
+"""Others have what the slow ones have, and more."""
+
+
 def stands_in(model: dict[str, Any]) -> Any:
     offloaded = model["optimizer"].get("optimizer_cpu_offload", False)
     return offloading() if offloaded else fused_adam()
@@ -70,7 +77,7 @@ def _stand_in_is_accepted(name: str) -> None:
         pytest.skip("the stand-in for FusedAdam is for megatron-core 0.19")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_optimizer_gets_the_simulated_gradients(pool, name):
     reports = pool.run(train, CASES[name], LOCO, world_size=4)
     layout = Layout(4)
@@ -85,9 +92,9 @@ def test_the_optimizer_gets_the_simulated_gradients(pool, name):
         assert all(np.array_equal(mine, reports[r]["compressed"][its_name]) for r, its_name in others)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_exact_weight_gather_changes_no_bit(pool, name):
-    for stock, exact in pool.run(gathered, CASES[name], {"method": "loco", **LOCO}, 12, "nothing"):
+    for stock, exact in pool.run(gathered, CASES[name], {"method": "loco", **LOCO}, 8, "nothing"):
         assert differences(stock, exact) == []
         assert set(exact["stock"]) == {None}
         assert set(exact["raw"]) <= {"not_coded"}

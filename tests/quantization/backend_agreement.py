@@ -204,3 +204,29 @@ def check_decompress_reduce(
     assert torch.equal(found.isnan(), wanted.isnan())
     assert same(found.nan_to_num(), wanted.nan_to_num())
     assert (found[length:] == 7).all(), "nothing is written beyond the shard"
+
+
+def check_decompress(
+    backend: Backend | Any,
+    codec: Codec,
+    layout: BlockLayout,
+    *,
+    dtype: torch.dtype,
+    kind: str,
+    seed: int,
+    device: torch.device,
+) -> None:
+    """One payload of each shard, as an all-reduce ends; rows of the payload are longer than they need be."""
+    sender = sender_of(layout, device)
+    sender.codec = codec
+    payload = torch.empty(layout.shards, layout.payload_bytes, dtype=torch.uint8, device=device)
+    compress_by(reference, sender, gradient_of(layout.numel, seed, torch.float32, kind).to(device), payload)
+    rows = torch.full((layout.shards, layout.payload_bytes + 32), 0xA5, dtype=torch.uint8, device=device)
+    rows[:, : layout.payload_bytes] = payload
+    found, wanted = (torch.full((layout.numel + 8,), 7.0, dtype=dtype, device=device) for _ in range(2))
+    backend.decompress(rows, codec, layout, found[: layout.numel])
+    one_shard = reference_reduce.decompress_reduce
+    reference_reduce.decompress(payload, codec, layout, wanted[: layout.numel], one_shard)
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert same(found.nan_to_num(), wanted.nan_to_num())
+    assert (found[layout.numel :] == 7).all(), "nothing is written beyond the tensor"

@@ -19,6 +19,7 @@ from quantization.backend_agreement import (
     COMPRESS,
     DECOMPRESS,
     check_compress,
+    check_decompress,
     check_decompress_reduce,
     only_torch,
     random_spans,
@@ -63,7 +64,7 @@ BACKENDS = [
         OnDevice(f"native-{name}", native, "cpu", 3000, 120, (16, 64, 128, 1024, "shard"), variant=index)
         for index, name in enumerate(native.variants())
     ),
-    OnDevice("triton-interpreted", triton_kernels, "cpu", 2500, 20, (16, 64, 128, 1024), NO_INTERPRETER),
+    OnDevice("triton-interpreted", triton_kernels, "cpu", 1500, 20, (16, 64, 128, 1024), NO_INTERPRETER),
     OnDevice("triton-gpu", triton_kernels, "cuda", 300_000, 300, (16, 64, 128, 1024, 4096), GPU),
 ]
 every_backend = pytest.mark.parametrize(
@@ -121,6 +122,37 @@ def test_the_reduced_shard_is_the_reference_s_bits(tested):
 
     with tested.chosen():
         check()
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+@pytest.mark.parametrize(
+    "tested",
+    [
+        pytest.param(
+            tested, id=tested.name, marks=pytest.mark.skipif(bool(tested.without), reason=tested.without)
+        )
+        for tested in BACKENDS
+        if hasattr(tested.backend, "decompress")
+    ],
+)
+def test_all_shards_in_one_launch_are_the_reference_s_bits(tested):
+    @given(
+        size=st.integers(1, tested.most),
+        shards=st.integers(1, 9),
+        codec=CODECS,
+        block_size=st.sampled_from(tested.blocks),
+        spans=SPANS,
+        dtype=DECOMPRESS["dtype"],
+        kind=DECOMPRESS["kind"],
+        seed=DECOMPRESS["seed"],
+    )
+    @settings(max_examples=tested.examples // 2, deadline=None)
+    def check(size, shards, codec, block_size, spans, **options):
+        spans = None if spans is None else random_spans(size, spans)
+        layout = BlockLayout.of(size, shards, codec.bits, block_size, spans=spans)
+        check_decompress(tested.backend, codec, layout, device=torch.device(tested.device), **options)
+
+    check()
 
 
 # --- what a backend serves -------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from quantization.backend_agreement import compress_by, random_spans, same, sender_of
 
 from megatron_patch.compensation import compress as reference
+from megatron_patch.errors import UserError
 from megatron_patch.quantization.blocks import BlockTable, Contents, Span
 from megatron_patch.quantization.layout import BlockLayout
 
@@ -204,3 +205,13 @@ def test_bits_of_an_element(row, most, shards):
     numel = 4096 * row
     layout = BlockLayout.of(numel, shards, 4, 128, spans=[Span.of(0, (4096, row))])
     assert 8 * shards * layout.payload_bytes / numel <= most + 0.003
+
+
+def test_a_shard_whose_places_pass_32_bits_is_refused():
+    """An unbucketed model of many billions over few ranks."""
+    numel = 2**31 + 4096
+    spans = [Span.of(0, (numel // 4096, 4096))]
+    with pytest.raises(UserError, match="ddp_bucket_size, or use more data-parallel ranks"):
+        BlockTable.of(spans, [[(0, numel)]], 4096, 8)
+    last = BlockTable.of(spans, [[(0, 2**31 - 1)]], 4096, 8).places[0, -1].tolist()
+    assert last == [2**31 - 4096, 4095, 2**29 - 1024]

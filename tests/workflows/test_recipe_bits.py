@@ -81,8 +81,7 @@ def bits_of(shapes: list[tuple[int, ...]], ranks: int, bits: int) -> float:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("bits", [4, 2])
-@pytest.mark.parametrize("ranks", [None, 48])
+@pytest.mark.parametrize(("bits", "ranks"), [(4, None), (4, 48), (2, None)])
 def test_a_recipe_takes_hardly_more_than_codes_and_scales(name: str, bits: int, ranks: int | None) -> None:
     configured = load(shipped(f"configs/models/{name}.yaml"), ["launch.device=cpu"])
     flags, launch = configured.megatron, configured.launch

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -21,6 +22,11 @@ from megatron_patch.integration.checkpoint import files as sidecar
 from megatron_patch.integration.checkpoint.files import RankFile
 from megatron_patch.integration.checkpoint.rank_state import RankState
 from megatron_patch.integration.seams.optimizer_step import loss_scale
+
+_STAGING = ".compression-"
+
+_live: WeakSet[ErrorSave] = WeakSet()
+"""Rank 0's saves that are neither in place nor discarded."""
 
 
 def content_of(rank: RankState, iteration: int, scale: float) -> dict[str, Any]:
@@ -77,43 +83,49 @@ class ErrorSave:
 
     def __init__(self, chunks: Sequence[Any], checkpoint: Path, iteration: int, optimizer: Any) -> None:
         self.checkpoint = checkpoint
-        self._staging = checkpoint.with_name(f".compression-{iteration:07d}")
         self._rank = RankState(chunks)
         self._content = content_of(self._rank, iteration, loss_scale(optimizer))
-        self._tensors = {name: tensor.cpu() for name, tensor in self._rank.tensors()}
+        self._tensors = dict(self._rank.tensors())
         self._file: RankFile | None = None
         self._problem: str | None = None
         self._thread: threading.Thread | None = None
-        self.id = self._make_staging()
+        self.id = uuid.uuid4().hex  # rank 0's is all ranks'
+        self._make_staging()
 
-    def _make_staging(self) -> str:
-        """Rank 0 makes an empty folder, and an id that all ranks use."""
-        answer: list[str | None] = [None, None]
+    @property
+    def _staging(self) -> Path:
+        return self.checkpoint.with_name(f"{_STAGING}{self.id}")
+
+    def _make_staging(self) -> None:
+        """Rank 0 makes an empty folder, named by an id that all ranks use, and removes what a kill left."""
+        answer: list[str | None] = [self.id, None]
         if dist.get_rank() == 0:
             try:
-                for left_over in self._staging.parent.glob(".compression-*"):
+                live = {save._staging for save in _live}  # an asynchronous one may not be final yet
+                for left_over in set(self._staging.parent.glob(f"{_STAGING}*")) - live:
                     shutil.rmtree(left_over, ignore_errors=True)
                 self._staging.mkdir(parents=True)
-                answer = [uuid.uuid4().hex, None]
+                _live.add(self)
             except OSError as error:
-                answer = [None, error.strerror or str(error)]
+                answer[1] = error.strerror or str(error)
         dist.broadcast_object_list(answer, src=0)
-        self._refuse([(0, answer[1])])
         assert answer[0] is not None
-        return answer[0]
+        self.id = answer[0]
+        self._refuse([(0, answer[1])])
 
     def write(self) -> None:
         """Write this rank's file; what goes wrong is told by `complete`."""
         try:
             if self._tensors:
-                self._file = sidecar.write_rank_file(self._staging, dist.get_rank(), self._tensors)
+                tensors = {name: tensor.cpu() for name, tensor in self._tensors.items()}
+                self._file = sidecar.write_rank_file(self._staging, dist.get_rank(), tensors)
         except OSError as error:
             self._problem = error.strerror or str(error)
         self._tensors = {}
 
     def start(self) -> None:
         """`write` in the background, from a copy of the states."""
-        self._tensors = {name: tensor.clone() for name, tensor in self._tensors.items()}
+        self._tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self._tensors.items()}
         self._thread = threading.Thread(target=self.write, name="megatron-loco-save")
         self._thread.start()
 
@@ -142,13 +154,15 @@ class ErrorSave:
         return {"id": self.id, **self._content, **listed(files, everyone)}
 
     def publish(self) -> None:
-        """On one rank, after `complete` and before the checkpoint is announced: move it into place."""
+        """On rank 0, after `complete` and before the checkpoint is announced: move it into place."""
         sidecar.publish(self._staging, self.checkpoint / sidecar.FOLDER)
+        _live.discard(self)
 
     def discard(self) -> None:
         """Remove what is not in place."""
         if dist.get_rank() == 0:
             shutil.rmtree(self._staging, ignore_errors=True)
+            _live.discard(self)
 
     def _refuse(self, problems: list[tuple[int, str | None]]) -> None:
         for rank, problem in problems:

@@ -17,14 +17,29 @@ prime: no column of a weight matrix stays in one column of the sketch.
 from __future__ import annotations
 
 import functools
+import importlib
 import random
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 COLUMNS = 1021
-_STRETCH = 256 * COLUMNS
-_TABLE = 16 * _STRETCH
+STRETCH = 256 * COLUMNS
+_TABLE = 16 * STRETCH
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements that follow each other: `values`, of any float dtype, times `factor`.
+
+    The k-th stretch of them takes its signs from the table's `starts`[k]-th on.
+    """
+
+    values: torch.Tensor
+    factor: float
+    starts: list[int]
 
 
 class NormSketch:
@@ -37,26 +52,49 @@ class NormSketch:
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._random = random.Random(seed)
-        self._values = torch.zeros(COLUMNS, device=device)
+        self._device = device
+        self._pieces: list[Piece] = []
 
     def add(self, piece: torch.Tensor, factor: float) -> None:
-        """Add the next elements, `factor` times `piece` of any float dtype and shape."""
-        signs = _signs(self._values.device)
-        for part in piece.reshape(-1).split(_STRETCH):
-            start = self._random.randrange(_TABLE - part.numel())
-            signed = part * signs[start : start + part.numel()]
-            whole = part.numel() // COLUMNS * COLUMNS
-            self._values.add_(signed[:whole].view(-1, COLUMNS).sum(0, dtype=torch.float32), alpha=factor)
-            self._values[: part.numel() - whole].add_(signed[whole:], alpha=factor)
+        """Add the next elements, `factor` times `piece` of any float dtype and shape; they are read later."""
+        values = piece.reshape(-1)
+        stretches = range(0, values.numel(), STRETCH)
+        starts = [self._random.randrange(_TABLE - min(values.numel() - at, STRETCH)) for at in stretches]
+        self._pieces.append(Piece(values, factor, starts))
 
     def squared_norm_of_mean(self, group: dist.ProcessGroup) -> torch.Tensor:
         """An estimate of |mean over the group's ranks|^2, fp64 []; every rank of it must call this once."""
-        dist.all_reduce(self._values, group=group)
-        return (self._values.double() / group.size()).square().sum()
+        values = self._folded()
+        dist.all_reduce(values, group=group)
+        return (values.double() / group.size()).square().sum()
+
+    def _folded(self) -> torch.Tensor:
+        if self._device.type == "cuda":  # Triton is imported where a GPU is used only
+            kernel = importlib.import_module("megatron_patch.integration.onebit_adam.sketch_kernel")
+            folded: torch.Tensor = kernel.fold(self._pieces, signs(self._device))
+            return folded
+        return fold(self._pieces, signs(self._device))
+
+
+def fold(pieces: list[Piece], table: torch.Tensor) -> torch.Tensor:
+    """The sketch of pieces, fp32 [COLUMNS]."""
+    values = torch.zeros(COLUMNS, device=table.device)
+    for part, factor, start in _stretches(pieces):
+        signed = part * table[start : start + part.numel()]
+        whole = part.numel() // COLUMNS * COLUMNS
+        values.add_(signed[:whole].view(-1, COLUMNS).sum(0, dtype=torch.float32), alpha=factor)
+        values[: part.numel() - whole].add_(signed[whole:], alpha=factor)
+    return values
+
+
+def _stretches(pieces: list[Piece]) -> Iterator[tuple[torch.Tensor, float, int]]:
+    for piece in pieces:
+        for part, start in zip(piece.values.split(STRETCH), piece.starts, strict=True):
+            yield part, piece.factor, start
 
 
 @functools.cache
-def _signs(device: torch.device) -> torch.Tensor:
+def signs(device: torch.device) -> torch.Tensor:
     """Random +1 and -1, int8 [_TABLE]."""
     generator = torch.Generator().manual_seed(20_210_202)
     return torch.randint(2, (_TABLE,), generator=generator, dtype=torch.int8).mul_(2).sub_(1).to(device)

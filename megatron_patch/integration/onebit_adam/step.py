@@ -137,7 +137,7 @@ class OneBitAdam:
                     update.form(held, bucket.grad_data, beta1, factor * seam.momentum.mean_factor)
                     if stage.made.exchanges:
                         exchange = stage.made.exchanges[place]
-                        handles.append(state.start(exchange, held, held, average=True))
+                        handles.append(state.start(exchange, held, held, True, stage.group))
                 for handle in handles:
                     handle.wait()
             seam.momentum.clear_padding()
@@ -162,23 +162,22 @@ class OneBitAdam:
             beta1, beta2 = group["betas"]
             if "step" in group:
                 group["step"] = steps
+            updated = []
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
                 state = part.optimizer.state[parameter]
                 if "step" in state:
                     state["step"].fill_(steps)
-                state["exp_avg"].copy_(parameter.grad)
-                update.update(
-                    parameter,
-                    parameter.grad,
-                    state["exp_avg_sq"],
-                    lr=float(group["lr"]),
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    momentum_bias=1 - beta1**steps,
-                    variance_bias=1 - beta2**variance_steps,
-                )
+                updated.append((parameter, parameter.grad, state["exp_avg_sq"], state["exp_avg"]))
+            sizes = update.Sizes(
+                lr=float(group["lr"]),
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                momentum_bias=1 - beta1**steps,
+                variance_bias=1 - beta2**variance_steps,
+            )
+            update.update(updated, sizes)
 
     @contextmanager
     def _momentum_as_gradients(self) -> Iterator[None]:

@@ -13,7 +13,24 @@ T the steps of the warm-up, in which v was made.
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the parameters of one group of an optimizer have in common in a step."""
+
+    lr: float
+    weight_decay: float
+    eps: float
+    momentum_bias: float
+    """1 - b1^t."""
+    variance_bias: float
+    """1 - b2^T."""
 
 
 def form(momentum: torch.Tensor, gradient: torch.Tensor, beta1: float, factor: float) -> None:
@@ -21,25 +38,35 @@ def form(momentum: torch.Tensor, gradient: torch.Tensor, beta1: float, factor: f
     momentum.mul_(beta1).add_(gradient, alpha=(1 - beta1) * factor)
 
 
-def update(
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""x, m, v, and where Adam keeps its m (`exp_avg`); of one shape."""
+
+
+def update(parameters: Sequence[Tensors], sizes: Sizes) -> None:
+    """x <- x - lr*(m^ / (sqrt(v^) + eps) + weight_decay*x), and exp_avg <- m, in fp32.
+
+    An element whose variance is 0 never had a gradient: what its momentum says is its block's rounding, and
+    it stays put (but for weight decay).
+    """
+    if any(tensor.device.type == "cuda" for tensors in parameters for tensor in tensors):
+        # Triton is imported where a GPU is used only.
+        kernel = importlib.import_module("megatron_patch.integration.onebit_adam.update_kernel")
+        parameters = kernel.update(parameters, sizes)
+    for tensors in parameters:
+        _update_one(*tensors, sizes)
+
+
+def _update_one(
     parameter: torch.Tensor,
     momentum: torch.Tensor,
     variance: torch.Tensor,
-    *,
-    lr: float,
-    weight_decay: float,
-    eps: float,
-    momentum_bias: float,
-    variance_bias: float,
+    exp_avg: torch.Tensor,
+    sizes: Sizes,
 ) -> None:
-    """x <- x - lr*(m^ / (sqrt(v^) + eps) + weight_decay*x), all fp32 of one shape.
-
-    `momentum_bias` is 1 - b1^t, `variance_bias` is 1 - b2^T. An element whose variance is 0 never had a
-    gradient: what its momentum says is its block's rounding, and it stays put (but for weight decay).
-    """
-    if weight_decay:
-        parameter.mul_(1 - lr * weight_decay)
-    size = (variance / variance_bias).sqrt_().add_(eps)
+    exp_avg.copy_(momentum)
+    if sizes.weight_decay:
+        parameter.mul_(1 - sizes.lr * sizes.weight_decay)
+    size = (variance / sizes.variance_bias).sqrt_().add_(sizes.eps)
     step = momentum / size
     step.masked_fill_(variance == 0, 0.0)
-    parameter.add_(step, alpha=-lr / momentum_bias)
+    parameter.add_(step, alpha=-sizes.lr / sizes.momentum_bias)

@@ -37,11 +37,11 @@ def settled(phase: Phase, parts: Sequence[Any]) -> bool:
     """Look at Megatron's optimizers after a step of theirs. Every rank of the job must call it."""
     rates = [float(group["lr"]) for part in parts for group in part.optimizer.param_groups]
     sizes = [
-        state["exp_avg_sq"].sum(dtype=torch.float64).cpu()
+        state["exp_avg_sq"].sum(dtype=torch.float64)
         for part in parts
         for state in part.optimizer.state.values()
     ]
-    norm = torch.stack([torch.zeros((), dtype=torch.float64), *sizes]).sum()
+    norm = torch.stack(sizes or [torch.zeros((), dtype=torch.float64)]).sum()
     steps = max(map(adam_steps, parts), default=0)
     beta2 = max((part.config.adam_beta2 for part in parts), default=0.0)
     most = torch.tensor([max(rates, default=0.0), steps, beta2], dtype=torch.float64)

@@ -224,7 +224,10 @@ class BucketGroupSeam:
         """1-bit Adam after its warm-up: the optimizer's step will exchange momentum (onebit_adam/step.py)."""
         assert self.momentum is not None
         if force_all_reduce:
-            raise RuntimeError("megatron-loco: onebit_adam reduces no gradients after its warm-up")
+            raise RuntimeError(
+                "megatron-loco: onebit_adam reduces no gradients after its warm-up; leave out what asks for "
+                "them by force_all_reduce, such as --save-wgrads-interval"
+            )
         with intercepted() as calls:
             self._original(force_all_reduce=force_all_reduce)
         self._check(calls)
@@ -240,7 +243,7 @@ class BucketGroupSeam:
                 handle.wait()  # the next stage needs an earlier one's sum
             if stage.made.exchanges:
                 handles = [
-                    self._state.start(exchange, tensor, output, calls.average)
+                    self._state.start(exchange, tensor, output, calls.average, stage.group)
                     for exchange, (output, tensor) in zip(
                         stage.made.exchanges, calls.of(stage.kind), strict=True
                     )
@@ -253,12 +256,13 @@ class BucketGroupSeam:
         With overlap it is one of its own: what is compressed, and what is waited for so that few buckets are
         in flight, must not hold up the backward pass.
         """
-        config, stream = self.group.ddp_config, self._state.stream
-        if not config.overlap_grad_reduce or stream is None:
+        config = self.group.ddp_config
+        if not config.overlap_grad_reduce or self._state.device.type != "cuda":
             return None
         if config.num_distributed_optimizer_instances > 1:
             upstreams: torch.cuda.Stream = self.group.communication_stream  # which has waited already
             return upstreams
+        stream = self._state.workspace.pool.stream_of(self.stages[0].group)
         stream.wait_stream(torch.cuda.current_stream())
         return stream
 
@@ -277,7 +281,7 @@ class BucketGroupSeam:
         """Tell the chunk's state of a backward pass that runs again within one optimizer step."""
         state = self._state
         if self.exchanged:
-            if get_rerun_state_machine().state in _REPLAYING:
+            if state.optimizer_seen or get_rerun_state_machine().state in _REPLAYING:
                 state.replayed()
             else:
                 state.exchanged_twice()

@@ -7,6 +7,7 @@ left to the reference: its blocks do not fit a tile (`supports`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import triton
@@ -23,12 +24,14 @@ from megatron_patch.quantization.triton_kernels.rotation import diagonal
 
 _TILE = 2048  # elements, of compress: 16 for each of 128 threads
 _LARGEST_BLOCK = 4096
-_TILES_OF_A_PROGRAM = 16  # at most: enough to hide how it begins and ends
-_PROGRAMS_PER_MULTIPROCESSOR = 8
+_THREADS = 128
+_RESIDENT = 4  # programs on a multiprocessor, until a kernel was compiled
 _LANES = 128  # of decompress_reduce: one for each of 128 threads
 CODECS = {("uniform", bits) for bits in (8, 4, 3, 2)} | {("levels", bits) for bits in LEVELS} | {("sign", 1)}
 """Names and bits of the codecs that the kernels know."""
 _ERRORS = {torch.int8: 1, torch.bfloat16: 2, torch.float32: 3}
+_resident: dict[tuple[object, ...], int] = {}
+"""How many programs of a compress kernel a multiprocessor has room for, by the kernel's constants."""
 
 
 def supports(codec: Codec, layout: BlockLayout) -> bool:
@@ -61,8 +64,24 @@ def compress(
     aligned = regular and layout.shard_size % 16 == 0 and layout.numel == layout.shards * layout.shard_size
     whole, levels = _whole(layout), codec.name == "levels"
     unused = payload  # any pointer will do where there is nothing to point to
+    constants = {
+        "BITS": layout.bits,
+        "B": layout.block,
+        "ROWS": rows,
+        "BF16": gradient.dtype == torch.bfloat16,
+        "ERROR": 0 if values is None else _ERRORS[values.dtype],
+        "ALIGNED": aligned,
+        "REGULAR": regular,
+        "WHOLE": whole and (levels or codec.rotation.sender),
+        "LEVELS": levels,
+        "ROTATE": codec.rotation.sender,
+        "BETA_IS_ZERO": beta == 0,
+        "STOCHASTIC": noise is not None,
+    }
+    key = (gradient.device, gradient.dtype, *constants.values())
+    programs = _programs(layout, rows, gradient.device, _resident.get(key, _RESIDENT))
     statistics.zero_()
-    compress_kernel[(_programs(layout, rows, gradient.device), layout.shards)](
+    launched = compress_kernel[(programs, layout.shards)](
         _as_bits(gradient),
         unused if values is None else _as_bits(values),
         unused if scales is None else scales.view(torch.int16),
@@ -83,29 +102,37 @@ def compress(
         largest_scale(LEVELS[codec.bits][-1] if levels else max(2 ** (layout.bits - 1) - 1, 1)),
         largest_scale(127),
         STEPS[codec.bits] / 64 if levels else 0.0,
-        BITS=layout.bits,
-        B=layout.block,
-        ROWS=rows,
-        BF16=gradient.dtype == torch.bfloat16,
-        ERROR=0 if values is None else _ERRORS[values.dtype],
-        ALIGNED=aligned,
-        REGULAR=regular,
-        WHOLE=whole and (levels or codec.rotation.sender),
-        LEVELS=levels,
-        ROTATE=codec.rotation.sender,
-        BETA_IS_ZERO=beta == 0,
-        STOCHASTIC=noise is not None,
+        **constants,
         enable_fp_fusion=False,
         # Left alone it takes 200 for addresses, and a multiprocessor has room for half as many programs. But
         # rotation and levels have no use for less: they would spill.
         maxnreg=None if aligned or levels or codec.rotation.sender else 128 if regular else 168,
     )
+    if key not in _resident and getattr(launched, "n_regs", None) and gradient.device.type == "cuda":
+        of_device = torch.cuda.get_device_properties(gradient.device)
+        _resident[key] = resident_programs(launched.n_regs, launched.metadata.shared, of_device)
 
 
 def decompress_reduce(
     payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor, divisor: int = 1
 ) -> None:
     """quantization.decompress_reduce.decompress_reduce, for tensors of the GPU that is current."""
+    _decompress(payloads, codec, layout, output, payloads.shape[0], divisor)
+
+
+def decompress(payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor) -> None:
+    """quantization.decompress_reduce.decompress, in one launch."""
+    _decompress(payloads, codec, layout, output, 1, 1)
+
+
+def _decompress(
+    payloads: torch.Tensor,
+    codec: Codec,
+    layout: BlockLayout,
+    output: torch.Tensor,
+    senders: int,
+    divisor: int,
+) -> None:
     if layout.table is not None:
         output.zero_()  # what is in no block
     words = _as_words(payloads, layout)
@@ -115,7 +142,7 @@ def decompress_reduce(
     words_of_lane = min(4, width, layout.block * width // word)
     elements_of_lane = words_of_lane * word // width
     lanes = max(_LANES, layout.block // elements_of_lane)  # of whole blocks, which may be rotated back
-    grid = (triton.cdiv(layout.blocks * layout.block, lanes * elements_of_lane),)
+    grid = (triton.cdiv(layout.blocks * layout.block, lanes * elements_of_lane), layout.shards)
     whole = _whole(layout)
     decompress_reduce_kernel[grid](
         words,
@@ -123,18 +150,20 @@ def decompress_reduce(
         _places(layout, payloads),
         diagonal(layout.block, whole, output.device) if codec.rotation.owner else payloads,
         _as_bits(output),
-        min(output.numel(), layout.shard_size),
-        min(layout.numel, layout.shard_size),
+        output.numel(),
+        layout.numel,
+        layout.shard_size,
         layout.blocks,
-        payloads.shape[0],
+        senders,
         layout.code_bytes // 16,
-        layout.payload_bytes // 16,
+        payloads.stride(0) // 16,
         15 if layout.bits == 3 else 2**layout.bits - 1,
         float(divisor),
         BITS=layout.bits,
         B=layout.block,
         LANES=lanes,
         V=words_of_lane,
+        SHARDS=layout.shards > 1,
         REGULAR=layout.table is None,
         WHOLE=whole and codec.rotation.owner,
         LEVELS=codec.name == "levels",
@@ -164,11 +193,24 @@ def _whole(layout: BlockLayout) -> bool:
     return layout.table is None and filled and layout.shard_size % layout.block == 0
 
 
-def _programs(layout: BlockLayout, rows: int, device: torch.device) -> int:
-    """Programs of a shard: many tiles for each, but no multiprocessor without work."""
+def resident_programs(registers: int, shared: int, device: Any) -> int:
+    """Programs that a multiprocessor runs at a time.
+
+    `registers` of a thread, `shared` bytes of a program, `device` as torch.cuda.get_device_properties.
+    """
+    of_program = _THREADS * (-(-registers // 8) * 8)
+    by_registers = device.regs_per_multiprocessor // of_program
+    # The runtime takes 1 KiB of each program's shared memory.
+    by_memory = device.shared_memory_per_multiprocessor // (shared + 1024)
+    by_threads = device.max_threads_per_multi_processor // _THREADS
+    return int(max(min(by_registers, by_memory, by_threads), 1))
+
+
+def _programs(layout: BlockLayout, rows: int, device: torch.device, resident: int) -> int:
+    """Programs of a shard: as many in all as run at a time. More would wait for these, and their tiles would
+    begin without having been fetched ahead."""
     tiles = triton.cdiv(layout.blocks, rows)
     if device.type != "cuda":
         return min(tiles, 2)  # in the interpreter: more than one, so that they share the tiles
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    at_least = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // layout.shards
-    return min(tiles, max(triton.cdiv(tiles, _TILES_OF_A_PROGRAM), at_least, 1))
+    return min(tiles, max(resident * multiprocessors // layout.shards, 1))

@@ -154,18 +154,20 @@ def compress_kernel(
     of_g = tl.zeros([ROWS, B // 16], tl.float64)
     of_e = tl.zeros([ROWS, B // 16], tl.float64)
     bad = tl.zeros([ROWS], tl.int32)
-    # Two stages: the next tile is on its way to shared memory while this one is computed.
-    for tile in tl.range(program, tl.cdiv(blocks, ROWS), tl.num_programs(0), num_stages=2 if ALIGNED else 1):
+    # Three stages, two buffers: the next tile is on its way to shared memory while this one is computed. (Two
+    # stages are one buffer, which is loaded after it was read.)
+    for tile in tl.range(program, tl.cdiv(blocks, ROWS), tl.num_programs(0), num_stages=3 if ALIGNED else 1):
+        first_row = tile * tl.full([], ROWS, tl.int64)
         rows_left = blocks - tile * ROWS
         there = tl.arange(0, ROWS) < rows_left
-        start = tile * tl.full([], TILE, tl.int64)
+        start = first_row * B
         count = tl.minimum(count_in_shard - start, TILE).to(tl.int32)  # of real elements in the tile
         live = in_tile // 16 < count // 16 if ALIGNED else in_tile < count
         at = start + in_tile  # where elements are in the shard
         if REGULAR:
             g = _load(gradient + start, count, ROWS, B, ALIGNED)
         else:
-            here = places + (tile * ROWS + tl.arange(0, ROWS)) * 3
+            here = places + first_row * 3 + tl.arange(0, ROWS) * 3
             first = tl.load(here, mask=there, other=0)
             length = tl.load(here + 1, mask=there, other=0)
             live = in_row < length[:, None]
@@ -184,7 +186,7 @@ def compress_kernel(
             else:
                 stored = _load_rows(error, first, length, ROWS, B)
             if ERROR == 1:
-                old = from_bf16(tl.load(error_scales + tile * ROWS + tl.arange(0, ROWS), mask=there, other=0))
+                old = from_bf16(tl.load(error_scales + first_row + tl.arange(0, ROWS), mask=there, other=0))
                 stored = stored.to(tl.float32)
                 e = stored * old[:, None]
                 h = tl.fma(stored, tl.broadcast_to(old[:, None], stored.shape), g)
@@ -255,11 +257,13 @@ def compress_kernel(
                 second = at_word + tl.cdiv(2 * length, WORD)
                 planes.store(words, halves, at_word, second, low, high, length, WORD)
         elif REGULAR:
-            words_left = code_bytes // (WORD // 8) - tile * (ROWS * WORDS)
+            words_left = tl.minimum(
+                code_bytes // (WORD // 8) - tile * (ROWS * WORDS), tl.minimum(rows_left, ROWS) * WORDS
+            )
             tl.store(
                 words + start // (WORD // BITS) + word_in_tile,
                 sums.to(words.dtype.element_ty),
-                mask=word_in_tile < tl.minimum(words_left, rows_left * WORDS),
+                mask=word_in_tile < words_left.to(tl.int32),
             )
         else:
             word = tl.arange(0, WORDS)[None, :]
@@ -269,7 +273,7 @@ def compress_kernel(
                 mask=word * (WORD // BITS) < length[:, None],
             )
         sent_scale = tl.where(finite, scale.to(tl.int32, bitcast=True) >> 16, NAN).to(tl.int16)
-        tl.store(scales + tile * ROWS + tl.arange(0, ROWS), sent_scale, mask=there)
+        tl.store(scales + first_row + tl.arange(0, ROWS), sent_scale, mask=there)
 
         r = tl.fma(-q, tl.broadcast_to(scale[:, None], q.shape), h)
         if BITS == 1 or (LEVELS and not WHOLE):
@@ -299,29 +303,29 @@ def compress_kernel(
                 whole = quotient(average * new_unit[:, None], head, tail) + _WHOLE
                 tl.store(error + at, whole.to(tl.int32, bitcast=True).to(tl.int8), mask=sent)
                 new = (new.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
-                tl.store(error_scales + tile * ROWS + tl.arange(0, ROWS), new, mask=there & finite)
+                tl.store(error_scales + first_row + tl.arange(0, ROWS), new, mask=there & finite)
             elif ERROR == 2:
                 tl.store(error + at, to_bf16(average), mask=sent)
             else:
                 tl.store(error + at, average, mask=sent)
     if not REGULAR:  # what other shards' codes need more
-        last = places + (blocks - 1) * 3
+        last = places + (blocks - tl.full([], 1, tl.int64)) * 3
         length_of_last = tl.load(last + 1)
         if PLANES:
             used = tl.load(last + 2) + tl.cdiv(length_of_last * 2, WORD) + tl.cdiv(length_of_last, WORD)
         else:
             used = tl.load(last + 2) + tl.cdiv(length_of_last * BITS, WORD)
         for rest_of_codes in tl.range(
-            used + program * 128, code_bytes // (WORD // 8), tl.num_programs(0) * 128
+            used + program.to(tl.int64) * 128, code_bytes // (WORD // 8), tl.num_programs(0) * 128
         ):
             unused = rest_of_codes + tl.arange(0, 128)
             zeros = tl.zeros([128], words.dtype.element_ty)
             tl.store(words + unused, zeros, mask=unused < code_bytes // (WORD // 8))
     if program == 0:  # what alignment leaves between codes, scales and the end of a payload
         if REGULAR:
-            gap = blocks * (B * BITS // 8) + tl.arange(0, 16)
+            gap = blocks * tl.full([], B * BITS // 8, tl.int64) + tl.arange(0, 16)
             tl.store(bytes_ + gap, tl.zeros([16], tl.uint8), mask=gap < code_bytes)
-        gap = code_bytes + 2 * blocks + tl.arange(0, 16)
+        gap = blocks * tl.full([], 2, tl.int64) + code_bytes + tl.arange(0, 16)
         tl.store(bytes_ + gap, tl.zeros([16], tl.uint8), mask=gap < payload_bytes)
     tl.atomic_add(statistics + 0, tl.sum(of_h), sem="relaxed")
     tl.atomic_add(statistics + 1, tl.sum(of_r), sem="relaxed")

@@ -54,13 +54,14 @@ def _codes(words, ones, BITS: tl.constexpr, FIELD: tl.constexpr, WORD: tl.conste
 
 @triton.jit(do_not_specialize=["ones"])
 def decompress_reduce_kernel(
-    words,  # payloads [senders, payload_bytes] as words: int32, or int16 where a block has less bits
+    words,  # payloads [senders or shards, payload_bytes] as words: int32; int16 where a block has less bits
     scales,  # the same as int16, from the first scale on
-    places,  # BlockTable.places, int32 [1, blocks, 3]; unused in a regular cut
+    places,  # BlockTable.places, int32 [shards, blocks, 3]; unused in a regular cut
     diagonal,  # rotation.diagonal, fp32 [B]; unused where nothing is rotated back
     output,  # [length]; bf16 as int16
     length,
-    numel,  # of the shard's real elements
+    numel,  # of real elements
+    shard_size,
     blocks,
     senders,
     code_quads,  # bytes / 16
@@ -71,6 +72,7 @@ def decompress_reduce_kernel(
     B: tl.constexpr,
     LANES: tl.constexpr,
     V: tl.constexpr,
+    SHARDS: tl.constexpr,  # payloads are of as many shards, one each; else of one shard's senders
     REGULAR: tl.constexpr,
     WHOLE: tl.constexpr,  # every block has B elements
     LEVELS: tl.constexpr,  # the levels codec; else a sign is 1 bit, and more are uniform
@@ -82,16 +84,35 @@ def decompress_reduce_kernel(
     WIDTH: tl.constexpr = 2 if PLANES else BITS  # of a code in the first plane
     WORD: tl.constexpr = 32 if B * (1 if PLANES else BITS) >= 32 else 16
     LANE: tl.constexpr = V * (WORD // WIDTH)  # elements, of one block
-    lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    # A program has whole blocks. Lanes, blocks and elements are counted from its first ones.
+    ROWS: tl.constexpr = LANES * LANE // B
+    program = tl.program_id(0).to(tl.int64)
+    payload_words = payload_quads * tl.full([], 128 // WORD, tl.int64)
+    payload_scales = payload_quads * tl.full([], 8, tl.int64)
+    first_element = program * (LANES * LANE)
+    if SHARDS:
+        shard = tl.program_id(1).to(tl.int64)
+        words += shard * payload_words
+        scales += shard * payload_scales
+        places += shard * blocks * 3
+        output += shard * shard_size
+        length = tl.minimum(tl.maximum(length - shard * shard_size, 0), shard_size)
+        numel = tl.minimum(tl.maximum(numel - shard * shard_size, 0), shard_size)
+    places += program * (ROWS * 3)
+    blocks = tl.minimum(blocks - program * ROWS, ROWS).to(tl.int32)
+    lane = tl.arange(0, LANES)
     block = lane // (B // LANE)
     if REGULAR:
-        there = (lane * V < code_quads * (128 // WORD)) & (block < blocks)
+        code_words = code_quads * tl.full([], 128 // WORD, tl.int64) - program * (LANES * V)
+        there = (lane * V < tl.minimum(code_words, LANES * V).to(tl.int32)) & (block < blocks)
         if PLANES:
             there = block < blocks
             in_block = lane % (B // LANE)
+            words += program * (ROWS * (B * 3 // WORD))
             second = words + (block * (B * 3 // WORD) + B * 2 // WORD + in_block)
             words += (block * (B * 3 // WORD) + in_block * V)[:, None] + tl.arange(0, V)[None, :]
         else:
+            words += program * (LANES * V)
             words += lane[:, None] * V + tl.arange(0, V)[None, :]
         coded_there = there[:, None]
     else:
@@ -105,6 +126,7 @@ def decompress_reduce_kernel(
         if PLANES:
             second = words + (first + tl.cdiv(block_length * 2, WORD) + in_block)
         words += first[:, None] + word
+    scales += program * ROWS
     scales += block
     # An argument, not a constant: it, and its shifts, stay in registers, beside the exponents as constants.
     ones = ones.to(tl.uint32)
@@ -118,19 +140,19 @@ def decompress_reduce_kernel(
             even = _codes(even, ones, BITS, 4, WORD, LEVELS)
             odd = _codes(odd, ones, BITS, 4, WORD, LEVELS)
             codes = tl.reshape(tl.join(even, odd), (LANES, LANE))
-            second += payload_quads * (128 // WORD)
+            second += payload_words
         else:
             codes = _codes(coded, ones, BITS, BITS, WORD, LEVELS)
         scale = from_bf16(tl.load(scales, mask=there, other=0))
         total = tl.fma(codes, tl.broadcast_to(scale[:, None], codes.shape), total)
-        words += payload_quads * (128 // WORD)
-        scales += payload_quads * 8
+        words += payload_words
+        scales += payload_scales
     if ROTATE:
-        rows: tl.constexpr = LANES * LANE // B
-        total = tl.reshape(total, (rows, B))
-        row = tl.program_id(0) * rows + tl.arange(0, rows)
+        total = tl.reshape(total, (ROWS, B))
+        row = tl.arange(0, ROWS)
         if REGULAR:
-            real = tl.minimum(tl.maximum(numel - row.to(tl.int64) * B, 0), B).to(tl.int32)
+            in_program = tl.minimum(tl.maximum(numel - first_element, 0), ROWS * B).to(tl.int32)
+            real = tl.minimum(tl.maximum(in_program - row * B, 0), B)
         else:
             real = tl.load(places + 3 * row + 1, mask=row < blocks, other=0)
         total = rotation.hadamard(total, real, B, LANE, WHOLE)
@@ -138,8 +160,9 @@ def decompress_reduce_kernel(
     if DIVIDE:
         total = tl.div_rn(total, tl.zeros([LANES, LANE], tl.float32) + divisor)
     if REGULAR:
-        at = lane.to(tl.int64)[:, None] * LANE + tl.arange(0, LANE)[None, :]
-        wanted = at < length
+        output += first_element
+        at = lane[:, None] * LANE + tl.arange(0, LANE)[None, :]
+        wanted = at < tl.minimum(length - first_element, LANES * LANE).to(tl.int32)
     else:
         at = in_block[:, None] * LANE + tl.arange(0, LANE)[None, :]
         wanted = at < tl.minimum(block_length, length - start)[:, None]

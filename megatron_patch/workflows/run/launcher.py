@@ -31,6 +31,7 @@ from pathlib import Path
 from megatron_patch.errors import UserError
 from megatron_patch.workflows.run import stop_signals
 from megatron_patch.workflows.run.configuration import Launch
+from megatron_patch.workflows.run.one_connection import wants_one_connection
 
 _POLL_SECONDS = 0.1
 _LAST_WORDS_SECONDS = 2.0
@@ -99,8 +100,7 @@ class Job:
             found = {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
             if self.launch.nnodes > 1:  # the loopback interface reaches no other node (train.py asks for it)
                 found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "INTERFACE")
-        elif not {"--use-megatron-fsdp", "--use-torch-fsdp2"} & set(self.flags):
-            # Megatron asserts 1 with tensor or context parallelism up to Hopper, and more than 1 with FSDP.
+        elif wants_one_connection(self.flags):
             found["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         if "--exit-signal-handler" in self.flags:
             found["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_SAVE_SECONDS)

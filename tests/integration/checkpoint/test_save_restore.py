@@ -508,6 +508,102 @@ def test_a_checkpoint_without_errors_says_so(pool: Any, tmp_path: Path) -> None:
     assert "they were not saved (compression.save_error: false)" in lines[0]
 
 
+def save_twice(folder: str) -> tuple[list[str], list[str]]:
+    """In a worker: a save that begins before the one before it is final, and a folder that a kill left."""
+    import torch
+
+    import megatron_patch
+    from megatron_patch.integration.checkpoint.save import ErrorSave
+
+    gpt = _build({}, {})
+    first_rank = torch.distributed.get_rank() == 0
+    if first_rank:
+        Path(folder, ".compression-left").mkdir(parents=True)
+    saves = []
+    for iteration in (7, 8):
+        saves.append(ErrorSave(gpt.chunks, Path(folder, f"iter_{iteration:07d}"), iteration, gpt.optimizer))
+        saves[-1].start()
+    for saving in saves:
+        saving.complete()
+        if first_rank:
+            saving.checkpoint.mkdir()
+            saving.publish()
+    torch.distributed.barrier()
+    megatron_patch.disable()
+    found = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*"))
+    return [path for path in found if path.endswith(".json")], [p for p in found if p[0] == "."]
+
+
+def test_a_save_leaves_one_that_is_not_final_alone(pool: Any, tmp_path: Path) -> None:
+    for manifests, staging in pool.run(save_twice, str(tmp_path), world_size=2):
+        assert manifests == [f"iter_000000{n}/compression/manifest.json" for n in (7, 8)]
+        assert staging == []
+
+
+class OnGpu:
+    """A tensor of a GPU, as far as a save asks: how often it is copied, and its copies are."""
+
+    def __init__(self, tensor: Any, copies: list[str]) -> None:
+        self.tensor, self.copies = tensor, copies
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor, name)
+
+    def cpu(self) -> Any:
+        return self.to("cpu")
+
+    def to(self, device: str, copy: bool = False) -> Any:
+        import torch
+
+        copies = self.copies
+
+        class Copied(torch.Tensor):
+            def clone(self) -> Any:
+                copies.append("clone")
+                return super().clone().as_subclass(torch.Tensor)
+
+        copies.append(device)
+        return self.tensor.to(device, copy=True).as_subclass(Copied)
+
+
+def copies_of_a_save(folder: str, background: bool) -> list[list[str]]:
+    """In a worker: how each state of a GPU is copied."""
+    import torch
+
+    import megatron_patch
+    from megatron_patch.integration.checkpoint.rank_state import RankState
+    from megatron_patch.integration.checkpoint.save import ErrorSave
+
+    gpt = _build({}, {})
+    tensors, copies = RankState.tensors, []
+
+    def counted(self: RankState) -> Iterator[tuple[str, Any]]:
+        for name, tensor in tensors(self):
+            copies.append([])
+            yield name, OnGpu(tensor, copies[-1])
+
+    RankState.tensors = counted
+    try:
+        saving = ErrorSave(gpt.chunks, Path(folder, "iter_0000007"), 7, gpt.optimizer)
+        if background:
+            saving.start()
+        else:
+            saving.write()
+        saving.complete()
+    finally:
+        RankState.tensors = tensors
+    torch.distributed.barrier()
+    megatron_patch.disable()
+    return copies
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_copies_each_state_once(pool: Any, tmp_path: Path, background: bool) -> None:
+    for copies in pool.run(copies_of_a_save, str(tmp_path), background, world_size=2):
+        assert copies
+        assert all(of_one == ["cpu"] for of_one in copies)
+
+
 @contextlib.contextmanager
 def _full_disk(after: int) -> Iterator[None]:
     """No file of this process grows beyond `after` bytes: writing more fails as it does on a full disk."""

@@ -9,14 +9,14 @@ import pytest
 import torch
 from seeds import seeded
 
-from megatron_patch.integration.onebit_adam.norm_sketch import COLUMNS, NormSketch
+from megatron_patch.integration.onebit_adam.norm_sketch import COLUMNS, STRETCH, NormSketch, fold, signs
 
 
 def estimate(pieces: list[torch.Tensor], seed: int) -> float:
     sketch = NormSketch(seed, torch.device("cpu"))
     for piece in pieces:
         sketch.add(piece, 1.0)
-    return float(sketch._values.double().square().sum())
+    return float(sketch._folded().double().square().sum())
 
 
 def shapes(kind: str) -> list[torch.Tensor]:
@@ -49,6 +49,23 @@ def test_nan_and_inf_come_through() -> None:
         piece = torch.ones(5000)
         piece[4000] = bad
         assert not math.isfinite(estimate([piece], 0))
+
+
+def test_the_gpu_s_kernel_folds_as_torch_does() -> None:
+    """In Triton's interpreter: pieces of several lengths and dtypes in one launch for each dtype."""
+    sketch_kernel = pytest.importorskip("megatron_patch.integration.onebit_adam.sketch_kernel")
+    generator = torch.Generator().manual_seed(seeded(3))
+    sketch = NormSketch(3, torch.device("cpu"))
+    for number, size in enumerate((STRETCH + 5000, 17, COLUMNS, 3 * COLUMNS + 1, 8000)):
+        dtype = (torch.float32, torch.bfloat16, torch.float16)[number % 3]
+        values = torch.randn(size + 1, generator=generator).to(dtype)[1:]  # addresses of any alignment
+        sketch.add(values, 0.5 + number)
+    table = signs(torch.device("cpu"))
+    wanted = fold(sketch._pieces, table)
+    found = sketch_kernel.fold(sketch._pieces, table)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+    assert torch.equal(found, sketch_kernel.fold(sketch._pieces, table))
+    assert not sketch_kernel.fold([], table).any()
 
 
 def norm_of_mean(dtype: torch.dtype, count: int) -> tuple[float, float]:

@@ -148,6 +148,13 @@ def test_what_it_cannot_serve_is_refused_in_one_line(pool: Any, option: str) -> 
     refuse_flags(Namespace(**{**vars(flags), "compression_method": "none", "optimizer": "adam"}))
 
 
+def test_saving_gradients_that_are_never_reduced_is_refused() -> None:
+    flags = {"compression_method": "onebit_adam", "save_wgrads_interval": 10}
+    with pytest.raises(UserError, match=r"save_wgrads_interval: 10 .* leave it out"):
+        refuse_flags(Namespace(**flags))
+    refuse_flags(Namespace(**flags | {"compression_method": "loco"}))
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [

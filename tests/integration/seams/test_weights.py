@@ -76,7 +76,18 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
     "onebit-dp4-overlap": (4, bf16(**OVERLAP), {"method": "onebit_adam", "warmup_steps": 6}, "nothing"),
 }
 FAST_STEPS = 10
-IN_PARTS = ("dp4-fp32-gradients", "dp4-overlap", "pp2-dp2-tied", "pp2-vpp2-dp2", "loco-dp4", "onebit-dp4")
+IN_PARTS = (
+    "dp4-fp32-gradients",
+    "dp4-overlap",
+    "dp4-forced",
+    "dp4-precision-aware",
+    "dp4-overlap-precision-aware",  # test_optimizers.py
+    "pp2-dp2-tied",
+    "pp2-vpp2-dp2",
+    "instances2-dp2",
+    "loco-dp4",
+    "onebit-dp4",
+)
 """Cases whose parts others have too."""
 
 
@@ -247,14 +258,14 @@ def test_steps_that_fail_releases_that_differ_and_few_messages_in_flight(pool):
         assert report["detached"]
 
 
-def refused(optimizer: dict[str, Any]) -> str:
+def refused(compression: dict[str, Any], optimizer: dict[str, Any]) -> str:
     from integration.gpt_model import build
 
     import megatron_patch
     from megatron_patch.errors import UserError
 
     gpt = build(**bf16())
-    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**EXACT))
+    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**compression))
     for part in gpt.optimizer.chained_optimizers:
         for name, value in optimizer.items():
             setattr(part.config, name, value)
@@ -268,8 +279,11 @@ def refused(optimizer: dict[str, Any]) -> str:
     return ""
 
 
-def test_an_optimizer_that_is_replayed_from_a_cuda_graph_is_refused(pool):
-    for text in pool.run(refused, {"optimizer_cuda_graph": True}):
+@pytest.mark.parametrize(
+    "compression", [EXACT, {}, {"method": "onebit_adam", "bits": 1, "warmup_steps": 3}], ids=str
+)
+def test_an_optimizer_that_is_replayed_from_a_cuda_graph_is_refused(pool, compression):
+    for text in pool.run(refused, compression, {"optimizer_cuda_graph": True}):
         assert text.startswith("megatron.optimizer_cuda_graph: True cannot be combined with")
         assert "leave it out" in text
 

@@ -1,0 +1,39 @@
+"""Launches of GPU kernels in a step: a bound for every method, and for 1-bit Adam of a model with 7 billion
+parameters."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+MOST = 64
+"""Of a bucket's exchange."""
+BUCKETS, GROUPS = 108, 2
+"""Of a LLaMA with 7 billion parameters in Megatron's buckets; groups with and without weight decay."""
+OTHERS = 12
+"""Of 1-bit Adam in a step: tables that are copied, sums of partial sketches, and the norm itself."""
+FORM = 2
+
+
+def test_exchanges_and_1_bit_adam_launch_few_kernels() -> None:
+    tests = Path(__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tests.parent, tests)))}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("launches.py"))],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=450,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = {name: int(count) for name, count in re.findall(r"(.*) launches=(\d+)", done.stdout)}
+    assert len(found) == 3 * 4 + 2 + 1 + 2
+    assert max(found.values()) <= MOST, found
+    assert found["onebit_adam step of 3"] == found["onebit_adam step of 30"]  # not one for each parameter
+    step = GROUPS * found["onebit_adam step of 30"] + OTHERS
+    assert BUCKETS * (found["onebit_adam flat all-reduce"] + FORM) + step < 1500, found
