@@ -42,7 +42,16 @@ CASES: dict[str, tuple[Run, int]] = {
     # With the distributed optimizer Megatron cannot load this format without Apex or Transformer Engine.
     "legacy-format": (Run([*UNTIED, "--ckpt-format", "torch"], [*LOCO, *STOCHASTIC], without=DISTRIBUTED), 8),
 }
-SLOW = ("dense-bf16", "two-instances", "replicated", "late", "onebit", "muon-experts", "muon-no-layout")
+SLOW = (
+    "dense-bf16",
+    "parallel",
+    "two-instances",
+    "replicated",
+    "late",
+    "onebit",
+    "muon-experts",
+    "muon-no-layout",
+)
 """Cases whose parts the others and the tests on the pool have too: `make test-slow` runs them."""
 SWITCHES = {
     "to-2-bits": ["--compression-method", "loco", "--compression-bits", "2"],

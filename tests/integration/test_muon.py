@@ -145,7 +145,9 @@ GATHERS = {
 }
 
 
-@pytest.mark.parametrize("name", GATHERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "layout-tp2-sp-dp2")) for name in GATHERS]
+)
 def test_the_exact_weight_gather_changes_no_bit(pool, name):
     model, coded = GATHERS[name]
     rate = {"learning_rate": 1e-3, "optimizer": {"adam_eps": 1e-8} | model.get("optimizer", {})}

@@ -39,10 +39,8 @@ CASES = {
 }
 
 
-NAMES = [
-    pytest.param(name, marks=[pytest.mark.slow] * (name in ("precision-aware", "offloaded")))
-    for name in CASES
-]
+SLOW = ("precision-aware", "offloaded", "all-offloaded-overlap")
+NAMES = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
 """Others have what the slow ones have, and more."""
 
 

@@ -35,7 +35,16 @@ REPLICATED = {"use_distributed_optimizer": False}
 MOE = {"experts": 4, "ep": 2}
 FP16 = {"dtype": "fp16", "ddp": {"grad_reduce_in_fp32": False}}
 
-SLOW = ("ep4-dp4", "ep2-dp4-allgather", "ep2-dp4-average", "two-hop-tp2-dp4", "instances2-dp2-tp2", "tp2-dp2")
+SLOW = (
+    "tp2-dp2",
+    "ep4-dp4",
+    "ep2-dp4-allgather",
+    "ep2-dp4-average",
+    "two-hop-tp2-dp4",
+    "instances2-dp2-tp2",
+    "replicated-dp4-overlap",
+    "dp4-fp16-scale-grows",
+)
 """Cases of which others are a part: `make test-slow` runs them."""
 # name: (ranks, model, compression)
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {

@@ -83,7 +83,7 @@ def interrupted(folder: str, model: dict[str, Any], options: dict[str, Any], how
 @pytest.mark.parametrize(
     ("ranks", "model", "options"),
     [
-        (4, {}, LOCO),
+        pytest.param(4, {}, LOCO, marks=pytest.mark.slow),  # the experts' run has dense parameters too
         (4, {"ep": 2, **MOE, "dtype": "bf16", "ddp": {"grad_reduce_in_fp32": False}}, ROTATED),
         (2, {"ddp": {"use_distributed_optimizer": False}}, LOCO),
         (2, FP16, ROTATED),

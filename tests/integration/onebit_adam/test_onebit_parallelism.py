@@ -29,12 +29,10 @@ CLIPPED = {"optimizer": {"clip_grad": 0.5}}
 
 # name: (ranks, model)
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp2-dp2": (4, {"tp": 2, **CLIPPED}),
     "tp2-dp2-replicated-average": (4, {"tp": 2, "ddp": REPLICATED | {"average_in_collective": True}}),
     "tp2-sp-dp2": (4, {"tp": 2, "sequence_parallel": True, **CLIPPED}),
     # The distributed optimizer gives tied embeddings a bucket of their own: copies cannot differ there.
     "pp2-dp2-tied-replicated": (4, {"pp": 2, "tied": True, "ddp": REPLICATED, **CLIPPED}),
-    "ep2-dp4": (4, MOE | CLIPPED),
     "tp2-sp-ep2-dp2": (4, MOE | {"tp": 2, "expert_tp": 1, "sequence_parallel": True}),
     "dp4-overlap-per-token": (
         4,
@@ -45,6 +43,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2-dp4-fp16": (4, MOE | {"dtype": "fp16", "optimizer": {"initial_loss_scale": 2.0**10}}),
 }
 SLOW = {
+    "tp2-dp2": (4, {"tp": 2, **CLIPPED}),
+    "ep2-dp4": (4, MOE | CLIPPED),
     "tp2-pp2-dp2-tied": (8, {"tp": 2, "pp": 2, "tied": True, **CLIPPED}),
     "pp2-vpp2-dp2": (4, {"pp": 2, "vpp": 2, "layers": 4, **CLIPPED}),
     "tp2-dp2-fp16": (4, {"tp": 2, "dtype": "fp16", "optimizer": {"initial_loss_scale": 2.0**10}}),
