@@ -216,6 +216,7 @@ def build(
         )
     torch.manual_seed(seeded(seed))
     tensor_parallel.model_parallel_cuda_manual_seed(seeded(seed), force_reset_rng=True)
+    _forget_routers_losses()
 
     params_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     half = {"bf16": dtype == "bf16", "fp16": dtype == "fp16", "params_dtype": params_dtype}
@@ -275,6 +276,14 @@ def build(
     return GPT(
         chunks, megatron_optimizer, _constant(megatron_optimizer, learning_rate), config, microbatches, seed
     )
+
+
+def _forget_routers_losses() -> None:
+    """megatron-core 0.17 logs them in a global table, as long as the layers of the process's first model."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker"):
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
 
 
 def _muon(mode: str) -> dict[str, Any]:
