@@ -27,7 +27,7 @@ WARMUPS = ("auto", "fixed")
 DEFAULT_ERROR_BETA = 0.8
 DEFAULT_BITS = 4
 ERROR_FEEDBACK_FROM_BITS = 4
-"""With fewer bits error feedback costs Adam more than it brings (docs/bits.md): `naive` is the default."""
+"""With fewer bits error feedback brought Adam nothing, or cost it (docs/bits.md): `naive` is the default."""
 DEFAULT_RESET_INTERVAL = 512
 
 

@@ -79,10 +79,10 @@ def test_step_directions_by_hand(pool: WorkerPool) -> None:
     assert quarters["cosine"][3] < result["cosine"] < 1
 
 
-def mended(trial: str, noisy: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """Six steps of error_feedback_mends.py's Adam and of torch's: their weights, [200]; what is exchanged
+def remedied(trial: str, noisy: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """Six steps of error_feedback_remedies.py's Adam and of torch's: their weights, [200]; what is exchanged
     differs from the true gradient if `noisy`."""
-    step = runpy.run_path(str(BENCHMARKS / "error_feedback_mends.py"))["adam_step"]
+    step = runpy.run_path(str(BENCHMARKS / "error_feedback_remedies.py"))["adam_step"]
     generator = torch.Generator().manual_seed(5)
     weight = torch.nn.Parameter(torch.randn(200, generator=generator))
     mine, state = weight.detach().clone(), {}
@@ -95,11 +95,11 @@ def mended(trial: str, noisy: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     return mine, weight.detach()
 
 
-def test_error_feedback_mends_change_adam_where_they_say(pool: WorkerPool) -> None:
+def test_error_feedback_remedies_change_adam_where_they_say(pool: WorkerPool) -> None:
     """Without noise every trial but `ef21`, which needs its own sender, is Adam."""
     for trial in ("none", "damped", "exact_m", "exact_v", "noise_v"):
-        mine, theirs = pool.run(mended, trial, False, world_size=1)[0]
+        mine, theirs = pool.run(remedied, trial, False, world_size=1)[0]
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
     for trial, same in {"none": True, "exact_m": False, "exact_v": False, "noise_v": False}.items():
-        mine, theirs = pool.run(mended, trial, world_size=1)[0]
+        mine, theirs = pool.run(remedied, trial, world_size=1)[0]
         assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6) == same

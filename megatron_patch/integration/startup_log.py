@@ -48,8 +48,8 @@ def _lines(config: CompressionConfig, seams: Sequence[BucketGroupSeam]) -> Itera
     if config.keeps_errors and not config.momentum and config.bits < ERROR_FEEDBACK_FROM_BITS:
         yield (
             logging.WARNING,
-            f"error feedback with {config.bits} bits makes Adam's steps shorter; compression.method=naive "
-            "trained better in every measurement",
+            f"error feedback with {config.bits} bits: with Adam it brought nothing at 3 bits and cost "
+            "validation loss at 2; compression.method=naive keeps no errors",
         )
     stages = [(seam, stage) for seam in seams for stage in seam.stages]
     for reason in dict.fromkeys(stage.made.flat_because for _, stage in stages):

@@ -67,15 +67,20 @@ BACKENDS = [
     OnDevice("triton-interpreted", triton_kernels, "cpu", 1500, 20, (16, 64, 128, 1024), NO_INTERPRETER),
     OnDevice("triton-gpu", triton_kernels, "cuda", 300_000, 300, (16, 64, 128, 1024, 4096), GPU),
 ]
-every_backend = pytest.mark.parametrize(
-    "tested",
-    [
-        pytest.param(
-            tested, id=tested.name, marks=pytest.mark.skipif(bool(tested.without), reason=tested.without)
-        )
-        for tested in BACKENDS
-    ],
-)
+
+
+def each_of(backends: list[OnDevice]) -> pytest.MarkDecorator:
+    """`tested` is each of them in turn, skipped where it cannot run."""
+    return pytest.mark.parametrize(
+        "tested",
+        [
+            pytest.param(one, id=one.name, marks=pytest.mark.skipif(bool(one.without), reason=one.without))
+            for one in backends
+        ],
+    )
+
+
+every_backend = each_of(BACKENDS)
 SPANS = st.one_of(st.none(), st.integers(0, 10_000))
 """The seed of random parameters that blocks follow; None: blocks are counted from the shard."""
 MINUS_ZERO = {"dtype": torch.float32, "error_dtype": "bf16", "beta": 0.0, "stochastic": False, "kind": "tiny"}
@@ -125,16 +130,7 @@ def test_the_reduced_shard_is_the_reference_s_bits(tested):
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
-@pytest.mark.parametrize(
-    "tested",
-    [
-        pytest.param(
-            tested, id=tested.name, marks=pytest.mark.skipif(bool(tested.without), reason=tested.without)
-        )
-        for tested in BACKENDS
-        if hasattr(tested.backend, "decompress")
-    ],
-)
+@each_of([tested for tested in BACKENDS if hasattr(tested.backend, "decompress")])
 def test_all_shards_in_one_launch_are_the_reference_s_bits(tested):
     @given(
         size=st.integers(1, tested.most),

@@ -99,27 +99,35 @@ def _weights(gpt: Any) -> dict[str, Any]:
     return {str(n): chunk.module.sharded_state_dict() for n, chunk in enumerate(gpt.chunks)}
 
 
+def with_random_errors(gpt: Any, folder: str) -> None:
+    """After seven steps, weights that are numbered and random errors; an empty folder for the weights."""
+    import torch
+
+    from megatron_patch.integration.attach import attachment_of
+
+    _number_weights(gpt)
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    for chunk in gpt.chunks:
+        state = attachment_of(chunk).state
+        state.steps = state.steps_seen = 7
+        for sender in state.senders:
+            values = torch.randn(sender.layout.numel, generator=generator)
+            sender.error.set(values * torch.rand(values.shape, generator=generator) ** 4)
+    if torch.distributed.get_rank() == 0:
+        Path(folder, "weights").mkdir(parents=True)
+    torch.distributed.barrier()
+
+
 def save(folder: str, parallel: dict[str, Any], compression: dict[str, Any]) -> Any:
     """In a worker: random errors, saved with the weights; returns the states."""
     import torch
     from megatron.core import dist_checkpointing
 
     import megatron_patch
-    from megatron_patch.integration.attach import attachment_of
     from megatron_patch.integration.checkpoint.save import ErrorSave
 
     gpt = _build(parallel, compression)
-    _number_weights(gpt)
-    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
-    for chunk in gpt.chunks:
-        compressor = attachment_of(chunk).state
-        compressor.steps = compressor.steps_seen = 7
-        for sender in compressor.senders:
-            values = torch.randn(sender.layout.numel, generator=generator)
-            sender.error.set(values * torch.rand(values.shape, generator=generator) ** 4)
-    if torch.distributed.get_rank() == 0:
-        Path(folder, "weights").mkdir(parents=True)
-    torch.distributed.barrier()
+    with_random_errors(gpt, folder)
     dist_checkpointing.save(_weights(gpt), str(Path(folder, "weights")))
     saving = ErrorSave(gpt.chunks, Path(folder, "iter_0000007"), 7, gpt.optimizer)
     saving.write()

@@ -15,10 +15,10 @@ from integration.checkpoint.test_save_restore import (
     _build,
     _by_element,
     _mean,
-    _number_weights,
     _states,
     _weights,
     near,
+    with_random_errors,
 )
 from integration.seam_runs import logged
 
@@ -111,23 +111,12 @@ def test_a_resumed_run_is_the_undisturbed_one(
 
 def save(folder: str, parallel: dict[str, Any]) -> Any:
     """In a worker: random errors, saved with the weights; returns the states."""
-    import torch
     from megatron.core import dist_checkpointing
 
     import megatron_patch
-    from megatron_patch.integration.attach import attachment_of
 
     gpt = _build(parallel, EXACT)
-    _number_weights(gpt)
-    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
-    for chunk in gpt.chunks:
-        compressor = attachment_of(chunk).state
-        compressor.steps = compressor.steps_seen = 7
-        for sender in compressor.senders:
-            sender.error.set(torch.randn(sender.layout.numel, generator=generator))
-    if torch.distributed.get_rank() == 0:
-        Path(folder, "weights").mkdir(parents=True)
-    torch.distributed.barrier()
+    with_random_errors(gpt, folder)
     dist_checkpointing.save(_weights(gpt), str(Path(folder, "weights")))
     _saved(gpt.chunks, Path(folder, "errors"))
     states = _states(gpt)

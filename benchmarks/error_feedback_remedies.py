@@ -1,7 +1,7 @@
-"""Trials of what could mend error feedback's harm to Adam, and oracles that say where it lies.
+"""Trials of remedies for error feedback's harm to Adam, and oracles that say where it lies.
 
     LOCO_TRIAL=exact_v megatron-loco train configs/models/llama_tiny.yaml \
-        launch.script=benchmarks/error_feedback_mends.py \
+        launch.script=benchmarks/error_feedback_remedies.py \
         compression.method=error_feedback compression.bits=2 --out runs/exact_v
 
 Megatron's pretrain_gpt.py with an Adam of this file and one of these trials:
