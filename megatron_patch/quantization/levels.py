@@ -63,7 +63,9 @@ class Levels:
         energy = whole.square_().sum(dim=-1, dtype=torch.float64)
         mean = (energy / layout.lengths(h.device).clamp(min=1)).to(torch.float32)
         step = torch.tensor(STEPS[self.bits] / _WHOLE, dtype=torch.float32, device=h.device)
-        return block_scales(mean.sqrt() * step * inverse, largest, self.largest)
+        # In fp64 and rounded once: torch's fp32 root may be one ulp off on CPUs (MKL), the kernels' is not.
+        root = mean.to(torch.float64).sqrt().to(torch.float32)
+        return block_scales(root * step * inverse, largest, self.largest)
 
     def encode(
         self, h: torch.Tensor, layout: BlockLayout, payload: torch.Tensor, noise: torch.Tensor | None = None
