@@ -2,10 +2,7 @@
 // one another, as one word, and looks up s*q of each in a register that holds those of all codes.
 #pragma once
 #include "codes.h"
-
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
+#include "rotation.h"
 
 namespace VARIANT {
 namespace {
@@ -33,8 +30,6 @@ inline void add(const int8_t *__restrict q, float scale, int64_t n, bool first, 
 
 #if defined(__AVX2__)
 #if defined(__AVX512F__)
-constexpr int64_t LANES = 16;
-using Floats = __m512;
 using Words = __m512i;
 inline Words words_of4(const uint8_t *bytes) { return _mm512_loadu_si512(bytes); }
 inline Words words_of2(const uint8_t *bytes) {
@@ -43,7 +38,6 @@ inline Words words_of2(const uint8_t *bytes) {
 inline Words words_of1(const uint8_t *bytes) {
   return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(bytes)));
 }
-inline Floats nothing() { return _mm512_set1_ps(-0.0f); }  // whose sum with any number, -0 too, is that number
 inline Words shifted(Words x, int right) {
   return right < 0 ? _mm512_slli_epi32(x, static_cast<unsigned>(-right))
                    : _mm512_srli_epi32(x, static_cast<unsigned>(right));
@@ -54,16 +48,16 @@ inline Words either(Words low, Words high, int mask) {  // the bits of `mask` fr
 
 // s*q of 16 codes; of fewer bits they repeat, so that a code's upper neighbour may stand above it.
 struct Values {
-  Floats all;
+  Vector all;
   Values(const float *numbers, float scale) : all(_mm512_mul_ps(_mm512_load_ps(numbers), _mm512_set1_ps(scale))) {}
   template <int bits>
-  Floats of(Words codes, int right) const {
+  Vector of(Words codes, int right) const {
     return _mm512_permutexvar_ps(shifted(codes, right), all);
   }
 };
 
-// Element 8*l + j from lane l of vector j.
-inline void put_in_order(const Floats *x, float *to) {
+// From element 8*l + j in lane l of vector j, to the order of memory.
+inline void put_in_order(Vector *x) {
   __m512 a[8];  // of lanes 4L + t: in order the first four elements (t), and the last (4 + t)
   for (int half = 0; half < 8; half += 4) {
     __m512d low = _mm512_castps_pd(_mm512_unpacklo_ps(x[half], x[half + 1]));
@@ -79,16 +73,13 @@ inline void put_in_order(const Floats *x, float *to) {
     __m512 first = _mm512_shuffle_f32x4(a[t], a[4 + t], 0x44), last = _mm512_shuffle_f32x4(a[t], a[4 + t], 0xee);
     __m512 first2 = _mm512_shuffle_f32x4(a[t + 1], a[5 + t], 0x44);
     __m512 last2 = _mm512_shuffle_f32x4(a[t + 1], a[5 + t], 0xee);
-    float *at = to + 8 * t;
-    _mm512_storeu_ps(at, _mm512_shuffle_f32x4(first, first2, 0x88));
-    _mm512_storeu_ps(at + 32, _mm512_shuffle_f32x4(first, first2, 0xdd));
-    _mm512_storeu_ps(at + 64, _mm512_shuffle_f32x4(last, last2, 0x88));
-    _mm512_storeu_ps(at + 96, _mm512_shuffle_f32x4(last, last2, 0xdd));
+    x[t / 2] = _mm512_shuffle_f32x4(first, first2, 0x88);
+    x[t / 2 + 2] = _mm512_shuffle_f32x4(first, first2, 0xdd);
+    x[t / 2 + 4] = _mm512_shuffle_f32x4(last, last2, 0x88);
+    x[t / 2 + 6] = _mm512_shuffle_f32x4(last, last2, 0xdd);
   }
 }
 #else
-constexpr int64_t LANES = 8;
-using Floats = __m256;
 using Words = __m256i;
 inline Words words_of4(const uint8_t *bytes) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(bytes));
@@ -99,7 +90,6 @@ inline Words words_of2(const uint8_t *bytes) {
 inline Words words_of1(const uint8_t *bytes) {
   return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(bytes)));
 }
-inline Floats nothing() { return _mm256_set1_ps(-0.0f); }  // whose sum with any number, -0 too, is that number
 inline Words shifted(Words x, int right) {
   return right < 0 ? _mm256_slli_epi32(x, -right) : _mm256_srli_epi32(x, right);
 }
@@ -110,21 +100,21 @@ inline Words either(Words low, Words high, int mask) {  // the bits of `mask` fr
 
 // s*q of 8 codes in each half; of fewer bits they repeat, so that a code's upper neighbour may stand above it.
 struct Values {
-  Floats low, high;
+  Vector low, high;
   Values(const float *numbers, float scale)
       : low(_mm256_mul_ps(_mm256_load_ps(numbers), _mm256_set1_ps(scale))),
         high(_mm256_mul_ps(_mm256_load_ps(numbers + 8), _mm256_set1_ps(scale))) {}
   template <int bits>
-  Floats of(Words codes, int right) const {
-    Floats found = _mm256_permutevar8x32_ps(low, shifted(codes, right));
+  Vector of(Words codes, int right) const {
+    Vector found = _mm256_permutevar8x32_ps(low, shifted(codes, right));
     if (bits < 4) return found;
-    Floats other = _mm256_permutevar8x32_ps(high, shifted(codes, right));
+    Vector other = _mm256_permutevar8x32_ps(high, shifted(codes, right));
     return _mm256_blendv_ps(found, other, _mm256_castsi256_ps(shifted(codes, right - 28)));
   }
 };
 
-// Element 8*l + j from lane l of vector j.
-inline void put_in_order(const Floats *x, float *to) {
+// From element 8*l + j in lane l of vector j, to the order of memory.
+inline void put_in_order(Vector *x) {
   __m256 a[8];  // of lanes 4L + t: in order the first four elements (t), and the last (4 + t)
   for (int half = 0; half < 8; half += 4) {
     __m256d low = _mm256_castps_pd(_mm256_unpacklo_ps(x[half], x[half + 1]));
@@ -137,13 +127,13 @@ inline void put_in_order(const Floats *x, float *to) {
     a[half + 3] = _mm256_castpd_ps(_mm256_unpackhi_pd(high, high2));
   }
   for (int t = 0; t < 4; ++t) {
-    _mm256_storeu_ps(to + 8 * t, _mm256_permute2f128_ps(a[t], a[4 + t], 0x20));
-    _mm256_storeu_ps(to + 8 * t + 32, _mm256_permute2f128_ps(a[t], a[4 + t], 0x31));
+    x[t] = _mm256_permute2f128_ps(a[t], a[4 + t], 0x20);
+    x[t + 4] = _mm256_permute2f128_ps(a[t], a[4 + t], 0x31);
   }
 }
 #endif
 
-constexpr int64_t AT_ONCE = 8 * LANES;  // elements
+constexpr int64_t AT_ONCE = 8 * WIDTH;  // elements
 
 template <class Codec>
 struct Numbers {  // q of every code, as floats, again and again up to 16
@@ -155,14 +145,14 @@ struct Numbers {  // q of every code, as floats, again and again up to 16
 
 // Codes of 3 bits are put together from their planes first.
 template <class Codec>
-inline void add_at_once(const uint8_t *code, const uint8_t *high, float scale, Floats *sum) {
+inline void add_at_once(const uint8_t *code, const uint8_t *high, float scale, Vector *sum) {
   static constexpr Numbers<Codec> numbers;
   constexpr int bits = Codec::bits;
   const Values values(numbers.of, scale);
   Words words = bits == 4 ? words_of4(code) : bits == 1 ? words_of1(code) : words_of2(code);
   Words highest = bits == 3 ? words_of1(high) : words;
   for (int j = 0; j < 8; ++j) {
-    Floats value;
+    Vector value;
     if constexpr (bits == 3)
       value = values.template of<3>(either(shifted(words, 2 * j), shifted(highest, j - 2), 3), 0);
     else
@@ -171,13 +161,16 @@ inline void add_at_once(const uint8_t *code, const uint8_t *high, float scale, F
   }
 }
 
-// The sum of n elements, which has room for AT_ONCE - 1 more.
+// The sum of n elements, which has room for AT_ONCE - 1 more. Of the first `rotated` of them, AT_ONCE by AT_ONCE, the
+// inverse rotation's stages between elements less than AT_ONCE apart are done on the way: those between neighbours
+// while a lane holds 8 elements in 8 vectors. Returns what `rotate_back` takes as done.
 template <class Codec>
-void sum_codes(const DecompressArguments &a, const Block &here, int64_t block, int64_t n, float *sum) {
+int64_t sum_codes(const DecompressArguments &a, const Block &here, int64_t block, int64_t n, int64_t rotated,
+                  float *sum) {
   constexpr int low = low_bits(Codec::bits), top = high_bits(Codec::bits);
   for (int64_t at = 0; at < n; at += AT_ONCE) {
-    Floats sums[8];
-    for (Floats &one : sums) one = nothing();
+    Vector sums[8];
+    for (Vector &one : sums) one = all(-0.0f);  // whose sum with any number, -0 too, is that number
     for (int64_t sender = 0; sender < a.senders; ++sender) {
       Coded one = coded(a, here, block, sender);
       const uint8_t *code = one.code + at * low / 8, *high = one.high + at * top / 8;
@@ -190,8 +183,17 @@ void sum_codes(const DecompressArguments &a, const Block &here, int64_t block, i
         add_at_once<Codec>(codes, highest, one.scale, sums);
       }
     }
-    put_in_order(sums, sum + at);
+    const bool rotates = at + AT_ONCE <= rotated;
+    if (rotates) across(sums, 8);
+    put_in_order(sums);
+    if (rotates) {
+      if constexpr (WIDTH == 16)
+        for (Vector &one : sums) one = paired<8>(one);
+      across(sums, 8);
+    }
+    for (int64_t i = 0; i < 8; ++i) put(sum + at + i * WIDTH, sums[i]);
   }
+  return AT_ONCE;
 }
 #else
 constexpr int64_t AT_ONCE = 8;
@@ -228,9 +230,9 @@ void unpack(const Coded &one, int64_t n, int8_t *q) {
     }
 }
 
-// The sum of n elements.
+// The sum of n elements; nothing is rotated.
 template <class Codec>
-void sum_codes(const DecompressArguments &a, const Block &here, int64_t block, int64_t n, float *sum) {
+int64_t sum_codes(const DecompressArguments &a, const Block &here, int64_t block, int64_t n, int64_t, float *sum) {
   constexpr int64_t PIECE = 512;
   int8_t q[PIECE + 8];
   for (int64_t sender = 0; sender < a.senders; ++sender)
@@ -241,16 +243,19 @@ void sum_codes(const DecompressArguments &a, const Block &here, int64_t block, i
       unpack<Codec>(one, count, q);
       add(q, one.scale, count, sender == 0, sum + at);
     }
+  return 1;
 }
 #endif
 
-// Codes of a whole byte are numbers as they are.
+// Codes of a whole byte are numbers as they are; nothing is rotated.
 template <>
-void sum_codes<Uniform<8>>(const DecompressArguments &a, const Block &here, int64_t block, int64_t n, float *sum) {
+int64_t sum_codes<Uniform<8>>(const DecompressArguments &a, const Block &here, int64_t block, int64_t n, int64_t,
+                              float *sum) {
   for (int64_t sender = 0; sender < a.senders; ++sender) {
     Coded one = coded(a, here, block, sender);
     add(reinterpret_cast<const int8_t *>(one.code), one.scale, n, sender == 0, sum);
   }
+  return 1;
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include "decode.h"
 #include "levels.h"
 #include "rotation.h"
+#include "vectors.h"
 
 #include <memory>
 
@@ -68,7 +69,7 @@ class Compress {
       : a(arguments), layout(a.layout),
         turns(std::min(std::max<int64_t>(NUMBERS_IN_TURNS / layout.block, 1), IN_TURNS)),
         numbers(new float[4 * turns * layout.block]), whole(new int32_t[layout.block + 8]),
-        bytes(new uint8_t[2 * layout.block + 16]), totals{} {}
+        bytes(new uint8_t[2 * layout.block + 16]), diagonal(a.signs, layout.block), totals{} {}
 
   void run() {
     Pending pending[IN_TURNS];
@@ -96,6 +97,7 @@ class Compress {
   std::unique_ptr<float[]> numbers;
   std::unique_ptr<int32_t[]> whole;  // of one block
   std::unique_ptr<uint8_t[]> bytes;
+  Diagonal diagonal;
   double totals[5];
 
   // h of a block, and its scale.
@@ -113,7 +115,7 @@ class Compress {
       one.gradient = static_cast<const float *>(a.gradient) + one.place;
     else
       load_as(a.gradient_type, a.gradient, one.place, one.n, one.g);
-    if (a.signs != nullptr) rotate(one.gradient, a.signs, one.n, one.g), one.gradient = one.g;
+    if (a.signs != nullptr) rotate(one.gradient, diagonal.of(one.n), one.n, one.g), one.gradient = one.g;
     load_error(one);
 
     uint32_t largest = add(one.gradient, one.e, one.n, one.h, one.sum);
@@ -175,25 +177,20 @@ class Compress {
     }
   }
 
-  // h = g + e; returns the bits of the largest |h|. The magnitudes of floats compare like the integers of their
-  // bits: NaN and Inf come out on top.
-  static uint32_t add(const float *__restrict g, const float *__restrict e, int64_t n, float *__restrict h,
-                      Energies &sum) {
-    uint32_t largest = 0;
+  // h = g + e; returns the bits of the largest |h|.
+  static uint32_t add(const float *g, const float *e, int64_t n, float *h, Energies &sum) {
+    Largest largest;
     for (int64_t first = 0; first < n; first += PIECE) {
-      float of_g = 0, of_e = 0, of_h = 0;
-#pragma omp simd reduction(max : largest) reduction(+ : of_g, of_e, of_h)
-      for (int64_t i = first; i < std::min(n, first + PIECE); ++i) {
-        float value = g[i] + e[i];
-        h[i] = value;
-        largest = std::max(largest, as_bits(value) & MAGNITUDE);
-        of_g += g[i] * g[i];
-        of_e += e[i] * e[i];
-        of_h += value * value;
-      }
-      sum.g += of_g, sum.e += of_e, sum.h += of_h;
+      Vector of_g = {}, of_e = {}, of_h = {};
+      by_vectors(first, std::min(n, first + PIECE), [&](int64_t i, auto count) {
+        const Vector one = vector_at(g + i, count), other = vector_at(e + i, count), value = one + other;
+        put(h + i, value, count);
+        largest.meet(value);
+        of_g = of_g + one * one, of_e = of_e + other * other, of_h = of_h + value * value;
+      });
+      sum.g += total(of_g), sum.e += total(of_e), sum.h += total(of_h);
     }
-    return largest;
+    return largest.found();
   }
 
   static float wanted_scale(const float *h, int64_t n, uint32_t largest) {
@@ -211,13 +208,13 @@ class Compress {
     float unit = as_float((uint32_t{254} << 23) - exponent);
     double energy = 0;
     for (int64_t first = 0; first < n; first += 256) {
-      float sum = 0;
-#pragma omp simd reduction(+ : sum)
-      for (int64_t i = first; i < std::min(n, first + 256); ++i) {
-        float v = (h[i] * unit + WHOLE / 64) - WHOLE / 64;  // in 64ths, to which the sum rounds it
-        sum += v * v;
-      }
-      energy += sum;
+      Vector sum = {};
+      by_vectors(first, std::min(n, first + 256), [&](int64_t i, auto count) {
+        // In 64ths, to which the sum rounds it.
+        const Vector v = (vector_at(h + i, count) * all(unit) + all(WHOLE / 64)) - all(WHOLE / 64);
+        sum = sum + v * v;
+      });
+      energy += total(sum);
     }
     float mean = static_cast<float>(energy * 4096 / static_cast<double>(std::max<int64_t>(n, 1)));
     return std::sqrt(mean) * static_cast<float>(Codec::step / 64) * as_float(exponent);
@@ -325,6 +322,7 @@ void reduce(const DecompressArguments &a) {
   const Layout &layout = a.layout;
   std::unique_ptr<float[]> scratch(new float[layout.block + AT_ONCE]);
   float *sum = scratch.get();
+  Diagonal diagonal(a.signs, layout.block);
   int64_t done = 0;  // elements of the output
   for (int64_t block = 0; block < layout.blocks; ++block) {
     const Block here = block_of<Codec::bits>(layout, 0, block);
@@ -333,8 +331,12 @@ void reduce(const DecompressArguments &a) {
     clear(a, done, start);
     done = start + n;
     int64_t real = std::min(here.length, layout.numel - start);
-    sum_codes<Codec>(a, here, block, a.signs == nullptr ? n : std::max(n, real), sum);
-    if (a.signs != nullptr) rotate_back(sum, a.signs, real);
+    if (a.signs == nullptr) {
+      sum_codes<Codec>(a, here, block, n, 0, sum);
+    } else {
+      int64_t stages = sum_codes<Codec>(a, here, block, std::max(n, real), real, sum);
+      rotate_back(sum, diagonal.of(real), real, stages);
+    }
     if (a.divisor != 1.0f)
       for (int64_t i = 0; i < n; ++i) sum[i] /= a.divisor;
     store_as(a.output_type, sum, n, a.output, start);

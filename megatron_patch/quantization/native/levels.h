@@ -1,10 +1,7 @@
 // The level nearest to each number of a block: quantization/levels.py defines it.
 #pragma once
 #include "codes.h"
-
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
+#include "vectors.h"
 
 namespace VARIANT {
 namespace {
@@ -50,13 +47,11 @@ class Lookup {
 
  public:
 #if defined(__AVX512F__)
-  static constexpr int64_t width = 16;
-  using Floats = __m512;
   explicit Lookup(float scale)
       : first(_mm512_set1_ps(scale * of.below[count / 2])), ahead2(scaled(of.ahead2, scale)),
         ahead1(scaled(of.ahead1, scale)), values(scaled(of.number, scale)) {}
 
-  // Codes and h - s*q of `width` numbers; returns the squares of the latter.
+  // Codes and h - s*q of a vector; returns the squares of the latter.
   __m512 quantize(const float *from, int32_t *codes, float *lost) const {
     const __m512 h = _mm512_loadu_ps(from), magnitude = _mm512_abs_ps(h);
     __m512i code = _mm512_maskz_set1_epi32(above(magnitude, first), count / 2);
@@ -81,13 +76,11 @@ class Lookup {
     return _mm512_mask_add_epi32(code, where, code, _mm512_set1_epi32(by));
   }
 #else
-  static constexpr int64_t width = 8;
-  using Floats = __m256;
   explicit Lookup(float scale)
       : first(_mm256_set1_ps(scale * of.below[count / 2])), ahead2(scaled(of.ahead2, scale)),
         ahead1(scaled(of.ahead1, scale)), values(scaled(of.number, scale)) {}
 
-  // Codes and h - s*q of `width` numbers; returns the squares of the latter.
+  // Codes and h - s*q of a vector; returns the squares of the latter.
   __m256 quantize(const float *from, int32_t *codes, float *lost) const {
     const __m256 h = _mm256_loadu_ps(from), sign = _mm256_set1_ps(-0.0f);
     const __m256 magnitude = _mm256_andnot_ps(sign, h);
@@ -124,15 +117,14 @@ float to_levels(const float *__restrict h, float scale, int64_t n, int32_t *__re
   int64_t done = 0;
 #if defined(__AVX2__)
   const Lookup<Codec> lookup(scale);
-  alignas(64) float lanes[Lookup<Codec>::width] = {};
-  typename Lookup<Codec>::Floats sums = {};
-  for (; done + lookup.width <= n; done += lookup.width)
-    sums = sums + lookup.quantize(h + done, codes + done, r + done);
-  std::memcpy(lanes, &sums, sizeof lanes);
-  for (float lane : lanes) energy += lane;
-#endif
+  Vector sums = {};
+  for (; done + WIDTH <= n; done += WIDTH) sums = sums + lookup.quantize(h + done, codes + done, r + done);
+  energy = total(sums);
+  for (int64_t i = done; i < n; ++i) {
+#else
 #pragma omp simd reduction(+ : energy)
   for (int64_t i = done; i < n; ++i) {
+#endif
     r[i] = h[i] - nearest<Codec>(h[i], scale, codes[i]);
     energy += r[i] * r[i];
   }

@@ -1,76 +1,49 @@
 // The rotation of a block and its inverse: quantization/rotation.py defines them. Every sum here is of the same two
 // numbers as there, stage by stage from neighbours on, so that it rounds alike.
 #pragma once
-#include "floats.h"
+#include "vectors.h"
 
-#if defined(__SSE2__)
-#include <immintrin.h>
-#endif
+#include <memory>
 
 namespace VARIANT {
 namespace {
 
-// A vector of WIDTH floats, by hand: from plain loops gcc 12 makes fused multiply-adds with alternating signs, whatever
-// -ffp-contract says. `paired<d>(x)` adds to each number the one d places on, or subtracts it from the one d
-// places back: one stage of the butterflies. A product with +-1 is exact, and so a fused one rounds as the sum does.
-#if defined(__AVX512F__)
-constexpr int64_t WIDTH = 16;
-using Vector = __m512;
-inline Vector vector_at(const float *from) { return _mm512_loadu_ps(from); }
-inline void put(float *to, Vector x) { _mm512_storeu_ps(to, x); }
-
+// By hand: from plain loops gcc 12 makes fused multiply-adds with alternating signs, whatever -ffp-contract says.
+// `paired<d>(x)` adds to each number the one d places on, or subtracts it from the one d places back: one stage of
+// the butterflies. A product with +-1 is exact, and so a fused one rounds as the sum does.
 template <int distance>
 inline Vector paired(Vector x) {
+#if defined(__AVX512F__)
   Vector other = distance == 1   ? _mm512_permute_ps(x, 0xb1)
                  : distance == 2 ? _mm512_permute_ps(x, 0x4e)
                  : distance == 4 ? _mm512_shuffle_f32x4(x, x, 0xb1)
                                  : _mm512_shuffle_f32x4(x, x, 0x4e);
   const __mmask16 back = distance == 1 ? 0xaaaa : distance == 2 ? 0xcccc : distance == 4 ? 0xf0f0 : 0xff00;
   return _mm512_fmadd_ps(x, _mm512_mask_blend_ps(back, _mm512_set1_ps(1), _mm512_set1_ps(-1)), other);
-}
 #elif defined(__AVX2__)
-constexpr int64_t WIDTH = 8;
-using Vector = __m256;
-inline Vector vector_at(const float *from) { return _mm256_loadu_ps(from); }
-inline void put(float *to, Vector x) { _mm256_storeu_ps(to, x); }
-
-template <int distance>
-inline Vector paired(Vector x) {
   Vector other = distance == 1   ? _mm256_permute_ps(x, 0xb1)
                  : distance == 2 ? _mm256_permute_ps(x, 0x4e)
                                  : _mm256_permute2f128_ps(x, x, 0x01);
   constexpr int back = distance == 1 ? 0xaa : distance == 2 ? 0xcc : 0xf0;
   return _mm256_fmadd_ps(x, _mm256_blend_ps(_mm256_set1_ps(1), _mm256_set1_ps(-1), back), other);
-}
 #elif defined(__SSE2__)
-constexpr int64_t WIDTH = 4;
-using Vector = __m128;
-inline Vector vector_at(const float *from) { return _mm_loadu_ps(from); }
-inline void put(float *to, Vector x) { _mm_storeu_ps(to, x); }
-
-template <int distance>
-inline Vector paired(Vector x) {
   Vector other = distance == 1 ? _mm_shuffle_ps(x, x, 0xb1) : _mm_shuffle_ps(x, x, 0x4e);
   Vector sign = distance == 1 ? _mm_setr_ps(0.0f, -0.0f, 0.0f, -0.0f) : _mm_setr_ps(0.0f, 0.0f, -0.0f, -0.0f);
   return _mm_add_ps(_mm_xor_ps(x, sign), other);
-}
 #else
-constexpr int64_t WIDTH = 1;
-using Vector = float;
-inline Vector vector_at(const float *from) { return *from; }
-inline void put(float *to, Vector x) { *to = x; }
-
-template <int distance>
-inline Vector paired(Vector x) {
   return x;
-}
 #endif
+}
 
-// The diagonal d of a part: its signs, and the root of 1 / its length. A sign changes no rounding.
-struct Diagonal {
-  const float *signs;
-  float root;
-};
+// The stages between `count` vectors, a power of two.
+inline void across(Vector *x, int64_t count) {
+  for (int64_t distance = 1; distance < count; distance *= 2)
+    for (int64_t i = 0; i < count; ++i)
+      if (!(i & distance)) {
+        Vector a = x[i], b = x[i + distance];
+        x[i] = a + b, x[i + distance] = a - b;
+      }
+}
 
 // The longest part whose stages are all done in registers.
 constexpr int64_t PART = 128;
@@ -78,8 +51,8 @@ enum Multiplied { BEFORE, AFTER, NOT };
 
 // d * x where that is asked for, and the stages within a vector, of n elements.
 template <int64_t n, Multiplied multiplied>
-inline Vector stages(Vector x, Diagonal d) {
-  if constexpr (multiplied == BEFORE) x = x * (vector_at(d.signs) * d.root);
+inline Vector stages(Vector x, const float *d) {
+  if constexpr (multiplied == BEFORE) x = x * vector_at(d);
   if constexpr (WIDTH > 1 && n > 1) x = paired<1>(x);
   if constexpr (WIDTH > 2 && n > 2) x = paired<2>(x);
   if constexpr (WIDTH > 4 && n > 4) x = paired<4>(x);
@@ -89,36 +62,45 @@ inline Vector stages(Vector x, Diagonal d) {
 
 // H (d * x), d * (H x) or H x of n elements, a power of two up to PART. `from` and `to` may be the same.
 template <int64_t n, Multiplied multiplied>
-inline void butterflies(const float *from, Diagonal d, float *to) {
+inline void butterflies(const float *from, const float *d, float *to) {
   if constexpr (n < WIDTH) {  // in a register's first lanes
-    float x[WIDTH] = {}, signs[WIDTH] = {};
-    std::copy(from, from + n, x);
-    std::copy(d.signs, d.signs + n, signs);
-    Vector y = stages<n, multiplied>(vector_at(x), {signs, d.root});
-    if constexpr (multiplied == AFTER) y = y * (vector_at(signs) * d.root);
-    put(x, y);
-    std::copy(x, x + n, to);
+    const Vector some = vector_at(d, n);
+    float factors[WIDTH];
+    put(factors, some);
+    Vector y = stages<n, multiplied>(vector_at(from, n), factors);
+    if constexpr (multiplied == AFTER) y = y * some;
+    put(to, y, n);
     return;
   }
   constexpr int64_t count = n / WIDTH;
   Vector x[count + (count == 0)];
   for (int64_t i = 0; i < count; ++i)
-    x[i] = stages<n, multiplied>(vector_at(from + i * WIDTH), {d.signs + i * WIDTH, d.root});
-  for (int64_t distance = 1; distance < count; distance *= 2)
-    for (int64_t i = 0; i < count; ++i)
-      if (!(i & distance)) {
-        Vector a = x[i], b = x[i + distance];
-        x[i] = a + b, x[i + distance] = a - b;
-      }
+    x[i] = stages<n, multiplied>(vector_at(from + i * WIDTH), d + i * WIDTH);
+  across(x, count);
   for (int64_t i = 0; i < count; ++i) {
-    if constexpr (multiplied == AFTER) x[i] = x[i] * (vector_at(d.signs + i * WIDTH) * d.root);
+    if constexpr (multiplied == AFTER) x[i] = x[i] * vector_at(d + i * WIDTH);
     put(to + i * WIDTH, x[i]);
   }
 }
 
+// The stages between elements `done` and more apart, n elements, and d * that where it is asked for.
+template <Multiplied multiplied>
+void far_stages(const float *d, int64_t done, int64_t n, float *to) {
+  for (int64_t distance = done; distance < n; distance *= 2)
+    for (int64_t pair = 0; pair < n; pair += 2 * distance) {
+      float *__restrict low = to + pair, *__restrict high = low + distance;
+      for (int64_t i = 0; i < distance; ++i) {
+        float a = low[i], b = high[i];
+        low[i] = a + b, high[i] = a - b;
+      }
+    }
+  if (multiplied == AFTER)
+    for (int64_t i = 0; i < n; ++i) to[i] *= d[i];
+}
+
 // The same for any power of two.
 template <Multiplied multiplied>
-void hadamard(const float *from, Diagonal d, int64_t n, float *to) {
+void hadamard(const float *from, const float *d, int64_t n, float *to) {
   switch (n) {
     case 1: return butterflies<1, multiplied>(from, d, to);
     case 2: return butterflies<2, multiplied>(from, d, to);
@@ -131,35 +113,56 @@ void hadamard(const float *from, Diagonal d, int64_t n, float *to) {
     default: break;
   }
   constexpr Multiplied in_parts = multiplied == AFTER ? NOT : multiplied;
-  for (int64_t at = 0; at < n; at += PART) butterflies<PART, in_parts>(from + at, {d.signs + at, d.root}, to + at);
-  for (int64_t distance = PART; distance < n; distance *= 2)
-    for (int64_t pair = 0; pair < n; pair += 2 * distance) {
-      float *__restrict low = to + pair, *__restrict high = low + distance;
-      for (int64_t i = 0; i < distance; ++i) {
-        float a = low[i], b = high[i];
-        low[i] = a + b, high[i] = a - b;
-      }
-    }
-  if (multiplied == AFTER)
-    for (int64_t i = 0; i < n; ++i) to[i] *= d.signs[i] * d.root;
+  for (int64_t at = 0; at < n; at += PART) butterflies<PART, in_parts>(from + at, d + at, to + at);
+  far_stages<multiplied>(d, PART, n, to);
 }
 
-// A block of n elements, with the signs of one, part by part.
-template <Multiplied multiplied>
-void rotate_parts(const float *from, const float *signs, int64_t n, float *to) {
+// work(at, size) for every part of a block of n elements.
+template <class Work>
+void by_parts(int64_t n, Work work) {
   for (int64_t at = 0, size; at < n; at += size) {
     size = int64_t{1} << (63 - __builtin_clzll(static_cast<uint64_t>(n - at)));
-    float root = 1;  // an fp32 number, of which powers of two keep every bit
-    for (int64_t left = size; left > 1; left /= 4) root *= left == 2 ? 0.70710678118654752f : 0.5f;
-    hadamard<multiplied>(from + at, {signs + at, root}, size, to + at);
+    work(at, size);
   }
 }
 
-// y = H (d * x), n elements.
-inline void rotate(const float *x, const float *signs, int64_t n, float *y) { rotate_parts<BEFORE>(x, signs, n, y); }
+// The diagonal d: a block's signs, each times the root of 1 / its part's length. A sign changes no rounding.
+class Diagonal {
+ public:
+  Diagonal(const float *signs, int64_t block) : signs(signs), numbers(new float[signs ? block : 0]) {}
 
-// y <- d * (H y), n elements.
-inline void rotate_back(float *y, const float *signs, int64_t n) { rotate_parts<AFTER>(y, signs, n, y); }
+  // Of a block of n elements. Most have the length of the one before.
+  const float *of(int64_t n) {
+    if (n != length)
+      by_parts(length = n, [this](int64_t at, int64_t size) {
+        float root = 1;  // an fp32 number, of which powers of two keep every bit
+        for (int64_t left = size; left > 1; left /= 4) root *= left == 2 ? 0.70710678118654752f : 0.5f;
+        for (int64_t i = at; i < at + size; ++i) numbers[i] = signs[i] * root;
+      });
+    return numbers.get();
+  }
+
+ private:
+  const float *signs;
+  std::unique_ptr<float[]> numbers;
+  int64_t length = 0;
+};
+
+// y = H (d * x), n elements.
+inline void rotate(const float *x, const float *d, int64_t n, float *y) {
+  by_parts(n, [=](int64_t at, int64_t size) { hadamard<BEFORE>(x + at, d + at, size, y + at); });
+}
+
+// y <- d * (H y), n elements. In parts of `done` and more the stages between elements less than `done` apart have
+// been done.
+inline void rotate_back(float *y, const float *d, int64_t n, int64_t done) {
+  by_parts(n, [=](int64_t at, int64_t size) {
+    if (done > 1 && size >= done)
+      far_stages<AFTER>(d + at, done, size, y + at);
+    else
+      hadamard<AFTER>(y + at, d + at, size, y + at);
+  });
+}
 
 }  // namespace
 }  // namespace VARIANT
