@@ -143,6 +143,7 @@ SHIPPED = {
         {"NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "gpu01", "MASTER_PORT": "7000"},
         ["--nnodes=4", "--node-rank=3", "--rdzv-endpoint=gpu01:7000", "--nproc-per-node=8"],
     ),
+    "pcie_nodes": ({}, []),
     "slurm": (
         {"SLURM_JOB_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_GPUS_ON_NODE": "4", "MASTER_ADDR": "gpu01"},
         ["--nnodes=2", "--node-rank=1", "--nproc-per-node=4", "--rdzv-endpoint=gpu01:29500"],

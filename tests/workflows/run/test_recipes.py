@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import yaml
 from worker_pool import WorkerPool
 from workflows.run import recipe_facts
 
+from megatron_patch.workflows.run import configuration
 from megatron_patch.workflows.run.recipes import shipped
 
 RECIPES = sorted(shipped("configs/models").glob("*.yaml"))
@@ -92,6 +94,27 @@ def test_sizes_fit_together(recipe: Path, facts: dict[str, dict[str, Any]]) -> N
         assert (world // pipeline) % (expert_ranks * args["expert_tensor_parallel_size"]) == 0
         assert args["moe_router_topk"] <= experts
     assert args["seq_length"] <= args["max_position_embeddings"]
+
+
+@pytest.mark.parametrize("job", sorted(path.stem for path in shipped("configs/jobs").glob("*.yaml")))
+def test_jobs_make_as_few_micro_batches_as_they_say(job: str) -> None:
+    file = shipped(f"configs/jobs/{job}.yaml")
+    header = " ".join(
+        line.removeprefix("# ") for line in file.read_text().splitlines() if line.startswith("#")
+    )
+    stated = re.findall(r"(\d+)(?: micro-batch\w*)? of (\w+) \(DP (\d+)\)", header)
+    assert {model for _, model, _ in stated} == {"llama3_8b", "qwen3_30b_a3b"}
+    for microbatches, model, replicas in stated:
+        run = configuration.load(shipped(f"configs/models/{model}.yaml"), and_files=[file])
+        flags = run.megatron
+        parts = [flags.get(f"{way}_model_parallel_size", 1) for way in ("tensor", "pipeline")]
+        data = run.launch.nnodes * run.launch.nproc_per_node // math.prod(parts)
+        assert data == int(replicas)
+        assert flags["global_batch_size"] == int(microbatches) * data * flags["micro_batch_size"]
+        assert 1 <= int(microbatches) <= 8
+        assert flags["grad_reduce_in_bf16"]
+        assert run.compression.weight_gather == "exact"
+        assert flags["lr_warmup_iters"] < flags["train_iters"]
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
