@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test test-compat test-gpu test-slow bench-network soak lint format lock clean
+.PHONY: help setup pretrain test test-compat test-bridge test-gpu test-slow bench-network soak lint format lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ test: $(READY) ## the tests (less than 10 minutes on 2 cores)
 
 test-compat: $(READY) ## the seam's tests on the older megatron-core releases that are supported
 	@bash tools/compat.sh "$(VENV)"
+
+test-bridge: $(READY) ## training, saving and resuming by Megatron-Bridge 0.6.2, on 2 CPU ranks
+	@bash tools/bridge.sh "$(VENV)"
 
 test-gpu: $(READY) ## the kernels' tests on a GPU
 	@TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/quantization/test_backends.py -k gpu

@@ -23,6 +23,8 @@ ERROR_DTYPES = ("int8", "bf16", "fp32")
 TOPOLOGIES = ("auto", "flat", "two_hop")
 WEIGHT_GATHERS = ("stock", "exact")
 SHARD = "shard"
+MUONS = ("muon", "dist_muon")
+"""Megatron's flags for Muon; the second one is the first with --use-distributed-optimizer."""
 WARMUPS = ("auto", "fixed")
 DEFAULT_ERROR_BETA = 0.8
 DEFAULT_BITS = 4
@@ -47,7 +49,8 @@ class CompressionConfig:
         None,
         "none: Megatron's own exchange; naive: quantize, no memory; error_feedback: add the whole last "
         "error; loco: add a moving average of past errors; onebit_adam: Adam's momentum in 1 bit, after a "
-        f"warm-up (default: loco; with less than {ERROR_FEEDBACK_FROM_BITS} bits and no error_beta naive)",
+        f"warm-up (default: loco; with less than {ERROR_FEEDBACK_FROM_BITS} bits and no error_beta naive; "
+        "with Megatron's Muon and no error_beta error_feedback)",
         METHODS,
     )
     bits: int = _option(
@@ -117,6 +120,17 @@ class CompressionConfig:
     strict_load: bool = _option(
         False, "refuse a checkpoint whose error state is damaged, instead of starting from zero"
     )
+
+    @classmethod
+    def for_optimizer(cls, optimizer: str | None, **options: Any) -> CompressionConfig:
+        """The options of a job whose Megatron flag `--optimizer` is known: Muon has a default method.
+
+        Muon's step follows its momentum alone, from which error feedback takes back most of what rounding
+        adds: docs/ablations.md, "With Muon".
+        """
+        if optimizer in MUONS and options.get("method") is None and options.get("error_beta") is None:
+            options = options | {"method": "error_feedback"}
+        return cls(**options)
 
     def __post_init__(self) -> None:
         self._set_default("bits", 1 if self.momentum else DEFAULT_BITS)

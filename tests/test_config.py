@@ -190,6 +190,18 @@ def test_below_four_bits_no_error_is_kept_unless_asked_for(options, method):
     assert CompressionConfig(**config.as_dict()) == config
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "dist_muon"])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_muon_has_a_default_method(optimizer, bits):
+    found = CompressionConfig.for_optimizer(optimizer, bits=bits, method=None)
+    assert (found.method, found.beta) == ("error_feedback", 0.0)
+    assert CompressionConfig.for_optimizer("adam", bits=bits) == CompressionConfig(bits=bits)
+    for stated in ({"method": "naive"}, {"error_beta": 0.5}):
+        assert CompressionConfig.for_optimizer(optimizer, bits=bits, **stated) == CompressionConfig(
+            bits=bits, **stated
+        )
+
+
 def test_onebit_adam_has_defaults_of_its_own():
     plain = CompressionConfig(method="onebit_adam")
     assert (plain.bits, plain.reset_interval, plain.warmup, plain.beta) == (1, 0, "auto", 0.0)

@@ -57,7 +57,8 @@ def config_from_arguments(args: argparse.Namespace) -> CompressionConfig:
         UserError: an impossible value, naming the field.
     """
     names = [option.name for option in dataclasses.fields(CompressionConfig)]
-    return CompressionConfig(**{name: getattr(args, PREFIX + name) for name in names})
+    options = {name: getattr(args, PREFIX + name) for name in names}
+    return CompressionConfig.for_optimizer(getattr(args, "optimizer", None), **options)
 
 
 def after_parsing(

@@ -10,11 +10,8 @@ from typing import Any
 
 from packaging.version import Version
 
-from megatron_patch.config import CompressionConfig
+from megatron_patch.config import MUONS, CompressionConfig
 from megatron_patch.errors import UserError
-
-_MUONS = ("muon", "dist_muon")
-"""Megatron's flags for Muon; the second one is the first with --use-distributed-optimizer."""
 
 
 def _refuse(flag: str, value: object, why: str) -> None:
@@ -46,9 +43,9 @@ def refuse_flags(args: Any) -> None:
         if interval := getattr(args, "save_wgrads_interval", None):
             why = "onebit_adam reduces no gradients that could be saved; leave it out"
             _refuse("save_wgrads_interval", interval, why)
-    if optimizer not in ("adam", "sgd", *_MUONS):
+    if optimizer not in ("adam", "sgd", *MUONS):
         _refuse("optimizer", optimizer, "it is tested with adam, sgd and muon only")
-    if optimizer in _MUONS:
+    if optimizer in MUONS:
         _refuse_old_muon(optimizer)
 
 

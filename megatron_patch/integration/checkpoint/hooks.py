@@ -21,12 +21,13 @@ that errors start from zero.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +97,20 @@ def _core_save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
-def _save_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@contextlib.contextmanager
+def saves_states() -> Iterator[None]:
+    """Around the writing of a checkpoint that the states are saved with."""
     global _in_save_checkpoint
     _in_save_checkpoint = True
     try:
-        return _save_with_states(original, *args, **kwargs)
+        yield
     finally:
         _in_save_checkpoint = False
+
+
+def _save_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with saves_states():
+        return _save_with_states(original, *args, **kwargs)
 
 
 def _save_with_states(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import pytest
 
@@ -150,4 +151,17 @@ def test_compression_flags_give_the_same_configuration_back(parser: argparse.Arg
     ]
     run = configuration.load(LLAMA, overrides)
     args = parser.parse_args(megatron_flags.compression_flags(run.compression, run.attach))
+    assert config_from_arguments(args) == run.compression
+
+
+def test_muon_s_default_method_is_the_same_from_a_file_and_from_flags(tmp_path: Path) -> None:
+    from megatron_patch.integration.arguments import add_compression_arguments, config_from_arguments
+
+    file = tmp_path / "muon.yaml"
+    file.write_text("megatron: {optimizer: muon}\ncompression: {bits: 3}\n", encoding="utf-8")
+    run = configuration.load(file)
+    parser = add_compression_arguments(argparse.ArgumentParser())
+    parser.add_argument("--optimizer")
+    args = parser.parse_args(["--compression-bits", "3", "--optimizer", "muon"])
+    assert run.compression.method == "error_feedback"
     assert config_from_arguments(args) == run.compression
