@@ -30,6 +30,9 @@ for version in $versions; do
   PYTHONPATH=$PWD/.compat/$version${PYTHONPATH:+:$PYTHONPATH} EXPECTED_MEGATRON_CORE=$version \
     "$venv/bin/python" -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder "$@" || failed="$failed $version"
 done
+if [ -n "${MEGATRON_LM:-}" ]; then # a checkout of Megatron-LM: its own tests, with and without compression attached
+  bash "$(dirname "${BASH_SOURCE[0]}")/upstream.sh" "$MEGATRON_LM"
+fi
 if [ -n "$failed" ]; then
   echo "megatron-loco: error: the tests failed on megatron-core$failed" >&2
   exit 1

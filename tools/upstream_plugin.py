@@ -1,0 +1,28 @@
+"""A pytest plugin for Megatron-LM's own tests: on a CPU where there is no GPU, and, if asked, under `enable`.
+
+MEGATRON_LOCO_ENABLE=1 attaches method none to every DistributedDataParallel that the tests build.
+"""
+
+import functools
+import os
+from typing import Any
+
+import torch
+
+if not torch.cuda.is_available():
+    from megatron_patch.integration.cpu import device, torch_adam
+
+    device.install()
+    torch_adam.install()
+    _original = torch.distributed.init_process_group
+
+    @functools.wraps(_original)
+    def _over_gloo(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return _original("gloo", *args, **kwargs)
+
+    torch.distributed.init_process_group = _over_gloo
+
+if os.environ.get("MEGATRON_LOCO_ENABLE"):
+    import megatron_patch
+
+    megatron_patch.enable(megatron_patch.CompressionConfig(method="none"))
