@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("gpu_kernels.py: error: no GPU is there; see --help for --device cpu", file=sys.stderr)
         return 2
-    config = CompressionConfig(bits=4)
+    config = CompressionConfig(method="loco", bits=4)
     copy = gpu_rates.copy(4 * args.elements, device, args.runs)
     lines = [copy]
     for name, dtype in DTYPES.items():

@@ -175,7 +175,9 @@ def test_the_code_follows_the_bits(options, codec, rotation):
     ("options", "method"),
     [
         ({"bits": 8}, "loco"),
-        ({"bits": 4}, "loco"),
+        ({"bits": 4}, "naive"),
+        ({"bits": 4, "block_size": "shard"}, "loco"),
+        ({"bits": 4, "error_beta": 0.8}, "loco"),
         ({"bits": 3}, "naive"),
         ({"bits": 2}, "naive"),
         ({"bits": 1}, "naive"),
@@ -184,7 +186,7 @@ def test_the_code_follows_the_bits(options, codec, rotation):
         ({"bits": 3, "error_beta": 0}, "loco"),
     ],
 )
-def test_below_four_bits_no_error_is_kept_unless_asked_for(options, method):
+def test_below_eight_bits_no_error_is_kept_unless_asked_for(options, method):
     config = CompressionConfig(**options)
     assert config.method == method
     assert CompressionConfig(**config.as_dict()) == config
@@ -213,13 +215,13 @@ def test_onebit_adam_has_defaults_of_its_own():
 
 def test_the_defaults_are_those_of_the_design():
     assert CompressionConfig().as_dict() == {
-        "method": "loco",
+        "method": "naive",
         "bits": 4,
         "codec": "levels",
         "rotation": "hadamard",
         "block_size": 128,
         "rounding": "nearest",
-        "error_beta": 0.8,
+        "error_beta": 0.0,
         "error_dtype": "int8",
         "reset_interval": 512,
         "start_step": 0,

@@ -226,9 +226,9 @@ def test_the_noise_of_some_shards_at_a_time_is_that_of_all(
 
 
 def test_stochastic_rounding_repeats_with_its_seed_and_differs_between_streams():
-    config = CompressionConfig(rounding="stochastic", seed=3)
+    config = CompressionConfig(method="loco", rounding="stochastic", seed=3)
     same, again = Senders(config), Senders(config)
-    other = Senders(CompressionConfig(rounding="stochastic", seed=4))
+    other = Senders(CompressionConfig(method="loco", rounding="stochastic", seed=4))
     shared = np.tile(gradients_of(0)[:1], (RANKS, 1))
     shared[:, :] = np.where(shared == 0, 1e-3, shared)
     first = same.step(shared)
@@ -250,7 +250,7 @@ def test_the_error_takes_the_memory_it_says(error_dtype, nbytes):
 
 @pytest.mark.parametrize("error_dtype", ["int8", "bf16", "fp32"])
 def test_the_error_follows_the_loss_scale(error_dtype):
-    senders = Senders(CompressionConfig(error_dtype=error_dtype))
+    senders = Senders(CompressionConfig(method="loco", error_dtype=error_dtype))
     senders.step(gradients_of(0))
     before = senders.errors()
     for factor in (0.5, 4.0):

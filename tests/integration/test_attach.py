@@ -62,7 +62,7 @@ def attach_and_disable() -> dict[str, Any]:
         and compressor.steps == 1
     )
     try:
-        megatron_patch.attach([tiny.ddp], CompressionConfig(bits=4))
+        megatron_patch.attach([tiny.ddp], CompressionConfig(method="loco", bits=4))
     except UserError as error:
         report["refusal"] = str(error)
     tiny.step(tiny.random_gradients(1))
@@ -87,7 +87,7 @@ def attach_and_disable() -> dict[str, Any]:
         )
     )
     report["counted after"] = compressor.steps
-    megatron_patch.attach(tiny.ddp, CompressionConfig(bits=4))
+    megatron_patch.attach(tiny.ddp, CompressionConfig(method="loco", bits=4))
     report["attached anew"] = chunk_state_of(tiny.ddp).config.bits
     megatron_patch.disable()
     return report

@@ -141,7 +141,7 @@ def whole_way(path: str) -> None:
     torch_adam.uninstall()
     before = state()
     torch_adam.install()
-    config = megatron_patch.CompressionConfig()
+    config = megatron_patch.CompressionConfig(method="loco")
     metrics = RunMetrics(config, True, None)
     for _ in range(2):
         megatron_patch.enable(config)

@@ -86,7 +86,7 @@ def test_vectors_of_whole_blocks_are_not_coded_either():
     layout = BlockLayout.of(2048, 2, 4, 128, spans=spans)
     assert layout.table is not None
     values = torch.randn(2048) * (torch.arange(2048) < 2048)
-    sender = Sender(CompressionConfig(), layout, CPU)
+    sender = Sender(CompressionConfig(method="loco"), layout, CPU)
     payload, output = torch.empty(2, layout.payload_bytes, dtype=torch.uint8), torch.empty(2048)
     sender.compress(values, payload)
     backends.decompress(payload, sender.codec, layout, output)

@@ -65,7 +65,9 @@ def _add_kernel_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_kernels(args: argparse.Namespace) -> int:
     size = args.block_size if args.block_size == SHARD else _number(args.block_size)
-    config = CompressionConfig(bits=args.bits, block_size=size, codec=args.codec, rotation=args.rotation)
+    config = CompressionConfig(
+        method="loco", bits=args.bits, block_size=size, codec=args.codec, rotation=args.rotation
+    )
     result = measure(config, args.dtype, args.device, args.elements, args.seconds)
     show(result)
     files = [args.json] if args.json else []
