@@ -404,6 +404,13 @@ class _State:
             self.put(to, self.value(source, dtype))
 
     def do_cvt(self, parts: list[str], operands: list[str]) -> None:
+        if parts[1:] == ["rn", "f16x2", "f32"]:  # the upper half first
+            upper, lower = (
+                self.value(one, _TYPES["f32"]).astype(np.float16).view(np.uint16).astype(np.uint32)
+                for one in operands[1:]
+            )
+            self.put(operands[0], upper << np.uint32(16) | lower)
+            return
         to, source = _TYPES[parts[-2]], _TYPES[parts[-1]]
         value = self.value(operands[1], source)
         roundings = set(parts[1:-2]) - {"ftz"}
