@@ -2,9 +2,9 @@
 
     python benchmarks/host_time.py
 
-The exchange runs over torch's fake process group of 16 ranks, on small CPU tensors. Triton compiles its kernels
-for an H100 and does for each launch all but the driver's call; a collective is its Python and its dispatch. What
-torch's own operations cost to launch on a GPU is not in it: some 4 us each. Medians, single thread.
+The exchange runs over torch's fake process group of 16 ranks, on small CPU tensors. Triton compiles its
+kernels for an H100 and does for each launch all but the driver's call; a collective is its Python and its
+dispatch. torch's own operations are run on the CPU, in place of being launched. Medians, one thread.
 """
 
 from __future__ import annotations
