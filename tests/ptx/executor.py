@@ -583,13 +583,12 @@ class _State:
 
     def do_ldmatrix(self, parts: list[str], operands: list[str]) -> None:
         names = self._names(operands[0])
-        if "trans" in parts:
-            raise Fault("a transposed matrix is not known")
         found = np.zeros((len(names), THREADS), dtype=np.uint32)
         for place, (threads, addresses) in enumerate(self._matrix_rows(operands[1], len(names))):
             warp, matrix = divmod(place, len(names))
             # Any thread of the warp may read: as the one that gives the address.
-            rows = np.ascontiguousarray(self.shared.load(threads, addresses, 16)).view(np.uint32)
+            rows = np.ascontiguousarray(self.shared.load(threads, addresses, 16)).view(np.uint16)
+            rows = np.ascontiguousarray(rows.T if "trans" in parts else rows).view(np.uint32)
             found[matrix, warp * WARP : (warp + 1) * WARP] = rows.reshape(-1)
             self.program.counts["cycles"] += _bank_cycles(addresses)
         for name, values in zip(names, found, strict=True):
@@ -597,12 +596,12 @@ class _State:
 
     def do_stmatrix(self, parts: list[str], operands: list[str]) -> None:
         names = self._names(operands[1])
-        if "trans" in parts:
-            raise Fault("a transposed matrix is not known")
         values = np.stack([self.value(name, np.dtype(np.uint32)) for name in names])
         for place, (threads, addresses) in enumerate(self._matrix_rows(operands[0], len(names))):
             warp, matrix = divmod(place, len(names))
             rows = np.ascontiguousarray(values[matrix, warp * WARP : (warp + 1) * WARP]).reshape(8, 4)
+            rows = rows.view(np.uint16)
+            rows = np.ascontiguousarray(rows.T if "trans" in parts else rows)
             self.shared.store(threads, addresses, rows.view(np.uint8))
             self.program.counts["cycles"] += _bank_cycles(addresses)
 

@@ -26,6 +26,7 @@ from quantization.backend_agreement import (
     check_decompress,
     check_decompress_reduce,
     compress_by,
+    even_spans,
     random_spans,
     sender_of,
 )
@@ -56,9 +57,12 @@ def codec_of(draw: random.Random, bits: int) -> Codec:
 def layout_of(draw: random.Random, bits: int) -> BlockLayout:
     """Up to some tiles, in all kinds of cuts: aligned, odd, and with blocks that begin anywhere."""
     shards, block = draw.choice([1, 2, 3]), draw.choice([64, 128, 128, 256])
-    kind = draw.choice(["aligned", "aligned", "odd", "rows"])
-    numel = 16 * shards * draw.randint(1, 200) if kind == "aligned" else draw.randint(1, 5000)
+    kind = draw.choice(["aligned", "odd", "rows", "even rows"])
+    even = kind in ("aligned", "even rows")
+    numel = 16 * shards * draw.randint(1, 200) if even else draw.randint(1, 5000)
     spans = random_spans(numel, draw.randint(0, 999)) if kind == "rows" else None
+    if kind == "even rows":
+        spans = even_spans(numel, draw.randint(0, 999))
     return BlockLayout.of(numel, shards, bits, block, spans=spans)
 
 
