@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test test-compat test-bridge test-gpu test-slow bench-network soak lint format lock clean
+.PHONY: help setup pretrain test test-compat test-bridge test-gpu gpu-report test-slow bench-network soak lint format lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ test-bridge: $(READY) ## training, saving and resuming by Megatron-Bridge 0.6.2,
 
 test-gpu: $(READY) ## the kernels' tests on a GPU
 	@TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/quantization/test_backends.py -k gpu
+
+gpu-report: $(READY) ## everything that a GPU can tell: one page and one JSON (40 minutes at most)
+	@$(BIN)/megatron-loco gpu-report --out runs/gpu-report
 
 test-slow: $(READY) ## the tests that take minutes each
 	@$(BIN)/python -m pytest -m slow

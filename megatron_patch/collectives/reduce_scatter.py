@@ -106,12 +106,13 @@ def start_reduce_scatter(
     """
     layout = sender.layout
     send = workspace.take(layout.shards, layout.payload_bytes)
-    receive = workspace.take(layout.shards, own.payload_bytes)
     sizes = layout.payload_sizes if len(set(layout.payload_sizes)) > 1 else None
     with workspace.timed():
         sender.compress(gradient, send)
         if sizes is not None:
             send = _end_to_end(send, sizes, workspace)
+    # Only now: where payloads were packed, it is the buffer that they were compressed into.
+    receive = workspace.take(layout.shards, own.payload_bytes)
     if sizes is None:
         work = dist.all_to_all_single(receive, send, group=group, async_op=True)
     else:

@@ -14,6 +14,7 @@ blocks share a byte.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -137,6 +138,13 @@ class BlockTable:
                 table, chosen = self._source
                 self._copies[device] = table.on(device)[chosen]
         return self._copies[device]
+
+    @functools.cached_property
+    def multiples_of_16(self) -> bool:
+        """Whether every block begins at a multiple of 16 elements of its shard, and has such a number."""
+        if self._source is not None:
+            return self._source[0].multiples_of_16
+        return not bool((self.places[..., :2] & 15).any())
 
     def is_regular(self, lengths: Sequence[int], block: int) -> bool:
         """Whether the blocks are those that are counted from each shard's beginning, `lengths` being the

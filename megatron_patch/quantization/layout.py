@@ -99,12 +99,12 @@ class BlockLayout:
         exact = None if self.exact is None else self.exact.shards(first, count, step)
         return replace(self, numel=numel, shards=count, table=table, exact=exact)
 
-    @property
+    @functools.cached_property
     def blocks(self) -> int:
         """Blocks, and so scales, of one shard."""
         return -(-self.shard_size // self.block) if self.table is None else self.table.places.shape[1]
 
-    @property
+    @functools.cached_property
     def code_bytes(self) -> int:
         """Bytes of one shard's packed codes, alignment included."""
         if self.table is not None:
@@ -113,7 +113,7 @@ class BlockLayout:
             return _round_up(self.blocks * packed_bytes(self.block, self.bits), _ALIGNMENT)
         return _round_up(packed_bytes(self.shard_size, self.bits), _ALIGNMENT)
 
-    @property
+    @functools.cached_property
     def coded_bytes(self) -> int:
         """Bytes of one shard's codes and scales: where in a payload its exact elements begin."""
         return _round_up(self.code_bytes + 2 * self.blocks, _ALIGNMENT)
@@ -124,7 +124,7 @@ class BlockLayout:
         exact = [0] * self.shards if self.exact is None else self.exact.nbytes
         return [self.coded_bytes + _round_up(nbytes, _ALIGNMENT) for nbytes in exact]
 
-    @property
+    @functools.cached_property
     def payload_bytes(self) -> int:
         """Bytes of the longest payload."""
         return max(self.least_bytes, *self.payload_sizes)

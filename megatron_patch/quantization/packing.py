@@ -6,14 +6,17 @@ several planes of such, one behind the other: of 3 bits the lower two of all cod
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
 
-def planes(bits: int) -> list[tuple[int, int]]:
-    """(lowest bit, width) of the planes of codes of `bits` bits: [(0, 2), (2, 1)] for 3."""
+@functools.cache
+def planes(bits: int) -> tuple[tuple[int, int], ...]:
+    """(lowest bit, width) of the planes of codes of `bits` bits: ((0, 2), (2, 1)) for 3."""
     widths = [width for width in (8, 4, 2, 1) if bits & width]
-    return [(sum(widths[:index]), width) for index, width in enumerate(widths)]
+    return tuple((sum(widths[:index]), width) for index, width in enumerate(widths))
 
 
 def packed_bytes(size: int, bits: int) -> int:

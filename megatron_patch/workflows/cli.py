@@ -17,6 +17,7 @@ from megatron_patch.workflows import compare, doctor, train
 from megatron_patch.workflows.ablation import command as ablate
 from megatron_patch.workflows.bench import command as bench
 from megatron_patch.workflows.data import command as prepare_data
+from megatron_patch.workflows.gpu_report import command as gpu_report
 from megatron_patch.workflows.report import command as report
 from megatron_patch.workflows.run.launcher import RankFailed
 
@@ -27,6 +28,7 @@ _COMMANDS = {
     "bench": (bench, "measure this machine: the kernels' speed, training over slow links"),
     "prepare-data": (prepare_data, "turn text into a Megatron data set"),
     "report": (report, "show runs' curves, numbers and differences on one HTML page"),
+    "gpu-report": (gpu_report, "measure and check everything on this machine's GPUs: one page, one JSON"),
     "doctor": (doctor, "print what is installed, and what is missing for what"),
 }
 

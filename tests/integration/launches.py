@@ -9,22 +9,26 @@ operation of torch that is no view and no allocation counts as one launch, copie
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from quantization import compile_for_gpu
 from quantization.narrow_offsets import narrow_offsets
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from megatron_patch.collectives.exchange import Setup
 from megatron_patch.collectives.makers import make_all_reduces, make_reduce_scatters
+from megatron_patch.collectives.weight_gather import WeightGather
 from megatron_patch.collectives.workspace import Workspace
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.integration.onebit_adam import sketch_kernel, update, update_kernel
 from megatron_patch.integration.onebit_adam.norm_sketch import NormSketch, signs
+from megatron_patch.quantization import weight_code
 from megatron_patch.quantization.blocks import Contents, Span
+from megatron_patch.quantization.triton_kernels import weights
 
 RANKS, RANKS_OF_NODE = 16, 8
 CPU = torch.device("cpu")
@@ -80,6 +84,33 @@ def exchange(topology: str, replicated: bool, **options: Any) -> int:
     return counts[-1]
 
 
+def _zeros(*shape: Any, **options: Any) -> torch.Tensor:
+    with _disable_current_modes():
+        return torch.zeros(*shape, **options)
+
+
+def weight_gather(ranks: int) -> tuple[int, int]:
+    """Launches of one bucket's exact gather: (of its owner, before anything is sent; of a receiver)."""
+    bucket = torch.zeros(1 << 18, dtype=torch.bfloat16)
+    gather = WeightGather(bucket, dist.new_group(list(range(ranks))), Workspace(CPU), "bucket")
+    message = torch.zeros(weight_code.bound(gather.shard_size), dtype=torch.uint8)
+    with (
+        torch.no_grad(),
+        mock.patch.object(torch, "empty", _zeros),  # kernels do not run: sizes of 0
+        mock.patch.object(weights, "_interpreted", return_value=False),  # tiles as on a GPU
+    ):
+        for _ in range(2):
+            with Launches() as encoding:
+                gather.encode()
+            coded = encoding.count
+        with Launches() as decoding:
+            found = torch.zeros(ranks, 1, dtype=torch.int32)
+            gather._sizes = [message.numel()] * ranks
+            for rank in range(ranks):
+                gather.read(rank, message, found[rank])
+    return coded, decoding.count
+
+
 def onebit_step(parameters: int) -> int:
     """Launches of the norm's estimate and of the update, of one group of parameters."""
     sketch = NormSketch(1, CPU)
@@ -111,6 +142,10 @@ def main() -> None:
                     what = "all-reduce" if replicated else "reduce-scatter"
                     print(f"{method} {topology} {what} launches={exchange(topology, replicated, **options)}")
     print(f"loco two hops in 8 bits launches={exchange('two hops', False, method='loco', intra_bits=8)}")
+    for ranks in (2, 16):
+        encoding, decoding = weight_gather(ranks)
+        print(f"weights to {ranks} ranks launches={encoding}")
+        print(f"weights from {ranks} ranks launches={decoding}")
     for parameters in (3, 30):
         print(f"onebit_adam step of {parameters} launches={onebit_step(parameters)}")
 

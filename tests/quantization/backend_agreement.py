@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -83,6 +84,16 @@ def random_spans(numel: int, seed: int) -> tuple[Span, ...]:
         row = (drawn(1, 20), drawn(16, 200), 128, 96, 160, drawn(200, 1000))[drawn(0, 6)]
         spans.append(Span.of(start, (drawn(1, 8), row) if drawn(0, 4) else (row,)))
         start += spans[-1].length + drawn(0, 3) * drawn(0, 70)
+    return tuple(spans)
+
+
+def even_spans(numel: int, seed: int) -> tuple[Span, ...]:
+    """Parameters that begin, and whose rows end, at multiples of 16 elements; some gaps."""
+    draw = random.Random(seed)
+    spans, start = [], 0
+    while start < numel:
+        spans.append(Span.of(start, (draw.randint(1, 9), 16 * draw.choice([1, 3, 8, 10, 20]))))
+        start += spans[-1].length + 16 * draw.choice([0, 0, 5])
     return tuple(spans)
 
 

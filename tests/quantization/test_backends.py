@@ -21,6 +21,7 @@ from quantization.backend_agreement import (
     check_compress,
     check_decompress,
     check_decompress_reduce,
+    even_spans,
     only_torch,
     random_spans,
     sender_of,
@@ -31,6 +32,9 @@ from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization import backends, native, triton_kernels
 from megatron_patch.quantization.codecs import codec_of
 from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.quantization.levels import Levels
+from megatron_patch.quantization.rotation import HADAMARD
+from megatron_patch.quantization.sign import Sign
 from megatron_patch.quantization.uniform import Uniform
 
 CPU = torch.device("cpu")
@@ -104,6 +108,23 @@ def test_codes_scales_and_errors_are_the_reference_s_bits(tested):
 
     with tested.chosen():
         check()
+
+
+@every_backend
+@pytest.mark.parametrize("shape", [(1024, 1), (3120, 3)])
+@pytest.mark.parametrize(
+    ("codec", "dtype"),
+    [(Levels(4, HADAMARD), torch.float32), (Uniform(2), torch.bfloat16), (Sign(), torch.float16)],
+)
+def test_blocks_that_begin_at_multiples_of_16(tested, shape, codec, dtype):
+    """Which are loaded 16 elements at a time: those of most parameters."""
+    layout = BlockLayout.of(*shape, codec.bits, 128, spans=even_spans(shape[0], 1))
+    assert layout.table is not None
+    assert layout.table.multiples_of_16
+    options = {"error_dtype": "int8", "beta": 0.8, "stochastic": False, "kind": "plain", "seed": 1}
+    with tested.chosen():
+        device = torch.device(tested.device)
+        check_compress(tested.backend, codec, layout, dtype=dtype, device=device, **options)
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")

@@ -61,7 +61,8 @@ def compress(
     scales = error.get("scales")
     rows = max(_TILE // layout.block, 1)
     regular = layout.table is None
-    aligned = regular and layout.shard_size % 16 == 0 and layout.numel == layout.shards * layout.shard_size
+    aligned = layout.shard_size % 16 == 0 and layout.numel == layout.shards * layout.shard_size
+    aligned = aligned and (layout.table is None or layout.table.multiples_of_16)
     whole, levels = _whole(layout), codec.name == "levels"
     unused = payload  # any pointer will do where there is nothing to point to
     constants = {
@@ -79,6 +80,10 @@ def compress(
         "STOCHASTIC": noise is not None,
     }
     key = (gradient.device, gradient.dtype, *constants.values())
+    # Left alone it takes 200 for addresses, and a multiprocessor has room for half as many programs. But
+    # rotation and levels have no use for less: they would spill.
+    frugal = not ((aligned and regular) or levels or codec.rotation.sender)
+    registers = (128 if aligned or regular else 168) if frugal else None
     programs = _programs(layout, rows, gradient.device, _resident.get(key, _RESIDENT))
     statistics.zero_()
     launched = compress_kernel[(programs, layout.shards)](
@@ -104,9 +109,7 @@ def compress(
         STEPS[codec.bits] / 64 if levels else 0.0,
         **constants,
         enable_fp_fusion=False,
-        # Left alone it takes 200 for addresses, and a multiprocessor has room for half as many programs. But
-        # rotation and levels have no use for less: they would spill.
-        maxnreg=None if aligned or levels or codec.rotation.sender else 128 if regular else 168,
+        maxnreg=registers,
     )
     if key not in _resident and getattr(launched, "n_regs", None) and gradient.device.type == "cuda":
         of_device = torch.cuda.get_device_properties(gradient.device)

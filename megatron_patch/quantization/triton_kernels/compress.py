@@ -74,8 +74,13 @@ def _load(pointer, count, ROWS: tl.constexpr, B: tl.constexpr, ALIGNED: tl.const
 
 
 @triton.jit
-def _load_rows(pointer, start, length, ROWS: tl.constexpr, B: tl.constexpr):
+def _load_rows(pointer, start, length, ROWS: tl.constexpr, B: tl.constexpr, ALIGNED: tl.constexpr):
     """The `length` elements from `start` on, each [ROWS], as [ROWS, B], zeros behind them."""
+    if ALIGNED:
+        in_row = tl.arange(0, B)[None, :]
+        return tl.load(
+            pointer + (start[:, None] + in_row), mask=in_row // 16 < length[:, None] // 16, other=0
+        )
     at = tl.arange(0, B // 16)[None, :] * 16
     return tl.reshape(_load_16(pointer + start[:, None], at, length[:, None]), (ROWS, B))
 
@@ -114,7 +119,7 @@ def compress_kernel(
     ROWS: tl.constexpr,
     BF16: tl.constexpr,
     ERROR: tl.constexpr,  # 0: none, 1: int8, 2: bf16, 3: fp32
-    ALIGNED: tl.constexpr,  # the bucket and its shards are multiples of 16 elements
+    ALIGNED: tl.constexpr,  # the bucket, shards and blocks are multiples of 16 elements, and begin there
     REGULAR: tl.constexpr,
     WHOLE: tl.constexpr,  # every block has B elements
     LEVELS: tl.constexpr,  # the levels codec; else a sign is 1 bit, and more are uniform
@@ -170,9 +175,13 @@ def compress_kernel(
             here = places + first_row * 3 + tl.arange(0, ROWS) * 3
             first = tl.load(here, mask=there, other=0)
             length = tl.load(here + 1, mask=there, other=0)
-            live = in_row < length[:, None]
+            if ALIGNED:
+                first = tl.multiple_of(first, 16)
+                live = in_row // 16 < length[:, None] // 16
+            else:
+                live = in_row < length[:, None]
             at = first[:, None] + in_row
-            g = _load_rows(gradient, first, length, ROWS, B)
+            g = _load_rows(gradient, first, length, ROWS, B, ALIGNED)
         g = from_bf16(g) if BF16 else g.to(tl.float32)
         if REGULAR:
             length = tl.minimum(tl.maximum(count - tl.arange(0, ROWS) * B, 0), B)
@@ -184,7 +193,7 @@ def compress_kernel(
             if REGULAR:
                 stored = _load(error + start, count, ROWS, B, ALIGNED)
             else:
-                stored = _load_rows(error, first, length, ROWS, B)
+                stored = _load_rows(error, first, length, ROWS, B, ALIGNED)
             if ERROR == 1:
                 old = from_bf16(tl.load(error_scales + first_row + tl.arange(0, ROWS), mask=there, other=0))
                 stored = stored.to(tl.float32)

@@ -1,0 +1,271 @@
+"""The package with one of its waits, events or buffers wrong: what the checker must find.
+
+A mutant swaps the code of one function for that of its changed source, for the length of a block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+_COLLECTIVES, _INTEGRATION = "megatron_patch.collectives", "megatron_patch.integration"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One error, where it shows, and how.
+
+    Attributes:
+        where: module:function, or module:class.function.
+        changes: text of its source, and what stands there instead; several, each of which must be there.
+        setup: of setups.SETUPS.
+        finding: part of what the checker says.
+    """
+
+    where: str
+    changes: tuple[tuple[str, str], ...]
+    setup: str
+    finding: str
+    order: int | None = None
+    """As setups.run."""
+    of_ranks: int = 1
+    """It is in every so many-th rank."""
+
+
+RACE, FREED, NOT_WAITED = "not ordered after", "freed on", "nothing has waited for"
+
+MUTANTS = {
+    "compression does not wait for the backward pass": Mutant(
+        f"{_INTEGRATION}.seams.gradients:BucketGroupSeam._stream",
+        (("        stream.wait_stream(torch.cuda.current_stream())\n", ""),),
+        "flat",
+        RACE,
+    ),
+    "the optimizer does not wait for the sums": Mutant(
+        f"{_INTEGRATION}.seams.gradients:_AllHandles.wait",
+        (("torch.cuda.current_stream().wait_stream(self._stream)", "pass"),),
+        "flat",
+        RACE,
+    ),
+    "the stream waits for the exchange, and not the other way": Mutant(
+        f"{_INTEGRATION}.seams.gradients:_AllHandles.wait",
+        (
+            (
+                "torch.cuda.current_stream().wait_stream(self._stream)",
+                "self._stream.wait_stream(torch.cuda.current_stream())",
+            ),
+        ),
+        "two hops",
+        RACE,
+    ),
+    "payloads are summed before they are here": Mutant(
+        f"{_COLLECTIVES}.reduce_scatter:ReduceScatterHandle.wait",
+        (("            self._work.wait()\n", "            pass\n"),),
+        "flat, not overlapped",
+        RACE,
+    ),
+    "payloads are summed, and then waited for": Mutant(
+        f"{_COLLECTIVES}.reduce_scatter:ReduceScatterHandle.wait",
+        (
+            ("            self._work.wait()\n", "            pass\n"),
+            (
+                "        self._workspace.give(send)\n",
+                "        self._work.wait()\n        self._workspace.give(send)\n",
+            ),
+        ),
+        "two hops, 8 bits inside",
+        RACE,
+    ),
+    "a payload is compressed once more while it is sent": Mutant(
+        f"{_COLLECTIVES}.reduce_scatter:start_reduce_scatter",
+        (
+            (
+                "    if sizes is None:\n        work =",
+                "    late = send\n    if sizes is None:\n        work =",
+            ),
+            (
+                "    return ReduceScatterHandle(",
+                "    late.zero_()\n    return ReduceScatterHandle(",
+            ),
+        ),
+        "virtual pipeline chunks",
+        RACE,
+    ),
+    "hop 2 compresses sums that hop 1 is writing": Mutant(
+        f"{_COLLECTIVES}.two_hop_reduce_scatter:TwoHopReduceScatter.start",
+        (("                work.wait()\n", "                pass\n"),),
+        "two hops",
+        RACE,
+    ),
+    "an exchange of a hop is forgotten": Mutant(
+        f"{_COLLECTIVES}.two_hop_all_reduce:TwoHopAllReduce.start",
+        (
+            (
+                "dist.reduce_scatter_tensor(sums, whole, group=hops.intra)",
+                "dist.reduce_scatter_tensor(sums, whole, group=hops.intra, async_op=True)",
+            ),
+        ),
+        "replicated in two hops",
+        RACE,
+    ),
+    "the owners' payloads are decoded before they are here": Mutant(
+        f"{_COLLECTIVES}.all_reduce:AllReduceHandle.wait",
+        (
+            (
+                "dist.all_gather_into_tensor(receive, send, group=self._group)",
+                "dist.all_gather_into_tensor(receive, send, group=self._group, async_op=True)",
+            ),
+        ),
+        "1-bit Adam",
+        RACE,
+    ),
+    "the first instance's sum is not waited for": Mutant(
+        f"{_INTEGRATION}.seams.gradients:BucketGroupSeam._start",
+        (("                handle.wait()", "                pass"),),
+        "two instances",
+        NOT_WAITED,
+    ),
+    "instances exchange beside the backward pass": Mutant(
+        f"{_INTEGRATION}.seams.gradients:BucketGroupSeam._stream",
+        (
+            (
+                "            return upstreams",
+                "            return self._state.workspace.pool.stream_of(self.stages[0].group)",
+            ),
+        ),
+        "two instances",
+        RACE,
+    ),
+    "streams share buffers": Mutant(
+        f"{_COLLECTIVES}.workspace:Pool._stream",
+        (("return torch.cuda.current_stream(self.device).cuda_stream if on_cuda else 0", "return 0"),),
+        "experts in many buckets",
+        RACE,
+    ),
+    "a payload's buffer is handed on while it is sent": Mutant(
+        f"{_COLLECTIVES}.reduce_scatter:start_reduce_scatter",
+        (
+            (
+                "    return ReduceScatterHandle(",
+                "    workspace.give(send)\n    send = workspace.take(1, 1, 'none')\n"
+                "    return ReduceScatterHandle(",
+            ),
+        ),
+        "flat",
+        RACE,
+    ),
+    "a buffer of the default stream's is freed while another stream uses it": Mutant(
+        f"{_COLLECTIVES}.workspace:Pool.take",
+        (
+            (
+                "            whole = torch.empty(size, dtype=torch.uint8, device=self.device)\n",
+                "            with torch.cuda.stream(torch.cuda.default_stream()):\n"
+                "                whole = torch.empty(size, dtype=torch.uint8, device=self.device)\n",
+            ),
+            (
+                "        self._taken[whole.data_ptr()] = key, whole\n",
+                "        self._taken[whole.data_ptr()] = key, whole[:0].clone()\n",
+            ),
+        ),
+        "flat",
+        FREED,
+    ),
+    "weights are decoded before the messages are here": Mutant(
+        f"{_COLLECTIVES}.weight_batch:BatchHandle.wait",
+        (("        self._work.wait()\n", ""),),
+        "weight gather, overlapped",
+        RACE,
+    ),
+    "weights are decoded on a stream that the forward pass does not wait for": Mutant(
+        f"{_COLLECTIVES}.weight_batch:BatchHandle.wait",
+        (
+            (
+                "        with self._workspace.timed():\n",
+                "        with self._workspace.timed(), torch.cuda.stream(torch.cuda.Stream()):\n",
+            ),
+        ),
+        "weight gather of chunks",
+        RACE,
+    ),
+    "odd ranks exchange momentum in another order": Mutant(
+        f"{_INTEGRATION}.onebit_adam.step:OneBitAdam._exchange",
+        (("in self._seams:", "in self._seams[::-1]:"),),
+        "1-bit Adam",
+        "on rank",
+        of_ranks=2,
+    ),
+    "one rank's buckets go in one hop": Mutant(
+        f"{_COLLECTIVES}.makers:_hops",
+        (("    try:\n", "    return None, None\n    try:\n"),),
+        "two hops",
+        "on rank",
+        of_ranks=8,
+    ),
+    "one limit for dense and expert exchanges": Mutant(
+        f"{_INTEGRATION}.chunk:ChunkState.start",
+        (("setdefault(group, deque())", "setdefault(None, deque())"),),
+        "experts in many buckets",
+        "wait for one another",
+        order=1,
+    ),
+    "one stream for dense and expert exchanges": Mutant(
+        f"{_COLLECTIVES}.workspace:Pool.stream_of",
+        (("        if group not in", "        group = None\n        if group not in"),),
+        "experts in many buckets",
+        "wait for one another",
+        order=1,
+    ),
+}
+
+
+@contextlib.contextmanager
+def mutated(mutant: Mutant) -> Iterator[None]:
+    """Within the block the package has the error."""
+    module_name, path = mutant.where.split(":")
+    module = importlib.import_module(module_name)
+    function: Any = module
+    for name in path.split("."):
+        function = inspect.getattr_static(function, name)
+    function = inspect.unwrap(function)
+    source = inspect.getsource(function)
+    for old, new in mutant.changes:
+        assert source.count(old) == 1, f"{mutant.where} has no single {old!r}"
+        source = source.replace(old, new)
+    source = textwrap.dedent(source)
+    source = source[source.index("def ") :]  # without decorators, which stay around it
+    names: dict[str, Any] = {}
+    exec(compile("from __future__ import annotations\n" + source, mutant.where, "exec"), vars(module), names)
+    changed = names[function.__name__]
+    original = function.__code__
+    function.__code__ = changed.__code__
+    try:
+        yield
+    finally:
+        function.__code__ = original
+
+
+def found_in(name: str) -> list[str]:
+    """What the checker says of a mutant."""
+    from order import setups
+    from order.ranks import circle, disagreements
+
+    mutant = MUTANTS[name]
+    between_ranks = mutant.of_ranks > 1 or mutant.order is not None
+    found: list[str] = []
+    calls = []
+    for rank in range(setups.RANKS if between_ranks else 1):
+        is_in = rank % mutant.of_ranks == mutant.of_ranks - 1
+        with mutated(mutant) if is_in else contextlib.nullcontext():
+            (outcome,) = setups.run(mutant.setup, [rank], order=mutant.order)
+        found += outcome.found
+        calls.append(outcome.collectives)
+    if between_ranks:
+        found += disagreements(calls)
+        if waiting := circle(calls):
+            found.append(f"they wait for one another: {waiting}")
+    return found

@@ -1,0 +1,69 @@
+"""What runs on a GPU is what was compiled: the kernels' PTX for an H100, run on the CPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BUDGETS = {
+    "levels float32": {"instructions": 5100, "cycles": 830, "shuffles": 260, "sectors": 700},
+    "levels bfloat16": {"instructions": 5300, "cycles": 450, "shuffles": 260, "sectors": 445},
+    "uniform float32": {"instructions": 2900, "cycles": 830, "shuffles": 60, "sectors": 685},
+    "uniform bfloat16": {"instructions": 3100, "cycles": 450, "shuffles": 60, "sectors": 430},
+}
+"""Of compress, for a tile of 2,048 elements with 8-bit errors: warp instructions of PTX, cycles of shared
+memory, shuffles, and sectors of 32 bytes that are asked for (the gradient's are twice in fp32)."""
+
+
+def ran(*arguments: str) -> dict[str, dict[str, int]]:
+    """The lines that run_kernels.py prints, as {name: {number's name: number}}."""
+    script = Path(__file__).with_name("run_kernels.py")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, script.parents[1:3]))}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=550,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = {}
+    for line in done.stdout.splitlines():
+        name = re.split(r" \w+=", line)[0]
+        found[name] = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", line)}
+    return found
+
+
+def test_compiled_kernels_give_the_reference_s_bits() -> None:
+    """In bounds, aligned, reading only what was written, with every barrier that they need."""
+    found = ran("rounds", "1")
+    assert found["compress"]["rounds"] >= 7
+    assert all(numbers["launches"] for numbers in found.values())
+    assert set(found) == {"compress", "decompress_reduce", "decompress", "weight code", "1-bit Adam"}
+
+
+@pytest.mark.slow
+def test_compiled_kernels_give_the_reference_s_bits_many_times() -> None:
+    assert ran("rounds", "10")["compress"]["rounds"] == 70
+
+
+def test_a_missing_barrier_or_wait_is_found() -> None:
+    found = ran("mutants")
+    assert sum(numbers["mutants"] for numbers in found.values()) >= 18
+    assert all(numbers["survived"] == 0 for numbers in found.values()), found
+
+
+def test_what_a_tile_costs_and_where_offsets_may_overflow() -> None:
+    found = ran("budgets")
+    for name, most in BUDGETS.items():
+        costs = found.pop(name)
+        assert {key: costs[key] for key in most if costs[key] > most[key]} == {}, (name, costs)
+    assert len(found) == 3
+    assert all(numbers == {"narrow": 0} for numbers in found.values()), found
