@@ -71,10 +71,9 @@ class Processor:
     """Per element and sender, where the owner sums a plain all-to-all."""
     step: float = 0.0
     """Seconds of a step that depend on nothing here."""
-    transport: Mapping[str, Work] = field(default_factory=dict)
-    """By collective: processor time of a call, and for each byte that the rank sends."""
-    local_transport: Mapping[str, Work] = field(default_factory=dict)
-    """The same inside a node; as between nodes where it is empty."""
+    transport: Mapping[tuple[str, str], Work] = field(default_factory=dict)
+    """By (scope of the group, collective): processor time of a call, and for each byte that the rank sends. What
+    is not named is as over all ranks. Empty: collectives take no processor."""
     share: float = 1.0
     """Of one processor that a rank has while all compute: cores / ranks."""
 

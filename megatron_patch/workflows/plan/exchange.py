@@ -5,7 +5,7 @@ A bucket is a chain of parts, each a task on a stream:
     stock              collective                        | all-to-all, sum (fp32 accumulation: one bucket at a time)
     low bits, flat     compress, all-to-all              | decompress and sum
     low bits, 2 hops   sum inside, compress, all-to-all  | decompress and sum
-    1-bit Adam         form, compress, all-to-all        | sum, compress, all-gather, decompress
+    1-bit Adam         form, compress, all-to-all, sum, compress, all-gather, decompress; one bucket at a time
 
 What stands behind the bar is done when the bucket is waited for: at the latest at the end, and before the
 second-next bucket begins (integration/chunk.py, IN_FLIGHT). On GPUs compression has a stream of its own, which
@@ -14,13 +14,14 @@ waits for the first hop; on a CPU it is the rank's own thread.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_patch.workflows.plan import traffic
-from megatron_patch.workflows.plan.cluster import Cluster, Work
+from megatron_patch.workflows.plan.cluster import Cluster
 from megatron_patch.workflows.plan.fluid import Task
-from megatron_patch.workflows.plan.job import Bucket, Group, Job
+from megatron_patch.workflows.plan.job import ALL, Bucket, Group, Job
 from megatron_patch.workflows.plan.methods import Method
 from megatron_patch.workflows.plan.traffic import Call
 
@@ -73,17 +74,16 @@ class Exchanges:
         """The stream on which a bucket is coded."""
         return f"exchange {kind} " if self.job.overlap_gradients and not self.on_cpu else "compute"
 
-    def send(self, name: str, call: Call, after: Sequence[Task], stream: str, inside: bool = False) -> Task:
-        """A collective. `inside`: its transport is that of a node."""
+    def send(self, name: str, call: Call, after: Sequence[Task], stream: str) -> Task:
+        """A collective."""
         processor = self.cluster.processor
         needs = {
             f"uplink{self.stage}": call.uplink / self.cluster.between.efficiency.get(call.kind, 1.0),
             f"inside{self.stage}": call.inside / self.cluster.inside.efficiency.get(call.kind, 1.0),
         }
         if self.on_cpu:
-            local = processor.local_transport if inside and processor.local_transport else processor.transport
-            cost = local.get(call.kind, Work())
-            needs[f"processor{self.stage}"] = cost.seconds(call.sent)
+            cost = processor.transport.get((call.scope, call.kind), processor.transport[ALL, call.kind])
+            needs[f"processor{self.stage}"] = cost.seconds(call.sent, call.calls)
         return self.add(Task(name, needs, after, f"{stream}{self.stage}", call.latency))
 
     # --- gradients ---------------------------------------------------------------------------------------
@@ -167,20 +167,19 @@ class Exchanges:
         )
         call = traffic.all_to_all(size, over, self.cluster)
         self._count(call, over, gradients=1)
-        inside = over.nodes == 1
-        sent = self.send(f"{name}: all-to-all", call, [compressed], f"network {kind} ", inside)
+        sent = self.send(f"{name}: all-to-all", call, [compressed], f"network {kind} ")
         summing = processor.decompress.seconds(shard * senders)
         if not self.distributed:  # the sum goes back to all, in low bits too
             own = processor.compress_work(method.bits).seconds(shard)
             summed = self.work(f"{name}: sum", summing + own, [sent], side)
             back = traffic.gather(size, over, self.cluster)
             self._count(back, over, gradients=1)
-            sent = self.send(f"{name}: all-gather", back, [summed], f"network {kind} ", inside)
+            sent = self.send(f"{name}: all-gather", back, [summed], f"network {kind} ")
             summing = processor.decompress.seconds(elements)
             if over is not group:
                 around = traffic.gather(size * group.nodes, traffic.inside_of(group), self.cluster)
                 self._count(around, traffic.inside_of(group), gradients=1)
-                sent = self.send(f"{name}: around the node", around, [sent], f"network {kind} ", True)
+                sent = self.send(f"{name}: around the node", around, [sent], f"network {kind} ")
                 summing = processor.decompress.seconds(bucket.elements)
         return _Handle(sent, f"{name}: decompress", summing, side, sent)
 
@@ -191,11 +190,13 @@ class Exchanges:
         here, processor = traffic.inside_of(group), self.cluster.processor
         shard = bucket.elements // group.local
         if self.method.intra_bits is None:
-            call = traffic.stock_reduce(
-                bucket.elements, int(nbytes or self.gradient_bytes), here, self.cluster, False
+            # One collective for each node's part of the bucket.
+            call = dataclasses.replace(
+                traffic.stock_reduce(bucket.elements, int(nbytes or self.gradient_bytes), here, self.cluster, False),
+                calls=1 if self.method.momentum else group.nodes,
             )
             self._count(call, here, gradients=1)
-            return self.send(f"{name}: sum inside", call, ready, side, True)
+            return self.send(f"{name}: sum inside", call, ready, side)
         bits = self.method.intra_bits
         seconds = processor.compress_work(bits).seconds(bucket.elements)
         compressed = self.work(f"{name}: compress inside", seconds, ready, side)
@@ -203,7 +204,7 @@ class Exchanges:
             traffic.payload(bucket.elements, group.local, bits, bucket.exact), here, self.cluster
         )
         self._count(call, here, gradients=1)
-        sent = self.send(f"{name}: all-to-all inside", call, [compressed], side, True)
+        sent = self.send(f"{name}: all-to-all inside", call, [compressed], side)
         return self.work(f"{name}: sum", processor.decompress.seconds(shard * group.local), [sent], side)
 
     def _finish(self, handle: _Handle) -> None:
@@ -221,55 +222,37 @@ class Exchanges:
     # --- momentum ----------------------------------------------------------------------------------------
 
     def momentum(self, buckets: Sequence[Bucket], after: Sequence[Task]) -> list[Task]:
-        """1-bit Adam's exchange, in the optimizer's step: nothing else runs meanwhile."""
+        """1-bit Adam's exchange, in the optimizer's step: one bucket after the other, nothing else meanwhile."""
         processor, before = self.cluster.processor, list(after)
-        handles: list[tuple[Bucket, Group, Group, float, Task, str]] = []
         for number, bucket in enumerate(buckets):
-            group = self.job.group(self.cluster, bucket.expert)
+            group, elements = self.job.group(self.cluster, bucket.expert), bucket.elements
             name = f"momentum bucket {number}"
-            formed = self.work(
-                f"{name}: form", processor.momentum.seconds(bucket.elements), before, "compute"
-            )
-            before = [formed]
+            before = [self.work(f"{name}: form", processor.momentum.seconds(elements), before, "compute")]
             if group.ranks == 1:
                 continue
-            if len(handles) >= IN_FLIGHT:
-                before = [self._momentum_back(*handles[len(handles) - IN_FLIGHT])]
-            over, elements = group, bucket.elements
+            over = group
             if self.two_hops(group):
                 before = [self._inside(bucket, group, before, "compute", name, nbytes=4)]
                 over, elements = traffic.across(group), bucket.elements // group.local
             size = traffic.payload(elements, over.ranks, 1, whole_blocks=True)
-            compressed = self.work(
-                f"{name}: compress", processor.compress_work(1).seconds(elements), before, "compute"
-            )
-            call = traffic.all_to_all(size, over, self.cluster)
-            self._count(call, over, gradients=1)
-            sent = self.send(f"{name}: all-to-all", call, [compressed], "network dense ")
-            handles.append((bucket, group, over, size, sent, name))
-            before = [compressed]
-        for handle in handles[-IN_FLIGHT:]:
-            before = [self._momentum_back(*handle)]
+            coded = processor.compress_work(1).seconds(elements)
+            before = [self.work(f"{name}: compress", coded, before, "compute")]
+            there, back = traffic.all_to_all(size, over, self.cluster), traffic.gather(size, over, self.cluster)
+            before = [self.send(f"{name}: all-to-all", there, before, "compute")]
+            own = elements // over.ranks
+            summing = processor.decompress.seconds(elements) + processor.compress_work(1).seconds(own)
+            before = [self.work(f"{name}: sum", summing, before, "compute")]
+            before = [self.send(f"{name}: all-gather", back, before, "compute")]
+            self._count(there, over, gradients=1)
+            self._count(back, over, gradients=1)
+            if over is not group:
+                here = traffic.inside_of(group)
+                around = traffic.gather(size * group.nodes, here, self.cluster)
+                self._count(around, here, gradients=1)
+                before = [self.send(f"{name}: around the node", around, before, "compute")]
+            shared = processor.decompress.seconds(bucket.elements)
+            before = [self.work(f"{name}: decompress", shared, before, "compute")]
         return before
-
-    def _momentum_back(
-        self, bucket: Bucket, group: Group, over: Group, size: float, sent: Task, name: str
-    ) -> Task:
-        processor = self.cluster.processor
-        shard = bucket.elements // group.ranks
-        seconds = processor.decompress.seconds(shard * over.ranks) + processor.compress_work(1).seconds(shard)
-        summed = self.work(f"{name}: sum", seconds, [sent], "compute")
-        back = traffic.gather(size, over, self.cluster)
-        self._count(back, over, gradients=1)
-        last = self.send(f"{name}: all-gather", back, [summed], "compute")
-        if over is not group:
-            here = traffic.inside_of(group)
-            around = traffic.gather(size * group.nodes, here, self.cluster)
-            self._count(around, here, gradients=1)
-            last = self.send(f"{name}: around the node", around, [last], "compute", True)
-        return self.work(
-            f"{name}: decompress", processor.decompress.seconds(bucket.elements), [last], "compute"
-        )
 
 
 @dataclass

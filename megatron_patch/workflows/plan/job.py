@@ -12,6 +12,7 @@ from megatron_patch.workflows.plan import constants
 from megatron_patch.workflows.plan.cluster import Cluster
 from megatron_patch.workflows.plan.model import Parameter, Stage, padded_vocabulary, stages_of
 
+ALL, INSIDE, BETWEEN = "all", "inside", "between"
 _SMALLEST_BUCKET, _BUCKET_OF_A_RANK = 40_000_000, 1_000_000
 
 
@@ -24,6 +25,8 @@ class Group:
     local: int
     beside: float = 1.0
     """Groups of the same kind that have ranks on one node."""
+    scope: str = ALL
+    """What part of a job's ranks it is: all, those inside a node, or one of each node."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class Job:
     """Peak learning rate / standard deviation of the weights at the start."""
     activation_bytes: float = 0.0
     recompute: bool = False
+    after_backward: bool = False
+    """Whether exchanges start when backward is through, although gradients are in buckets: `bench network` does."""
     weight_bits: float | None = None
     """Of the exact gather; None: by the learning rate."""
 

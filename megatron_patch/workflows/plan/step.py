@@ -103,7 +103,7 @@ def _tasks(job: Job, cluster: Cluster, method: Method) -> tuple[list[Task], list
         of = stages[number]
         passed = _last_backward(of, buckets[number], backward, [middles[number], *previous])
         previous = [_at(passed, 1 / job.virtual)]
-        if not job.overlap_gradients:
+        if not job.overlap_gradients or job.after_backward:
             for place, bucket in enumerate(buckets[number]):
                 of.start(bucket, passed[-1:], place)
         of.finish()
@@ -203,7 +203,7 @@ def _last_backward(
             before = [of.work("backward", seconds, before, "compute")]
             done += before
         operations = 0.0
-        if job.overlap_gradients:
+        if job.overlap_gradients and not job.after_backward:
             of.start(buckets[place], done[-1:], place)
     return done
 

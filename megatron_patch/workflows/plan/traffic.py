@@ -11,12 +11,13 @@ A node's uplink carries `beside` groups at a time. Payloads in low bits are quan
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.workflows.plan.cluster import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Cluster
-from megatron_patch.workflows.plan.job import Group
+from megatron_patch.workflows.plan.job import BETWEEN, INSIDE, Group
 
 _BLOCK = 128
 
@@ -34,6 +35,10 @@ class Call:
     """Bytes that this rank sends at all."""
     latency: float
     """Seconds before the first byte arrives."""
+    scope: str
+    """Of the group: all, inside or between."""
+    calls: int = 1
+    """Collectives that it stands for."""
 
     def between(self, group: Group) -> float:
         """Bytes that this rank sends to other nodes."""
@@ -47,7 +52,7 @@ def ring(kind: str, shard: float, group: Group, cluster: Cluster) -> Call:
     between, inside = m - 1, n - m
     latency = cluster.call_latency + between * cluster.between.latency + inside * cluster.inside.latency
     uplink = sent * group.beside if m > 1 else 0.0
-    return Call(kind, uplink, sent * (1 - 1 / r) if m > 1 else sent, sent, latency)
+    return Call(kind, uplink, sent * (1 - 1 / r) if m > 1 else sent, sent, latency, group.scope)
 
 
 def all_to_all(shard: float, group: Group, cluster: Cluster) -> Call:
@@ -61,17 +66,17 @@ def all_to_all(shard: float, group: Group, cluster: Cluster) -> Call:
     if r > 1:
         latency += cluster.inside.latency
     uplink = elsewhere * shard * r * group.beside
-    return Call(ALL_TO_ALL, uplink, (r - 1) * shard, (n - 1) * shard, latency)
+    return Call(ALL_TO_ALL, uplink, (r - 1) * shard, (n - 1) * shard, latency, group.scope)
 
 
 def inside_of(group: Group) -> Group:
     """The group's ranks on one node."""
-    return Group(group.local, 1, group.local, group.beside)
+    return Group(group.local, 1, group.local, group.beside, INSIDE)
 
 
 def across(group: Group) -> Group:
     """One rank of each node."""
-    return Group(group.nodes, group.nodes, 1, group.beside * group.local)
+    return Group(group.nodes, group.nodes, 1, group.beside * group.local, BETWEEN)
 
 
 @functools.cache
@@ -89,8 +94,8 @@ def stock_reduce(elements: int, nbytes: int, group: Group, cluster: Cluster, fp3
     call = ring(REDUCE_SCATTER, shard, group, cluster)
     if not cluster.processor.transport:
         return call
-    # gloo's own moves twice the bytes (docs/network.md).
-    return Call(call.kind, 2 * call.uplink, 2 * call.inside, 2 * call.sent, call.latency)
+    # gloo's own moves twice the bytes over the links (docs/network.md).
+    return dataclasses.replace(call, uplink=2 * call.uplink, inside=2 * call.inside)
 
 
 def gather(shard: float, group: Group, cluster: Cluster) -> Call:
