@@ -3,7 +3,7 @@
 A task needs amounts of resources (processor seconds, bytes of a link), all of which it uses up evenly; it waits
 for others, for its place on a stream (where one task runs after the other), and for a latency of its own. Tasks
 that need the same resource share it evenly; what one cannot use, because another resource holds it up, the
-others get (max-min fairness, as TCP's flows and a GPU's streams about do).
+others get (as TCP's flows and a GPU's streams about do).
 """
 
 from __future__ import annotations
@@ -113,48 +113,37 @@ def _dependencies(tasks: Sequence[Task]) -> tuple[dict[Task, int], dict[Task, li
 
 
 def fair_rates(needs: Sequence[Mapping[str, float]], capacity: Mapping[str, float]) -> list[float]:
-    """Of tasks that run together, the share of each that is done in a second (max-min fair).
+    """Of tasks that run together, the share of each that is done in a second.
 
-    A resource is given to the tasks that need it in equal parts; the task that is held up most is settled first.
+    Their use of what they share rises alike, until a resource is full, whose users stay there, or until a task is
+    held up by what it has alone; the others go on rising (progressive filling). On a single link that is an equal
+    share for every flow; of a processor, what needs little of it gets that.
     """
+    alone = [min(capacity[r] / amount for r, amount in one.items() if amount > 0) for one in needs]
     users: dict[str, list[int]] = {}
     for place, amounts in enumerate(needs):
         for resource, amount in amounts.items():
             if amount > 0:
                 users.setdefault(resource, []).append(place)
-    if all(len(found) == 1 for found in users.values()):
-        return [min(capacity[r] / amount for r, amount in one.items() if amount > 0) for one in needs]
+    users = {resource: found for resource, found in users.items() if len(found) > 1}
+    rates = list(alone)
+    open_ = sorted({place for found in users.values() for place in found})
     left = {resource: capacity[resource] for resource in users}
-    rates = [0.0] * len(needs)
-    open_ = {place for found in users.values() for place in found}
+    speed = {
+        place: 1 / max(needs[place].get(r, 0.0) / capacity[r] for r in users if needs[place].get(r, 0.0) > 0)
+        for place in open_
+    }  # at which a task uses all of the shared resource that it needs most of
     while open_:
-        shares = {
-            resource: left[resource] / count
-            for resource, found in users.items()
-            if (count := sum(place in open_ for place in found))
-        }
-        wanted = {
-            place: min((shares[r] / amount, r) for r, amount in needs[place].items() if amount > 0)
-            for place in open_
-        }
-        # Settle those on a resource that all of its users are held up by; at least one such there always is.
-        full = next(
-            (
-                resource
-                for resource in shares
-                if all(wanted[place][1] == resource for place in users[resource] if place in open_)
-            ),
-            None,
-        )
-        settled = (
-            [place for place in users[full] if place in open_]
-            if full is not None
-            else [min(open_, key=lambda place: wanted[place][0])]
-        )
+        levels: dict[str | int, float] = {place: alone[place] / speed[place] for place in open_}
+        for resource, found in users.items():
+            wanted = sum(needs[place][resource] * speed[place] for place in found if place in open_)
+            if wanted > 0:
+                levels[resource] = left[resource] / wanted
+        first = min(levels, key=lambda key: levels[key])
+        settled = [first] if isinstance(first, int) else [place for place in users[first] if place in open_]
         for place in settled:
-            rates[place] = wanted[place][0]
-            open_.discard(place)
-            for resource, amount in needs[place].items():
-                if amount > 0:
-                    left[resource] = max(0.0, left[resource] - amount * rates[place])
+            rates[place] = speed[place] * levels[first]
+            open_.remove(place)
+            for resource in users:
+                left[resource] = max(0.0, left[resource] - needs[place].get(resource, 0.0) * rates[place])
     return rates
