@@ -2,10 +2,10 @@
 
 The ranks share one machine's cores, and gloo's transport takes them too. What is taken from where:
 
-    computing, the optimizer     a run of `bench network` without rate limits: bf16_alltoall and bf16_allreduce, one and
+    computing, the optimizer     runs of `bench network` without rate limits: bf16_alltoall and bf16_allreduce, one and
                                  four microbatches; also gloo's all-gather by the byte, and the sum of an all-to-all
+    what a link carries          bf16_alltoall at one rate, which is none of the cells'
     gloo's calls, all-to-all     `bench network --links` without a rate limit: the collectives alone
-    what a link carries          the same at one rate, which is none of the cells'
     compression, weight code     `bench kernels` on one core
 
 None of it is a cell with compression. The exact gather's bits are an earlier run's (docs/network.md).
@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_patch.errors import UserError
 from megatron_patch.workflows.plan import methods
 from megatron_patch.workflows.plan.cluster import ALL_GATHER, ALL_TO_ALL, COLLECTIVES, Cluster, Link, Processor, Work
 from megatron_patch.workflows.plan.cluster_file import fit, points
@@ -28,8 +27,10 @@ from megatron_patch.workflows.plan.methods import Method
 from megatron_patch.workflows.plan.model import Parameter, Stage
 from megatron_patch.workflows.plan.step import simulate
 
-_SETTINGS = ("llama", "buckets", "cores", "uncompressed", "links", "kernels", "weight_bits")
+_STOCK, _REPLICATED = "bf16_alltoall", "bf16_allreduce"
 _NEVER = 1e15
+_RANKS = 4
+"""Of the calibration's runs: 4 hosts with one rank each."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,6 @@ class Cell:
     accumulation: int
 
 
-def check_calibration(found: Mapping[str, Any]) -> None:
-    """Refuse what is no calibration."""
-    missing = [name for name in _SETTINGS if name not in found]
-    if missing:
-        raise UserError(f"calibration: {', '.join(missing)} missing")
-
-
 def predicted(cell: Cell, found: Mapping[str, Any]) -> float:
     """Seconds of a step of the cell, by `found`, a calibration (docs/plan/calibration.yaml)."""
     method = method_of(cell.name)
@@ -60,9 +54,9 @@ def predicted(cell: Cell, found: Mapping[str, Any]) -> float:
 
 def method_of(name: str) -> Method:
     """The plan's method of one of bench network's names."""
-    if name == "bf16_alltoall":
+    if name == _STOCK:
         return methods.parse(methods.STOCK)
-    if name == "bf16_allreduce":
+    if name == _REPLICATED:
         return methods.parse(methods.REPLICATED)
     if name == "onebit_adam":  # replicated there
         return dataclasses.replace(methods.parse(methods.ONEBIT), distributed=False, exact=False)
@@ -146,11 +140,33 @@ def _cluster(found: Mapping[str, Any], cell: Cell, job: Job) -> Cluster:
 
 
 def carried(found: Mapping[str, Any], collective: str) -> float:
-    """What a collective gets of a link's rate, from its curve at the calibration's rate."""
-    curve = [one for one in _of_hosts(found) if one["rate_mbit"] is not None]
-    _, unit = fit(points(curve, collective, ALL))
-    share = 8 / (unit * curve[0]["rate_mbit"] * 1e6)
-    return 2 * share if collective == "reduce_scatter" else share  # gloo's moves twice the bytes
+    """What a collective gets of a link's rate: in the run without compression over slow links.
+
+    The reduce-scatter, which no run here has, gets what the all-gather gets: both are rings.
+    """
+    rows = [row for row in found["uncompressed"] if row["rate_mbit"] is not None and row["name"] == _STOCK]
+    bits = 8 * 2 * _parameters(found["llama"]) * (1 - 1 / _RANKS)
+    part = "exchange_seconds" if collective == ALL_TO_ALL else "gather_seconds"
+    # Each bucket is summed before the next one is sent; gathers follow one another without that.
+    idle = _sums(found) if collective == ALL_TO_ALL else 0.0
+    return statistics.fmean(bits / (row[part] - idle) / (row["rate_mbit"] * 1e6) for row in rows)
+
+
+def _sums(found: Mapping[str, Any]) -> float:
+    """Seconds of an uncompressed exchange without rate limits that its collectives do not take: the sums."""
+    call, unit = fit(points(_free(found), ALL_TO_ALL, ALL))
+    sent = 2 * _parameters(found["llama"]) * (1 - 1 / _RANKS)
+    whole = statistics.median(
+        row["exchange_seconds"]
+        for row in found["uncompressed"]
+        if row["rate_mbit"] is None and row["name"] == _STOCK
+    )
+    return max(0.0, whole - found["buckets"] * call - unit * sent)
+
+
+def _free(found: Mapping[str, Any], per_host: int = 1) -> list[dict[str, Any]]:
+    """The curves of collectives without a rate limit."""
+    return [one for one in _of_hosts(found, per_host) if one["rate_mbit"] is None]
 
 
 def _of_hosts(found: Mapping[str, Any], per_host: int = 1) -> list[dict[str, Any]]:
@@ -173,52 +189,99 @@ class Computing:
     @staticmethod
     def of(found: Mapping[str, Any], job: Job) -> Computing:
         """From the calibration's `uncompressed` rows, of 4 hosts with one rank each."""
-        rows = {(row["name"], row["accumulation"]): row for row in found["uncompressed"]}
-        ranks = 4
-        share = found["cores"] / ranks
-        sharded = [rows["bf16_alltoall", count] for count in (1, 4)]
-        whole = [rows["bf16_allreduce", count] for count in (1, 4)]
-        batch = statistics.fmean((four["compute_seconds"] - one["compute_seconds"]) / 3 for one, four in (sharded, whole))
+        free = [row for row in found["uncompressed"] if row["rate_mbit"] is None]
+
+        def seconds(name: str, count: int, part: str = "compute_seconds") -> float:
+            """The median over the calibration's runs."""
+            chosen = [row for row in free if (row["name"], row["accumulation"]) == (name, count)]
+            return statistics.median(row[part] for row in chosen)
+
+        share = found["cores"] / _RANKS
+        sharded, whole = ([seconds(name, count) for count in (1, 4)] for name in (_STOCK, _REPLICATED))
+        batch = statistics.fmean((four - one) / 3 for one, four in (sharded, whole))
         fixed, fixed_whole = (
-            max(0.0, statistics.fmean((one["compute_seconds"] - batch, four["compute_seconds"] - 4 * batch)))
-            for one, four in (sharded, whole)
+            max(0.0, statistics.fmean((one - batch, four - 4 * batch))) for one, four in (sharded, whole)
         )
         numel = _parameters(found["llama"])
-        optimizer = max(0.0, (fixed_whole - fixed) * share / (numel * (1 - 1 / ranks)))
+        optimizer = max(0.0, (fixed_whole - fixed) * share / (numel * (1 - 1 / _RANKS)))
         operations = 3 * job.stages[0].operations * job.micro_batch * job.sequence
-        cluster = Cluster(ranks, 1, Link(_NEVER), Link(_NEVER), Processor(flops=1.0))
-        buckets = [bucket.elements for bucket in job.buckets(0, cluster, False)]
-        free = [one for one in _of_hosts(found) if one["rate_mbit"] is None]
-        call, unit = fit(points(free, ALL_TO_ALL, ALL))
-        gather_call, _ = fit(points(free, ALL_GATHER, ALL))
-        sent = 2 * (1 - 1 / ranks) * sum(buckets)
-        exchange = statistics.fmean(row["exchange_seconds"] for row in sharded)
-        gather = statistics.fmean(row["gather_seconds"] for row in sharded)
+        gather_call, _ = fit(points(_free(found), ALL_GATHER, ALL))
+        gather = statistics.median(row["gather_seconds"] for row in free if row["name"] == _STOCK)
+        sent = 2 * numel * (1 - 1 / _RANKS)
         return Computing(
             flops=operations / (batch * share),
             optimizer=optimizer,
-            step=max(0.0, fixed * share - optimizer * numel / ranks),
-            stock_sum=max(0.0, exchange - len(buckets) * call - unit * sent) * share / sum(buckets),
-            all_gather=max(0.0, gather - len(buckets) * gather_call) * share / sent,
+            step=max(0.0, fixed * share - optimizer * numel / _RANKS),
+            stock_sum=_sums(found) * share / numel,
+            all_gather=max(0.0, gather - found["buckets"] * gather_call) * share / sent,
         )
 
     def transport(self, found: Mapping[str, Any], per_host: int) -> dict[tuple[str, str], Work]:
         """gloo's processor time, from the curves without a rate limit and the run's all-gather."""
-        share = found["cores"] / 4
+        share = found["cores"] / _RANKS
         works = {}
         for name in COLLECTIVES:
-            free = [one for one in _of_hosts(found) if one["rate_mbit"] is None]
-            call, unit = (share * value for value in fit(points(free, name, ALL)))
+            call, unit = (share * value for value in fit(points(_free(found), name, ALL)))
             works[ALL, name] = Work(call, self.all_gather if name == ALL_GATHER else unit)
             for scope in (INSIDE, BETWEEN) if per_host > 1 else ():
-                several = [one for one in _of_hosts(found, per_host) if one["rate_mbit"] is None]
-                if curve := points(several, name, scope):
+                if curve := points(_free(found, per_host), name, scope):
                     call, unit = (share * value for value in fit(curve))
                     works[scope, name] = Work(call, unit)
         return works
 
 
-def errors(measured: Sequence[float], found: Sequence[float]) -> tuple[float, float]:
-    """(median, largest) of the relative errors of predictions."""
-    off = [abs(one / two - 1) for one, two in zip(found, measured, strict=True)]
-    return statistics.median(off), max(off)
+@dataclass(frozen=True)
+class Compared:
+    """A cell's step as measured and as predicted, and its speed-up over bf16_alltoall of the same links."""
+
+    cell: Cell
+    measured: float
+    predicted: float
+    ratio_measured: float | None
+    ratio_predicted: float | None
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, relative."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def ratio_error(self) -> float | None:
+        """Of the predicted speed-up, relative; None for the baseline."""
+        if self.ratio_measured is None or self.ratio_predicted is None:
+            return None
+        return self.ratio_predicted / self.ratio_measured - 1
+
+
+def compared(rows: Sequence[Mapping[str, str]], found: Mapping[str, Any]) -> list[Compared]:
+    """Every cell of a file as docs/plan/network.csv, in its order."""
+    cells = []
+    for row in rows:
+        rate = float(row["rate_mbit"]) if row["rate_mbit"] else None
+        cell = Cell(int(row["hosts"]), int(row["ranks_per_host"]), row["name"], rate, int(row["accumulation"]))
+        cells.append((cell, float(row["step_seconds"]), predicted(cell, found)))
+    base = {_place(cell): (seconds, by) for cell, seconds, by in cells if cell.name == _STOCK}
+    result = []
+    for cell, seconds, by in cells:
+        stock = base.get(_place(cell)) if cell.name != _STOCK else None
+        ratios = (stock[0] / seconds, stock[1] / by) if stock else (None, None)
+        result.append(Compared(cell, seconds, by, *ratios))
+    return result
+
+
+def _place(cell: Cell) -> tuple[int, int, float | None, int]:
+    return cell.hosts, cell.ranks_per_host, cell.rate_mbit, cell.accumulation
+
+
+def fastest(cells: Sequence[Compared]) -> dict[tuple[int, int, float | None, int], tuple[str, str]]:
+    """By links and accumulation: the fastest method as measured, and as predicted."""
+    places: dict[tuple[int, int, float | None, int], list[Compared]] = {}
+    for one in cells:
+        places.setdefault(_place(one.cell), []).append(one)
+    return {
+        place: (
+            min(ones, key=lambda one: one.measured).cell.name,
+            min(ones, key=lambda one: one.predicted).cell.name,
+        )
+        for place, ones in places.items()
+    }
