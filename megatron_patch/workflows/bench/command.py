@@ -1,8 +1,8 @@
 """`megatron-loco bench`: measures this machine.
 
 `bench network` (network/): training over slow links. `bench kernels`: how fast compression is on a GPU
-(gpu_rates.py) or on one core (cpu_rates.py), with a copy of memory as the yardstick. `bench links` (links.py):
-a cluster's collectives, for `megatron-loco plan`.
+(gpu_rates.py) or on one core (cpu_rates.py), with a copy of memory as the yardstick. `bench links`
+(links.py): a cluster's collectives, for `megatron-loco plan`.
 """
 
 from __future__ import annotations

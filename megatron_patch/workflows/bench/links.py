@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 8 --nnodes 2 ... --no-python megatron-loco bench links --out links.yaml
 
-Every rank of the job runs it, as it would run a training script. All-to-all, reduce-scatter and all-gather are
-timed over growing sizes: over all ranks, over the ranks of each node, and over the ranks of the same place on all
-nodes (all such groups at once, as in two hops). Over NCCL where every rank has a GPU of its own, else over gloo.
+Every rank of the job runs it, as it would run a training script. All-to-all, reduce-scatter and all-gather
+are timed over growing sizes: over all ranks, over the ranks of each node, and over the ranks of the same
+place on all nodes (all such groups at once, as in two hops). Over NCCL where every rank has a GPU of its
+own, else over gloo.
 """
 
 from __future__ import annotations
@@ -31,9 +32,15 @@ _SECONDS = 1.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megatron-loco bench links`."""
-    parser.add_argument("--out", type=Path, default=Path("links.yaml"), metavar="FILE", help="default links.yaml")
     parser.add_argument(
-        "--most", type=float, default=_MOST / 2**20, metavar="MIB", help="largest size that a rank sends; default 64"
+        "--out", type=Path, default=Path("links.yaml"), metavar="FILE", help="default links.yaml"
+    )
+    parser.add_argument(
+        "--most",
+        type=float,
+        default=_MOST / 2**20,
+        metavar="MIB",
+        help="largest size that a rank sends; default 64",
     )
     parser.add_argument("--backend", choices=("nccl", "gloo"), help="default: nccl where there are GPUs")
 
@@ -56,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if backend == "nccl":
         if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
             raise UserError(
-                "--backend nccl: there are fewer GPUs than ranks on this node; start one rank a GPU, or take gloo"
+                "--backend nccl: there are fewer GPUs than ranks on this node; start one a GPU, or take gloo"
             )
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
@@ -80,9 +87,15 @@ def text(curves: Sequence[dict[str, Any]], backend: str) -> str:
     world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.cuda.get_device_name() if backend == "nccl" else "cpu"
     cores = len(os.sched_getaffinity(0))
-    found = {"nodes": world // local, "gpus_per_node": local, "backend": backend, "device": device, "cores": cores}
+    found = {
+        "nodes": world // local,
+        "gpus_per_node": local,
+        "backend": backend,
+        "device": device,
+        "cores": cores,
+    }
     head = (
-        "# Written by megatron-loco bench links. seconds: the median of the slowest rank; bytes: what one rank "
+        "# Written by megatron-loco bench links. seconds: median of the slowest rank; bytes: what one rank "
         "sends\n# to the others of its group. Change nodes and gpus_per_node to plan for others.\n"
     )
     return head + yaml.safe_dump(found | {"links": list(curves)}, sort_keys=False, width=110)

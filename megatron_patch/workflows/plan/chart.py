@@ -31,7 +31,9 @@ def lines(axes: Any, plan: dict[str, Any]) -> None:
         )  # fmt: skip
     here = 8 * plan["inter_bytes_per_second"] / 1e9
     axes.axvline(here, color="black", linewidth=0.8)
-    axes.annotate("here", (here, 1), xycoords=("data", "axes fraction"), xytext=(4, -12), textcoords="offset points")
+    axes.annotate(
+        "here", (here, 1), xycoords=("data", "axes fraction"), xytext=(4, -12), textcoords="offset points"
+    )
     axes.set_xscale("log")
     axes.set_xlabel("usable Gbit/s between nodes, of each node")
     axes.set_ylabel("speed, of stock's at that bandwidth")

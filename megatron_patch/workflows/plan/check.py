@@ -3,7 +3,8 @@
 The ranks share one machine's cores, and gloo's transport takes them too. What is taken from where:
 
     computing, the optimizer     runs of `bench network` without rate limits: bf16_alltoall and bf16_allreduce, one and
-                                 four microbatches; also gloo's all-gather by the byte, and the sum of an all-to-all
+                                 four microbatches; also gloo's all-gather by the byte, and the sum of an
+                                 all-to-all
     what a link carries          bf16_alltoall at one rate, which is none of the cells'
     gloo's calls, all-to-all     `bench network --links` without a rate limit: the collectives alone
     compression, weight code     `bench kernels` on one core
@@ -20,7 +21,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_patch.workflows.plan import methods
-from megatron_patch.workflows.plan.cluster import ALL_GATHER, ALL_TO_ALL, COLLECTIVES, Cluster, Link, Processor, Work
+from megatron_patch.workflows.plan.cluster import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    COLLECTIVES,
+    Cluster,
+    Link,
+    Processor,
+    Work,
+)
 from megatron_patch.workflows.plan.cluster_file import fit, points
 from megatron_patch.workflows.plan.job import ALL, BETWEEN, INSIDE, Job
 from megatron_patch.workflows.plan.methods import Method
@@ -112,7 +121,7 @@ def stage_of(llama: Mapping[str, int]) -> Stage:
         matrix(hidden, ffn),
     ]
     ends = [Parameter((hidden,)), matrix(rows, hidden)]
-    return Stage(tuple([Parameter((rows, hidden)), *layer * llama["layers"], *ends]))
+    return Stage((Parameter((rows, hidden)), *layer * llama["layers"], *ends))
 
 
 def _cluster(found: Mapping[str, Any], cell: Cell, job: Job) -> Cluster:
@@ -258,7 +267,9 @@ def compared(rows: Sequence[Mapping[str, str]], found: Mapping[str, Any]) -> lis
     cells = []
     for row in rows:
         rate = float(row["rate_mbit"]) if row["rate_mbit"] else None
-        cell = Cell(int(row["hosts"]), int(row["ranks_per_host"]), row["name"], rate, int(row["accumulation"]))
+        cell = Cell(
+            int(row["hosts"]), int(row["ranks_per_host"]), row["name"], rate, int(row["accumulation"])
+        )
         cells.append((cell, float(row["step_seconds"]), predicted(cell, found)))
     base = {_place(cell): (seconds, by) for cell, seconds, by in cells if cell.name == _STOCK}
     result = []

@@ -72,8 +72,8 @@ class Processor:
     step: float = 0.0
     """Seconds of a step that depend on nothing here."""
     transport: Mapping[tuple[str, str], Work] = field(default_factory=dict)
-    """By (scope of the group, collective): processor time of a call, and for each byte that the rank sends. What
-    is not named is as over all ranks. Empty: collectives take no processor."""
+    """By (scope of the group, collective): processor time of a call, and for each byte that the rank sends.
+    What is not named is as over all ranks. Empty: collectives take no processor."""
     share: float = 1.0
     """Of one processor that a rank has while all compute: cores / ranks."""
 
@@ -107,7 +107,9 @@ class Cluster:
 
     def with_inter(self, bytes_per_second: float) -> Cluster:
         """The same with another bandwidth between nodes."""
-        return dataclasses.replace(self, between=dataclasses.replace(self.between, bandwidth=bytes_per_second))
+        return dataclasses.replace(
+            self, between=dataclasses.replace(self.between, bandwidth=bytes_per_second)
+        )
 
 
 def of_gpus(

@@ -2,7 +2,7 @@
 
     nodes: 2                 gpus_per_node: 8          gpu: H100            mfu: 0.4
     inter_gbit: 100          intra_gbyte: 450          compress_rate: 280e9
-    links: [...]             what `megatron-loco bench links` measured, in place of the data sheets' bandwidths
+    links: [...]             what `megatron-loco bench links` measured, in place of data sheets
 
 Command-line options replace what the file says.
 """
@@ -62,7 +62,9 @@ def _number(where: str, value: Any, whole: bool) -> float | int:
             value = None
     fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
     if not fits or (whole and value != int(value)):
-        raise UserError(f"{where}: {value!r} must be a {'whole number, 1 or more' if whole else 'number above 0'}")
+        raise UserError(
+            f"{where}: {value!r} must be a {'whole number, 1 or more' if whole else 'number above 0'}"
+        )
     return int(value) if whole else float(value)
 
 
@@ -70,7 +72,9 @@ def _check_links(path: Path, found: Any) -> None:
     wanted = {"collective", "scope", "ranks", "bytes", "seconds"}
     good = isinstance(found, list) and all(isinstance(one, dict) and wanted <= one.keys() for one in found)
     if not good or not found:
-        raise UserError(f"--cluster: {path}: links: must be what megatron-loco bench links writes; run it again")
+        raise UserError(
+            f"--cluster: {path}: links: must be what megatron-loco bench links writes; run it again"
+        )
     for one in found:
         if not (float(one["seconds"]) > 0 and float(one["bytes"]) > 0):
             raise UserError(f"--cluster: {path}: links: {one}: bytes and seconds must be above 0")
@@ -125,7 +129,7 @@ def _measured(
         cluster = dataclasses.replace(cluster, between=between, call_latency=0.0, measured=source)
     elif cluster.nodes > 1 and settings.get("inter_gbit") is None:
         raise UserError(
-            "--cluster: its links were measured on one node; give --inter-gbit, or run bench links on two nodes"
+            "--cluster: its links were measured on one node; give --inter-gbit, or measure on two nodes"
         )
     if one_node or "inside" in scopes:
         inside = link_of(links, "all" if one_node else "inside", 1, local)

@@ -3,10 +3,10 @@
     megatron-loco plan configs/models/llama2_7b.yaml --nodes 2 --inter-gbit 100 megatron.global_batch_size=128
     megatron-loco plan RECIPE --cluster links.yaml --from runs/baseline --out runs/plan
 
-A step is simulated from the recipe's own flags, for Megatron's exchange and for this package's. Links come from
-options, from a file (--cluster; `bench links` measures one) or from data sheets, the compute rate from a GPU's
-peak and --mfu, or from a run that was made (--from). --explain shows every number and its source; docs/plan.md
-says how far the predictions were from measurements.
+A step is simulated from the recipe's own flags, for Megatron's exchange and for this package's. Links come
+from options, from a file (--cluster; `bench links` measures one) or from data sheets, the compute rate from
+a GPU's peak and --mfu, or from a run that was made (--from). --explain shows every number and its source;
+docs/plan.md says how far the predictions were from measurements.
 """
 
 from __future__ import annotations
@@ -45,9 +45,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "recipes", nargs="+", metavar="RECIPE", help="YAML files, and section.key=value overrides of them"
     )
     parser.add_argument(
-        "--with", dest="and_files", action="append", default=[], metavar="FILE", help="another recipe over each"
+        "--with",
+        dest="and_files",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="another recipe over each",
     )
-    parser.add_argument("--cluster", type=Path, metavar="FILE", help="the cluster's numbers (bench links writes one)")
+    parser.add_argument(
+        "--cluster", type=Path, metavar="FILE", help="the cluster's numbers (bench links writes one)"
+    )
     parser.add_argument("--nodes", type=int, metavar="N", help="default: the recipe's launch.nnodes")
     parser.add_argument("--gpus-per-node", type=int, metavar="G", help="default: launch.nproc_per_node")
     parser.add_argument(
@@ -55,16 +62,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of a whole node to the others, each way; default {cluster_file.DEFAULT_INTER_GBIT:g}",
     )  # fmt: skip
     parser.add_argument(
-        "--intra-gbyte", type=float, metavar="S", help="of a GPU inside its node, each way; default: the GPU's link"
+        "--intra-gbyte",
+        type=float,
+        metavar="S",
+        help="of a GPU inside its node, each way; default: the GPU's link",
     )
-    parser.add_argument("--gpu", metavar="NAME", help=f"{', '.join(gpus.GPUS)}; default {cluster_file.DEFAULT_GPU}")
+    parser.add_argument(
+        "--gpu", metavar="NAME", help=f"{', '.join(gpus.GPUS)}; default {cluster_file.DEFAULT_GPU}"
+    )
     parser.add_argument("--mfu", type=float, metavar="F", help="useful share of the GPU's peak; default 0.4")
     parser.add_argument(
         "--compress-rate", type=float, metavar="R", help="elements a second to compress (bench kernels)"
     )
-    parser.add_argument("--weight-bits", type=float, metavar="P", help="of the exact gather; default: by learning rate")
     parser.add_argument(
-        "--from", dest="run_folder", type=Path, metavar="RUN", help="take the compute rate of a run that was made"
+        "--weight-bits", type=float, metavar="P", help="of the exact gather; default: by learning rate"
+    )
+    parser.add_argument(
+        "--from",
+        dest="run_folder",
+        type=Path,
+        metavar="RUN",
+        help="take the compute rate of a run that was made",
     )
     parser.add_argument(
         "--methods", metavar="A,B", help=f"default {','.join(methods.DEFAULT)}; see docs/plan.md for others"
@@ -73,7 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--worth", type=float, default=constants.value("worth"), metavar="F",
         help="least gain that changes a recommendation; default 0.03",
     )  # fmt: skip
-    parser.add_argument("--scale", action="store_true", help="8 to 4,096 GPUs instead, strong and weak scaling")
+    parser.add_argument(
+        "--scale", action="store_true", help="8 to 4,096 GPUs instead, strong and weak scaling"
+    )
     parser.add_argument("--explain", action="store_true", help="every number of the model, with its source")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan here")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write plan.json and plan.png here")
@@ -123,7 +143,9 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     return settings
 
 
-def prepared(args: argparse.Namespace, settings: dict[str, Any], name: str, given: RunConfig) -> tuple[Job, Cluster]:
+def prepared(
+    args: argparse.Namespace, settings: dict[str, Any], name: str, given: RunConfig
+) -> tuple[Job, Cluster]:
     """The job of a recipe on the cluster, checked by Megatron's own validation for that many ranks."""
     cluster = cluster_file.build(
         settings, given.launch.nnodes, given.launch.nproc_per_node, str(args.cluster or "")

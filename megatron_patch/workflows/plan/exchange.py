@@ -2,14 +2,14 @@
 
 A bucket is a chain of parts, each a task on a stream:
 
-    stock              collective                        | all-to-all, sum (fp32 accumulation: one bucket at a time)
+    stock              collective                        | fp32 accumulation: all-to-all, sum, in turns
     low bits, flat     compress, all-to-all              | decompress and sum
     low bits, 2 hops   sum inside, compress, all-to-all  | decompress and sum
     1-bit Adam         form, compress, all-to-all, sum, compress, all-gather, decompress; one bucket at a time
 
 What stands behind the bar is done when the bucket is waited for: at the latest at the end, and before the
-second-next bucket begins (integration/chunk.py, IN_FLIGHT). On GPUs compression has a stream of its own, which
-waits for the first hop; on a CPU it is the rank's own thread.
+second-next bucket begins (integration/chunk.py, IN_FLIGHT). On GPUs compression has a stream of its own,
+which waits for the first hop; on a CPU it is the rank's own thread.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from megatron_patch.workflows.plan.methods import Method
 from megatron_patch.workflows.plan.traffic import Call
 
 IN_FLIGHT = 2
+
 
 @dataclass
 class Sent:
@@ -110,9 +111,7 @@ class Exchanges:
                 if not handle.done:
                     self._finish(handle)
 
-    def _start_stock(
-        self, bucket: Bucket, group: Group, ready: Sequence[Task], kind: str, name: str
-    ) -> None:
+    def _start_stock(self, bucket: Bucket, group: Group, ready: Sequence[Task], kind: str, name: str) -> None:
         job, processor = self.job, self.cluster.processor
         distributed = self.distributed
         summed = job.fp32_accumulation and distributed
@@ -136,8 +135,12 @@ class Exchanges:
             if part == 0 and not distributed:
                 call_of = call
             else:
-                call_of = call if distributed else traffic.gather(
-                    bucket.elements * self.gradient_bytes / group.ranks, group, self.cluster
+                call_of = (
+                    call
+                    if distributed
+                    else traffic.gather(
+                        bucket.elements * self.gradient_bytes / group.ranks, group, self.cluster
+                    )
                 )
             before = [self.send(f"{name}: {call_of.kind}", call_of, before, f"network {kind} ")]
 
@@ -192,7 +195,9 @@ class Exchanges:
         if self.method.intra_bits is None:
             # One collective for each node's part of the bucket.
             call = dataclasses.replace(
-                traffic.stock_reduce(bucket.elements, int(nbytes or self.gradient_bytes), here, self.cluster, False),
+                traffic.stock_reduce(
+                    bucket.elements, int(nbytes or self.gradient_bytes), here, self.cluster, False
+                ),
                 calls=1 if self.method.momentum else group.nodes,
             )
             self._count(call, here, gradients=1)
@@ -222,7 +227,7 @@ class Exchanges:
     # --- momentum ----------------------------------------------------------------------------------------
 
     def momentum(self, buckets: Sequence[Bucket], after: Sequence[Task]) -> list[Task]:
-        """1-bit Adam's exchange, in the optimizer's step: one bucket after the other, nothing else meanwhile."""
+        """1-bit Adam's exchange, in the optimizer's step: one bucket after the other."""
         processor, before = self.cluster.processor, list(after)
         for number, bucket in enumerate(buckets):
             group, elements = self.job.group(self.cluster, bucket.expert), bucket.elements
@@ -237,7 +242,10 @@ class Exchanges:
             size = traffic.payload(elements, over.ranks, 1, whole_blocks=True)
             coded = processor.compress_work(1).seconds(elements)
             before = [self.work(f"{name}: compress", coded, before, "compute")]
-            there, back = traffic.all_to_all(size, over, self.cluster), traffic.gather(size, over, self.cluster)
+            there, back = (
+                traffic.all_to_all(size, over, self.cluster),
+                traffic.gather(size, over, self.cluster),
+            )
             before = [self.send(f"{name}: all-to-all", there, before, "compute")]
             own = elements // over.ranks
             summing = processor.decompress.seconds(elements) + processor.compress_work(1).seconds(own)

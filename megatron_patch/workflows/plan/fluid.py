@@ -1,9 +1,10 @@
-"""Tasks that share resources: a discrete-event simulation in which rates change only when a task begins or ends.
+"""Tasks that share resources: a discrete-event simulation in which rates change only when a task begins or
+ends.
 
-A task needs amounts of resources (processor seconds, bytes of a link), all of which it uses up evenly; it waits
-for others, for its place on a stream (where one task runs after the other), and for a latency of its own. Tasks
-that need the same resource share it evenly; what one cannot use, because another resource holds it up, the
-others get (as TCP's flows and a GPU's streams about do).
+A task needs amounts of resources (processor seconds, bytes of a link), all of which it uses up evenly; it
+waits for others, for its place on a stream (where one task runs after the other), and for a latency of its
+own. Tasks that need the same resource share it evenly; what one cannot use, because another resource holds
+it up, the others get (as TCP's flows and a GPU's streams about do).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _DONE = 1e-9
 class Task:
     """Something that takes time.
 
-    `needs` are amounts by resource; `latency` seconds pass before, in which nothing is used; `after` must have
-    ended; tasks of one `stream` run in the order in which they are listed.
+    `needs` are amounts by resource; `latency` seconds pass before, in which nothing is used; `after` must
+    have ended; tasks of one `stream` run in the order in which they are listed.
     """
 
     name: str
@@ -78,7 +79,9 @@ def run(tasks: Sequence[Task], capacity: Mapping[str, float]) -> float:
         begin(task)
     while rest or delayed:
         rates = fair_rates([task.needs for task in rest], capacity) if rest else []
-        step = min((left / rate for left, rate in zip(rest.values(), rates, strict=True)), default=float("inf"))
+        step = min(
+            (left / rate for left, rate in zip(rest.values(), rates, strict=True)), default=float("inf")
+        )
         if delayed and delayed[0][0] <= now + step:
             step = delayed[0][0] - now
         now += step
@@ -115,9 +118,9 @@ def _dependencies(tasks: Sequence[Task]) -> tuple[dict[Task, int], dict[Task, li
 def fair_rates(needs: Sequence[Mapping[str, float]], capacity: Mapping[str, float]) -> list[float]:
     """Of tasks that run together, the share of each that is done in a second.
 
-    Their use of what they share rises alike, until a resource is full, whose users stay there, or until a task is
-    held up by what it has alone; the others go on rising (progressive filling). On a single link that is an equal
-    share for every flow; of a processor, what needs little of it gets that.
+    Their use of what they share rises alike, until a resource is full, whose users stay there, or until a
+    task is held up by what it has alone; the others go on rising (progressive filling). On a single link
+    that is an equal share for every flow; of a processor, what needs little of it gets that.
     """
     alone = [min(capacity[r] / amount for r, amount in one.items() if amount > 0) for one in needs]
     users: dict[str, list[int]] = {}

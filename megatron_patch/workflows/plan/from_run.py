@@ -58,7 +58,7 @@ def solve(job: Job, cluster: Cluster, method: Method, seconds: float) -> float:
 
     if takes(_MOST) >= seconds:
         raise UserError(
-            f"--from: its steps took {seconds:.3g} s, but by these links and numbers the exchange and the optimizer "
+            f"--from: its steps took {seconds:.3g} s, but by these links the exchange and the optimizer "
             f"alone take {takes(_MOST):.3g} s; give the links that it ran on (--cluster, --inter-gbit)"
         )
     low, high = math.log(_LEAST), math.log(_MOST)

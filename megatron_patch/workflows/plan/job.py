@@ -1,4 +1,4 @@
-"""What a recipe asks of a cluster: its model, batch, groups of ranks and Megatron's overlap, as the plan sees it."""
+"""What a recipe asks of a cluster: its model, batch, groups of ranks and Megatron's overlap."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Job:
     activation_bytes: float = 0.0
     recompute: bool = False
     after_backward: bool = False
-    """Whether exchanges start when backward is through, although gradients are in buckets: `bench network` does."""
+    """Whether buckets are exchanged when backward is through, as `bench network` does."""
     weight_bits: float | None = None
     """Of the exact gather; None: by the learning rate."""
 
@@ -142,8 +142,8 @@ def of_arguments(name: str, args: argparse.Namespace, weight_gather_ratio: float
     """
     if args.num_distributed_optimizer_instances > 1:
         raise UserError(
-            "megatron.num_distributed_optimizer_instances: the plan supports a single optimizer instance; plan "
-            "with 1"
+            "megatron.num_distributed_optimizer_instances: the plan supports a single optimizer instance; "
+            "plan with 1"
         )
     if not args.global_batch_size:
         raise UserError("megatron.global_batch_size: the plan needs it; add megatron.global_batch_size=N")

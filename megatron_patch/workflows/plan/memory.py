@@ -1,4 +1,4 @@
-"""Bytes that a job takes on its fullest GPU with a method: docs/clusters.md has the formula. Computed, not measured."""
+"""Bytes that a job takes on its fullest GPU, computed as docs/clusters.md says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is planned, by name: Megatron's own exchange, and this package's with the options that switch it on."""
+"""What is planned, by name: Megatron's own exchange, and this package's with their options."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _LOW = re.compile(r"(loco|naive|error_feedback)([84321])(_flat|_two_hop)?(_intra
 class Method:
     """One way to exchange gradients and to gather weights.
 
-    `bits` is None where Megatron exchanges; `momentum` marks 1-bit Adam after its warm-up. `hops` is auto, flat
-    or two_hop. `gradient_bytes` and `distributed` replace the recipe's own where they are given.
+    `bits` is None where Megatron exchanges; `momentum` marks 1-bit Adam after its warm-up. `hops` is auto,
+    flat or two_hop. `gradient_bytes` and `distributed` replace the recipe's own where they are given.
     """
 
     name: str
@@ -107,7 +107,9 @@ def chosen(names: str | None, gradient_bytes: int, several_hops: bool, distribut
     else:
         left_out = {BF16} if gradient_bytes == 2 else set()
         left_out |= set() if several_hops else {"loco4_flat_exact"}
-        left_out |= set() if distributed else {"none_exact", "loco4_exact", "loco4_flat_exact", "naive2_exact"}
+        left_out |= (
+            set() if distributed else {"none_exact", "loco4_exact", "loco4_flat_exact", "naive2_exact"}
+        )
         names_ = [name for name in DEFAULT if name not in left_out]
         if not distributed:
             names_.insert(names_.index("loco4") + 1, "naive2")

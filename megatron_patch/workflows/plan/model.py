@@ -72,10 +72,12 @@ def stages_of(args: argparse.Namespace) -> tuple[Stage, ...]:
     Raises:
         UserError: a model whose parameters are not a GPT's.
     """
-    if getattr(args, "multi_latent_attention", False) or getattr(args, "heterogeneous_layers_config_path", None):
+    if getattr(args, "multi_latent_attention", False) or getattr(
+        args, "heterogeneous_layers_config_path", None
+    ):
         raise UserError(
-            "plan: multi-latent attention and heterogeneous layers are not supported; plan a model of the same "
-            "size with plain attention"
+            "plan: multi-latent attention and heterogeneous layers are not supported; plan a model of the "
+            "same size with plain attention"
         )
     pipeline = args.pipeline_model_parallel_size
     hidden, rows = args.hidden_size, padded_vocabulary(args) // args.tensor_model_parallel_size

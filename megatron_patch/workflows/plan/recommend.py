@@ -1,4 +1,4 @@
-"""What a plan says: a row for each method, the one to take and why, and the bandwidth below which each pays."""
+"""What a plan says: a row for each method, the one to take and why, and below which bandwidth each pays."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def pays_below(stock: Sequence[float], other: Sequence[float], worth: float) -> 
 def advise(job: Job, cluster: Cluster, found: Sequence[Row], worth: float) -> Advice:
     """The method to take: of those that are about as fast as the fastest, the one that changes least.
 
-    `found` is in the order of what changes least. What does not fit in memory is left out, unless nothing fits.
+    `found` is in the order of what changes least. What does not fit in memory is left out, unless nothing
+    fits.
     """
     stock = found[0]
     fitting = [row for row in found if row.fits] or list(found)
@@ -97,7 +98,8 @@ def advise(job: Job, cluster: Cluster, found: Sequence[Row], worth: float) -> Ad
         return Advice(best, why, True)
     if best is stock:
         gain = stock.seconds / fastest - 1
-        why = f"nothing gains more than {_share(max(gain, 0.0))} of a step of {_time(stock.seconds)}: stay with stock"
+        least = _share(max(gain, 0.0))
+        why = f"nothing gains more than {least} of a step of {_time(stock.seconds)}: stay with stock"
         return Advice(best, why, True)
     why = (
         f"with {count} {_share(waits)} of stock's step of {_time(stock.seconds)} waits for the exchange; "

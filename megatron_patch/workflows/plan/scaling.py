@@ -1,4 +1,4 @@
-"""How a recipe grows: 8 to 4,096 GPUs, with the recipe's batch (strong) and with a batch that grows along (weak)."""
+"""How a recipe grows: 8 to 4,096 GPUs, with its own batch (strong) and with one that grows (weak)."""
 
 from __future__ import annotations
 

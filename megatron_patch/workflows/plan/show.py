@@ -25,7 +25,8 @@ def title(job: Job, cluster: Cluster, gpu: str) -> str:
     replicas = job.replicas(cluster.world)
     batches = job.microbatches(cluster.world)
     return (
-        f"{job.name}: {links}; TP {job.tensor}, PP {job.pipeline}, CP {job.context}, EP {job.expert}, DP {replicas}; "
+        f"{job.name}: {links}; TP {job.tensor}, PP {job.pipeline}, CP {job.context}, EP {job.expert}, "
+        f"DP {replicas}; "
         f"{batches} microbatch{'es' if batches > 1 else ''} of {job.micro_batch} x {job.sequence} tokens; "
         f"{8 * job.gradient_bytes}-bit gradients, {8 * job.weight_bytes}-bit weights"
     )

@@ -1,16 +1,17 @@
-"""One training step of a job on a cluster, simulated: how long it takes with a method, and where the time goes.
+"""One training step of a job on a cluster, simulated: how long it takes with a method, and where the time
+goes.
 
 All ranks of a stage do the same at the same time, so one of each is simulated (the ranks that share its node
 share the uplink, and on a CPU the cores). Megatron's schedule, one forward and one backward in turns:
 
-    first forward      with overlap_param_gather: each bucket's weights are waited for, and the next ones asked for
+    first forward      with overlap_param_gather: waits for each bucket's weights, and asks for the next
     the rest           all other passes in one piece: nothing is exchanged
     last backward      with overlap_grad_reduce: each bucket starts when its last gradient is there
     optimizer          once all stages' exchanges have ended and the norm is known; 1-bit Adam's exchange
     gather             without overlap, here
 
-A stage waits for the one before it in its first forward, and for the one behind in its last backward, which makes
-the pipeline's bubble; with v virtual stages for the first v-th of it only.
+A stage waits for the one before it in its first forward, and for the one behind in its last backward, which
+makes the pipeline's bubble; with v virtual stages for the first v-th of it only.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 By how NCCL's rings and an all-to-all move them. N ranks on M nodes, R of them on each; S bytes of a shard:
 
-    ring (reduce-scatter, all-gather)   every rank passes on (N-1) S; of a node's R ranks one sends to the next node
+    ring (reduce-scatter, all-gather)   every rank passes on (N-1) S, one of a node's R to the next node
     all-to-all                          every rank sends S to each of the N-R ranks elsewhere, and to R-1 here
     two hops                            a ring, or an all-to-all, inside the node, then one between M nodes
 

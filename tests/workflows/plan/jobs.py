@@ -9,9 +9,7 @@ from megatron_patch.workflows.plan.model import Parameter, Stage
 HIDDEN = 256
 
 
-def job(
-    batch: int, pipeline: int = 1, experts: bool = False, overlap: bool = True, layers: int = 4
-) -> Job:
+def job(batch: int, pipeline: int = 1, experts: bool = False, overlap: bool = True, layers: int = 4) -> Job:
     """`layers` alike in each stage; 1 sequence of 64 tokens a microbatch, buckets of 150,000 elements."""
     layer = [
         Parameter((HIDDEN,)),
@@ -43,9 +41,7 @@ def job(
     )
 
 
-def cluster(
-    nodes: int, per_node: int = 8, bandwidth: float = 1e9, latency: float = 1e-6
-) -> Cluster:
+def cluster(nodes: int, per_node: int = 8, bandwidth: float = 1e9, latency: float = 1e-6) -> Cluster:
     """Ranks of 1e11 operations a second."""
     processor = Processor(
         flops=1e11,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,7 +55,8 @@ def test_rates_are_feasible_and_every_task_is_held_up_by_a_full_resource(
     needs = [one or {"a": 1.0} for one in needs]
     rates = fair_rates(needs, capacity)
     used = {
-        name: sum(one.get(name, 0.0) * rate for one, rate in zip(needs, rates, strict=True)) for name in RESOURCES
+        name: sum(one.get(name, 0.0) * rate for one, rate in zip(needs, rates, strict=True))
+        for name in RESOURCES
     }
     for name in RESOURCES:
         assert used[name] <= capacity[name] * (1 + 1e-9)
@@ -97,4 +100,4 @@ def test_work_is_conserved_and_order_is_kept(
         assert all(before.end <= task.start + 1e-9 for before in task.after)
     for stream in ("s", "t"):
         on = [task for task in tasks if task.stream == stream]
-        assert all(one.end <= two.start + 1e-9 for one, two in zip(on, on[1:], strict=False))
+        assert all(one.end <= two.start + 1e-9 for one, two in pairwise(on))

@@ -15,7 +15,16 @@ from megatron_patch.workflows.plan.job import Job
 from megatron_patch.workflows.plan.methods import parse
 from megatron_patch.workflows.plan.step import forward_seconds, simulate
 
-ALL = ("stock", "stock_bf16", "none_exact", "loco4", "loco4_exact", "loco4_flat_exact", "naive2_exact", "onebit_adam")
+ALL = (
+    "stock",
+    "stock_bf16",
+    "none_exact",
+    "loco4",
+    "loco4_exact",
+    "loco4_flat_exact",
+    "naive2_exact",
+    "onebit_adam",
+)
 
 
 def computing(one: Job, on: Cluster) -> float:
@@ -25,7 +34,9 @@ def computing(one: Job, on: Cluster) -> float:
 
 def test_without_bytes_and_kernels_a_step_is_its_arithmetic() -> None:
     one, on = job(batch=64), cluster(nodes=2)
-    on = dataclasses.replace(on, processor=dataclasses.replace(on.processor, optimizer=Work()), call_latency=0.0)
+    on = dataclasses.replace(
+        on, processor=dataclasses.replace(on.processor, optimizer=Work()), call_latency=0.0
+    )
     on = dataclasses.replace(on, between=Link(1e9), inside=Link(1e10))
     batches = one.microbatches(on.world)
     assert batches == 4
@@ -78,7 +89,14 @@ def test_compression_hides_behind_many_microbatches() -> None:
 )
 @settings(max_examples=12, deadline=None)
 def test_more_bandwidth_and_faster_kernels_are_never_slower(
-    name: str, nodes: int, per_node: int, count: int, pipeline: int, experts: bool, overlap: bool, bandwidth: float
+    name: str,
+    nodes: int,
+    per_node: int,
+    count: int,
+    pipeline: int,
+    experts: bool,
+    overlap: bool,
+    bandwidth: float,
 ) -> None:
     if nodes * per_node < 2 * pipeline:
         return
@@ -105,7 +123,10 @@ def test_buckets_start_while_backward_computes_and_no_more_than_two_are_under_wa
     assert buckets > 4
     assert tasks["dense bucket 0: all-to-all"].start < backward
     for number in range(2, buckets):
-        assert tasks[f"dense bucket {number}: compress"].start >= tasks[f"dense bucket {number - 2}: decompress"].end
+        assert (
+            tasks[f"dense bucket {number}: compress"].start
+            >= tasks[f"dense bucket {number - 2}: decompress"].end
+        )
 
 
 def test_fp32_accumulation_drains_each_bucket_before_the_next() -> None:

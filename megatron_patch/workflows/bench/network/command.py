@@ -84,7 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--patience", type=float, default=120, metavar="S", help="seconds until a silent link fails the run"
     )
     parser.add_argument(
-        "--links", action="store_true", help="time the collectives alone at every rate, too (network.json: links)"
+        "--links",
+        action="store_true",
+        help="time the collectives alone at every rate, too (network.json: links)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write network.json and network.png here")
