@@ -2,9 +2,9 @@
 
 The ranks share one machine's cores, and gloo's transport takes them too. What is taken from where:
 
-    computing, the optimizer     runs of `bench network` without rate limits: bf16_alltoall and bf16_allreduce, one and
-                                 four microbatches; also gloo's all-gather by the byte, and the sum of an
-                                 all-to-all
+    computing, the optimizer     runs of `bench network` without rate limits: bf16_alltoall and
+                                 bf16_allreduce, one and four microbatches; also gloo's all-gather by the
+                                 byte, and the sum of an all-to-all
     what a link carries          bf16_alltoall at one rate, which is none of the cells'
     gloo's calls, all-to-all     `bench network --links` without a rate limit: the collectives alone
     compression, weight code     `bench kernels` on one core

@@ -35,7 +35,7 @@ def calibrated(cluster: Cluster, folder: Path) -> tuple[Cluster, float | None]:
     run = configuration.load(folder / "config.yaml")
     job = job_of(run, folder.name)
     own = dataclasses.replace(cluster, nodes=run.launch.nnodes, per_node=run.launch.nproc_per_node)
-    method = method_of(run)
+    method = methods.of_config(run.compression) if run.attach else methods.parse(methods.STOCK)
     wire = summary.get("weight_wire") or {}
     bits = wire.get("bits_per_element") if method.exact else None
     if bits:
@@ -80,24 +80,6 @@ def _median(folder: Path) -> tuple[float, dict[str, Any]]:
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"--from: {path}: has no step_seconds of a megatron-loco run") from error
     return seconds, summary
-
-
-def method_of(run: RunConfig) -> Method:
-    """How a run exchanges gradients and gathers weights."""
-    config = run.compression
-    exact = config.codes_weights and run.attach
-    if not run.attach or not config.compresses:
-        return methods.parse("none_exact" if exact else methods.STOCK)
-    if config.momentum:
-        return dataclasses.replace(methods.parse(methods.ONEBIT), exact=exact, hops=config.topology)
-    return Method(
-        f"{config.method}{config.bits}",
-        bits=config.bits,
-        hops=config.topology,
-        intra_bits=config.intra_bits,
-        exact=exact,
-        keeps_errors=config.keeps_errors,
-    )
 
 
 def job_of(run: RunConfig, name: str) -> Job:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_patch.config import CompressionConfig
@@ -122,6 +121,18 @@ def without_gather(method: Method) -> Method:
     return dataclasses.replace(method, exact=False)
 
 
-def names(methods: Sequence[Method]) -> list[str]:
-    """Their names."""
-    return [method.name for method in methods]
+def of_config(config: CompressionConfig) -> Method:
+    """The method that a run's options are."""
+    exact = config.codes_weights
+    if not config.compresses:
+        return parse("none_exact" if exact else STOCK)
+    if config.momentum:
+        return dataclasses.replace(parse(ONEBIT), exact=exact, hops=config.topology)
+    return Method(
+        f"{config.method}{config.bits}",
+        bits=config.bits,
+        hops=config.topology,
+        intra_bits=config.intra_bits,
+        exact=exact,
+        keeps_errors=config.keeps_errors,
+    )

@@ -94,15 +94,17 @@ def advise(job: Job, cluster: Cluster, found: Sequence[Row], worth: float) -> Ad
     batches = job.microbatches(cluster.world)
     count = f"{batches} microbatch" + ("es" if batches > 1 else "")
     if best is stock and waits < worth:
-        why = f"your exchange hides behind {count}: {_share(waits)} of the step waits for it: stay with stock"
+        why = (
+            f"your exchange hides behind {count}: {percent(waits)} of the step waits for it: stay with stock"
+        )
         return Advice(best, why, True)
     if best is stock:
         gain = stock.seconds / fastest - 1
-        least = _share(max(gain, 0.0))
+        least = percent(max(gain, 0.0))
         why = f"nothing gains more than {least} of a step of {_time(stock.seconds)}: stay with stock"
         return Advice(best, why, True)
     why = (
-        f"with {count} {_share(waits)} of stock's step of {_time(stock.seconds)} waits for the exchange; "
+        f"with {count} {percent(waits)} of stock's step of {_time(stock.seconds)} waits for the exchange; "
         f"{best.method.name} takes {_time(best.seconds)}, {best.speedup:.2f} times as fast"
     )
     if cluster.nodes > 1 and best.step.uplink_bytes < 0.99 * stock.step.uplink_bytes:
@@ -115,7 +117,8 @@ def advise(job: Job, cluster: Cluster, found: Sequence[Row], worth: float) -> Ad
     return Advice(best, why, False)
 
 
-def _share(value: float) -> str:
+def percent(value: float) -> str:
+    """A share, as words say it."""
     return f"{100 * value:.1f} %"
 
 
