@@ -7,6 +7,7 @@ share its uplink (`between`); each rank has its own way to the others of its nod
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -154,6 +155,22 @@ def of_gpus(
         ),
         call_latency=value("call_latency"),
     )
+
+
+def on_cpu(cluster: Cluster, cores: int) -> Cluster:
+    """The same links with ranks that share so many cores of a node; their arithmetic's rate is not known."""
+    rate = constants.value
+    processor = Processor(
+        flops=math.nan,
+        compress={0: Work(unit=1 / rate("cpu_compress"))},
+        decompress=Work(unit=1 / rate("cpu_decompress")),
+        weight_encode=Work(unit=1 / rate("cpu_weight_encode")),
+        weight_decode=Work(unit=1 / rate("cpu_weight_decode")),
+        weight_sums=Work(unit=1 / rate("cpu_weight_sums")),
+        optimizer=Work(unit=1 / rate("cpu_optimizer")),
+        share=min(1.0, cores / cluster.per_node),
+    )
+    return dataclasses.replace(cluster, processor=processor)
 
 
 def _kernel_speed(gpu: Gpu) -> float:

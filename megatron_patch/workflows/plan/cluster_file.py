@@ -18,7 +18,7 @@ import yaml
 
 from megatron_patch.errors import UserError, nearest
 from megatron_patch.workflows.plan import gpus
-from megatron_patch.workflows.plan.cluster import COLLECTIVES, Cluster, Link, of_gpus
+from megatron_patch.workflows.plan.cluster import COLLECTIVES, Cluster, Link, of_gpus, on_cpu
 
 _WHOLE = ("nodes", "gpus_per_node")
 _ABOVE_0 = ("inter_gbit", "intra_gbyte", "mfu", "compress_rate")
@@ -87,7 +87,7 @@ def build(settings: Mapping[str, Any], nodes: int, per_node: int, source: str = 
         UserError: a GPU that is not known; several nodes, and nothing known of the links between them.
     """
     device = settings.get("device")
-    name = settings.get("gpu") or _gpu_of(device)
+    name = settings.get("gpu") or gpu_of(device)
     gpu = gpus.find(name)
     nodes, per_node = settings.get("nodes", nodes), settings.get("gpus_per_node", per_node)
     links = settings.get("links")
@@ -101,10 +101,12 @@ def build(settings: Mapping[str, Any], nodes: int, per_node: int, source: str = 
         settings.get("mfu"),
         settings.get("compress_rate"),
     )
+    if device == "cpu" and "gpu" not in settings:
+        cluster = on_cpu(cluster, int(settings.get("cores", per_node)))
     return cluster if not links else _measured(cluster, links, settings, source)
 
 
-def _gpu_of(device: Any) -> str:
+def gpu_of(device: Any) -> str:
     """The table's name for what CUDA calls a GPU; the longest that is in it."""
     words = str(device or "").lower()
     found = [name for name in gpus.GPUS if all(part.lower() in words for part in name.split("-"))]

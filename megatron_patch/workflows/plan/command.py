@@ -157,6 +157,11 @@ def prepared(
     if args.run_folder is not None:
         cluster, bits = from_run.calibrated(cluster, args.run_folder)
         job = dataclasses.replace(job, weight_bits=bits)
+    if math.isnan(cluster.processor.flops):
+        raise UserError(
+            "--cluster: its ranks compute on CPUs, whose rate is not known: add --from RUN, a run that was made "
+            "there, or --gpu NAME"
+        )
     if args.weight_bits is not None:
         job = dataclasses.replace(job, weight_bits=args.weight_bits)
     return job, cluster
@@ -179,7 +184,7 @@ def _plan(
             for row in found
         ]  # fmt: skip
     advice = recommend.advise(job, cluster, found, args.worth)
-    gpu = gpus.find(settings.get("gpu") or cluster_file._gpu_of(settings.get("device")))
+    gpu = gpus.find(settings.get("gpu") or cluster_file.gpu_of(settings.get("device")))
     label = "ranks" if settings.get("device") == "cpu" else gpu.name
     console.print(show.title(job, cluster, label), highlight=False, soft_wrap=True)
     console.print(show.table(found, advice.row))
@@ -199,8 +204,8 @@ def choose(job: Job, cluster: Cluster, names: str | None) -> Sequence[methods.Me
     groups = [job.group(cluster, expert) for expert in (False, True)]
     hops = any(group.nodes > 1 and group.local > 1 for group in groups[: 2 if job.expert > 1 else 1])
     gathers = job.distributed and job.weight_bytes == 2
-    chosen = methods.chosen(names, job.gradient_bytes, hops, gathers)
-    return chosen if gathers else [methods.without_gather(method) for method in chosen]
+    one_precision = job.gradient_bytes == 2 or job.weight_bytes == 4
+    return methods.chosen(names, one_precision, hops, gathers)
 
 
 def _grow(

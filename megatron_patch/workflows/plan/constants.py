@@ -79,6 +79,14 @@ CONSTANTS = {
         "of a parameter with 1-bit Adam, on every rank: norm's sketch reads the gradient (4), "
         "the own momentum is formed of it (12), the shared one is copied (4)",
     ),
+    "cpu_compress": Constant(
+        703e6, "elements/s", "measured", "docs/performance.md: 4 bits, one core with AVX2"
+    ),
+    "cpu_decompress": Constant(5.5e9, "codes/s", "measured", "docs/performance.md: one core with AVX2"),
+    "cpu_weight_encode": Constant(1.43e9, "weights/s", "measured", "docs/performance.md: one core, AVX-512"),
+    "cpu_weight_decode": Constant(1.49e9, "weights/s", "measured", "docs/performance.md: one core, AVX-512"),
+    "cpu_weight_sums": Constant(6e9, "weights/s", "computed", "docs/performance.md: memcpy of 12.65 GB/s"),
+    "cpu_optimizer": Constant(174e6, "parameters/s", "measured", "docs/plan.md: torch's Adam, one core"),
     "activation_reserve": Constant(
         0.90,
         "of memory",

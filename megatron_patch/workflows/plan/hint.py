@@ -35,9 +35,10 @@ def line(run: RunConfig, args: argparse.Namespace, recipe: str) -> str | None:
     where = (
         f"{cluster_file.DEFAULT_INTER_GBIT:g} Gbit/s between nodes" if cluster.nodes > 1 else "a single node"
     )
+    batches = f"{count} microbatch{'es' if count > 1 else ''}"
     return (
-        f"plan: with {count} microbatch{'es' if count > 1 else ''} a step and {where} compression is predicted "
-        f"to {_cost(gain)}; megatron-loco plan {recipe} --inter-gbit B says what it is worth on your links"
+        f"plan: with {batches} a step and {where} compression is predicted to {_cost(gain)}; "
+        f"megatron-loco plan {recipe} --inter-gbit B says what it is worth on your links"
     )
 
 

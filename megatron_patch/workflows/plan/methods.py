@@ -43,7 +43,8 @@ class Method:
 
 
 FREE = Method("no communication", free=True)
-DEFAULT = (STOCK, BF16, "none_exact", "loco4", "loco4_exact", "loco4_flat_exact", "naive2_exact", ONEBIT)
+# What changes least comes first: the exact gather changes no bit of the training.
+DEFAULT = (STOCK, "none_exact", BF16, "loco4", "loco4_exact", "loco4_flat_exact", "naive2_exact", ONEBIT)
 _KNOWN = (*DEFAULT, REPLICATED, "loco8_exact", "naive3_exact", "loco4_two_hop_intra8_exact")
 
 
@@ -88,14 +89,14 @@ def parse(name: str) -> Method:
     )
 
 
-def chosen(names: str | None, gradient_bytes: int, several_hops: bool, distributed: bool) -> list[Method]:
+def chosen(names: str | None, one_precision: bool, several_hops: bool, gathers: bool) -> list[Method]:
     """The methods to plan; by default those that differ for the job.
 
     Args:
         names: separated by commas; None: the default.
-        gradient_bytes: of the recipe: where it has 2, `stock_bf16` is `stock`.
+        one_precision: whether gradients cannot be sent in fewer bits by a flag of Megatron's.
         several_hops: whether two hops are possible.
-        distributed: whether weights are gathered at all.
+        gathers: whether there are gathers of 16-bit weights.
     """
     if names is not None:
         found = [parse(name.strip()) for name in names.split(",") if name.strip()]
@@ -104,16 +105,14 @@ def chosen(names: str | None, gradient_bytes: int, several_hops: bool, distribut
         if found[0].name != STOCK:
             found = [parse(STOCK), *(method for method in found if method.name != STOCK)]
     else:
-        left_out = {BF16} if gradient_bytes == 2 else set()
+        left_out = {BF16} if one_precision else set()
         left_out |= set() if several_hops else {"loco4_flat_exact"}
-        left_out |= (
-            set() if distributed else {"none_exact", "loco4_exact", "loco4_flat_exact", "naive2_exact"}
-        )
+        left_out |= set() if gathers else {"none_exact", "loco4_exact", "loco4_flat_exact", "naive2_exact"}
         names_ = [name for name in DEFAULT if name not in left_out]
-        if not distributed:
+        if not gathers:
             names_.insert(names_.index("loco4") + 1, "naive2")
         found = [parse(name) for name in names_]
-    return found if distributed else [without_gather(method) for method in found]
+    return found if gathers else [without_gather(method) for method in found]
 
 
 def without_gather(method: Method) -> Method:

@@ -37,12 +37,11 @@ def table(found: Sequence[Row], best: Row) -> Table:
     shown = Table(box=None, pad_edge=False, header_style="bold")
     shown.add_column("method", no_wrap=True)
     for column in (
-        *("step (s)", "speed-up", "tokens/s", "exposed (s)", "GB a node sends", "GB a rank"),
+        *("step (s)", "speed-up", "tokens/s", "exposed (s)", "GB a node sends"),
         *("memory GB", "pays below"),
     ):
         shown.add_column(column, justify="right")
     for row in found:
-        sent = sum_sent(row)
         shown.add_row(
             ("> " if row is best else "  ") + row.method.name,
             f"{row.seconds:.3f}",
@@ -50,18 +49,10 @@ def table(found: Sequence[Row], best: Row) -> Table:
             f"{row.tokens_per_second:,.0f}",
             f"{row.step.exposed:.3f}",
             f"{row.step.uplink_bytes / 1e9:.3f}",
-            f"{sent / 1e9:.3f}",
             f"{row.memory_bytes / 1e9:.1f}" + ("" if row.fits else " (!)"),
             below(row.pays_below),
         )
     return shown
-
-
-def sum_sent(row: Row) -> float:
-    """Bytes that a rank of the busiest stage sends, inside its node too."""
-    return max(
-        s.gradients_between + s.gradients_inside + s.weights_between + s.weights_inside for s in row.step.sent
-    )
 
 
 def below(gbit: float | None) -> str:
