@@ -111,7 +111,10 @@ def plan_summary(cells: list[check.Compared]) -> list[str]:
     """The rows of the page's summary: errors of steps and of speed-ups, by rate and in all."""
     lines = []
     for title, chosen in [
-        *((f"{rate} Mbit/s", [c for c in cells if c.cell.rate_mbit == rate]) for rate in (100, 200, 300, 1000)),
+        *(
+            (f"{rate} Mbit/s", [c for c in cells if c.cell.rate_mbit == rate])
+            for rate in (100, 200, 300, 1000)
+        ),
         ("unshaped", [c for c in cells if c.cell.rate_mbit is None]),
         ("all", cells),
     ]:
@@ -147,7 +150,7 @@ def test_the_plans_page_shows_what_the_planner_predicts() -> None:
 
 
 def test_the_planner_is_as_good_as_its_page_says() -> None:
-    """Where the links are what takes the time, the predictions are close; the processor's noise is elsewhere."""
+    """Where links take the time the predictions are close; the processor's noise is elsewhere."""
     slow = [c for c in plan_cells() if c.cell.rate_mbit is not None and c.cell.rate_mbit <= 200]
     assert statistics.median(abs(c.error) for c in slow) < 0.05
     assert statistics.median(abs(c.error) for c in plan_cells()) < 0.10

@@ -159,8 +159,8 @@ def prepared(
         job = dataclasses.replace(job, weight_bits=bits)
     if math.isnan(cluster.processor.flops):
         raise UserError(
-            "--cluster: its ranks compute on CPUs, whose rate is not known: add --from RUN, a run that was made "
-            "there, or --gpu NAME"
+            "--cluster: its ranks compute on CPUs, whose rate is not known: add --from RUN, a run that was "
+            "made there, or --gpu NAME"
         )
     if args.weight_bits is not None:
         job = dataclasses.replace(job, weight_bits=args.weight_bits)
