@@ -15,7 +15,7 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 
-from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.workflows.plan import constants
 from megatron_patch.workflows.plan.cluster import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Cluster
 from megatron_patch.workflows.plan.job import BETWEEN, INSIDE, Group
 
@@ -57,8 +57,6 @@ def ring(kind: str, shard: float, group: Group, cluster: Cluster) -> Call:
 
 def all_to_all(shard: float, group: Group, cluster: Cluster) -> Call:
     """Every rank sends a payload of so many bytes to each other one."""
-    from megatron_patch.workflows.plan import constants
-
     n, r = group.ranks, group.local
     elsewhere = n - r
     turns = -(-elsewhere // constants.value("peers_at_once"))
@@ -82,6 +80,8 @@ def across(group: Group) -> Group:
 @functools.cache
 def payload(elements: int, shards: int, bits: int, exact: int = 0, whole_blocks: bool = False) -> float:
     """Bytes of one shard's payload; `exact` elements travel in fp32 and are spread over the shards."""
+    from megatron_patch.quantization.layout import BlockLayout  # torch: not for --help
+
     layout = BlockLayout.of(elements, shards, bits, _BLOCK, whole_blocks)
     return layout.payload_bytes + (4 - bits / 8) * exact / shards
 
