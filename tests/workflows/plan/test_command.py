@@ -54,6 +54,7 @@ def test_a_plan_has_a_row_a_method_a_reason_a_chart_and_every_source(
     assert slower > stock["step_seconds"] > faster
 
 
+@pytest.mark.slow
 def test_the_pages_jobs_are_what_the_command_says(tmp_path: Path) -> None:
     """docs/plan.md's table of jobs, from docs/plan/jobs.csv."""
     page = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
