@@ -5,11 +5,14 @@ from __future__ import annotations
 import csv
 import itertools
 import re
+import statistics
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_patch.workflows.ablation.statistics import interval, percent
+from megatron_patch.workflows.plan import check
 
 ROOT = Path(__file__).parents[1]
 NUMBER = r"([+-]\d+\.\d\d)"
@@ -87,3 +90,70 @@ def test_anchors_are_those_of_github(tmp_path: Path) -> None:
         "# One block, from `g` to s\n## 1-bit Adam\n## 1-bit Adam\n```\n# code\n```\n    # code\n"
     )
     assert anchors(page) == {"one-block-from-g-to-s", "1-bit-adam", "1-bit-adam-1"}
+
+
+def plan_cells() -> list[check.Compared]:
+    """docs/plan/network.csv beside what the planner predicts from docs/plan/calibration.yaml."""
+    found = yaml.safe_load((ROOT / "docs/plan/calibration.yaml").read_text(encoding="utf-8"))
+    with (ROOT / "docs/plan/network.csv").open(encoding="utf-8") as file:
+        return check.compared(list(csv.DictReader(file)), found)
+
+
+def plan_tables(cells: list[check.Compared]) -> list[str]:
+    """The rows of the page's tables: seconds of a step, measured / predicted, by rate."""
+    lines = []
+    for hosts, count in itertools.product((4, 2), (1, 4)):
+        chosen = [c for c in cells if (c.cell.hosts, c.cell.accumulation) == (hosts, count)]
+        for name in dict.fromkeys(c.cell.name for c in chosen):
+            row = [f"{c.measured:.2f} / {c.predicted:.2f}" for c in chosen if c.cell.name == name]
+            lines.append(f"| {name} | {count} | " + " | ".join(row) + " |")
+    return lines
+
+
+def plan_summary(cells: list[check.Compared]) -> list[str]:
+    """The rows of the page's summary: errors of steps and of speed-ups, by rate and in all."""
+    lines = []
+    for title, chosen in [
+        *(
+            (f"{rate} Mbit/s", [c for c in cells if c.cell.rate_mbit == rate])
+            for rate in (100, 200, 300, 1000)
+        ),
+        ("unshaped", [c for c in cells if c.cell.rate_mbit is None]),
+        ("all", cells),
+    ]:
+        steps = [abs(c.error) for c in chosen]
+        ratios = [abs(c.ratio_error) for c in chosen if c.ratio_error is not None]
+        near, close = sum(e <= 0.2 for e in steps), sum(e <= 0.08 for e in ratios)
+        lines.append(
+            f"| {title} | {statistics.median(steps):.1%} | {max(steps):.1%} | {near} of {len(steps)} | "
+            f"{statistics.median(ratios):.1%} | {max(ratios):.1%} | {close} of {len(ratios)} |"
+        )
+    return lines
+
+
+def plan_recommendations(cells: list[check.Compared]) -> list[str]:
+    """What the page says of the fastest method on shaped links, and of repeated measurements."""
+    places = {place: names for place, names in check.fastest(cells).items() if place[2] is not None}
+    right = sum(one == other for one, other in places.values())
+    with (ROOT / "docs/plan/network.csv").open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if not row["rate_mbit"]]
+    repeated = [abs(float(row["step_seconds"]) / float(row["unshaped_step_seconds"]) - 1) for row in rows]
+    return [
+        f"{right} of {len(places)} shaped",
+        f"{statistics.median(repeated):.0%} in the median and {max(repeated):.0%} at worst",
+    ]
+
+
+def test_the_plans_page_shows_what_the_planner_predicts() -> None:
+    page = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
+    cells = plan_cells()
+    assert len(cells) == 110
+    for line in [*plan_tables(cells), *plan_summary(cells), *plan_recommendations(cells)]:
+        assert line in page.replace("\n", " ") or line in page, line
+
+
+def test_the_planner_is_as_good_as_its_page_says() -> None:
+    """Where links take the time the predictions are close; the processor's noise is elsewhere."""
+    slow = [c for c in plan_cells() if c.cell.rate_mbit is not None and c.cell.rate_mbit <= 200]
+    assert statistics.median(abs(c.error) for c in slow) < 0.05
+    assert statistics.median(abs(c.error) for c in plan_cells()) < 0.10

@@ -18,6 +18,7 @@ from megatron_patch.workflows.ablation import command as ablate
 from megatron_patch.workflows.bench import command as bench
 from megatron_patch.workflows.data import command as prepare_data
 from megatron_patch.workflows.gpu_report import command as gpu_report
+from megatron_patch.workflows.plan import command as plan
 from megatron_patch.workflows.report import command as report
 from megatron_patch.workflows.run.launcher import RankFailed
 
@@ -25,7 +26,8 @@ _COMMANDS = {
     "train": (train, "run one configuration"),
     "compare": (compare, "run a configuration with several methods and compare them"),
     "ablate": (ablate, "run a grid of settings over several seeds, and say what the differences are worth"),
-    "bench": (bench, "measure this machine: the kernels' speed, training over slow links"),
+    "plan": (plan, "predict what a recipe gains on a cluster, and say which setting to take"),
+    "bench": (bench, "measure kernels, a cluster's links, and training over slow links"),
     "prepare-data": (prepare_data, "turn text into a Megatron data set"),
     "report": (report, "show runs' curves, numbers and differences on one HTML page"),
     "gpu-report": (gpu_report, "measure and check everything on this machine's GPUs: one page, one JSON"),

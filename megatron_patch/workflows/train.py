@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_patch.workflows.plan import hint
 from megatron_patch.workflows.run import checkpoints, configuration, dry_run, launcher, recipes, run_folder
 from megatron_patch.workflows.run.prepare import PreparedRun, prepare_run
 from megatron_patch.workflows.run.progress import Board, StepProgress
@@ -125,11 +126,15 @@ def run(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
     folder = args.out or Path("runs") / path.stem
     if args.dry_run:
         planned = prepare_run(configured, folder, dry=True)
-        say(dry_run.shown(configured, planned.job))
+        said = hint.line(configured, planned.args, args.config)
+        say(dry_run.shown(configured, planned.job, [said] if said else []))
         return 0
     if configured.launch.node_rank == 0:
         run_folder.check_folder(folder, args.overwrite, args.resume)  # before Megatron is imported
-    summary = execute(prepare_run(configured, folder), path.stem, args.overwrite, args.resume)
+    prepared = prepare_run(configured, folder)
+    if configured.launch.node_rank == 0 and (said := hint.line(configured, prepared.args, args.config)):
+        say(said)
+    summary = execute(prepared, path.stem, args.overwrite, args.resume)
     if configured.launch.node_rank:
         say(f"node {configured.launch.node_rank} has ended; see {folder}")
     else:

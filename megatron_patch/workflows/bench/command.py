@@ -1,7 +1,8 @@
 """`megatron-loco bench`: measures this machine.
 
 `bench network` (network/): training over slow links. `bench kernels`: how fast compression is on a GPU
-(gpu_rates.py) or on one core (cpu_rates.py), with a copy of memory as the yardstick.
+(gpu_rates.py) or on one core (cpu_rates.py), with a copy of memory as the yardstick. `bench links`
+(links.py): a cluster's collectives, for `megatron-loco plan`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from rich.table import Table
 
 from megatron_patch.config import BITS, CODECS, ROTATIONS, SHARD, CompressionConfig
 from megatron_patch.errors import UserError
+from megatron_patch.workflows.bench import links
 from megatron_patch.workflows.bench.network import command as network
 
 _SENDERS = 8
@@ -35,11 +37,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     network.add_arguments(over_links)
+    curves = kinds.add_parser(
+        "links",
+        help="a cluster's collectives, by torchrun: what plan --cluster reads",
+        description=links.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    links.add_arguments(curves)
 
 
 def run(args: argparse.Namespace) -> int:
     """The command line's way in; returns the exit status."""
-    return network.run(args) if args.what == "network" else _run_kernels(args)
+    return {"network": network.run, "links": links.run, "kernels": _run_kernels}[args.what](args)
 
 
 def _add_kernel_arguments(parser: argparse.ArgumentParser) -> None:

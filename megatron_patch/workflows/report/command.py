@@ -26,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the page; one that is there is replaced (default: runs/report.html)",
     )
+    parser.add_argument(
+        "--plan", type=Path, metavar="FILE", help="show what `megatron-loco plan --out` predicted, too"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,9 +37,10 @@ def run(args: argparse.Namespace) -> int:
     if out.suffix not in (".html", ".htm") or out.is_dir():  # so that no run's file is overwritten
         raise UserError(f"--out: {out} must be a file that ends in .html")
     runs = read_runs(args.runs)
+    from megatron_patch.workflows.report import planned
     from megatron_patch.workflows.report.page import render  # jinja2, matplotlib: not for --help
 
-    page = render(runs)
+    page = render(runs, planned.read(args.plan) if args.plan else None)
     _write(out, page)
     print(f"{len(runs)} run{'s'[: len(runs) > 1]}: {out} ({len(page.encode()) / 1e3:,.0f} kB)")
     return 0

@@ -7,12 +7,13 @@ fonts), and colours are the page's CSS variables, so that a dark page has light 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -140,12 +141,27 @@ def _described(quantity: Quantity, legend: list[Entry]) -> str:
 
 def _picture(quantity: Quantity, found: dict[int, _Drawn], label: str) -> tuple[str, str]:
     """The SVG, and a sentence on what lies above the axis."""
+    with themed(quantity.key) as (figure, axes):
+        for style, drawn in found.items():
+            _draw_group(axes, style, drawn)
+        above = _limits(axes, quantity, list(found.values()))
+        axes.locator_params(axis="x", nbins=6, integer=True)
+        axes.set_xlabel("optimizer step")
+        axes.set_ylabel(quantity.axis)
+        stream = io.StringIO()
+        figure.savefig(stream, format="svg", transparent=True)
+    return for_page(stream.getvalue(), quantity.key, label), above
+
+
+@contextlib.contextmanager
+def themed(name: str) -> Iterator[tuple[Any, Any]]:
+    """A figure and its axes, in the page's colours and sizes; `name` is the picture's own."""
     import matplotlib as mpl
     from matplotlib.figure import Figure as Canvas
 
     settings: Any = {
         "svg.fonttype": "none",
-        "svg.hashsalt": quantity.key,  # the same runs give the same page
+        "svg.hashsalt": name,  # the same runs give the same page
         "font.size": _TEXT,
         "text.color": _INK,
         "axes.labelcolor": _INK,
@@ -161,17 +177,14 @@ def _picture(quantity: Quantity, found: dict[int, _Drawn], label: str) -> tuple[
         size = (_WIDTH / _POINTS_PER_INCH, _HEIGHT / _POINTS_PER_INCH)
         figure = Canvas(figsize=size, layout="constrained")
         axes = figure.add_subplot()
-        for style, drawn in found.items():
-            _draw_group(axes, style, drawn)
-        above = _limits(axes, quantity, list(found.values()))
-        axes.locator_params(axis="x", nbins=6, integer=True)
-        axes.set_xlabel("optimizer step")
-        axes.set_ylabel(quantity.axis)
         axes.grid(color=_RULE, linewidth=0.6)
         axes.tick_params(length=0)
-        stream = io.StringIO()
-        figure.savefig(stream, format="svg", transparent=True)
-    return _for_page(stream.getvalue(), quantity.key, label), above
+        yield figure, axes
+
+
+def style(place: int) -> tuple[str, str]:
+    """Colour and dashes of a curve, by its place."""
+    return _CURVES[place % COLOURS], DASHES[place % len(DASHES)]
 
 
 def _draw_group(axes: Any, style: int, drawn: _Drawn) -> None:
@@ -224,7 +237,7 @@ def _limits(axes: Any, quantity: Quantity, found: list[_Drawn]) -> str:
     return f"{len(above)} of {len(values)} points lie above the axis, up to {digits(above.max())}."
 
 
-def _for_page(svg: str, name: str, label: str) -> str:
+def for_page(svg: str, name: str, label: str) -> str:
     """matplotlib's file as an element of a page that has several of them."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>\s*", "", body, flags=re.S)

@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from megatron_patch import __version__
-from megatron_patch.workflows.report import figures, quantities, table
+from megatron_patch.workflows.report import figures, planned, quantities, table
 from megatron_patch.workflows.report.groups import SEEDS, Group, differences, group_runs, run_names
 from megatron_patch.workflows.report.runs import Run
 
@@ -40,8 +40,8 @@ def _foldable(text: str) -> Markup:
     return Markup("<wbr>").join(re.split(r"(?<=[/,_.])", text))
 
 
-def render(runs: Sequence[Run]) -> str:
-    """The whole page."""
+def render(runs: Sequence[Run], plan: dict[str, Any] | None = None) -> str:
+    """The whole page; `plan` is one of planned.py."""
     groups = group_runs(runs)
     exact = [group for group in groups if any(run.gathers_exactly for run in group.runs)]
     chosen = [quantity for quantity in quantities.QUANTITIES if exact or not quantity.of_exact_gather]
@@ -63,7 +63,7 @@ def render(runs: Sequence[Run]) -> str:
         made=time.strftime("%Y-%m-%d %H:%M %Z"),
         version=__version__,
         colours=range(figures.COLOURS),
-        styles=[_style(index) for index in range(len(drawn))],
+        styles=[_style(index) for index in range(max(len(drawn), len(plan["methods"]) if plan else 0))],
         notes=_notes(runs, groups),
         columns=columns,
         rows=_rows(columns, groups),
@@ -83,6 +83,8 @@ def render(runs: Sequence[Run]) -> str:
         differences=differences(groups),
         sideways=len(groups) <= _MOST_COLUMNS,
         first_config=runs[0].config_text,
+        planned=planned.section(plan) if plan else None,
+        planned_svg=Markup(planned.section(plan).svg) if plan else "",
         unfinished=[(name, run.state) for name, run in named if not run.finished],
         environments=_environments(named),
     )

@@ -8,7 +8,7 @@ tokenizer, and Megatron's questions about the GPU are answered for a Hopper one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,13 +72,14 @@ def _is_number(item: object) -> bool:
     return False
 
 
-def shown(run: RunConfig, job: launcher.Job) -> str:
-    """What a dry run prints: comments, the command, the resolved configuration."""
+def shown(run: RunConfig, job: launcher.Job, notes: Sequence[str] = ()) -> str:
+    """What a dry run prints: comments, `notes` among them, the command, the resolved configuration."""
     launch = run.launch
     nodes = f" on {launch.nnodes} nodes, this is node {launch.node_rank}" if launch.nnodes > 1 else ""
     lines = [f"# {launch.world_size} ranks{nodes}; nothing is started", f"# {data_line(run)}"]
     if launch.nnodes > 1 and not launch.rdzv_endpoint:
         lines.append("# FIRST_NODE: launch.rdzv_endpoint is not set; a run needs it (configs/clusters)")
+    lines += [f"# {note}" for note in notes]
     return "\n".join([*lines, job.command_text(), "# configuration", run.as_yaml().rstrip()])
 
 

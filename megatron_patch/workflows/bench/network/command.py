@@ -38,6 +38,8 @@ DEFAULT_METHODS = f"{BASELINE},loco4,loco2,loco4_exact,ddp_bf16"
 _MODEL = {"layers": 4, "hidden": 384, "ffn": 1024, "heads": 6, "vocabulary": 4096}
 _DATA = {"sequence": 32, "microbatch": 1}
 _UNSHAPED_STEPS = 5
+_MOST_UNSHAPED = 1 << 24
+"""Bytes that a rank sends at most where collectives are timed alone; else those of a second."""
 _LEARNING_RATE = 3e-4
 _SETTLE = 45
 """In the default model the exact weight gather then takes within 5 % of the bits of step 60."""
@@ -80,6 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"default {default}")
     parser.add_argument(
         "--patience", type=float, default=120, metavar="S", help="seconds until a silent link fails the run"
+    )
+    parser.add_argument(
+        "--links",
+        action="store_true",
+        help="time the collectives alone at every rate, too (network.json: links)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write network.json and network.png here")
@@ -179,9 +186,11 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    rows, start_seconds = measure(what, args.patience)
+    curves: list[dict[str, Any]] = []
+    rows, start_seconds = measure(what, args.patience, curves if args.links else None)
     result = {
         "rows": rows,
+        "links": curves,
         "whole_runs": results.whole_runs(rows),
         "notes": results.NOTES,
         "command": " ".join(["megatron-loco", *sys.argv[1:]]),
@@ -223,8 +232,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(what: Plan, patience: float) -> tuple[list[dict[str, Any]], float]:
+def measure(
+    what: Plan, patience: float, curves: list[dict[str, Any]] | None = None
+) -> tuple[list[dict[str, Any]], float]:
     """All cells, over a network that is gone afterwards; the rows, and the seconds that starting took.
+
+    Where `curves` is a list, those of the collectives alone (bench/links.py) are added to it, at every rate.
 
     Raises:
         launcher.RankFailed: a rank or a host failed; says which, and why.
@@ -244,6 +257,13 @@ def measure(what: Plan, patience: float) -> tuple[list[dict[str, Any]], float]:
             start_seconds = show.elapsed()
             built: tuple[Method, int] | None = None
             prepared: list[dict[str, Any]] = []
+            for rate in what.rates if curves is not None else ():
+                show.say("the collectives alone")
+                network.shape(rate)
+                most = _MOST_UNSHAPED if rate is None else min(_MOST_UNSHAPED, int(rate * 1e6 / 8))
+                found = ranks.ask(do="links", ranks_per_host=what.ranks_per_host, most=most)[0]["curves"]
+                assert curves is not None
+                curves += [curve | {"rate_mbit": rate} for curve in found]
             for cell in what.cells:
                 if built != (cell.method, cell.accumulation):
                     built = (cell.method, cell.accumulation)

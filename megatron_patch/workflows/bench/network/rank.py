@@ -6,6 +6,8 @@
     (sets the links' rate)
     {"do": "measure", "steps": ..., ...}     ------>    steps, from barrier to barrier
                                              <------    {"laps": [...], "sent": ..., "received": ...}
+    {"do": "links", "most": ...}             ------>    times collectives alone (bench/links.py)
+                                             <------    {"curves": [...]}
     {"do": "stop"}                           ------>    ends
 
 Importing Megatron costs seconds of processor time, hence the warm processes. Bytes are those of the host's
@@ -117,6 +119,15 @@ class _Cells:
         }
 
 
+def _curves(_: _Cells, order: dict[str, Any]) -> dict[str, Any]:
+    from megatron_patch.workflows.bench import links
+
+    return {"curves": links.measure(order["ranks_per_host"], order["most"])}
+
+
+_ANSWERS = {"prepare": _Cells.prepare, "measure": _Cells.measure, "links": _curves}
+
+
 def _start() -> None:
     import datetime
     import logging
@@ -164,7 +175,7 @@ def main() -> int:
             if order["do"] == "stop":
                 break
             with naming_lost_ranks("a collective of the step"):
-                answer = cells.prepare(order) if order["do"] == "prepare" else cells.measure(order)
+                answer = _ANSWERS[order["do"]](cells, order)
             say(**answer)
     except Exception as error:
         traceback.print_exc()

@@ -1,0 +1,1 @@
+"""`megatron-loco plan`: what a recipe would gain on a cluster, and which setting to take. Nothing is run."""

@@ -1,0 +1,232 @@
+"""`megatron-loco plan`: what a recipe would gain on a cluster, and which setting to take. Nothing is run.
+
+    megatron-loco plan configs/models/llama2_7b.yaml --nodes 2 --inter-gbit 100 megatron.global_batch_size=128
+    megatron-loco plan RECIPE --cluster links.yaml --from runs/baseline --out runs/plan
+
+A step is simulated from the recipe's own flags, for Megatron's exchange and for this package's. Links come
+from options, from a file (--cluster; `bench links` measures one) or from data sheets, the compute rate from
+a GPU's peak and --mfu, or from a run that was made (--from). --explain shows every number and its source;
+docs/plan.md says how far the predictions were from measurements.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megatron_patch.errors import UserError
+from megatron_patch.workflows.plan import (
+    chart,
+    cluster_file,
+    constants,
+    from_run,
+    gpus,
+    methods,
+    recommend,
+    scaling,
+    show,
+)
+from megatron_patch.workflows.plan.cluster import Cluster
+from megatron_patch.workflows.plan.job import Job
+from megatron_patch.workflows.run import configuration, recipes
+from megatron_patch.workflows.run.configuration import RunConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `megatron-loco plan`."""
+    parser.add_argument(
+        "recipes", nargs="+", metavar="RECIPE", help="YAML files, and section.key=value overrides of them"
+    )
+    parser.add_argument(
+        "--with",
+        dest="and_files",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="another recipe over each",
+    )
+    parser.add_argument(
+        "--cluster", type=Path, metavar="FILE", help="the cluster's numbers (bench links writes one)"
+    )
+    parser.add_argument("--nodes", type=int, metavar="N", help="default: the recipe's launch.nnodes")
+    parser.add_argument("--gpus-per-node", type=int, metavar="G", help="default: launch.nproc_per_node")
+    parser.add_argument(
+        "--inter-gbit", type=float, metavar="B",
+        help=f"of a whole node to the others, each way; default {cluster_file.DEFAULT_INTER_GBIT:g}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--intra-gbyte",
+        type=float,
+        metavar="S",
+        help="of a GPU inside its node, each way; default: the GPU's link",
+    )
+    parser.add_argument(
+        "--gpu", metavar="NAME", help=f"{', '.join(gpus.GPUS)}; default {cluster_file.DEFAULT_GPU}"
+    )
+    parser.add_argument("--mfu", type=float, metavar="F", help="useful share of the GPU's peak; default 0.4")
+    parser.add_argument(
+        "--compress-rate", type=float, metavar="R", help="elements a second to compress (bench kernels)"
+    )
+    parser.add_argument(
+        "--weight-bits", type=float, metavar="P", help="of the exact gather; default: by learning rate"
+    )
+    parser.add_argument(
+        "--from",
+        dest="run_folder",
+        type=Path,
+        metavar="RUN",
+        help="take the compute rate of a run that was made",
+    )
+    parser.add_argument(
+        "--methods", metavar="A,B", help=f"default {','.join(methods.DEFAULT)}; see docs/plan.md for others"
+    )
+    parser.add_argument(
+        "--worth", type=float, default=constants.value("worth"), metavar="F",
+        help="least gain that changes a recommendation; default 0.03",
+    )  # fmt: skip
+    parser.add_argument(
+        "--scale", action="store_true", help="8 to 4,096 GPUs instead, strong and weak scaling"
+    )
+    parser.add_argument("--explain", action="store_true", help="every number of the model, with its source")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan here")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write plan.json and plan.png here")
+    parser.set_defaults(overrides=[])
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command line's way in; returns the exit status."""
+    paths = [item for item in args.recipes if "=" not in item]
+    overrides = [item for item in args.recipes if "=" in item] + args.overrides
+    if not paths:
+        raise UserError("plan: name a recipe, e.g. configs/models/llama2_7b.yaml")
+    settings = _settings(args)
+    if len(paths) > 1 and (args.json or args.out) and not args.scale:
+        raise UserError("--out and --json: write one plan; name a single recipe, or add --scale")
+    extra = [recipes.find(name) for name in args.and_files]
+    console = Console(width=None if Console().is_terminal else 150)
+    plans = []
+    for name in paths:
+        path = recipes.find(name)
+        given = configuration.load(path, overrides, and_files=extra)
+        if args.scale:
+            plans.append(_grow(console, args, settings, path.stem, given))
+        else:
+            plans.append(_plan(console, args, settings, path.stem, given))
+    _write(args, plans)
+    return 0
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The cluster's settings: the file's, and the options over it."""
+    for name in ("nodes", "gpus_per_node", "inter_gbit", "intra_gbyte", "compress_rate", "weight_bits"):
+        given = getattr(args, name)
+        if given is not None and not 0 < given < math.inf:
+            option = "--" + name.replace("_", "-")
+            raise UserError(f"{option}: {given:g} is not allowed; it must be above 0")
+    if args.mfu is not None and not 0 < args.mfu <= 1:
+        raise UserError(f"--mfu: {args.mfu:g} is not allowed; it must be above 0 and at most 1")
+    if args.weight_bits is not None and args.weight_bits > 16:
+        raise UserError(f"--weight-bits: {args.weight_bits:g} is not allowed; it must be at most 16")
+    if not 0 <= args.worth < 1:
+        raise UserError(f"--worth: {args.worth:g} is not allowed; it must be 0 or more and below 1")
+    settings = cluster_file.read(args.cluster) if args.cluster else {}
+    for name in ("nodes", "gpus_per_node", "inter_gbit", "intra_gbyte", "compress_rate", "mfu", "gpu"):
+        if getattr(args, name) is not None:
+            settings[name] = getattr(args, name)
+    return settings
+
+
+def prepared(
+    args: argparse.Namespace, settings: dict[str, Any], name: str, given: RunConfig
+) -> tuple[Job, Cluster]:
+    """The job of a recipe on the cluster, checked by Megatron's own validation for that many ranks."""
+    cluster = cluster_file.build(
+        settings, given.launch.nnodes, given.launch.nproc_per_node, str(args.cluster or "")
+    )
+    launch = dataclasses.replace(
+        given.launch, nnodes=cluster.nodes, nproc_per_node=cluster.per_node, node_rank=0
+    )
+    job = from_run.job_of(dataclasses.replace(given, launch=launch), name)
+    if args.run_folder is not None:
+        cluster, bits = from_run.calibrated(cluster, args.run_folder)
+        job = dataclasses.replace(job, weight_bits=bits)
+    if math.isnan(cluster.processor.flops):
+        raise UserError(
+            "--cluster: its ranks compute on CPUs, whose rate is not known: add --from RUN, a run that was "
+            "made there, or --gpu NAME"
+        )
+    if args.weight_bits is not None:
+        job = dataclasses.replace(job, weight_bits=args.weight_bits)
+    return job, cluster
+
+
+def _plan(
+    console: Console, args: argparse.Namespace, settings: dict[str, Any], name: str, given: RunConfig
+) -> dict[str, Any]:
+    job, cluster = prepared(args, settings, name, given)
+    chosen = choose(job, cluster, args.methods)
+    found = recommend.rows(job, cluster, chosen)
+    curves: dict[str, list[float]] = {}
+    if cluster.nodes > 1:
+        curves = recommend.curves(job, cluster, chosen)
+        stock = curves[chosen[0].name]
+        found = [
+            row if row.method is chosen[0] else dataclasses.replace(
+                row, pays_below=recommend.pays_below(stock, curves[row.method.name], args.worth)
+            )
+            for row in found
+        ]  # fmt: skip
+    advice = recommend.advise(job, cluster, found, args.worth)
+    gpu = gpus.find(settings.get("gpu") or cluster_file.gpu_of(settings.get("device")))
+    label = "ranks" if settings.get("device") == "cpu" else gpu.name
+    console.print(show.title(job, cluster, label), highlight=False, soft_wrap=True)
+    console.print(show.table(found, advice.row))
+    console.print(f"\n{advice.reason}", highlight=False, soft_wrap=True)
+    if not advice.stays and advice.row.method.options:
+        console.print(f"  {advice.row.method.options}", highlight=False, soft_wrap=True)
+    console.print("Predicted, not measured; --explain shows every number and its source.", highlight=False)
+    if args.explain:
+        for table in show.explanation(job, cluster, gpu):
+            console.print()
+            console.print(table)
+    return show.as_json(job, cluster, found, advice, curves)
+
+
+def choose(job: Job, cluster: Cluster, names: str | None) -> Sequence[methods.Method]:
+    """The methods to plan for a job."""
+    groups = [job.group(cluster, expert) for expert in (False, True)]
+    hops = any(group.nodes > 1 and group.local > 1 for group in groups[: 2 if job.expert > 1 else 1])
+    gathers = job.distributed and job.weight_bytes == 2
+    one_precision = job.gradient_bytes == 2 or job.weight_bytes == 4
+    return methods.chosen(names, one_precision, hops, gathers)
+
+
+def _grow(
+    console: Console, args: argparse.Namespace, settings: dict[str, Any], name: str, given: RunConfig
+) -> dict[str, Any]:
+    home = given.launch.world_size
+    job, cluster = prepared(args, {**settings, "nodes": given.launch.nnodes}, name, given)
+    found = list(scaling.grow(job, cluster, home))
+    console.print(scaling.table(name, found))
+    console.print()
+    return {"recipe": name, "scaling": [dataclasses.asdict(point) for point in found]}
+
+
+def _write(args: argparse.Namespace, plans: Sequence[dict[str, Any]]) -> None:
+    content = plans if args.scale else plans[0]
+    text = json.dumps(content, indent=2) + "\n"
+    files = [args.json] if args.json else []
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        files.append(args.out / "plan.json")
+        if not args.scale and plans[0]["curves"]:
+            chart.draw(args.out / "plan.png", plans[0])
+    for path in files:
+        path.write_text(text, encoding="utf-8")

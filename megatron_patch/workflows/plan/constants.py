@@ -1,0 +1,136 @@
+"""Every number of the model that is neither the recipe's nor the cluster's, with its source.
+
+`megatron-loco plan --explain` shows this table and gpus.py's. A number with the source "assumed" is a guess:
+measure it with `bench links`, `bench kernels`, or give it by a flag.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from math import log
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A number, its unit, and where it comes from."""
+
+    value: float
+    unit: str
+    kind: str
+    """data sheet, measured, paper, computed or assumed."""
+    source: str
+
+
+_NCCL = "NCCL's own tuning table, src/graph/tuning.cc (commit 01afd20): ring, Simple protocol"
+_H100 = "docs/performance.md: instructions of the compiled kernel; no GPU has measured it"
+
+CONSTANTS = {
+    "mfu": Constant(
+        0.40,
+        "of peak",
+        "paper",
+        "Llama 3 on 8,192 to 16,384 H100: 38 to 43 % (arXiv 2407.21783, table 4); --mfu",
+    ),
+    "tcp_headers": Constant(
+        0.955,
+        "of the rate",
+        "measured",
+        "docs/network.md: the most that TCP/IP's headers leave; --inter-gbit",
+    ),
+    "intra_efficiency": Constant(
+        0.78,
+        "of NVLink",
+        "paper",
+        "NCCL's cap of 235 of A100's 300 GB/s, src/graph/tuning.cc (commit 01afd20)",
+    ),
+    "inter_latency": Constant(9.6e-6, "s a step", "paper", f"{_NCCL}, network"),
+    "intra_latency": Constant(3.4e-6, "s a step", "paper", f"{_NCCL}, NVLink"),
+    "call_latency": Constant(8.4e-6, "s a call", "paper", f"{_NCCL}, base"),
+    "peers_at_once": Constant(
+        8,
+        "peers",
+        "assumed",
+        "of an all-to-all between nodes, whose latencies overlap; bench links measures it",
+    ),
+    "compress": Constant(280e9, "elements/s", "computed", f"{_H100}; an H100, --compress-rate"),
+    "decompress": Constant(3.5e12, "codes/s", "computed", f"{_H100}; an H100, codes of all senders"),
+    "weight_encode": Constant(121e9, "weights/s", "computed", f"{_H100}; an H100"),
+    "weight_decode": Constant(180e9, "weights/s", "computed", f"{_H100}; an H100"),
+    "weight_sums": Constant(1.5e12, "weights/s", "computed", f"{_H100}; an H100, bound by its memory"),
+    "memory_share": Constant(
+        0.70,
+        "of memory rate",
+        "computed",
+        "docs/performance.md: a copy moves 3.0 TB/s where an H100 has 3.35, "
+        "and Adam's many streams less; assumed below that",
+    ),
+    "optimizer_bytes": Constant(
+        34,
+        "bytes",
+        "computed",
+        "of an owned parameter: Adam reads gradient (4), weight and moments (12), writes "
+        "them (12) and bf16 (2), and the gradient's norm reads it again (4)",
+    ),
+    "momentum_bytes": Constant(
+        20,
+        "bytes",
+        "computed",
+        "of a parameter with 1-bit Adam, on every rank: norm's sketch reads the gradient (4), "
+        "the own momentum is formed of it (12), the shared one is copied (4)",
+    ),
+    "cpu_compress": Constant(
+        703e6, "elements/s", "measured", "docs/performance.md: 4 bits, one core with AVX2"
+    ),
+    "cpu_decompress": Constant(5.5e9, "codes/s", "measured", "docs/performance.md: one core with AVX2"),
+    "cpu_weight_encode": Constant(1.43e9, "weights/s", "measured", "docs/performance.md: one core, AVX-512"),
+    "cpu_weight_decode": Constant(1.49e9, "weights/s", "measured", "docs/performance.md: one core, AVX-512"),
+    "cpu_weight_sums": Constant(6e9, "weights/s", "computed", "docs/performance.md: memcpy of 12.65 GB/s"),
+    "cpu_optimizer": Constant(174e6, "parameters/s", "measured", "docs/plan.md: torch's Adam, one core"),
+    "activation_reserve": Constant(
+        0.90,
+        "of memory",
+        "assumed",
+        "what NCCL, the allocator's fragments and kernels leave (docs/clusters.md)",
+    ),
+    "worth": Constant(
+        0.03, "of a step", "assumed", "the least gain for which a setting is recommended; --worth"
+    ),
+}
+"""By name."""
+
+EXACT_BITS = ((1.43e-3, 1.58), (4.29e-3, 2.04), (1.43e-2, 2.86), (1.5e-2, 3.01))
+"""(peak learning rate / weights' standard deviation at the start, bits a weight), as sent, padding included:
+means over a cosine of 600 steps to a tenth of the peak (docs/weight_gather.md). Measured."""
+
+EXACT_SOURCE = (
+    "docs/weight_gather.md: means over a cosine of 600 steps, by peak rate / weights' std. deviation"
+)
+
+
+def value(name: str) -> float:
+    """The number of that name."""
+    return CONSTANTS[name].value
+
+
+def exact_bits(ratio: float) -> float:
+    """Bits a weight of the exact gather, at a peak learning rate of `ratio` standard deviations of the
+    weights.
+
+    Linear in the logarithm between what was measured, and along the last pieces outside of it; at most 16, at
+    least the bitmap's 1.
+    """
+    points = [(log(x), bits) for x, bits in EXACT_BITS]
+    if ratio <= 0:
+        return 1.0
+    at = log(ratio)
+    low, high = points[0], points[2]
+    for first, second in pairwise(points[:3]):
+        if first[0] <= at <= second[0]:
+            low, high = first, second
+    if at < points[0][0]:
+        low, high = points[0], points[1]
+    elif at > points[2][0]:
+        low, high = points[1], points[3]
+    slope = (high[1] - low[1]) / (high[0] - low[0])
+    return min(16.0, max(1.0, low[1] + slope * (at - low[0])))

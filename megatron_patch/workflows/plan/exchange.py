@@ -1,0 +1,275 @@
+"""The tasks of one pipeline stage's exchanges, in the order in which Megatron and this package start them.
+
+A bucket is a chain of parts, each a task on a stream:
+
+    stock              collective                        | fp32 accumulation: all-to-all, sum, in turns
+    low bits, flat     compress, all-to-all              | decompress and sum
+    low bits, 2 hops   sum inside, compress, all-to-all  | decompress and sum
+    1-bit Adam         form, compress, all-to-all, sum, compress, all-gather, decompress; one bucket at a time
+
+What stands behind the bar is done when the bucket is waited for: at the latest at the end, and before the
+second-next bucket begins (integration/chunk.py, IN_FLIGHT). On GPUs compression has a stream of its own,
+which waits for the first hop; on a CPU it is the rank's own thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_patch.workflows.plan import traffic
+from megatron_patch.workflows.plan.cluster import Cluster
+from megatron_patch.workflows.plan.fluid import Task
+from megatron_patch.workflows.plan.job import ALL, Bucket, Group, Job
+from megatron_patch.workflows.plan.methods import Method
+from megatron_patch.workflows.plan.traffic import Call
+
+IN_FLIGHT = 2
+
+
+@dataclass
+class Sent:
+    """Bytes that a rank of a stage sends in a step."""
+
+    gradients_between: float = 0.0
+    gradients_inside: float = 0.0
+    weights_between: float = 0.0
+    weights_inside: float = 0.0
+    uplink: float = 0.0
+    """Of the whole node, between nodes."""
+
+
+@dataclass
+class Exchanges:
+    """Makes the tasks of one stage; `tasks` is what it has made, in order."""
+
+    job: Job
+    cluster: Cluster
+    method: Method
+    stage: int
+    tasks: list[Task] = field(default_factory=list)
+    sent: Sent = field(default_factory=Sent)
+    _under_way: dict[str, list[_Handle]] = field(default_factory=dict)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether collectives take the rank's own processor."""
+        return bool(self.cluster.processor.transport)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of an element on Megatron's wire."""
+        return self.method.gradient_bytes or self.job.gradient_bytes
+
+    def add(self, task: Task) -> Task:
+        """Append a task."""
+        self.tasks.append(task)
+        return task
+
+    def work(self, name: str, seconds: float, after: Sequence[Task], stream: str) -> Task:
+        """Something that the rank computes."""
+        return self.add(Task(name, {f"processor{self.stage}": seconds}, after, f"{stream}{self.stage}"))
+
+    def side(self, kind: str) -> str:
+        """The stream on which a bucket is coded."""
+        return f"exchange {kind} " if self.job.overlap_gradients and not self.on_cpu else "compute"
+
+    def send(self, name: str, call: Call, after: Sequence[Task], stream: str) -> Task:
+        """A collective."""
+        processor = self.cluster.processor
+        needs = {
+            f"uplink{self.stage}": call.uplink / self.cluster.between.efficiency.get(call.kind, 1.0),
+            f"inside{self.stage}": call.inside / self.cluster.inside.efficiency.get(call.kind, 1.0),
+        }
+        if self.on_cpu:
+            cost = processor.transport.get((call.scope, call.kind), processor.transport[ALL, call.kind])
+            needs[f"processor{self.stage}"] = cost.seconds(call.sent, call.calls)
+        return self.add(Task(name, needs, after, f"{stream}{self.stage}", call.latency))
+
+    # --- gradients ---------------------------------------------------------------------------------------
+
+    def start(self, bucket: Bucket, ready: Sequence[Task], number: int) -> None:
+        """The gradient exchange of a bucket that is complete when `ready` have ended."""
+        group = self.job.group(self.cluster, bucket.expert)
+        if group.ranks == 1 or self.method.free or self.method.momentum:
+            return
+        kind = "experts" if bucket.expert else "dense"
+        name = f"{kind} bucket {number}"
+        if self.method.bits is None:
+            self._start_stock(bucket, group, ready, kind, name)
+            return
+        under_way = self._under_way.setdefault(kind, [])
+        while len([handle for handle in under_way if not handle.done]) >= IN_FLIGHT:
+            self._finish(next(handle for handle in under_way if not handle.done))
+        under_way.append(self._start_low(bucket, group, ready, kind, name))
+
+    def finish(self) -> None:
+        """The rest of all exchanges, in order."""
+        for handles in self._under_way.values():
+            for handle in handles:
+                if not handle.done:
+                    self._finish(handle)
+
+    def _start_stock(self, bucket: Bucket, group: Group, ready: Sequence[Task], kind: str, name: str) -> None:
+        job, processor = self.job, self.cluster.processor
+        distributed = self.distributed
+        summed = job.fp32_accumulation and distributed
+        call = traffic.stock_reduce(bucket.elements, self.gradient_bytes, group, self.cluster, summed)
+        times = 1 if distributed else 2
+        self._count(call, group, gradients=times)
+        under_way = self._under_way.setdefault(kind, [])
+        if summed:
+            # Each is drained before the next begins: Megatron's previous_grad_reduce_bucket_group.
+            for handle in [handle for handle in under_way if not handle.done]:
+                self._finish(handle)
+            after = [*ready, *(handle.last for handle in under_way[-1:])]
+            sent = self.send(f"{name}: all-to-all", call, after, f"network {kind} ")
+            elements = bucket.elements
+            under_way.append(
+                _Handle(sent, f"{name}: sum", processor.stock_sum.seconds(elements), self.side(kind), sent)
+            )
+            return
+        before = list(ready)
+        for part in range(times):
+            if part == 0 and not distributed:
+                call_of = call
+            else:
+                call_of = (
+                    call
+                    if distributed
+                    else traffic.gather(
+                        bucket.elements * self.gradient_bytes / group.ranks, group, self.cluster
+                    )
+                )
+            before = [self.send(f"{name}: {call_of.kind}", call_of, before, f"network {kind} ")]
+
+    @property
+    def distributed(self) -> bool:
+        """Whether the optimizer is sharded."""
+        return self.job.distributed if self.method.distributed is None else self.method.distributed
+
+    def two_hops(self, group: Group) -> bool:
+        """Whether a group's gradients are summed inside its nodes first."""
+        return group.nodes > 1 and group.local > 1 and self.method.hops != "flat"
+
+    def _start_low(
+        self, bucket: Bucket, group: Group, ready: Sequence[Task], kind: str, name: str
+    ) -> _Handle:
+        method, processor, side = self.method, self.cluster.processor, self.side(kind)
+        assert method.bits is not None
+        elements, senders, over = bucket.elements, group.ranks, group
+        before: Sequence[Task] = ready
+        if self.two_hops(group):
+            before = [self._inside(bucket, group, ready, side, name)]
+            elements, senders, over = bucket.elements // group.local, group.nodes, traffic.across(group)
+        shard = bucket.elements // group.ranks
+        size = traffic.payload(shard * senders, senders, method.bits, bucket.exact * senders // group.ranks)
+        compressed = self.work(
+            f"{name}: compress", processor.compress_work(method.bits).seconds(elements), before, side
+        )
+        call = traffic.all_to_all(size, over, self.cluster)
+        self._count(call, over, gradients=1)
+        sent = self.send(f"{name}: all-to-all", call, [compressed], f"network {kind} ")
+        summing = processor.decompress.seconds(shard * senders)
+        if not self.distributed:  # the sum goes back to all, in low bits too
+            own = processor.compress_work(method.bits).seconds(shard)
+            summed = self.work(f"{name}: sum", summing + own, [sent], side)
+            back = traffic.gather(size, over, self.cluster)
+            self._count(back, over, gradients=1)
+            sent = self.send(f"{name}: all-gather", back, [summed], f"network {kind} ")
+            summing = processor.decompress.seconds(elements)
+            if over is not group:
+                around = traffic.gather(size * group.nodes, traffic.inside_of(group), self.cluster)
+                self._count(around, traffic.inside_of(group), gradients=1)
+                sent = self.send(f"{name}: around the node", around, [sent], f"network {kind} ")
+                summing = processor.decompress.seconds(bucket.elements)
+        return _Handle(sent, f"{name}: decompress", summing, side, sent)
+
+    def _inside(
+        self, bucket: Bucket, group: Group, ready: Sequence[Task], side: str, name: str, nbytes: float = 0.0
+    ) -> Task:
+        """The first hop: the node's ranks sum; the stream waits for it."""
+        here, processor = traffic.inside_of(group), self.cluster.processor
+        shard = bucket.elements // group.local
+        if self.method.intra_bits is None:
+            # One collective for each node's part of the bucket.
+            call = dataclasses.replace(
+                traffic.stock_reduce(
+                    bucket.elements, int(nbytes or self.gradient_bytes), here, self.cluster, False
+                ),
+                calls=1 if self.method.momentum else group.nodes,
+            )
+            self._count(call, here, gradients=1)
+            return self.send(f"{name}: sum inside", call, ready, side)
+        bits = self.method.intra_bits
+        seconds = processor.compress_work(bits).seconds(bucket.elements)
+        compressed = self.work(f"{name}: compress inside", seconds, ready, side)
+        call = traffic.all_to_all(
+            traffic.payload(bucket.elements, group.local, bits, bucket.exact), here, self.cluster
+        )
+        self._count(call, here, gradients=1)
+        sent = self.send(f"{name}: all-to-all inside", call, [compressed], side)
+        return self.work(f"{name}: sum", processor.decompress.seconds(shard * group.local), [sent], side)
+
+    def _finish(self, handle: _Handle) -> None:
+        handle.last = self.work(handle.name, handle.seconds, [handle.sent], handle.side)
+        handle.done = True
+
+    def _count(self, call: Call, group: Group, gradients: int = 0, weights: int = 0) -> None:
+        between = call.between(group)
+        self.sent.gradients_between += gradients * between
+        self.sent.gradients_inside += gradients * call.inside
+        self.sent.weights_between += weights * between
+        self.sent.weights_inside += weights * call.inside
+        self.sent.uplink += (gradients + weights) * call.uplink
+
+    # --- momentum ----------------------------------------------------------------------------------------
+
+    def momentum(self, buckets: Sequence[Bucket], after: Sequence[Task]) -> list[Task]:
+        """1-bit Adam's exchange, in the optimizer's step: one bucket after the other."""
+        processor, before = self.cluster.processor, list(after)
+        for number, bucket in enumerate(buckets):
+            group, elements = self.job.group(self.cluster, bucket.expert), bucket.elements
+            name = f"momentum bucket {number}"
+            before = [self.work(f"{name}: form", processor.momentum.seconds(elements), before, "compute")]
+            if group.ranks == 1:
+                continue
+            over = group
+            if self.two_hops(group):
+                before = [self._inside(bucket, group, before, "compute", name, nbytes=4)]
+                over, elements = traffic.across(group), bucket.elements // group.local
+            size = traffic.payload(elements, over.ranks, 1, whole_blocks=True)
+            coded = processor.compress_work(1).seconds(elements)
+            before = [self.work(f"{name}: compress", coded, before, "compute")]
+            there, back = (
+                traffic.all_to_all(size, over, self.cluster),
+                traffic.gather(size, over, self.cluster),
+            )
+            before = [self.send(f"{name}: all-to-all", there, before, "compute")]
+            own = elements // over.ranks
+            summing = processor.decompress.seconds(elements) + processor.compress_work(1).seconds(own)
+            before = [self.work(f"{name}: sum", summing, before, "compute")]
+            before = [self.send(f"{name}: all-gather", back, before, "compute")]
+            self._count(there, over, gradients=1)
+            self._count(back, over, gradients=1)
+            if over is not group:
+                here = traffic.inside_of(group)
+                around = traffic.gather(size * group.nodes, here, self.cluster)
+                self._count(around, here, gradients=1)
+                before = [self.send(f"{name}: around the node", around, before, "compute")]
+            shared = processor.decompress.seconds(bucket.elements)
+            before = [self.work(f"{name}: decompress", shared, before, "compute")]
+        return before
+
+
+@dataclass
+class _Handle:
+    """A bucket whose collective is under way, and what remains to be done when it is waited for."""
+
+    sent: Task
+    name: str
+    seconds: float
+    side: str
+    last: Task
+    done: bool = False

@@ -1,0 +1,137 @@
+"""What is planned, by name: Megatron's own exchange, and this package's with their options."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+from megatron_patch.config import CompressionConfig
+from megatron_patch.errors import UserError, nearest
+
+STOCK, BF16, REPLICATED = "stock", "stock_bf16", "stock_allreduce"
+ONEBIT = "onebit_adam"
+_LOW = re.compile(r"(loco|naive|error_feedback)([84321])(_flat|_two_hop)?(_intra8)?(_exact)?")
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to exchange gradients and to gather weights.
+
+    `bits` is None where Megatron exchanges; `momentum` marks 1-bit Adam after its warm-up. `hops` is auto,
+    flat or two_hop. `gradient_bytes` and `distributed` replace the recipe's own where they are given.
+    """
+
+    name: str
+    bits: int | None = None
+    momentum: bool = False
+    hops: str = "auto"
+    intra_bits: int | None = None
+    exact: bool = False
+    keeps_errors: bool = False
+    gradient_bytes: int | None = None
+    distributed: bool | None = None
+    options: str = ""
+    """What switches it on: overrides of a recipe."""
+    free: bool = False
+    """Nothing travels and nothing is coded: what a step would take without communication."""
+
+    @property
+    def stock(self) -> bool:
+        """Whether Megatron's own code does everything."""
+        return self.bits is None and not self.exact
+
+
+FREE = Method("no communication", free=True)
+# What changes least comes first: the exact gather changes no bit of the training.
+DEFAULT = (STOCK, "none_exact", BF16, "loco4", "loco4_exact", "loco4_flat_exact", "naive2_exact", ONEBIT)
+_KNOWN = (*DEFAULT, REPLICATED, "loco8_exact", "naive3_exact", "loco4_two_hop_intra8_exact")
+
+
+def parse(name: str) -> Method:
+    """The method of a name.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    none = "compression.method=none compression.weight_gather="
+    fixed = {
+        STOCK: Method(STOCK, options=f"{none}stock"),
+        BF16: Method(BF16, gradient_bytes=2, options=f"{none}stock megatron.grad_reduce_in_bf16=true"),
+        REPLICATED: Method(
+            REPLICATED, distributed=False, options=f"{none}stock megatron.use_distributed_optimizer=false"
+        ),
+        "none_exact": Method("none_exact", exact=True, options=f"{none}exact"),
+        ONEBIT: Method(
+            ONEBIT, bits=1, momentum=True, exact=True, keeps_errors=True,
+            options="--with configs/methods/onebit_adam.yaml",
+        ),
+    }  # fmt: skip
+    if name in fixed:
+        return fixed[name]
+    found = _LOW.fullmatch(name)
+    if found is None or (found[4] and found[3] == "_flat"):
+        raise UserError(f"--methods: {name!r} must be one of {', '.join(_KNOWN)}{nearest(name, _KNOWN)}")
+    config = CompressionConfig(method=found[1], bits=int(found[2]))
+    exact = bool(found[5])
+    options = f"compression.method={found[1]} compression.bits={found[2]}"
+    options += f" compression.topology={found[3][1:]}" if found[3] else ""
+    options += " compression.intra_bits=8" if found[4] else ""
+    options += f" compression.weight_gather={'exact' if exact else 'stock'}"
+    return Method(
+        name,
+        bits=config.bits,
+        hops=found[3][1:] if found[3] else "auto",
+        intra_bits=8 if found[4] else None,
+        exact=exact,
+        keeps_errors=config.keeps_errors,
+        options=options,
+    )
+
+
+def chosen(names: str | None, one_precision: bool, several_hops: bool, gathers: bool) -> list[Method]:
+    """The methods to plan; by default those that differ for the job.
+
+    Args:
+        names: separated by commas; None: the default.
+        one_precision: whether gradients cannot be sent in fewer bits by a flag of Megatron's.
+        several_hops: whether two hops are possible.
+        gathers: whether there are gathers of 16-bit weights.
+    """
+    if names is not None:
+        found = [parse(name.strip()) for name in names.split(",") if name.strip()]
+        if not found or len({method.name for method in found}) != len(found):
+            raise UserError(f"--methods: {names!r} must be different names, separated by commas")
+        if found[0].name != STOCK:
+            found = [parse(STOCK), *(method for method in found if method.name != STOCK)]
+    else:
+        left_out = {BF16} if one_precision else set()
+        left_out |= set() if several_hops else {"loco4_flat_exact"}
+        left_out |= set() if gathers else {"none_exact", "loco4_exact", "loco4_flat_exact", "naive2_exact"}
+        names_ = [name for name in DEFAULT if name not in left_out]
+        if not gathers:
+            names_.insert(names_.index("loco4") + 1, "naive2")
+        found = [parse(name) for name in names_]
+    return found if gathers else [without_gather(method) for method in found]
+
+
+def without_gather(method: Method) -> Method:
+    """The same where every rank updates all weights."""
+    return dataclasses.replace(method, exact=False)
+
+
+def of_config(config: CompressionConfig) -> Method:
+    """The method that a run's options are."""
+    exact = config.codes_weights
+    if not config.compresses:
+        return parse("none_exact" if exact else STOCK)
+    if config.momentum:
+        return dataclasses.replace(parse(ONEBIT), exact=exact, hops=config.topology)
+    return Method(
+        f"{config.method}{config.bits}",
+        bits=config.bits,
+        hops=config.topology,
+        intra_bits=config.intra_bits,
+        exact=exact,
+        keeps_errors=config.keeps_errors,
+    )

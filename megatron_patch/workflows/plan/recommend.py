@@ -1,0 +1,126 @@
+"""What a plan says: a row for each method, the one to take and why, and below which bandwidth each pays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_patch.workflows.plan import constants, memory
+from megatron_patch.workflows.plan.cluster import Cluster
+from megatron_patch.workflows.plan.job import Job
+from megatron_patch.workflows.plan.methods import Method
+from megatron_patch.workflows.plan.step import Step, simulate
+
+GRID = tuple(10 ** (place / 4) for place in range(15))
+"""Gbit/s of a node's uplink in the chart: 1 to 3,162."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method on one cluster."""
+
+    method: Method
+    step: Step
+    tokens_per_second: float
+    memory_bytes: float
+    fits: bool
+    speedup: float
+    """Of the whole step, over Megatron's own exchange with the recipe's flags."""
+    pays_below: float | None = None
+    """Gbit/s of a node's uplink below which it gains `worth` or more; 0: nowhere, infinity: everywhere."""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.step.seconds
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to take, and why."""
+
+    row: Row
+    reason: str
+    stays: bool
+    """Whether it is Megatron's own exchange with the recipe's flags."""
+
+
+def rows(job: Job, cluster: Cluster, methods: Sequence[Method]) -> list[Row]:
+    """A row for each method; the first of `methods` is what speed-ups refer to."""
+    found: list[Row] = []
+    for method in methods:
+        step = simulate(job, cluster, method)
+        needed = memory.bytes_of(job, cluster, method)
+        room = cluster.processor.memory_bytes * constants.value("activation_reserve")
+        base = found[0].seconds if found else step.seconds
+        tokens = job.tokens(cluster.world) / step.seconds
+        found.append(Row(method, step, tokens, needed, needed <= room, base / step.seconds))
+    return found
+
+
+def curves(job: Job, cluster: Cluster, methods: Sequence[Method]) -> dict[str, list[float]]:
+    """Seconds of a step for each method over `GRID`; a single node has no such curves."""
+    return {
+        method.name: [simulate(job, cluster.with_inter(gbit * 1e9 / 8), method).seconds for gbit in GRID]
+        for method in methods
+    }
+
+
+def pays_below(stock: Sequence[float], other: Sequence[float], worth: float) -> float:
+    """Gbit/s below which `other` is faster by `worth` or more, from curves over GRID."""
+    gains = [one / two - 1 - worth for one, two in zip(stock, other, strict=True)]
+    if gains[-1] >= 0:
+        return math.inf
+    for place in range(len(GRID) - 2, -1, -1):
+        if gains[place] >= 0:
+            share = gains[place] / (gains[place] - gains[place + 1])
+            low, high = math.log(GRID[place]), math.log(GRID[place + 1])
+            return math.exp(low + share * (high - low))
+    return 0.0
+
+
+def advise(job: Job, cluster: Cluster, found: Sequence[Row], worth: float) -> Advice:
+    """The method to take: of those that are about as fast as the fastest, the one that changes least.
+
+    `found` is in the order of what changes least. What does not fit in memory is left out, unless nothing
+    fits.
+    """
+    stock = found[0]
+    fitting = [row for row in found if row.fits] or list(found)
+    fastest = min(row.seconds for row in fitting)
+    best = next(row for row in fitting if row.seconds <= fastest * (1 + worth))
+    waits = stock.step.exposed / stock.seconds
+    batches = job.microbatches(cluster.world)
+    count = f"{batches} microbatch" + ("es" if batches > 1 else "")
+    if best is stock and waits < worth:
+        why = (
+            f"your exchange hides behind {count}: {percent(waits)} of the step waits for it: stay with stock"
+        )
+        return Advice(best, why, True)
+    if best is stock:
+        gain = stock.seconds / fastest - 1
+        least = percent(max(gain, 0.0))
+        why = f"nothing gains more than {least} of a step of {_time(stock.seconds)}: stay with stock"
+        return Advice(best, why, True)
+    why = (
+        f"with {count} {percent(waits)} of stock's step of {_time(stock.seconds)} waits for the exchange; "
+        f"{best.method.name} takes {_time(best.seconds)}, {best.speedup:.2f} times as fast"
+    )
+    if cluster.nodes > 1 and best.step.uplink_bytes < 0.99 * stock.step.uplink_bytes:
+        why += (
+            f", and a node sends {best.step.uplink_bytes / 1e9:.2f} GB a step instead of "
+            f"{stock.step.uplink_bytes / 1e9:.2f}"
+        )
+    if not stock.fits and best.fits:
+        why += "; stock does not fit in the GPU's memory"
+    return Advice(best, why, False)
+
+
+def percent(value: float) -> str:
+    """A share, as words say it."""
+    return f"{100 * value:.1f} %"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"

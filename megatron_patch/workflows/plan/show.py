@@ -1,0 +1,141 @@
+"""A plan as tables for the terminal, and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from megatron_patch.workflows.plan import constants, gpus
+from megatron_patch.workflows.plan.cluster import Cluster
+from megatron_patch.workflows.plan.job import Job
+from megatron_patch.workflows.plan.recommend import GRID, Advice, Row
+
+
+def title(job: Job, cluster: Cluster, gpu: str) -> str:
+    """One line on what is planned."""
+    links = f"{cluster.nodes} x {cluster.per_node} {gpu}"
+    if cluster.nodes > 1:
+        links += f", {8 * cluster.between.bandwidth / 1e9:.4g} Gbit/s usable between nodes"
+    if cluster.measured:
+        links += f" (measured: {cluster.measured})"
+    replicas = job.replicas(cluster.world)
+    batches = job.microbatches(cluster.world)
+    return (
+        f"{job.name}: {links}; TP {job.tensor}, PP {job.pipeline}, CP {job.context}, EP {job.expert}, "
+        f"DP {replicas}; "
+        f"{batches} microbatch{'es' if batches > 1 else ''} of {job.micro_batch} x {job.sequence} tokens; "
+        f"{8 * job.gradient_bytes}-bit gradients, {8 * job.weight_bytes}-bit weights"
+    )
+
+
+def table(found: Sequence[Row], best: Row) -> Table:
+    """A row for each method."""
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    shown.add_column("method", no_wrap=True)
+    for column in (
+        *("step (s)", "speed-up", "tokens/s", "exposed (s)", "GB a node sends"),
+        *("memory GB", "pays below"),
+    ):
+        shown.add_column(column, justify="right")
+    for row in found:
+        shown.add_row(
+            ("> " if row is best else "  ") + row.method.name,
+            f"{row.seconds:.3f}",
+            f"{row.speedup:.2f} x",
+            f"{row.tokens_per_second:,.0f}",
+            f"{row.step.exposed:.3f}",
+            f"{row.step.uplink_bytes / 1e9:.3f}",
+            f"{row.memory_bytes / 1e9:.1f}" + ("" if row.fits else " (!)"),
+            below(row.pays_below),
+        )
+    return shown
+
+
+def below(gbit: float | None) -> str:
+    """The column of break-even bandwidths."""
+    if gbit is None:
+        return "-"
+    if gbit == 0:
+        return "never"
+    return "always" if math.isinf(gbit) else f"{gbit:.3g} Gbit/s"
+
+
+def explanation(job: Job, cluster: Cluster, gpu: gpus.Gpu | None) -> list[Table]:
+    """Every number of the model, with its source."""
+    numbers = Table(title="numbers", box=None, pad_edge=False, header_style="bold", title_justify="left")
+    for column in ("name", "value", "unit", "kind", "source"):
+        numbers.add_column(column, justify="right" if column == "value" else "left")
+    for name, one in constants.CONSTANTS.items():
+        numbers.add_row(name, f"{one.value:g}", one.unit, one.kind, one.source)
+    numbers.add_row(
+        "weight bits", f"{job.bits_of_weights:.2f}", "bits a weight", "measured",
+        f"{constants.EXACT_SOURCE}; here {job.exact_ratio:.3g}; --weight-bits",
+    )  # fmt: skip
+    if gpu is not None:
+        for field in ("tflops", "memory_gb", "memory_gbyte", "link_gbyte"):
+            numbers.add_row(f"{gpu.name} {field}", f"{getattr(gpu, field):g}", "", "data sheet", gpu.source)
+    used = Table(title="this cluster", box=None, pad_edge=False, header_style="bold", title_justify="left")
+    for column in ("what", "value", "from"):
+        used.add_column(column)
+    source = cluster.measured or "the options and the numbers above"
+    processor = cluster.processor
+    for what, value in (
+        ("between nodes, a node, bytes/s", cluster.between.bandwidth),
+        ("between nodes, seconds a step", cluster.between.latency),
+        ("inside a node, a GPU, bytes/s", cluster.inside.bandwidth),
+        ("inside a node, seconds a step", cluster.inside.latency),
+        ("useful operations a second", processor.flops),
+        ("compress, elements/s", 1 / unit if (unit := processor.compress_work(4).unit) else math.inf),
+    ):
+        used.add_row(what, f"{value:.4g}", source)
+    for where, link in (("between", cluster.between), ("inside", cluster.inside)):
+        for name, share in link.efficiency.items():
+            used.add_row(f"{name} {where}, of that bandwidth", f"{share:.2f}", source)
+    return [numbers, used]
+
+
+def as_json(
+    job: Job, cluster: Cluster, found: Sequence[Row], advice: Advice, curves: dict[str, list[float]]
+) -> dict[str, Any]:
+    """What `--json` writes."""
+    return {
+        "recipe": job.name,
+        "nodes": cluster.nodes,
+        "gpus_per_node": cluster.per_node,
+        "inter_bytes_per_second": cluster.between.bandwidth,
+        "intra_bytes_per_second": cluster.inside.bandwidth,
+        "links": cluster.measured or "data sheet",
+        "microbatches": job.microbatches(cluster.world),
+        "data_parallel_ranks": job.replicas(cluster.world),
+        "weight_bits": job.bits_of_weights,
+        "methods": [_row(row) for row in found],
+        "recommended": advice.row.method.name,
+        "options": advice.row.method.options,
+        "reason": advice.reason,
+        "stay_with_stock": advice.stays,
+        "curves": {"inter_gbit": list(GRID), "step_seconds": curves} if curves else None,
+        "constants": {name: dataclasses.asdict(one) for name, one in constants.CONSTANTS.items()},
+    }
+
+
+def _row(row: Row) -> dict[str, Any]:
+    sent = max(row.step.sent, key=lambda s: s.uplink)
+    below_ = row.pays_below
+    return {
+        "name": row.method.name,
+        "options": row.method.options,
+        "step_seconds": row.seconds,
+        "speedup": row.speedup,
+        "tokens_per_second": row.tokens_per_second,
+        "exposed_seconds": row.step.exposed,
+        "node_uplink_bytes": row.step.uplink_bytes,
+        "rank_bytes": dataclasses.asdict(sent),
+        "memory_bytes": row.memory_bytes,
+        "fits": row.fits,
+        "pays_below_gbit": None if below_ is None or math.isinf(below_) else below_,
+        "pays_always": below_ is not None and math.isinf(below_),
+    }

@@ -1,0 +1,226 @@
+"""One training step of a job on a cluster, simulated: how long it takes with a method, and where the time
+goes.
+
+All ranks of a stage do the same at the same time, so one of each is simulated (the ranks that share its node
+share the uplink, and on a CPU the cores). Megatron's schedule, one forward and one backward in turns:
+
+    first forward      with overlap_param_gather: waits for each bucket's weights, and asks for the next
+    the rest           all other passes in one piece: nothing is exchanged
+    last backward      with overlap_grad_reduce: each bucket starts when its last gradient is there
+    optimizer          once all stages' exchanges have ended and the norm is known; 1-bit Adam's exchange
+    gather             without overlap, here
+
+A stage waits for the one before it in its first forward, and for the one behind in its last backward, which
+makes the pipeline's bubble; with v virtual stages for the first v-th of it only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_patch.workflows.plan import fluid, weights
+from megatron_patch.workflows.plan.cluster import Cluster
+from megatron_patch.workflows.plan.exchange import Exchanges, Sent
+from megatron_patch.workflows.plan.fluid import Task
+from megatron_patch.workflows.plan.job import Bucket, Job
+from megatron_patch.workflows.plan.methods import FREE, Method
+
+_BACKWARD = 2.0
+"""Backward to forward, in operations."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step takes."""
+
+    method: Method
+    seconds: float
+    exposed: float
+    """Seconds more than without communication."""
+    sent: tuple[Sent, ...]
+    """By stage, of one rank."""
+    tasks: tuple[Task, ...] = ()
+
+    @property
+    def uplink_bytes(self) -> float:
+        """Bytes that the busiest node sends to others."""
+        return max(sent.uplink for sent in self.sent)
+
+
+def simulate(job: Job, cluster: Cluster, method: Method) -> Step:
+    """A step in the middle of training: what overlaps with its ends belongs to it once."""
+    tasks, made = _tasks(job, cluster, method)
+    seconds = fluid.run(tasks, _capacity(job, cluster))
+    alone = seconds if method.free else _without(job, cluster, method)
+    return Step(method, seconds, max(0.0, seconds - alone), tuple(m.sent for m in made), tuple(tasks))
+
+
+def _without(job: Job, cluster: Cluster, method: Method) -> float:
+    import dataclasses
+
+    free = dataclasses.replace(FREE, distributed=method.distributed)
+    tasks, _ = _tasks(job, cluster, free)
+    return fluid.run(tasks, _capacity(job, cluster))
+
+
+def _capacity(job: Job, cluster: Cluster) -> dict[str, float]:
+    share = min(1.0, cluster.processor.share)
+    found = {}
+    for stage in range(job.pipeline):
+        found[f"processor{stage}"] = share
+        found[f"uplink{stage}"] = cluster.between.bandwidth
+        found[f"inside{stage}"] = cluster.inside.bandwidth
+    return found
+
+
+def forward_seconds(job: Job, cluster: Cluster, operations: float) -> float:
+    """Of one microbatch, for so many operations a token."""
+    tokens = job.micro_batch * job.sequence / job.context
+    return operations * tokens / cluster.processor.flops
+
+
+def _tasks(job: Job, cluster: Cluster, method: Method) -> tuple[list[Task], list[Exchanges]]:
+    stages = [Exchanges(job, cluster, method, stage) for stage in range(job.pipeline)]
+    buckets = [
+        [bucket for expert in (False, True) for bucket in job.buckets(stage, cluster, expert)]
+        for stage in range(job.pipeline)
+    ]
+    backward = _BACKWARD + (1 if job.recompute else 0)
+    rest = job.microbatches(cluster.world) - 1
+    previous: list[Task] = []
+    forwards: list[list[Task]] = []
+    for number, of in enumerate(stages):
+        done = _first_forward(of, buckets[number], previous)
+        previous = [_at(done, 1 / job.virtual)]
+        forwards.append(done)
+    middles = []
+    for number, of in enumerate(stages):
+        seconds = rest * (1 + backward) * forward_seconds(job, cluster, job.stages[number].operations)
+        middles.append(of.work("other microbatches", seconds, forwards[number][-1:], "compute"))
+    previous = []
+    ends: list[Task] = []
+    for number in reversed(range(job.pipeline)):
+        of = stages[number]
+        passed = _last_backward(of, buckets[number], backward, [middles[number], *previous])
+        previous = [_at(passed, 1 / job.virtual)]
+        if not job.overlap_gradients or job.after_backward:
+            for place, bucket in enumerate(buckets[number]):
+                of.start(bucket, passed[-1:], place)
+        of.finish()
+        ends.append(passed[-1])
+    tasks = [task for of in stages for task in of.tasks]
+    before = Task("all gradients", {}, list(tasks), latency=_norm_latency(cluster))
+    for of in stages:
+        of.tasks = []
+    for number, of in enumerate(stages):
+        _optimizer(of, buckets[number], before)
+    tasks.append(before)
+    tasks += [task for of in stages for task in of.tasks]
+    return tasks, stages
+
+
+def _norm_latency(cluster: Cluster) -> float:
+    """A small all-reduce over all ranks, for the gradients' norm: a tree."""
+    from math import ceil, log2
+
+    turns = 2 * ceil(log2(cluster.nodes)) if cluster.nodes > 1 else 0
+    return cluster.call_latency + turns * cluster.between.latency
+
+
+def _at(pieces: Sequence[Task], share: float) -> Task:
+    """The piece with which so much of a pass is done."""
+    whole = sum(sum(task.needs.values()) for task in pieces)
+    done = 0.0
+    for task in pieces:
+        done += sum(task.needs.values())
+        if done >= share * whole * (1 - 1e-9):
+            return task
+    return pieces[-1]
+
+
+def _pieces(operations: float, virtual: int) -> list[float]:
+    return [operations / virtual] * virtual if virtual > 1 else [operations]
+
+
+def _first_forward(of: Exchanges, buckets: Sequence[Bucket], after: Sequence[Task]) -> list[Task]:
+    """The stage's first forward pass, and the gathers that it waits for."""
+    job = of.job
+    overlapped = job.overlap_weights and weights.gathers(of)
+    places = [0, 0]
+    parameters = job.stages[of.stage].parameters
+    numbers = [0, 0]
+    due = {
+        (bucket.expert, bucket.first): bucket for bucket in buckets
+    }  # a bucket is needed by its first parameter in the forward pass
+    done: list[Task] = []
+    operations = 0.0
+    before: list[Task] = list(after)
+    last_gather: dict[bool, list[Task]] = {False: [], True: []}
+    for parameter in parameters:
+        place = numbers[parameter.expert]
+        numbers[parameter.expert] += 1
+        bucket = due.get((parameter.expert, place))
+        if bucket is not None and overlapped:
+            if operations:
+                before = [_forward(of, operations, before)]
+                done += before
+                operations = 0.0
+            # Asked for when the bucket before it was waited for; the first when it is needed.
+            asked = last_gather[parameter.expert] or before
+            places[parameter.expert] += 1
+            arrived = weights.gather(of, [bucket], asked, places[parameter.expert])
+            last_gather[parameter.expert] = arrived
+            before = [*before, *arrived]
+        operations += parameter.operations
+    for piece in _pieces(operations, job.virtual if not done else 1):
+        before = [_forward(of, piece, before)]
+        done += before
+    return done
+
+
+def _forward(of: Exchanges, operations: float, after: Sequence[Task]) -> Task:
+    return of.work("forward", forward_seconds(of.job, of.cluster, operations), after, "compute")
+
+
+def _last_backward(
+    of: Exchanges, buckets: Sequence[Bucket], backward: float, after: Sequence[Task]
+) -> list[Task]:
+    """The stage's last backward pass; with overlap each bucket starts once it is complete."""
+    job = of.job
+    numbers = [sum(p.expert == expert for p in job.stages[of.stage].parameters) for expert in (False, True)]
+    completes = {(bucket.expert, bucket.first): place for place, bucket in enumerate(buckets)}
+    done: list[Task] = []
+    operations = 0.0
+    before = list(after)
+    for parameter in reversed(job.stages[of.stage].parameters):
+        numbers[parameter.expert] -= 1
+        operations += backward * parameter.operations
+        place = completes.get((parameter.expert, numbers[parameter.expert]))
+        if place is None:
+            continue
+        for piece in _pieces(operations, job.virtual if not done else 1):
+            seconds = forward_seconds(job, of.cluster, piece)
+            before = [of.work("backward", seconds, before, "compute")]
+            done += before
+        operations = 0.0
+        if job.overlap_gradients and not job.after_backward:
+            of.start(buckets[place], done[-1:], place)
+    return done
+
+
+def _optimizer(of: Exchanges, buckets: Sequence[Bucket], ready: Task) -> None:
+    """The optimizer's step of a stage, 1-bit Adam's exchange, and what of the gather belongs to it."""
+    processor, job = of.cluster.processor, of.job
+    before: list[Task] = [ready]
+    if of.method.momentum:
+        before = of.momentum(buckets, before)
+    owned = 0.0
+    for bucket in buckets:
+        ranks = job.group(of.cluster, bucket.expert).ranks if of.distributed else 1
+        owned += bucket.elements / ranks
+    before = [of.work("optimizer", processor.optimizer.seconds(owned) + processor.step, before, "compute")]
+    before = weights.code(of, buckets, before)
+    if not job.overlap_weights:
+        for number, batch in enumerate(weights.batches(of, buckets)):
+            before = weights.gather(of, batch, before, number)

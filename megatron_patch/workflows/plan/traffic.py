@@ -1,0 +1,103 @@
+"""Bytes of one collective of one bucket: what leaves a node, and what a rank sends inside it.
+
+By how NCCL's rings and an all-to-all move them. N ranks on M nodes, R of them on each; S bytes of a shard:
+
+    ring (reduce-scatter, all-gather)   every rank passes on (N-1) S, one of a node's R to the next node
+    all-to-all                          every rank sends S to each of the N-R ranks elsewhere, and to R-1 here
+    two hops                            a ring, or an all-to-all, inside the node, then one between M nodes
+
+A node's uplink carries `beside` groups at a time. Payloads in low bits are quantization/layout.py's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+from megatron_patch.workflows.plan import constants
+from megatron_patch.workflows.plan.cluster import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Cluster
+from megatron_patch.workflows.plan.job import BETWEEN, INSIDE, Group
+
+_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective of one rank."""
+
+    kind: str
+    uplink: float
+    """Bytes that leave the node, by all of its ranks that do the same."""
+    inside: float
+    """Bytes that this rank sends to ranks of its node."""
+    sent: float
+    """Bytes that this rank sends at all."""
+    latency: float
+    """Seconds before the first byte arrives."""
+    scope: str
+    """Of the group: all, inside or between."""
+    calls: int = 1
+    """Collectives that it stands for."""
+
+    def between(self, group: Group) -> float:
+        """Bytes that this rank sends to other nodes."""
+        return self.uplink / (group.beside * group.local)
+
+
+def ring(kind: str, shard: float, group: Group, cluster: Cluster) -> Call:
+    """A reduce-scatter or an all-gather of shards of so many bytes."""
+    n, m, r = group.ranks, group.nodes, group.local
+    sent = (n - 1) * shard
+    between, inside = m - 1, n - m
+    latency = cluster.call_latency + between * cluster.between.latency + inside * cluster.inside.latency
+    uplink = sent * group.beside if m > 1 else 0.0
+    return Call(kind, uplink, sent * (1 - 1 / r) if m > 1 else sent, sent, latency, group.scope)
+
+
+def all_to_all(shard: float, group: Group, cluster: Cluster) -> Call:
+    """Every rank sends a payload of so many bytes to each other one."""
+    n, r = group.ranks, group.local
+    elsewhere = n - r
+    turns = -(-elsewhere // constants.value("peers_at_once"))
+    latency = cluster.call_latency + turns * cluster.between.latency
+    if r > 1:
+        latency += cluster.inside.latency
+    uplink = elsewhere * shard * r * group.beside
+    return Call(ALL_TO_ALL, uplink, (r - 1) * shard, (n - 1) * shard, latency, group.scope)
+
+
+def inside_of(group: Group) -> Group:
+    """The group's ranks on one node."""
+    return Group(group.local, 1, group.local, group.beside, INSIDE)
+
+
+def across(group: Group) -> Group:
+    """One rank of each node."""
+    return Group(group.nodes, group.nodes, 1, group.beside * group.local, BETWEEN)
+
+
+@functools.cache
+def payload(elements: int, shards: int, bits: int, exact: int = 0, whole_blocks: bool = False) -> float:
+    """Bytes of one shard's payload; `exact` elements travel in fp32 and are spread over the shards."""
+    from megatron_patch.quantization.layout import BlockLayout  # torch: not for --help
+
+    layout = BlockLayout.of(elements, shards, bits, _BLOCK, whole_blocks)
+    return layout.payload_bytes + (4 - bits / 8) * exact / shards
+
+
+def stock_reduce(elements: int, nbytes: int, group: Group, cluster: Cluster, fp32_sum: bool) -> Call:
+    """Megatron's reduce-scatter of a bucket; with fp32 accumulation it is an all-to-all."""
+    shard = elements * nbytes / group.ranks
+    if fp32_sum:
+        return all_to_all(shard, group, cluster)
+    call = ring(REDUCE_SCATTER, shard, group, cluster)
+    if not cluster.processor.transport:
+        return call
+    # gloo's own moves twice the bytes over the links (docs/network.md).
+    return dataclasses.replace(call, uplink=2 * call.uplink, inside=2 * call.inside)
+
+
+def gather(shard: float, group: Group, cluster: Cluster) -> Call:
+    """An all-gather of shards of so many bytes."""
+    return ring(ALL_GATHER, shard, group, cluster)

@@ -1,0 +1,74 @@
+"""The tasks of the parameter all-gather: Megatron's own, or the exact one from the changes of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_patch.workflows.plan import traffic
+from megatron_patch.workflows.plan.exchange import Exchanges
+from megatron_patch.workflows.plan.fluid import Task
+from megatron_patch.workflows.plan.job import Bucket
+
+_LENGTHS_BYTES = 24
+
+
+def gathers(of: Exchanges) -> bool:
+    """Whether a stage's updated weights travel."""
+    return of.distributed and not of.method.free
+
+
+def code(of: Exchanges, buckets: Sequence[Bucket], after: Sequence[Task]) -> list[Task]:
+    """What the exact gather does once the optimizer has stepped: messages, and all ranks' lengths."""
+    if not (gathers(of) and of.method.exact):
+        return list(after)
+    processor, before = of.cluster.processor, list(after)
+    for expert in (False, True):
+        chosen = [bucket for bucket in buckets if bucket.expert == expert]
+        group = of.job.group(of.cluster, expert)
+        if not chosen or group.ranks == 1:
+            continue
+        owned = sum(bucket.elements for bucket in chosen) / group.ranks
+        whole = owned * (group.ranks - 1)
+        seconds = processor.weight_encode.seconds(owned) + processor.weight_sums.seconds(whole)
+        coded = of.work("weights: encode", seconds, before, "compute")
+        lengths = traffic.gather(_LENGTHS_BYTES * len(chosen), group, of.cluster)
+        of._count(lengths, group, weights=1)
+        before = [of.send("weights: lengths", lengths, [coded], "network weights ")]
+    return before
+
+
+def gather(of: Exchanges, batch: Sequence[Bucket], after: Sequence[Task], number: int) -> list[Task]:
+    """The gather of buckets of one group, which travel in one piece; ends when the weights are there."""
+    expert = batch[0].expert
+    group = of.job.group(of.cluster, expert)
+    if not gathers(of) or group.ranks == 1:
+        return list(after)
+    elements = sum(bucket.elements for bucket in batch)
+    bits = of.job.bits_of_weights if of.method.exact else 8.0 * of.job.weight_bytes
+    call = traffic.gather(elements / group.ranks * bits / 8, group, of.cluster)
+    of._count(call, group, weights=1)
+    stream = "network experts' weights " if expert else "network weights "
+    sent = of.send(f"weights {number}: all-gather", call, after, stream)
+    if not of.method.exact:
+        return [sent]
+    seconds = of.cluster.processor.weight_decode.seconds(elements * (1 - 1 / group.ranks))
+    return [of.work(f"weights {number}: decode", seconds, [sent], "compute")]
+
+
+def batches(of: Exchanges, buckets: Sequence[Bucket]) -> list[list[Bucket]]:
+    """The pieces in which gathers that begin together travel (collectives/weight_batch.py)."""
+    found: list[list[Bucket]] = []
+    for expert in (False, True):
+        chosen = [bucket for bucket in buckets if bucket.expert == expert]
+        if not of.method.exact:
+            found += [[bucket] for bucket in chosen]
+            continue
+        room = max((bucket.elements * of.job.weight_bytes for bucket in chosen), default=0)
+        batch: list[Bucket] = []
+        for bucket in chosen:
+            if batch and sum(b.elements for b in [*batch, bucket]) * of.job.bits_of_weights / 8 > room:
+                found.append(batch)
+                batch = []
+            batch.append(bucket)
+        found += [batch] if batch else []
+    return found

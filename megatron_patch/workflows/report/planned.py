@@ -1,0 +1,90 @@
+"""`report --plan FILE`: what `megatron-loco plan` predicted, as a section of the page."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_patch.errors import UserError
+from megatron_patch.workflows.report import figures
+from megatron_patch.workflows.report.table import digits
+
+_KEYS = {"recipe", "methods", "recommended", "reason", "curves", "nodes", "gpus_per_node", "microbatches"}
+
+
+@dataclass(frozen=True)
+class Section:
+    """What the page shows of a plan."""
+
+    title: str
+    reason: str
+    head: list[str]
+    rows: list[list[str]]
+    """Name, then a cell for each of `head`."""
+    svg: str
+    """Empty where the job has one node."""
+    legend: list[figures.Entry]
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The file of `plan --json` or `--out`.
+
+    Raises:
+        UserError: it is none.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--plan: {path}: cannot be read: {error}") from error
+    if not isinstance(found, dict) or not found.keys() >= _KEYS:
+        raise UserError(f"--plan: {path}: is no plan of megatron-loco plan (--out, --json; not with --scale)")
+    return found
+
+
+def section(plan: dict[str, Any]) -> Section:
+    """The section of a plan that was read."""
+    rows = [
+        [
+            one["name"] + (" (recommended)" if one["name"] == plan["recommended"] else ""),
+            digits(one["step_seconds"]),
+            f"{one['speedup']:.2f} x",
+            f"{one['tokens_per_second']:,.0f}",
+            digits(one["exposed_seconds"]),
+            digits(one["node_uplink_bytes"] / 1e9),
+            digits(one["memory_bytes"] / 1e9) + ("" if one["fits"] else " (too much)"),
+        ]
+        for one in plan["methods"]
+    ]
+    head = ["step (s)", "speed-up", "tokens/s", "exposed (s)", "GB a node sends", "memory GB"]
+    title = f"{plan['recipe']} on {plan['nodes']} x {plan['gpus_per_node']} ranks"
+    if not plan["curves"]:
+        return Section(title, plan["reason"], head, rows, "", [])
+    seconds = plan["curves"]["step_seconds"]
+    stock = next(iter(seconds.values()))
+    legend = [
+        figures.Entry(place, name, f"{max(a / b for a, b in zip(stock, one, strict=True)):.2f} x at most")
+        for place, (name, one) in enumerate(seconds.items())
+    ]
+    return Section(title, plan["reason"], head, rows, _picture(plan, title), legend)
+
+
+def _picture(plan: dict[str, Any], title: str) -> str:
+    gbit, seconds = plan["curves"]["inter_gbit"], plan["curves"]["step_seconds"]
+    stock = next(iter(seconds.values()))
+    with figures.themed("plan") as (canvas, axes):
+        for place, one in enumerate(seconds.values()):
+            colour, dashes = figures.style(place)
+            gains = [base / other for base, other in zip(stock, one, strict=True)]
+            (line,) = axes.plot(gbit, gains, color=colour, linewidth=1.8)
+            if dashes:
+                line.set_dashes([float(part) / 1.8 for part in dashes.split()])
+            line.set_gid(f"curve-{place}-0")
+        axes.set_xscale("log")
+        axes.set_xlabel("usable Gbit/s between nodes, of each node")
+        axes.set_ylabel("speed, of stock's")
+        stream = io.StringIO()
+        canvas.savefig(stream, format="svg", transparent=True)
+    return figures.for_page(stream.getvalue(), "plan", f"Predicted speed over bandwidth, {title}")

@@ -1,0 +1,155 @@
+"""Jobs of recipes: parameters, buckets and bytes as Megatron and this package's layout have them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from worker_pool import WorkerPool
+from workflows.plan import recipe_jobs
+from workflows.run.recipe_facts import WHOLE
+from workflows.run.test_recipes import PUBLISHED
+
+from megatron_patch.quantization.blocks import Span
+from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.workflows.plan import cluster, cluster_file, memory, methods, traffic
+from megatron_patch.workflows.plan.job import Group, Job
+from megatron_patch.workflows.plan.model import Parameter
+from megatron_patch.workflows.run import configuration
+from megatron_patch.workflows.run.recipes import shipped
+
+Make = Callable[..., Job]
+
+
+@pytest.fixture(scope="module")
+def job(pool: WorkerPool) -> Make:
+    """job(name, *overrides): a recipe's job."""
+
+    @functools.cache
+    def make(name: str, *overrides: str) -> Job:
+        found = pool.run(recipe_jobs.job, name, overrides, world_size=1)[0]
+        assert isinstance(found, Job), found
+        return found
+
+    return make
+
+
+def home(name: str) -> cluster.Cluster:
+    launch = configuration.load(shipped(f"configs/models/{name}.yaml")).launch
+    return cluster_file.build({}, launch.nnodes, launch.nproc_per_node)
+
+
+@pytest.mark.parametrize("name", ["llama_350m", "llama2_7b", "llama3_70b", "mixtral_8x7b", "qwen3_30b_a3b"])
+def test_parameters_are_the_published_ones_and_the_padding(name: str, job: Make) -> None:
+    one = job(name, *WHOLE)
+    run = configuration.load(shipped(f"configs/models/{name}.yaml")).megatron
+    rows = -(-run["vocab_size"] // 128) * 128 - run["vocab_size"]
+    assert sum(p.numel for p in one.stages[0].parameters) == PUBLISHED[name] + 2 * rows * run["hidden_size"]
+
+
+@pytest.mark.parametrize("name", ["llama2_7b", "llama3_8b", "llama2_70b", "qwen3_30b_a3b"])
+def test_operations_are_six_for_each_weight_that_a_token_meets(name: str, job: Make) -> None:
+    """Counted apart: 2 a weight forward, without the embedding, and attention's halved scores."""
+    one, run = job(name), configuration.load(shipped(f"configs/models/{name}.yaml")).megatron
+    met = 0.0
+    for stage in one.stages:
+        for p in stage.parameters:
+            if p.expert:
+                met += p.numel * run["moe_router_topk"] / (run["num_experts"] / one.expert) / one.tensor
+            elif len(p.shape) == 2:
+                met += p.numel
+    rows = -(-run["vocab_size"] // (128 * one.tensor)) * 128
+    met -= rows * run["hidden_size"]
+    width = run.get("kv_channels") or run["hidden_size"] // run["num_attention_heads"]
+    scores = 2 * run["seq_length"] * run["num_attention_heads"] * width * run["num_layers"] / one.tensor
+    assert sum(stage.operations for stage in one.stages) == pytest.approx(2 * met + scores, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["llama2_7b", "llama3_8b", "mixtral_8x7b"])
+def test_buckets_are_those_that_megatron_cuts(name: str, job: Make) -> None:
+    one, on = job(name), home(name)
+    group = one.group(on, False)
+    size = max(40_000_000, 1_000_000 * group.ranks)
+    dense = [p for p in one.stages[0].parameters if not p.expert]
+    parameters = [torch.nn.Parameter(torch.empty(p.shape, device="meta")) for p in dense]
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    found = DistributedOptimizer._compute_per_buffer_param_layout(parameters, size, group.ranks, config)
+    ours = one.buckets(0, on, False)
+    assert [bucket.elements for bucket in ours] == [end - first for first, end in found.bucket_indices]
+    held = [found.param_index_map[parameter][2] for parameter in parameters]
+    for number, bucket in enumerate(ours):
+        assert [place for place, its in enumerate(held) if its == number] == [
+            *range(bucket.first, bucket.last + 1)
+        ]
+
+
+def test_stages_behind_the_first_have_one_bucket(job: Make) -> None:
+    one, on = job("mixtral_8x7b"), home("mixtral_8x7b")
+    assert len(one.buckets(0, on, False)) > 1
+    for stage in (1, 2, 3):
+        assert [len(one.buckets(stage, on, expert)) for expert in (False, True)] == [1, 1]
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_payloads_are_within_a_hundredth_of_the_layout_that_knows_rows(bits: int) -> None:
+    """The planner counts blocks from each shard's beginning; the exchange from each row's."""
+    hidden, ranks = 1024, 16
+    shapes = [(3 * hidden, hidden), (hidden,), (hidden, hidden), (2736, hidden)]
+    spans, start = [], 0
+    for shape in shapes:
+        spans.append(Span.of(start, shape, exact=len(shape) == 1))
+        start += math.prod(shape)
+    elements = -(-start // (128 * ranks)) * 128 * ranks
+    real = sum(BlockLayout.of(elements, ranks, bits, 128, spans=spans).payload_sizes)
+    ours = ranks * traffic.payload(elements, ranks, bits, exact=hidden)
+    assert ours == pytest.approx(real, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "dense", "experts"),
+    [
+        ("llama2_7b", Group(16, 2, 8, 1.0), None),
+        ("llama2_13b", Group(16, 4, 4, 2.0), None),
+        ("llama2_70b", Group(4, 4, 1, 8.0), None),
+        ("mixtral_8x7b", Group(16, 2, 8, 1.0), Group(2, 2, 1, 8.0)),
+    ],
+)
+def test_groups_lie_on_nodes(name: str, dense: Group, experts: Group | None, job: Make) -> None:
+    one, on = job(name), home(name)
+    assert one.group(on, False) == dense
+    if experts is not None:
+        assert one.group(on, True) == experts
+
+
+@pytest.mark.parametrize(
+    "name", ["llama_350m", "llama2_7b", "llama2_13b", "llama2_70b", "llama3_70b", "mixtral_8x7b"]
+)
+def test_memory_is_what_the_recipes_header_says(name: str, job: Make) -> None:
+    header = shipped(f"configs/models/{name}.yaml").read_text(encoding="utf-8")
+    line = next(line for line in header.splitlines() if line.startswith("# Memory per GPU:"))
+    state, buffers, activations = (float(word) for word in line.replace(";", "").split() if word[0].isdigit())
+    found = memory.bytes_of(job(name), home(name), methods.parse("loco4_exact")) / 1e9
+    assert found == pytest.approx(state + buffers + activations, rel=0.03, abs=0.6)
+
+
+def test_learning_rate_sets_the_weights_bits(job: Make) -> None:
+    slow, fast = job("llama2_7b", "megatron.lr=1e-4", "megatron.min_lr=1e-5"), job("llama2_7b")
+    assert fast.bits_of_weights == pytest.approx(3.01, abs=0.01)
+    assert 1 < slow.bits_of_weights < fast.bits_of_weights
+
+
+def test_what_is_not_supported_is_refused(pool: WorkerPool) -> None:
+    two = ("megatron.num_distributed_optimizer_instances=2",)
+    said = pool.run(recipe_jobs.job, "llama2_7b", two, world_size=1)[0]
+    assert isinstance(said, str)
+    assert said.startswith("megatron.num_distributed_optimizer_instances: the plan supports a single")
+
+
+def test_a_vector_travels_as_it_is() -> None:
+    assert Parameter((8,)).exact
+    assert not Parameter((8, 8)).exact

@@ -1,0 +1,136 @@
+"""A step: closed forms of simple cases, and what must hold for any job and cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from workflows.plan.jobs import cluster, job
+
+from megatron_patch.workflows.plan import methods
+from megatron_patch.workflows.plan.cluster import Cluster, Link, Work
+from megatron_patch.workflows.plan.job import Job
+from megatron_patch.workflows.plan.methods import parse
+from megatron_patch.workflows.plan.step import forward_seconds, simulate
+
+ALL = (
+    "stock",
+    "stock_bf16",
+    "none_exact",
+    "loco4",
+    "loco4_exact",
+    "loco4_flat_exact",
+    "naive2_exact",
+    "onebit_adam",
+)
+
+
+def computing(one: Job, on: Cluster) -> float:
+    operations = sum(stage.operations for stage in one.stages) / one.pipeline
+    return 3 * forward_seconds(one, on, operations)
+
+
+def test_without_bytes_and_kernels_a_step_is_its_arithmetic() -> None:
+    one, on = job(batch=64), cluster(nodes=2)
+    on = dataclasses.replace(
+        on, processor=dataclasses.replace(on.processor, optimizer=Work()), call_latency=0.0
+    )
+    on = dataclasses.replace(on, between=Link(1e9), inside=Link(1e10))
+    batches = one.microbatches(on.world)
+    assert batches == 4
+    assert simulate(one, on, methods.FREE).seconds == pytest.approx(batches * computing(one, on))
+
+
+def test_a_pipelines_bubble_is_that_of_one_forward_one_backward() -> None:
+    one = job(batch=128, pipeline=4)
+    on = cluster(nodes=2, latency=0.0)
+    on = dataclasses.replace(on, processor=dataclasses.replace(on.processor, optimizer=Work()))
+    batches, stages = one.microbatches(on.world), 4
+    whole = computing(dataclasses.replace(one, pipeline=1, stages=one.stages[:1]), on)
+    found = simulate(one, on, methods.FREE).seconds
+    assert found == pytest.approx((batches + stages - 1) * whole, rel=1e-6)
+    interleaved = dataclasses.replace(one, virtual=2)
+    assert simulate(interleaved, on, methods.FREE).seconds < found
+
+
+def test_without_overlap_stock_adds_its_bytes_over_the_links() -> None:
+    one = dataclasses.replace(job(batch=16, overlap=False), gradient_bytes=2)
+    on = cluster(nodes=16, per_node=1, latency=0.0)
+    base = simulate(one, on, methods.FREE).seconds
+    elements = one.buckets(0, on, False)[0].elements
+    sent = 15 / 16 * elements * (2 + 2)
+    assert simulate(one, on, parse("stock")).seconds == pytest.approx(base + sent / on.between.bandwidth)
+
+
+def test_two_hops_send_a_quarter_of_what_four_ranks_a_node_send_flat() -> None:
+    one, on = job(batch=16), cluster(nodes=4, per_node=4)
+    two, flat = simulate(one, on, parse("loco4")), simulate(one, on, parse("loco4_flat"))
+    weights = 15 / 16 * 2 * sum(bucket.elements for bucket in one.buckets(0, on, False))
+    assert (two.uplink_bytes - weights) / (flat.uplink_bytes - weights) == pytest.approx(1 / 4, rel=0.01)
+
+
+def test_compression_hides_behind_many_microbatches() -> None:
+    on = cluster(nodes=2, bandwidth=12e9)
+    few, many = (simulate(job(batch=count), on, parse("stock")) for count in (16, 1024))
+    assert many.exposed / many.seconds < 0.1 * few.exposed / few.seconds
+
+
+@pytest.mark.parametrize("name", ALL)
+@given(
+    nodes=st.sampled_from((1, 2, 4, 8)),
+    per_node=st.sampled_from((1, 2, 8)),
+    count=st.sampled_from((1, 2, 8)),
+    pipeline=st.sampled_from((1, 2)),
+    experts=st.booleans(),
+    overlap=st.booleans(),
+    bandwidth=st.floats(1e7, 1e11),
+)
+@settings(max_examples=12, deadline=None)
+def test_more_bandwidth_and_faster_kernels_are_never_slower(
+    name: str,
+    nodes: int,
+    per_node: int,
+    count: int,
+    pipeline: int,
+    experts: bool,
+    overlap: bool,
+    bandwidth: float,
+) -> None:
+    if nodes * per_node < 2 * pipeline:
+        return
+    replicas = nodes * per_node // pipeline
+    one = job(batch=replicas * count, pipeline=pipeline, experts=experts, overlap=overlap)
+    on = cluster(nodes=nodes, per_node=per_node, bandwidth=bandwidth)
+    method = parse(name)
+    found = simulate(one, on, method)
+    free = simulate(one, on, methods.FREE).seconds
+    assert found.seconds >= free * (1 - 1e-9)
+    assert found.exposed == pytest.approx(found.seconds - free, abs=1e-9 + 1e-6 * free)
+    assert simulate(one, on.with_inter(3 * bandwidth), method).seconds <= found.seconds * (1 + 1e-6)
+    wider = dataclasses.replace(on, inside=dataclasses.replace(on.inside, bandwidth=2 * on.inside.bandwidth))
+    assert simulate(one, wider, method).seconds <= found.seconds * (1 + 1e-6)
+    assert found.seconds >= found.uplink_bytes / on.between.bandwidth / pipeline * (1 - 1e-9)
+
+
+def test_buckets_start_while_backward_computes_and_no_more_than_two_are_under_way() -> None:
+    one, on = job(batch=16, layers=12), cluster(nodes=4, per_node=4, bandwidth=1e8)
+    step = simulate(one, on, parse("loco4_flat"))
+    tasks = {task.name: task for task in step.tasks}
+    backward = max(task.end for task in step.tasks if task.name == "backward")
+    buckets = len(one.buckets(0, on, False))
+    assert buckets > 4
+    assert tasks["dense bucket 0: all-to-all"].start < backward
+    for number in range(2, buckets):
+        assert (
+            tasks[f"dense bucket {number}: compress"].start
+            >= tasks[f"dense bucket {number - 2}: decompress"].end
+        )
+
+
+def test_fp32_accumulation_drains_each_bucket_before_the_next() -> None:
+    one = dataclasses.replace(job(batch=16, layers=12), fp32_accumulation=True)
+    step = simulate(one, cluster(nodes=4, per_node=4, bandwidth=1e8), parse("stock"))
+    tasks = {task.name: task for task in step.tasks}
+    assert tasks["dense bucket 1: all-to-all"].start >= tasks["dense bucket 0: sum"].end
