@@ -29,8 +29,8 @@ WARMUPS = ("auto", "fixed")
 DEFAULT_ERROR_BETA = 0.8
 DEFAULT_BITS = 4
 ERROR_FEEDBACK_FROM_BITS = 8
-"""With fewer bits error feedback brought Adam nothing, or cost it (docs/bits.md): `naive` is the default, except
-with `block_size: shard`."""
+"""With fewer bits error feedback brought Adam nothing, or cost it (docs/bits.md): `naive` is the default,
+except with `block_size: shard`."""
 DEFAULT_RESET_INTERVAL = 512
 
 
