@@ -152,8 +152,8 @@ def interleaved(name: str, orders: int, combinations: int, **options: Any) -> li
 
 def _one(setup: Setup, rank: int, of_their_own: bool, order: int | None, steps: int) -> Outcome:
     import torch.distributed as dist
-    from order.recorded_collectives import Recorder, recorded
     from order.gpu import recording
+    from order.recorded_collectives import Recorder, recorded
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from worker_pool import _tear_down
 
