@@ -152,7 +152,7 @@ MUTANTS = {
         (
             (
                 "    return ReduceScatterHandle(",
-                "    workspace.give(send)\n    send = workspace.take(1, 1, 'none')\n"
+                "    workspace.give(send)\n    send = torch.empty_like(send)\n"
                 "    return ReduceScatterHandle(",
             ),
         ),

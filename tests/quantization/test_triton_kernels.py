@@ -54,6 +54,7 @@ MOST_OF_WEIGHTS = {
 """For a weight, of the weight code's kernels: on all branches, which no tile takes all."""
 
 
+@pytest.mark.slow
 def test_they_compile_for_a_hopper_gpu_in_few_instructions():
     script = Path(__file__).with_name("compile_for_gpu.py")
     sources = script.parents[1:3]  # these, whatever is installed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from worker_pool import in_warm_process
 from workflows.engine_runs import prepare
 
@@ -15,5 +16,6 @@ def prepared(folder: Path) -> None:
     main(folder)
 
 
+@pytest.mark.slow
 def test_a_run_killed_four_times_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     in_warm_process(prepared, tmp_path, log=tmp_path / "log", timeout=200)

@@ -74,7 +74,7 @@ class Run:
     """The run that has to end first."""
 
 
-NONE, LOCO = ["--compression-method", "none"], ["--compression-bits", "4"]
+NONE, LOCO = ["--compression-method", "none"], ["--compression-method", "loco", "--compression-bits", "4"]
 RUNS: dict[str, Run] = {
     "stock": Run(),
     "none": Run(ours=NONE),

@@ -98,6 +98,7 @@ def test_killed_and_started_again_it_makes_what_is_left_and_reports_what_failed(
     assert (out / "results.csv").read_text().splitlines() == lines
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on_and_a_task_makes_one_run(tmp_path: Path) -> None:
     arguments, out = define(tmp_path, "[1]", "  - {compression.method: loco}\n"), tmp_path / "out"
     endless = [*arguments, "megatron.train_iters=100000"]
