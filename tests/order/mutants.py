@@ -152,7 +152,8 @@ MUTANTS = {
         (
             (
                 "    return ReduceScatterHandle(",
-                "    workspace.give(send)\n    send = torch.empty_like(send)\n"
+                "    workspace.give(send)\n"
+                "    send = workspace.take(layout.shards, 2 * layout.payload_bytes)\n"
                 "    return ReduceScatterHandle(",
             ),
         ),
