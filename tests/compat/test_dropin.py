@@ -164,6 +164,7 @@ def test_help_has_megatron_s_flags_and_one_for_every_option(pool):
     assert "--no-compression-attach" in text
 
 
+@pytest.mark.slow
 def test_the_megatron_beside_the_script_is_the_one_that_is_used(tmp_path: Path) -> None:
     """As with `python /checkout/pretrain_gpt.py`, which imports the checkout's Megatron from any folder."""
     (tmp_path / "pretrain_gpt.py").write_text("")

@@ -179,6 +179,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
     assert not any(alive(pid) for pid in ranks)
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_ranks_where_they_are_not_forked(tmp_path: Path) -> None:
     flags = [*MODEL, *cpu_flags(), "--compression-device", "cpu", "--compression-output", str(tmp_path)]
     job = launcher.Job(Launch(device="cuda", nproc_per_node=1), Path(SCRIPT), flags, tmp_path)

@@ -36,6 +36,7 @@ def test_two_ranks_on_gloo_write_a_file_that_plan_reads(tmp_path: Path) -> None:
     assert cluster_file.build(found, 1, 2, "links.yaml").inside.bandwidth > 1e6
 
 
+@pytest.mark.slow
 def test_groups_of_two_nodes_share_the_uplink(tmp_path: Path) -> None:
     """Four ranks as two nodes of two: all, inside and between."""
     script = tmp_path / "four.py"

@@ -170,6 +170,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
             command._gpus()
 
 
+@pytest.mark.slow
 def test_exchanges_are_measured_over_gloo(tmp_path: Path) -> None:
     """The measurement itself, on small tensors."""
     machine = steps.Machine(0, tmp_path, run_command)
