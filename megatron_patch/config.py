@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_patch.errors import UserError, nearest
@@ -83,7 +84,11 @@ class CompressionConfig:
         "optimizer steps after which the error is set to zero, 0: never "
         f"(default {DEFAULT_RESET_INTERVAL}; onebit_adam: 0)",
     )
-    start_step: int = _option(0, "optimizer steps with Megatron's own exchange before compression starts")
+    start_step: int = _option(
+        None,
+        "optimizer steps with Megatron's own exchange before compression starts (default 0; with Megatron's "
+        "Muon the learning rate's warm-up)",
+    )
     warmup: str | None = _option(
         None,
         "onebit_adam: when Adam's variance is frozen and compression starts; auto: when it has settled, "
@@ -123,15 +128,20 @@ class CompressionConfig:
     )
 
     @classmethod
-    def for_optimizer(cls, optimizer: str | None, **options: Any) -> CompressionConfig:
-        """The options of a job whose Megatron flag `--optimizer` is known: Muon has a default method.
+    def for_megatron(cls, flags: Mapping[str, Any], **options: Any) -> CompressionConfig:
+        """The options of a job whose Megatron flags, with underscores, are known: Muon has other defaults.
 
-        Muon's step follows its momentum alone, from which error feedback takes back most of what rounding
-        adds: docs/ablations.md, "With Muon".
+        Muon makes all singular values of its momentum equal. In the first steps most of them are little else
+        than what rounding adds; later error feedback takes much of that back: docs/ablations.md, "With Muon".
         """
-        if optimizer in MUONS and options.get("method") is None and options.get("error_beta") is None:
+        if flags.get("optimizer") not in MUONS:
+            return cls(**options)
+        if options.get("method") is None and options.get("error_beta") is None:
             options = options | {"method": "error_feedback"}
-        return cls(**options)
+        config = cls(**options)
+        if options.get("start_step") is None and config.compresses and not config.momentum:
+            config = replace(config, start_step=_lr_warmup_steps(flags))
+        return config
 
     def __post_init__(self) -> None:
         self._set_default("bits", 1 if self.momentum else DEFAULT_BITS)
@@ -139,6 +149,7 @@ class CompressionConfig:
         few = self.bits < ERROR_FEEDBACK_FROM_BITS and self.error_beta is None and self.block_size != SHARD
         self._set_default("method", "naive" if few else "loco")
         self._check_choice("method", METHODS)
+        self._set_default("start_step", 0)
         self._set_default("reset_interval", 0 if self.momentum else DEFAULT_RESET_INTERVAL)
         self._check_choice("rounding", ROUNDINGS)
         self._check_choice("error_dtype", ERROR_DTYPES)
@@ -263,6 +274,22 @@ class CompressionConfig:
     def as_dict(self) -> dict[str, Any]:
         """The fields as plain values, for YAML and flags."""
         return dataclasses.asdict(self)
+
+
+def _lr_warmup_steps(flags: Mapping[str, Any]) -> int:
+    """Steps of the learning rate's warm-up by Megatron's flags, of which some are given; rounded up."""
+
+    def number(name: str) -> float:
+        value = flags.get(name)
+        known = isinstance(value, int | float) and math.isfinite(value) and value > 0
+        return float(value) if known and value is not None else 0.0
+
+    fraction, batch = number("lr_warmup_fraction"), number("global_batch_size") or math.inf
+    samples = fraction * (number("lr_decay_samples") or number("train_samples")) or number(
+        "lr_warmup_samples"
+    )
+    steps = fraction * (number("lr_decay_iters") or number("train_iters")) or number("lr_warmup_iters")
+    return math.ceil(round(steps or samples / batch, 6))
 
 
 def _is_int(value: object) -> bool:

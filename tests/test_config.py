@@ -195,13 +195,39 @@ def test_below_eight_bits_no_error_is_kept_unless_asked_for(options, method):
 @pytest.mark.parametrize("optimizer", ["muon", "dist_muon"])
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
 def test_muon_has_a_default_method(optimizer, bits):
-    found = CompressionConfig.for_optimizer(optimizer, bits=bits, method=None)
-    assert (found.method, found.beta) == ("error_feedback", 0.0)
-    assert CompressionConfig.for_optimizer("adam", bits=bits) == CompressionConfig(bits=bits)
+    flags = {"optimizer": optimizer, "train_iters": 100}
+    found = CompressionConfig.for_megatron(flags, bits=bits, method=None)
+    assert (found.method, found.beta, found.start_step) == ("error_feedback", 0.0, 0)
+    plain = CompressionConfig.for_megatron({"optimizer": "adam", "lr_warmup_iters": 9}, bits=bits)
+    assert plain == CompressionConfig(bits=bits)
     for stated in ({"method": "naive"}, {"error_beta": 0.5}):
-        assert CompressionConfig.for_optimizer(optimizer, bits=bits, **stated) == CompressionConfig(
-            bits=bits, **stated
-        )
+        found = CompressionConfig.for_megatron(flags, bits=bits, **stated)
+        assert found == CompressionConfig(bits=bits, **stated)
+
+
+@pytest.mark.parametrize(
+    ("flags", "start"),
+    [
+        ({}, 0),
+        ({"lr_warmup_iters": 25}, 25),
+        ({"lr_warmup_iters": 0, "lr_warmup_samples": 0, "lr_warmup_fraction": None}, 0),
+        ({"lr_warmup_fraction": 0.015, "train_iters": 100}, 2),
+        ({"lr_warmup_fraction": 0.07, "train_iters": 100}, 7),  # 0.07 * 100 is 7.000000000000001
+        ({"lr_warmup_fraction": 0.1, "train_iters": 100, "lr_decay_iters": 50}, 5),
+        ({"lr_warmup_samples": 100, "global_batch_size": 32, "train_samples": 5000}, 4),
+        ({"lr_warmup_fraction": 0.1, "global_batch_size": 10, "train_samples": 1000}, 10),
+        ({"lr_warmup_samples": 100}, 0),  # a batch that is not known yet
+        ({"lr_warmup_iters": "soon"}, 0),  # refused elsewhere
+    ],
+)
+def test_muon_is_compressed_after_the_warm_up(flags, start):
+    flags = {"optimizer": "muon"} | flags
+    assert CompressionConfig.for_megatron(flags, method="naive").start_step == start
+    assert CompressionConfig.for_megatron(flags, start_step=3).start_step == 3
+    assert CompressionConfig.for_megatron(flags, start_step=0).start_step == 0
+    assert CompressionConfig.for_megatron(flags, method="none").start_step == 0
+    assert CompressionConfig.for_megatron(flags | {"optimizer": "adam"}).start_step == 0
+    assert CompressionConfig.for_megatron(flags, method="onebit_adam").start_step == 0  # refused elsewhere
 
 
 def test_onebit_adam_has_defaults_of_its_own():

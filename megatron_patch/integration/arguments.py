@@ -58,7 +58,7 @@ def config_from_arguments(args: argparse.Namespace) -> CompressionConfig:
     """
     names = [option.name for option in dataclasses.fields(CompressionConfig)]
     options = {name: getattr(args, PREFIX + name) for name in names}
-    return CompressionConfig.for_optimizer(getattr(args, "optimizer", None), **options)
+    return CompressionConfig.for_megatron(vars(args), **options)
 
 
 def after_parsing(

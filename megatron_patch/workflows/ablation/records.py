@@ -45,6 +45,7 @@ def digest(run: RunConfig) -> str:
     digest. How ranks are restarted, and where they meet, does not matter to what a run computes.
     """
     defaults = {option.name: option.default for option in dataclasses.fields(CompressionConfig)}
+    defaults["start_step"] = 0  # which has no default of its own since it depends on the optimizer
     launch = run.launch
     content = {
         "megatron": run.megatron,

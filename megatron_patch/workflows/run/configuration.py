@@ -175,7 +175,7 @@ def _resolve(content: dict[str, Any], where: str) -> RunConfig:
         raise UserError(f"{where}: compression.attach: {attach!r} must be true or false")
     return RunConfig(
         megatron=sections["megatron"],
-        compression=CompressionConfig.for_optimizer(sections["megatron"].get("optimizer"), **compression),
+        compression=CompressionConfig.for_megatron(sections["megatron"], **compression),
         attach=attach,
         launch=_launch(sections["launch"], where),
         data=_data(sections["data"], where),
