@@ -32,6 +32,13 @@ class Batch:
         self.width = max(totals)
         """Bytes that every rank sends: as many as the one with the longest messages has."""
         self._mean = sum(totals) / len(totals)
+        starts = [0] * len(totals)
+        places = []
+        for gather in gathers:
+            places.append(list(zip(starts, gather.sizes, strict=True)))
+            starts = [start + length for start, length in zip(starts, gather.lengths, strict=True)]
+        self.places = torch.tensor(places)
+        """int64 [buckets, ranks, 2]: where a rank's message of a bucket begins, and its bytes."""
 
     def nbytes_of(self, gather: WeightGather) -> float:
         """A bucket's part of what this rank sends: the padding is shared out by the messages' lengths."""
@@ -47,17 +54,11 @@ class Batch:
         """
         ranks, rank = self.group.size(), self.group.rank()
         messages = workspace.take(ranks, self.width, "weights")
-        for gather, room in self.parts(messages, rank):
+        for gather, place in zip(self.gathers, self.places[:, rank].tolist(), strict=True):
+            room = messages[rank, place[0] : place[0] + gather.lengths[rank]]
             gather.write(room, own_may_have_changed)
         work = dist.all_gather_into_tensor(messages.view(-1), messages[rank], group=self.group, async_op=True)
         return BatchHandle(self, messages, work, workspace)
-
-    def parts(self, messages: torch.Tensor, rank: int) -> Iterator[tuple[WeightGather, torch.Tensor]]:
-        """Each bucket, and where a rank's message of it is."""
-        start = 0
-        for gather in self.gathers:
-            yield gather, messages[rank, start : start + gather.lengths[rank]]
-            start += gather.lengths[rank]
 
 
 class BatchHandle:
@@ -79,12 +80,11 @@ class BatchHandle:
             return
         messages, self._messages = self._messages, None
         self._work.wait()
-        ranks = self.batch.group.size()
-        found = torch.zeros(ranks, len(self.batch.gathers), dtype=torch.int32, device=messages.device)
+        places = self.batch.places.to(messages.device, non_blocking=True)
+        found = torch.empty(places.shape[:2], dtype=torch.int32, device=messages.device)
         with self._workspace.timed():
-            for rank in range(ranks):
-                for place, (gather, room) in enumerate(self.batch.parts(messages, rank)):
-                    gather.read(rank, room, found[rank, place : place + 1])
+            for gather, of_ranks, verdicts in zip(self.batch.gathers, places, found, strict=True):
+                gather.read(messages, of_ranks, verdicts)
         self._workspace.give(messages)
         self._found = found
         if found.device.type == "cpu":
@@ -109,11 +109,11 @@ class BatchHandle:
             for gather in self.batch.gathers:
                 gather.gather_in_full()
         elif found.any():
-            rank, place = found.nonzero()[0].tolist()
+            bucket, rank = found.nonzero()[0].tolist()
             owner = dist.get_process_group_ranks(self.batch.group)[rank]
+            name, mismatch = self.batch.gathers[bucket].name, weight_code.Mismatch(int(found[bucket, rank]))
             raise WeightsDiffer(
-                f"weight gather of {self.batch.gathers[place].name} on rank {dist.get_rank()}, shard of rank "
-                f"{owner}: {weight_code.Mismatch(int(found[rank, place]))}"
+                f"weight gather of {name} on rank {dist.get_rank()}, shard of rank {owner}: {mismatch}"
             )
 
 

@@ -29,7 +29,6 @@ from megatron_patch.quantization.weight_code import (
     KIND,
     NEW_SUMS,
     OLD_SUMS,
-    OWNER_CHANGED,
     STALE,
     UNCHANGED,
 )
@@ -60,9 +59,10 @@ class WeightGather:
         self._own = self._shards[group.rank()]
         self._old = self._own.clone()
         self._message = self._own.new_empty(0, dtype=torch.uint8)
-        self._sizes: list[int] = []
-        self.lengths: list[int] = []
+        self.sizes: list[int] = []
         """Of all ranks' messages, agreed on, in bytes."""
+        self.lengths: list[int] = []
+        """The same, aligned."""
 
     @property
     def shard_size(self) -> int:
@@ -130,7 +130,7 @@ class WeightGather:
     def agreed(self, sizes: Sequence[int]) -> bool:
         """Take the lengths of all ranks' messages; whether the longest of them saves anything."""
         self.lengths = [_aligned(size) for size in sizes]
-        self._sizes = list(sizes)
+        self.sizes = list(sizes)
         return max(self.lengths) < self._own.nbytes
 
     def write(self, room: torch.Tensor, own_may_have_changed: bool) -> None:
@@ -146,13 +146,9 @@ class WeightGather:
             changed = (self._coder.sums(self._own) != header[NEW_SUMS]).any()
             header[KIND] = torch.where(changed, STALE, header[KIND])
 
-    def read(self, rank: int, room: torch.Tensor, found: torch.Tensor) -> None:
-        """Write another rank's shard from its message; `found`, int32 [1], as weight_code.decode."""
-        if rank == self.group.rank():
-            stale = room[:HEADER_BYTES].view(torch.int64)[KIND] == STALE
-            found.copy_(stale * OWNER_CHANGED)
-        else:
-            self._coder.decode(room[: self._sizes[rank]], self._shards[rank], found)
+    def read(self, messages: torch.Tensor, places: torch.Tensor, found: torch.Tensor) -> None:
+        """Write the other ranks' shards from all ranks' messages, as weight_code.decode."""
+        self._coder.decode(messages, places, self._shards, self.group.rank(), found)
 
     def gather_in_full(self) -> None:
         """Megatron's own gather of the bucket, at once."""

@@ -62,7 +62,14 @@ class WeightCoder(Protocol):
 
     def encode(self, old: torch.Tensor, new: torch.Tensor, message: torch.Tensor) -> int: ...
 
-    def decode(self, message: torch.Tensor, weights: torch.Tensor, found: torch.Tensor) -> None: ...
+    def decode(
+        self,
+        messages: torch.Tensor,
+        places: torch.Tensor,
+        shards: torch.Tensor,
+        own: int,
+        found: torch.Tensor,
+    ) -> None: ...
 
     def sums(self, weights: torch.Tensor) -> torch.Tensor: ...
 

@@ -30,6 +30,8 @@ says so (kind STALE): such a message says nothing of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 TILE = 2048
@@ -111,19 +113,47 @@ def _encode(old: torch.Tensor, new: torch.Tensor, message: torch.Tensor) -> int:
     return size
 
 
-def decode(message: torch.Tensor, weights: torch.Tensor, found: torch.Tensor) -> None:
-    """Make the sender's new weights of its old ones, int16 [n], in place, from `message`, uint8 [its bytes].
+def decode(
+    messages: torch.Tensor, places: torch.Tensor, shards: torch.Tensor, own: int, found: torch.Tensor
+) -> None:
+    """Make the senders' new weights of their old ones, int16 [N, n], in place: `shards` but for the `own`-th.
 
-    Writes into `found`, int32 [1], what it finds: 0, or that the weights are not the sender's old ones, or
-    that the message is truncated or changed. What `weights` holds then is not defined.
+    Writes into `found`, int32 [N], what it finds of each: 0, or that the weights are not the sender's old
+    ones, or that the message is truncated or changed; what that shard holds then is not defined. Of the own
+    message only whether it is STALE is looked at. `own` may be none of them, as -1.
+
+    Args:
+        messages: uint8 [N, row]; the i-th message is in the i-th row.
+        places: int64 [N, 2]: where in its row a message begins, at a multiple of 8, and its bytes.
     """
+    decode_each(_decode_one, messages, places, shards, own, found)
+
+
+def decode_each(
+    decode_one: Callable[[torch.Tensor, torch.Tensor], int],
+    messages: torch.Tensor,
+    places: torch.Tensor,
+    shards: torch.Tensor,
+    own: int,
+    found: torch.Tensor,
+) -> None:
+    """`decode` by a function that decodes one message, uint8 [bytes], into weights, int16 [n]."""
+    for sender, (start, size) in enumerate(places.tolist()):
+        message = messages[sender, start : start + size]
+        if sender == own:
+            stale = int(message[:HEADER_BYTES].view(torch.int64)[KIND]) == STALE
+            found[sender] = OWNER_CHANGED if stale else 0
+        else:
+            found[sender] = decode_one(message, shards[sender])
+
+
+def _decode_one(message: torch.Tensor, weights: torch.Tensor) -> int:
     try:
         with weights.device:
             _decode(message, weights)
     except Mismatch as mismatch:
-        found.fill_(mismatch.found)
-    else:
-        found.zero_()
+        return mismatch.found
+    return 0
 
 
 def sums(weights: torch.Tensor) -> torch.Tensor:

@@ -156,11 +156,11 @@ def messages_that_change() -> list[str]:
     read: Callable[..., None] = gather.read
     generator = torch.Generator().manual_seed(seeded(3))
 
-    def changed(rank: int, message: Any, found: Any) -> None:
-        if (rank, dist.get_rank()) == (1, 2):
-            place, bit = (int(torch.randint(n, (), generator=generator)) for n in (gather._sizes[1], 8))
-            message[place] ^= 1 << bit
-        read(rank, message, found)
+    def changed(messages: Any, places: Any, found: Any) -> None:
+        if dist.get_rank() == 2:
+            place, bit = (int(torch.randint(n, (), generator=generator)) for n in (gather.sizes[1], 8))
+            messages[1, int(places[1, 0]) + place] ^= 1 << bit
+        read(messages, places, found)
 
     gather.read = changed
     told = []

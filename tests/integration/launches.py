@@ -104,10 +104,9 @@ def weight_gather(ranks: int) -> tuple[int, int]:
                 gather.encode()
             coded = encoding.count
         with Launches() as decoding:
-            found = torch.zeros(ranks, 1, dtype=torch.int32)
-            gather._sizes = [message.numel()] * ranks
-            for rank in range(ranks):
-                gather.read(rank, message, found[rank])
+            found = torch.zeros(ranks, dtype=torch.int32)
+            places = torch.tensor([[0, message.numel()]] * ranks)
+            gather.read(message.expand(ranks, -1), places, found)
     return coded, decoding.count
 
 

@@ -43,12 +43,13 @@ KERNELS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("message", "few", "fours"), "changes"),
     },
     "pack_kernel": {**dict.fromkeys(("counts", "places", "few", "fours"), "reads"), "message": "changes"},
+    "message_sizes_kernel": {"messages": "reads", "places": "reads", "sizes": "writes", "wrong": "changes"},
     "apply_kernel": {
-        **dict.fromkeys(("message", "halves", "header", "places"), "reads"),
-        **dict.fromkeys(("weights", "wrong", "sums"), "changes"),
+        **dict.fromkeys(("messages", "places", "pieces"), "reads"),
+        **dict.fromkeys(("shards", "wrong", "sums"), "changes"),
     },
     "verdict_kernel": {
-        **dict.fromkeys(("header", "places", "wrong", "sums"), "reads"),
+        **dict.fromkeys(("messages", "places", "pieces", "wrong", "sums"), "reads"),
         "found": "writes",
     },
     "sums_kernel": {"weights": "reads", "sums": "changes"},

@@ -170,7 +170,7 @@ def what_kernels_change() -> dict[str, set[str]]:
         message = torch.zeros(bound(5000), dtype=torch.uint8)
         size = weights.encode(old, new, message)
         found = torch.full((1,), 7, dtype=torch.int32)
-        weights.decode(message[:size], old, found)
+        weights.decode(message[None], torch.tensor([[0, size]]), old[None], -1, found)
         weights.sums(old)
         sketch = NormSketch(1, torch.device("cpu"))
         sketch.add(torch.randn(500), 1.0)

@@ -122,7 +122,7 @@ def a_weight_code(draw: random.Random, _: int) -> None:
     assert size == weight_code.encode(old, new, wanted)
     assert torch.equal(sent[:size], wanted[:size])
     found = torch.full((1,), 7, dtype=torch.int32)
-    weights.decode(sent[:size], old, found)
+    weights.decode(sent[None], torch.tensor([[0, size]]), old[None], -1, found)
     assert torch.equal(old, new)
     assert int(found) == 0
     assert torch.equal(weights.sums(new), weight_code.sums(new))

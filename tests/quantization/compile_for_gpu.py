@@ -121,7 +121,8 @@ def weight_code(start: int) -> dict[str, Any]:
     places = torch.zeros(5 * tiles_of(n) + 1, dtype=torch.int64)
     weights.encode(old, new, message)
     weights._write_planes(old, new, counts, places, message)  # which `encode`, of no sizes, may not come to
-    weights.decode(message, old, torch.zeros(1, dtype=torch.int32))
+    places = torch.tensor([[0, message.numel()]])
+    weights.decode(message[None], places, old[None], -1, torch.zeros(1, dtype=torch.int32))
     weights.sums(old)
     found = {kernel.metadata.name.removesuffix("_kernel"): kernel for kernel in kernels}
     kernels.clear()

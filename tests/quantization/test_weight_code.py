@@ -75,12 +75,18 @@ def coded(name: str, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return message[:size].cpu()
 
 
+def decode_one(coder: Any, message: torch.Tensor, weights: torch.Tensor, found: torch.Tensor) -> None:
+    """One message, uint8 [bytes], of which the receiver owns nothing."""
+    places = torch.tensor([[0, message.numel()]], device=message.device)
+    coder.decode(message[None], places, weights[None], -1, found)
+
+
 def decoded(name: str, message: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     one = CODERS[name]
     weights = old.to(one.device, copy=True)
     found = torch.full((1,), -1, dtype=torch.int32, device=one.device)
     with one.chosen():
-        one.coder.decode(message.to(one.device), weights, found)
+        decode_one(one.coder, message.to(one.device), weights, found)
     weight_code.check(int(found))
     return weights.cpu()
 
@@ -267,10 +273,50 @@ def test_weights_and_messages_may_begin_inside_others(name):
     found = torch.full((3,), 7, dtype=torch.int32, device=one.device)
     with one.chosen():
         size = one.coder.encode(inside[0][1:3001], inside[1][1:3001], message[8 : 8 + bound(3000)])
-        one.coder.decode(message[8 : 8 + size], inside[0][1:3001], found[1:2])
+        decode_one(one.coder, message[8 : 8 + size], inside[0][1:3001], found[1:2])
     assert message[8 : 8 + size].tolist() == by_hand(old, new)
     assert found.tolist() == [7, 0, 7]
     assert torch.equal(*inside)
+
+
+@every_coder
+@pytest.mark.parametrize("numel", [0, 1, 700, 5000])
+def test_messages_of_all_ranks_at_once(name, numel):
+    """Each somewhere in its row, of any kind; one broken, the own one not looked at but for being stale."""
+    one = CODERS[name]
+    generator = torch.Generator().manual_seed(numel)
+    kinds = [(0.0, 1), (0.3, 500), (1.0, 1), (1.0, 30000), (0.02, 3), (0.5, 100)]  # the fourth is RAW
+    pairs = [changed(numel, seed, spread, share) for seed, (share, spread) in enumerate(kinds)]
+    sent = [coded(name, old, new) for old, new in pairs]
+    if numel:
+        sent[4][HEADER_BYTES - 1] ^= 1  # one of the sums
+    own = 2
+    for stale in (False, True):
+        if stale:
+            sent[own][:8].view(torch.int64)[0] = weight_code.STALE
+        starts = [8 * int(torch.randint(5, (), generator=generator)) for _ in sent]
+        row = 8 * (max(start + len(part) for start, part in zip(starts, sent, strict=True)) // 8 + 2)
+        messages = torch.randint(256, (len(sent), row), generator=generator, dtype=torch.uint8)
+        for sender, (start, part) in enumerate(zip(starts, sent, strict=True)):
+            messages[sender, start : start + len(part)] = part
+        places = torch.tensor([[start, len(part)] for start, part in zip(starts, sent, strict=True)])
+        shards = torch.stack([old for old, _ in pairs])
+        shards[own] = 77
+        on_device = [tensor.to(one.device) for tensor in (messages, places, shards)]
+        found = torch.full((len(sent),), -1, dtype=torch.int32, device=one.device)
+        with one.chosen():
+            one.coder.decode(*on_device, own, found)
+        verdicts = [0] * len(sent)
+        verdicts[own] = weight_code.OWNER_CHANGED if stale else 0
+        if numel:
+            raw = int(sent[4][:8].view(torch.int64)) == weight_code.RAW
+            verdicts[4] = weight_code.MESSAGE_CHANGED if raw else weight_code.WEIGHTS_DIFFER
+        assert found.tolist() == verdicts
+        for sender, (_, new) in enumerate(pairs):
+            if sender == own:
+                assert (on_device[2][sender] == 77).all(), "the own shard is not written"
+            elif not verdicts[sender]:
+                assert torch.equal(on_device[2][sender].cpu(), new), sender
 
 
 def before_a_wall(contents: torch.Tensor) -> torch.Tensor:
@@ -300,7 +346,7 @@ def test_nothing_outside_a_message_and_its_weights_is_read_or_written(name):
                 weights = before_a_wall(old.view(torch.uint8)).view(torch.int16)
                 found = torch.full((1,), -1, dtype=torch.int32)
                 with one.chosen():
-                    one.coder.decode(before_a_wall(broken), weights, found)
+                    decode_one(one.coder, before_a_wall(broken), weights, found)
                 assert int(found) >= 0
 
 
@@ -320,8 +366,9 @@ def test_decoding_does_not_wait_for_the_gpu(name):
     found = torch.full((1,), -1, dtype=torch.int32, device=one.device)
     with pytest.raises(AssertionError), Waiting():
         int(found)
+    places = torch.tensor([[0, message.numel()]], device=one.device)
     with Waiting():
-        one.coder.decode(message, weights, found)
+        one.coder.decode(message[None], places, weights[None], -1, found)
     assert int(found) == 0
     assert torch.equal(weights.cpu(), new)
 
@@ -336,6 +383,6 @@ def test_a_message_whose_header_or_counts_are_wrong_leaves_the_weights_alone(nam
     for broken in (stale, short, counts, other, message[:40], message[:HEADER_BYTES]):
         weights = old.to(one.device, copy=True)
         found = torch.full((1,), -1, dtype=torch.int32, device=one.device)
-        one.coder.decode(broken.to(one.device), weights, found)
+        decode_one(one.coder, broken.to(one.device), weights, found)
         assert int(found) == (weight_code.OWNER_CHANGED if broken is stale else weight_code.MESSAGE_CHANGED)
         assert torch.equal(weights.cpu(), old)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_patch.quantization import native
-from megatron_patch.quantization.weight_code import Mismatch, read_header
+from megatron_patch.quantization.weight_code import Mismatch, decode_each, read_header
 
 
 def encode(old: torch.Tensor, new: torch.Tensor, message: torch.Tensor) -> int:
@@ -15,16 +15,21 @@ def encode(old: torch.Tensor, new: torch.Tensor, message: torch.Tensor) -> int:
     return int(run(native.variant(), before, after, old.numel(), to))
 
 
-def decode(message: torch.Tensor, weights: torch.Tensor, found: torch.Tensor) -> None:
+def decode(
+    messages: torch.Tensor, places: torch.Tensor, shards: torch.Tensor, own: int, found: torch.Tensor
+) -> None:
     """weight_code.decode."""
+    decode_each(_decode_one, messages, places, shards, own, found)
+
+
+def _decode_one(message: torch.Tensor, weights: torch.Tensor) -> int:
     try:
         read_header(message, weights.numel())
     except Mismatch as mismatch:
-        found.fill_(mismatch.found)
-        return
+        return mismatch.found
     run = native.loaded().megatron_loco_weight_decode
     message_at, weights_at = map(native.pointer, (message, weights))
-    found.fill_(int(run(native.variant(), message_at, message.numel(), weights_at, weights.numel())))
+    return int(run(native.variant(), message_at, message.numel(), weights_at, weights.numel()))
 
 
 def sums(weights: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,10 @@
 """The weight code's decoder: in place, in one pass over the weights; the CPU looks at nothing.
 
-    sizes_kernel    counts            ->  sizes, and from their sums the place of every piece
-    apply_kernel    message, weights  ->  weights, the two sums of each tile
-    verdict_kernel  sums              ->  found
+    message_sizes_kernel  counts             ->  sizes, and from their sums the place of every piece
+    apply_kernel          messages, weights  ->  weights, the two sums of each tile
+    verdict_kernel        sums               ->  found
+
+Each is launched once for all messages of a bucket, one from every sender.
 
 Codes are read where they are: a code's rank, a sum over those before it, says in which byte. Nothing is read
 that is not in the message, whatever its bytes are: `_is_whole` holds for every tile or for none, and where it
@@ -25,6 +27,7 @@ from megatron_patch.quantization.triton_kernels.weight_tiles import (
     line,
     load_tile,
     sums_of,
+    write_sizes,
 )
 
 _CODED = tl.constexpr(weight_code.CODED)
@@ -37,15 +40,29 @@ _OWNER_CHANGED = tl.constexpr(weight_code.OWNER_CHANGED)
 
 
 @triton.jit
-def _is_raw(header, n, size):
-    """Whether a message of `size` bytes holds n weights themselves."""
-    return (tl.load(header) == _RAW) & (tl.load(header + 1) == n) & (size == _HEADER_BYTES + 2 * n)
+def _message_of(messages, places, row):
+    """This program's message, the program_id(1)-th, and its bytes."""
+    sender = tl.program_id(1).to(tl.int64)
+    return messages + sender * row + tl.load(places + 2 * sender), tl.load(places + 2 * sender + 1)
 
 
 @triton.jit
-def _is_whole(header, wrong, end, n, size):
+def _number(message, at, size):
+    """A number of the header; 0 of a message that has none."""
+    return tl.load(message.to(tl.pointer_type(tl.int64)) + at, mask=size >= _HEADER_BYTES, other=0)
+
+
+@triton.jit
+def _is_raw(message, n, size):
+    """Whether a message holds n weights themselves."""
+    told = (_number(message, 0, size) == _RAW) & (_number(message, 1, size) == n)
+    return told & (size == _HEADER_BYTES + 2 * n)
+
+
+@triton.jit
+def _is_whole(message, wrong, end, n, size):
     """Whether it holds n coded weights, whose pieces end where it ends."""
-    told = (tl.load(header) == _CODED) & (tl.load(header + 1) == n)
+    told = (_number(message, 0, size) == _CODED) & (_number(message, 1, size) == n)
     return told & (tl.load(wrong) == 0) & (tl.load(end) == size)
 
 
@@ -114,34 +131,57 @@ def _difference(message, counts, places, tiles, length):
     return d, right
 
 
-@triton.jit(
-    do_not_specialize=["n", "size", "tiles"],
-    do_not_specialize_on_alignment=["message", "halves", "header"],
-)
-def apply_kernel(
-    message,  # uint8 [size]
-    halves,  # the same as int16 [size // 2]
-    header,  # the same as int64 [7]
-    weights,  # int16 [n]
-    places,  # int64 [5 * tiles + 1]: where each piece begins, and where the last one ends
-    wrong,  # int32 [2]: whether counts contradict each other; 0, and 1 where codes contradict counts
-    sums,  # int64 [2, tiles], zeros: of the weights afterwards
+@triton.jit(do_not_specialize=["row", "n", "tiles"], do_not_specialize_on_alignment=["messages"])
+def message_sizes_kernel(
+    messages,  # uint8 [N, row]
+    places,  # int64 [N, 2]: where in its row a message begins, and its bytes
+    sizes,  # int64 [N, 1 + 5 * tiles]: of what is before the planes, and of each piece
+    wrong,  # int32 [N, 2], zeros
+    row: tl.int64,
     n: tl.int64,
-    size: tl.int64,
     tiles: tl.int64,
 ):
+    message, size = _message_of(messages, places, row)
+    sender = tl.program_id(1).to(tl.int64)
+    sizes += sender * (1 + 5 * tiles)
+    if tl.program_id(0) == 0:
+        tl.store(sizes, 8 * tiles + _HEADER_BYTES)
+    whole = tl.minimum((size - _HEADER_BYTES) // 8, tiles)  # below 0 none
+    counts = (message + _HEADER_BYTES).to(tl.pointer_type(tl.int16))
+    write_sizes(counts, sizes + 1, wrong + 2 * sender, n, tiles, whole)
+
+
+@triton.jit(do_not_specialize=["row", "n", "tiles", "own"], do_not_specialize_on_alignment=["messages"])
+def apply_kernel(
+    messages,  # uint8 [N, row]
+    places,  # int64 [N, 2]: where in its row a message begins, and its bytes
+    shards,  # int16 [N, n]
+    pieces,  # int64 [N, 5 * tiles + 1]: where each piece begins, and where the last one ends
+    wrong,  # int32 [N, 2]: whether counts contradict each other; 0, and 1 where codes contradict counts
+    sums,  # int64 [N, 2, tiles], zeros: of the weights afterwards
+    row: tl.int64,
+    n: tl.int64,
+    tiles: tl.int64,
+    own,  # whose weights are left alone
+):
     tile = tl.program_id(0).to(tl.int64)
+    sender = tl.program_id(1).to(tl.int64)
+    message, size = _message_of(messages, places, row)
+    weights = shards + sender * n
+    pieces += sender * (5 * tiles + 1)
+    wrong += 2 * sender
+    sums += 2 * sender * tiles
     start = tile * TILE
     length = tl.minimum(n - start, TILE).to(tl.int32)
-    raw = _is_raw(header, n, size)
-    if raw | _is_whole(header, wrong, places + 5 * tiles, n, size):
+    raw = _is_raw(message, n, size)
+    if (sender != own) & (raw | _is_whole(message, wrong, pieces + 5 * tiles, n, size)):
+        halves = (message + _HEADER_BYTES).to(tl.pointer_type(tl.int16))
         before = load_tile(weights + start, length)
         if raw:
-            after = load_tile(halves + (_HEADER_BYTES // 2) + start, length)
+            after = load_tile(halves + start, length)
             right = length > 0
         else:
-            counts = halves + (_HEADER_BYTES // 2) + 4 * tile
-            d, right = _difference(message, counts, places + tile, tiles, length)
+            d, right = _difference(message, halves + 4 * tile, pieces + tile, tiles, length)
             after = line((line(before) + d).to(tl.int16).to(tl.int32))
         i = tl.arange(0, TILE)
         if right == 0:
@@ -155,21 +195,29 @@ def apply_kernel(
         tl.store(sums + tiles + tile, by_place)
 
 
-@triton.jit(do_not_specialize=["n", "size", "tiles"], do_not_specialize_on_alignment=["header"])
+@triton.jit(do_not_specialize=["row", "n", "tiles", "own"], do_not_specialize_on_alignment=["messages"])
 def verdict_kernel(
-    header,  # int64 [7]
-    places,  # int64 [5 * tiles + 1]
-    wrong,  # int32 [2]
-    sums,  # int64 [2]
-    found,  # int32 [1]
+    messages,  # uint8 [N, row]
+    places,  # int64 [N, 2]
+    pieces,  # int64 [N, 5 * tiles + 1]
+    wrong,  # int32 [N, 2]
+    sums,  # int64 [N, 2]
+    found,  # int32 [N]
+    row: tl.int64,
     n: tl.int64,
-    size: tl.int64,
     tiles: tl.int64,
+    own,
 ):
-    end = places + 5 * tiles
-    raw = _is_raw(header, n, size)
-    whole = _is_whole(header, wrong, end, n, size) & (tl.load(wrong + 1) == 0)
-    same = (tl.load(header + 5) == tl.load(sums)) & (tl.load(header + 6) == tl.load(sums + 1))
-    verdict = tl.where(same, 0, tl.where(raw, _MESSAGE_CHANGED, _WEIGHTS_DIFFER))
+    sender = tl.program_id(0).to(tl.int64)
+    size = tl.load(places + 2 * sender + 1)
+    message = messages + sender * row + tl.load(places + 2 * sender)
+    end = pieces + sender * (5 * tiles + 1) + 5 * tiles
+    wrong += 2 * sender
+    raw = _is_raw(message, n, size)
+    whole = _is_whole(message, wrong, end, n, size) & (tl.load(wrong + 1) == 0)
+    plain = _number(message, 5, size) == tl.load(sums + 2 * sender)
+    by_place = _number(message, 6, size) == tl.load(sums + 2 * sender + 1)
+    verdict = tl.where(plain & by_place, 0, tl.where(raw, _MESSAGE_CHANGED, _WEIGHTS_DIFFER))
     verdict = tl.where(raw | whole, verdict, _MESSAGE_CHANGED)
-    tl.store(found, tl.where(tl.load(header) == _STALE, _OWNER_CHANGED, verdict))
+    verdict = tl.where(sender == own, 0, verdict)
+    tl.store(found + sender, tl.where(_number(message, 0, size) == _STALE, _OWNER_CHANGED, verdict))

@@ -69,15 +69,11 @@ def count_of(counts, tile, PLANE: tl.constexpr, there):
     return tl.load(counts + 4 * tile + PLANE, mask=there, other=0).to(tl.int32) & 0xFFFF
 
 
-@triton.jit(do_not_specialize=["n", "tiles", "whole"], do_not_specialize_on_alignment=["counts"])
-def sizes_kernel(
-    counts,  # int16 [whole, 4]
-    sizes,  # int64 [5, tiles]: bytes of each tile's piece of each plane
-    wrong,  # int32 [1], 0: becomes 1 where counts contradict each other
-    n: tl.int64,
-    tiles: tl.int64,
-    whole: tl.int64,  # tiles whose counts can be read
-):
+@triton.jit
+def write_sizes(counts, sizes, wrong, n, tiles, whole):
+    """A program's part of int64 [5, tiles], bytes of each tile's piece of each plane. Of `counts`, int16
+    [tiles, 4], the first `whole` can be read; `wrong`, int32 [1], becomes 1 where they contradict each other.
+    """
     tile = tl.program_id(0).to(tl.int64) * TILES_AT_ONCE + tl.arange(0, TILES_AT_ONCE)
     there = tile < tiles
     length = tl.minimum(n - tile * TILE, TILE).to(tl.int32)
@@ -96,3 +92,14 @@ def sizes_kernel(
     tl.store(sizes + 4 * tiles, (2 * farthest).to(tl.int64), mask=there)
     contradictions = tl.sum((there & (right == 0)).to(tl.int32))
     tl.atomic_or(wrong, 1, mask=contradictions > 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["n", "tiles"], do_not_specialize_on_alignment=["counts"])
+def sizes_kernel(
+    counts,  # int16 [tiles, 4]
+    sizes,  # int64 [5, tiles]
+    wrong,  # int32 [1], 0
+    n: tl.int64,
+    tiles: tl.int64,
+):
+    write_sizes(counts, sizes, wrong, n, tiles, tiles)

@@ -9,7 +9,11 @@ from __future__ import annotations
 import torch
 import triton
 
-from megatron_patch.quantization.triton_kernels.weight_decode import apply_kernel, verdict_kernel
+from megatron_patch.quantization.triton_kernels.weight_decode import (
+    apply_kernel,
+    message_sizes_kernel,
+    verdict_kernel,
+)
 from megatron_patch.quantization.triton_kernels.weight_encode import (
     FEW,
     count_kernel,
@@ -20,7 +24,6 @@ from megatron_patch.quantization.triton_kernels.weight_tiles import TILES_AT_ONC
 from megatron_patch.quantization.weight_code import (
     CODED,
     HEADER_BYTES,
-    MESSAGE_CHANGED,
     RAW,
     TILE,
     bound,
@@ -40,7 +43,12 @@ def encode(old: torch.Tensor, new: torch.Tensor, message: torch.Tensor) -> int:
     wrong = torch.zeros(1, dtype=torch.int32, device=old.device)
     if tiles:
         count_kernel[(tiles,)](old, new, counts, sums, n, tiles, enable_fp_fusion=False)
-    places = _places(counts, tiles, wrong, n, tiles)
+    sizes = torch.empty(5 * tiles + 1, dtype=torch.int64, device=old.device)
+    sizes[0].fill_(HEADER_BYTES + 8 * tiles)
+    if tiles:
+        grid = (triton.cdiv(tiles, TILES_AT_ONCE.value),)
+        sizes_kernel[grid](counts, sizes[1:], wrong, n, tiles, enable_fp_fusion=False)
+    places = sizes.cumsum(0)  # where each piece begins, plane after plane, and where the last one ends
     size = int(places[-1])
     kind = CODED if size < bound(n) else RAW
     header = message[:HEADER_BYTES].view(torch.int64)
@@ -55,26 +63,39 @@ def encode(old: torch.Tensor, new: torch.Tensor, message: torch.Tensor) -> int:
     return size
 
 
-def decode(message: torch.Tensor, weights: torch.Tensor, found: torch.Tensor) -> None:
-    """weight_code.decode. Nothing here waits for the GPU.
+def decode(
+    messages: torch.Tensor, places: torch.Tensor, shards: torch.Tensor, own: int, found: torch.Tensor
+) -> None:
+    """weight_code.decode, with as many launches as for one message. Nothing here waits for the GPU.
 
-    Weights stay as they are where the message's header or counts, or its length, are found to be wrong.
+    Weights stay as they are where a message's header or counts, or its length, are found to be wrong.
     """
-    n, size, tiles = weights.numel(), message.numel(), tiles_of(weights.numel())
-    if size < HEADER_BYTES:
-        found.fill_(MESSAGE_CHANGED)
-        return
-    header, halves = message[:HEADER_BYTES].view(torch.int64), message[: size // 2 * 2].view(torch.int16)
-    wrong = torch.zeros(2, dtype=torch.int32, device=weights.device)
-    sums = torch.zeros(2, tiles, dtype=torch.int64, device=weights.device)
-    whole = min(tiles, (size - HEADER_BYTES) // 8)
-    places = _places(halves[HEADER_BYTES // 2 :], whole, wrong, n, tiles)
+    senders, n = shards.shape
+    tiles = tiles_of(n)
+    wrong = torch.zeros(senders, 2, dtype=torch.int32, device=shards.device)
+    sums = torch.zeros(senders, 2, tiles, dtype=torch.int64, device=shards.device)
+    sizes = torch.empty(senders, 5 * tiles + 1, dtype=torch.int64, device=shards.device)
+    grid = (triton.cdiv(max(tiles, 1), TILES_AT_ONCE.value), senders)
+    row = messages.shape[1]
+    message_sizes_kernel[grid](messages, places, sizes, wrong, row, n, tiles, enable_fp_fusion=False)
+    pieces = sizes.cumsum(1)
     if tiles:
-        apply_kernel[(tiles,)](
-            message, halves, header, weights, places, wrong, sums, n, size, tiles, **_APPLY
+        apply_kernel[(tiles, senders)](
+            messages, places, shards, pieces, wrong, sums, row, n, tiles, own, **_APPLY
         )
-    verdict_kernel[(1,)](
-        header, places, wrong, sums.sum(1), found, n, size, tiles, num_warps=1, enable_fp_fusion=False
+    verdict_kernel[(senders,)](
+        messages,
+        places,
+        pieces,
+        wrong,
+        sums.sum(2),
+        found,
+        row,
+        n,
+        tiles,
+        own,
+        num_warps=1,
+        enable_fp_fusion=False,
     )
 
 
@@ -85,16 +106,6 @@ def sums(weights: torch.Tensor) -> torch.Tensor:
     if programs:
         sums_kernel[(programs,)](weights, found, weights.numel(), enable_fp_fusion=False)
     return found
-
-
-def _places(counts: torch.Tensor, whole: int, wrong: torch.Tensor, n: int, tiles: int) -> torch.Tensor:
-    """Where each piece begins, plane after plane, and where the last one ends: int64 [5 * tiles + 1]."""
-    sizes = torch.empty(5 * tiles + 1, dtype=torch.int64, device=wrong.device)
-    sizes[0].fill_(HEADER_BYTES + 8 * tiles)
-    if tiles:
-        grid = (triton.cdiv(tiles, TILES_AT_ONCE.value),)
-        sizes_kernel[grid](counts, sizes[1:], wrong, n, tiles, whole, enable_fp_fusion=False)
-    return sizes.cumsum(0)
 
 
 def _write_planes(

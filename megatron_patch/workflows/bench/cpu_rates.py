@@ -115,11 +115,12 @@ def _weight_code(elements: int, seconds: float) -> dict[str, float]:
     coder = backends.weight_coder(old.device)
     there, back = (torch.empty(weight_code.bound(elements), dtype=torch.uint8) for _ in range(2))
     size, size_back = coder.encode(old, new, there), coder.encode(new, old, back)
-    weights, found = old.clone(), torch.empty(1, dtype=torch.int32)
+    weights, found = old.clone()[None], torch.empty(1, dtype=torch.int32)
+    places = [torch.tensor([[0, nbytes]]) for nbytes in (size, size_back)]
 
     def decode_twice() -> None:
-        coder.decode(there[:size], weights, found)
-        coder.decode(back[:size_back], weights, found)
+        for message, place in zip((there, back), places, strict=True):
+            coder.decode(message[None], place, weights, -1, found)
 
     return {
         "bits_per_weight": 8 * size / elements,
