@@ -2,13 +2,14 @@
 
 Below the folder: DIR/CELL/seed-N/ is one run as `train` leaves it; results.csv has a line per run,
 ablation.md a line per cell (mean, spread, difference to the baseline's run of the same seed with its 95 %
-interval); differences.png and curves.png are the pictures. Both tables are written anew after every run.
+interval), results_curves.csv a line per run and logged step; differences.png and curves.png are the pictures.
+The three tables are written anew after every run.
 
 The same command continues where it was interrupted, by Ctrl-C too: runs that are done, or have failed, are
 not made again. Where their folders are gone, those that results.csv has of the same configuration count as
-done; --results FILE takes them from a file of another machine. A run that fails is reported and the rest
-continues; --retry-failed gives it another chance. On the CPU of one machine every run is forked from this
-process, which has imported Megatron already.
+done; --results FILE takes them, and the curves beside it, from another machine. A run that fails is reported
+and the rest continues; --retry-failed gives it another chance. On the CPU of one machine every run is forked
+from this process, which has imported Megatron already.
 
 A Slurm array makes one run per task: pretrain_scripts/slurm/ablate.sbatch; --collect then writes the results.
 """
@@ -28,13 +29,15 @@ from rich.console import Console
 from megatron_patch.errors import UserError
 from megatron_patch.files import write_whole
 from megatron_patch.workflows import train
-from megatron_patch.workflows.ablation import definition, plots, records
+from megatron_patch.workflows.ablation import curves, definition, plots, records
 from megatron_patch.workflows.ablation.definition import Ablation, Run
-from megatron_patch.workflows.ablation.records import Records
 from megatron_patch.workflows.ablation.results import Results, outcome
 from megatron_patch.workflows.run import launcher, progress, run_folder
 from megatron_patch.workflows.run.prepare import prepare_run
 from megatron_patch.workflows.run.run_folder import State
+
+Known = tuple[records.Records, curves.Curves]
+"""Runs of which files alone are there."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _list(ablation, runs, known)
     if args.collect:
-        return _show(Results(ablation, runs, known), out)
+        return _show(Results(ablation, runs, *known), out)
     if args.task is not None:
         if not 0 <= args.task < len(runs):
             raise UserError(
@@ -79,13 +82,17 @@ def run(args: argparse.Namespace) -> int:
         return int(run_folder.failure(runs[args.task].folder) is not None)
     with _only_one(out):
         _make(ablation, runs, out, args, known)
-        return _show(Results(ablation, runs, known), out)
+        return _show(Results(ablation, runs, *known), out)
 
 
-def _known(out: Path, results: Path | None) -> Records:
-    """The runs of earlier results: of the folder's own, which every run rewrites, and of `results`."""
+def _known(out: Path, results: Path | None) -> Known:
+    """The runs of earlier results, and their curves: of the folder's own, which every run rewrites, and of
+    `results`."""
     own = out / "results.csv"
-    return {**(records.read(own) if own.exists() else {}), **(records.read(results) if results else {})}
+    files = [path for path in (own if own.exists() else None, results) if path]
+    summaries = {digest: summary for path in files for digest, summary in records.read(path).items()}
+    lines = {digest: line for path in files for digest, line in curves.read(curves.beside(path)).items()}
+    return summaries, lines
 
 
 def _seeds(text: str | None) -> list[int] | None:
@@ -102,7 +109,7 @@ def _make(
     runs: Sequence[Run],
     out: Path,
     args: argparse.Namespace,
-    known: Records,
+    known: Known,
     *,
     alone: bool = False,
 ) -> None:
@@ -111,7 +118,7 @@ def _make(
         for one in runs:
             run_folder.check_unchanged(one.folder, one.configured)
     finished = (State.DONE,) if args.retry_failed else (State.DONE, State.FAILED)
-    left = [one for one in runs if outcome(one, known).state not in finished]
+    left = [one for one in runs if outcome(one, known[0]).state not in finished]
     _check(left)
     with progress.Board(ablation.name, len(runs), len(runs) - len(left)) as board:
         try:
@@ -120,7 +127,7 @@ def _make(
                 told = _make_one(one, board, one.folder / "data-cache" if alone else None)
                 board.end(f"{one.label}: {told}")
                 if not alone:
-                    write(Results(ablation, runs, known), out)
+                    write(Results(ablation, runs, *known), out)
         except (KeyboardInterrupt, launcher.Stopped):
             board.console.print("the same command continues where this one was stopped", highlight=False)
             raise
@@ -162,10 +169,11 @@ def _make_one(one: Run, board: progress.Board, cache: Path | None) -> str:
 
 
 def write(results: Results, out: Path) -> None:
-    """results.csv and ablation.md below `out`, each replaced whole."""
+    """results.csv, results_curves.csv and ablation.md below `out`, each replaced whole."""
     out.mkdir(parents=True, exist_ok=True)
-    for name, text in (("results.csv", results.csv()), ("ablation.md", results.markdown())):
-        write_whole(out / name, text)
+    write_whole(out / "results.csv", results.csv())
+    write_whole(curves.beside(out / "results.csv"), curves.text(results.logged()))
+    write_whole(out / "ablation.md", results.markdown())
 
 
 def _show(results: Results, out: Path) -> int:
@@ -187,11 +195,11 @@ def _show(results: Results, out: Path) -> int:
     return int(bool(failed))
 
 
-def _list(ablation: Ablation, runs: Sequence[Run], known: Records) -> int:
+def _list(ablation: Ablation, runs: Sequence[Run], known: Known) -> int:
     """--dry-run: the runs with the numbers that --task takes."""
     print(f"# {ablation.name} over {ablation.base}: {len(runs)} runs, {len(ablation.cells)} cells")
     for number, one in enumerate(runs):
-        print(f"{number:4d}  {outcome(one, known).state.value:11s}  {one.label}")
+        print(f"{number:4d}  {outcome(one, known[0]).state.value:11s}  {one.label}")
     return 0
 
 

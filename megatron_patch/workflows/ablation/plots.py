@@ -1,22 +1,29 @@
 """differences.png: every cell's difference to the baseline, its seeds and its interval. curves.png: how the
-difference in training loss went, step by step."""
+difference in training loss, and the bits a weight, went."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from megatron_patch.workflows.ablation.curves import Point
 from megatron_patch.workflows.ablation.definition import Cell
 from megatron_patch.workflows.ablation.results import Results
-from megatron_patch.workflows.ablation.statistics import interval
+from megatron_patch.workflows.ablation.statistics import interval, percent
 from megatron_patch.workflows.plots import pyplot
+
+_Curves = Mapping[tuple[str, int], Sequence[Point]]
+"""By a cell's name and a seed."""
 
 _LINES_A_PANEL = 8
 _PANELS_A_ROW = 3
+_STYLES = ("-", "--", ":", "-.")
+_WINDOWS = 40
+"""A curve of more logged steps is drawn as the means of as many windows."""
 _LINEAR_PERCENT = 1.0
 """Up to this a difference is drawn to scale, beyond by its logarithm: 0.1 % and 30 % share a picture."""
 
@@ -63,30 +70,41 @@ def draw_differences(path: Path, results: Results) -> None:
 
 
 def draw_curves(path: Path, results: Results) -> None:
-    """A PNG at `path`: per panel the cells that differ in the contrasted setting alone."""
-    panels = results.groups() or _chunks(results.ablation.cells[1:])
-    curves = {cell.name: _curve(results, cell) for cell in itertools.chain(*panels.values())}
-    panels = {title: [cell for cell in cells if curves[cell.name]] for title, cells in panels.items()}
-    panels = {title: cells for title, cells in panels.items() if cells}
-    if not panels:
+    """A PNG at `path`. With few cells and no contrast: training loss, its difference to the baseline with the
+    interval over the seeds, and bits a weight, over tokens. Else per panel the differences of the cells that
+    differ in the contrasted setting alone."""
+    curves = {(run.cell.name, run.seed): points for run, points in results.logged()}
+    cells = [cell for cell in results.ablation.cells[1:] if _differences(results, curves, cell)]
+    if not cells:
         return
-    plt = pyplot()
+    if results.ablation.contrast or len(cells) > _LINES_A_PANEL:
+        figure = _panels(results, curves, cells)
+    else:
+        figure = _story(results, curves, cells)
+    figure.savefig(path, dpi=140)
+    pyplot().close(figure)
+
+
+def _panels(results: Results, curves: _Curves, cells: Sequence[Cell]) -> Any:
+    panels = results.groups() or _chunks(cells)
+    panels = {title: [cell for cell in found if cell in cells] for title, found in panels.items()}
+    panels = {title: found for title, found in panels.items() if found}
     columns = min(len(panels), _PANELS_A_ROW)
     rows = math.ceil(len(panels) / columns)
-    figure, grid = plt.subplots(
+    figure, grid = pyplot().subplots(
         rows, columns, figsize=(4.2 * columns, 3.1 * rows), squeeze=False, layout="constrained"
     )
     for axes in grid.flat[len(panels) :]:
         axes.axis("off")
-    for axes, (title, cells) in zip(grid.flat, panels.items(), strict=False):
-        styles = itertools.cycle(("-", "--", ":", "-."))
-        for cell in cells:
+    for axes, (title, found) in zip(grid.flat, panels.items(), strict=False):
+        styles = itertools.cycle(_STYLES)
+        for cell in found:
             name = cell.name
             if results.ablation.contrast:
                 name = str(cell.settings[results.ablation.contrast])
-            axes.plot(
-                *zip(*curves[cell.name], strict=True), label=name, linestyle=next(styles), linewidth=1.4
-            )
+            by_step = _by_step(_differences(results, curves, cell))
+            means = [statistics.fmean(each) for each in by_step.values()]
+            axes.plot(list(by_step), means, label=name, linestyle=next(styles), linewidth=1.4)
         axes.axhline(0, color="black", linewidth=0.8)
         axes.set_title(title.replace(",", ", "), fontsize=10)
         axes.legend(frameon=False, fontsize=8)
@@ -96,8 +114,70 @@ def draw_curves(path: Path, results: Results) -> None:
     for line in grid:
         line[0].set_ylabel(f"training loss against\n{results.ablation.baseline.name}, in %", fontsize=9)
     figure.suptitle("mean over the seeds", fontsize=10)
-    figure.savefig(path, dpi=140)
-    plt.close(figure)
+    return figure
+
+
+def _story(results: Results, curves: _Curves, cells: Sequence[Cell]) -> Any:
+    baseline = results.ablation.baseline
+    tokens = _tokens_a_step(results)
+    from matplotlib.ticker import EngFormatter
+
+    figure, (losses, differences, bits) = pyplot().subplots(
+        3, 1, figsize=(8, 9), sharex=True, layout="constrained", height_ratios=(3, 3, 2)
+    )
+    for index, cell in enumerate([baseline, *cells]):
+        look = {"color": f"C{index}", "linestyle": _STYLES[index % len(_STYLES)], "linewidth": 1.4}
+        runs = [points for (name, _), points in curves.items() if name == cell.name]
+        mean = _by_step([_windowed(_losses(points)) for points in runs])
+        steps = [step * tokens for step in mean]
+        losses.plot(
+            steps,
+            [statistics.fmean(each) for each in mean.values()],
+            label=cell.name.replace(",", ", "),
+            **look,
+        )
+        if runs:
+            bits.plot([p.step * tokens for p in runs[0]], [p.weight_bits for p in runs[0]], **look)
+        if cell == baseline:
+            continue
+        pairs = _by_step([_windowed(each) for each in _differences(results, curves, cell)])
+        found = [(step * tokens, one) for step, each in pairs.items() if (one := interval(each))]
+        differences.plot([step for step, _ in found], [one.mean for _, one in found], **look)
+        bands = [(step, one.low, one.high) for step, one in found if one.low is not None]
+        if bands:
+            differences.fill_between(*zip(*bands, strict=True), color=f"C{index}", alpha=0.12, linewidth=0)
+    _fit(differences)
+    differences.axhline(0, color="black", linewidth=0.8)
+    losses.set_ylabel("training loss")
+    differences.set_ylabel(
+        f"training loss against\n{baseline.name}, in %\n(mean, 95 % interval over the seeds)"
+    )
+    bits.set_ylabel("bits a weight\non the wire")
+    bits.set_ylim(bottom=0)
+    bits.set_xlabel("optimizer step" if tokens == 1 else "tokens")
+    bits.xaxis.set_major_formatter(EngFormatter(sep=""))
+    for axes in (losses, differences, bits):
+        axes.grid(alpha=0.25)
+    losses.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _fit(axes: Any) -> None:
+    """Set the y axis by the lines' last three quarters: the first steps' differences are far larger."""
+    values = [value for line in axes.get_lines() for value in line.get_ydata()[len(line.get_ydata()) // 4 :]]
+    low, high = min(0.0, *values), max(0.0, *values)
+    margin = 0.35 * (high - low) or 1.0
+    axes.set_ylim(low - margin, high + margin)
+
+
+def _tokens_a_step(results: Results) -> int:
+    """1 where the runs' batches are not all of one known size."""
+    flags = [one.run.configured.megatron for one in results.outcomes]
+    sizes = {(each.get("global_batch_size"), each.get("seq_length")) for each in flags}
+    batch, length = next(iter(sizes))
+    if len(sizes) > 1 or any(each.get("rampup_batch_size") for each in flags):
+        return 1
+    return batch * length if isinstance(batch, int) and isinstance(length, int) else 1
 
 
 def _chunks(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
@@ -105,23 +185,30 @@ def _chunks(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
     return {f"cells {index}" if index > 1 else "": list(piece) for index, piece in enumerate(pieces, 1)}
 
 
-def _curve(results: Results, cell: Cell) -> list[tuple[int, float]]:
-    """By logged step, the mean over the paired seeds of the training loss against the baseline's, in %; of
-    runs whose folders are there."""
-    by_step: dict[int, list[float]] = {}
-    folders = {
-        (one.run.cell.name, one.run.seed): one.run.folder for one in results.outcomes if one.loss is not None
-    }
+def _differences(results: Results, curves: _Curves, cell: Cell) -> list[dict[int, float]]:
+    """Of each seed that both have, by logged step, the training loss against the baseline's, in %."""
+    found = []
     for seed in results.differences(cell):
-        base = _losses(folders[results.ablation.baseline.name, seed])
-        for step, loss in _losses(folders[cell.name, seed]).items():
-            if step in base:
-                by_step.setdefault(step, []).append(100 * (loss - base[step]) / base[step])
-    return [(step, statistics.fmean(values)) for step, values in sorted(by_step.items())]
+        base = _losses(curves.get((results.ablation.baseline.name, seed), ()))
+        found.append(percent(_losses(curves.get((cell.name, seed), ())), base))
+    return [each for each in found if each]
 
 
-def _losses(folder: Path) -> dict[int, float]:
-    path = folder / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    found = [json.loads(line) for line in lines]
-    return {record["step"]: record["loss"] for record in found if record["loss"] is not None}
+def _losses(points: Sequence[Point]) -> dict[int, float]:
+    return {p.step: p.loss for p in points if p.loss is not None and math.isfinite(p.loss)}
+
+
+def _windowed(points: dict[int, float]) -> dict[int, float]:
+    """Means over at most `_WINDOWS` windows of consecutive logged steps, by the last step of each."""
+    steps = sorted(points)
+    size = math.ceil(len(steps) / _WINDOWS)
+    windows = itertools.batched(steps, size) if steps else ()
+    return {window[-1]: statistics.fmean(points[step] for step in window) for window in windows}
+
+
+def _by_step(runs: Sequence[dict[int, float]]) -> dict[int, list[float]]:
+    found: dict[int, list[float]] = {}
+    for run in runs:
+        for step, value in run.items():
+            found.setdefault(step, []).append(value)
+    return dict(sorted(found.items()))

@@ -22,6 +22,7 @@ from megatron_patch.workflows.run.configuration import RunConfig
 CONFIGURATION = "configuration"
 NUMBERS: dict[str, tuple[str, ...]] = {
     "valid_loss": ("valid_loss",),
+    "test_loss": ("test_loss",),
     "train_loss": ("train_loss",),
     "steps": ("steps",),
     "gradient_bits_per_element": ("gradient_wire", "bits_per_element"),
@@ -32,6 +33,7 @@ NUMBERS: dict[str, tuple[str, ...]] = {
     "world_size": ("world_size",),
 }
 """Columns by the place of their number in a run's summary.json."""
+_LOSSES = ("valid_loss", "train_loss", "test_loss")
 _WHOLE = ("steps", "compensation_bytes", "world_size")
 _TEXTS = ("device", "versions")
 Records = Mapping[str, dict[str, Any]]
@@ -54,7 +56,11 @@ def digest(run: RunConfig) -> str:
             key: value for key, value in run.compression.as_dict().items() if value != defaults[key]
         },
         "launch": [launch.device, launch.nproc_per_node, launch.nnodes, launch.script],
-        "data": dataclasses.asdict(run.data),
+        "data": {
+            key: value
+            for key, value in dataclasses.asdict(run.data).items()
+            if value is not None or key in ("path", "source")
+        },
     }
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -66,7 +72,7 @@ def columns(run: RunConfig, summary: Mapping[str, Any] | None) -> dict[str, str]
     for column, place in NUMBERS.items():
         value: Any = summary
         for key in place:
-            value = None if value is None else value[key]
+            value = None if value is None else value.get(key)
         found[column] = "" if value is None else repr(value)
     found["device"] = "" if summary is None else str(summary["device"])
     found["versions"] = "" if summary is None else json.dumps(summary["versions"])
@@ -114,7 +120,7 @@ def _summary(line: Mapping[str, str | None], where: str) -> dict[str, Any]:
 
 
 def _number(text: str, column: str, where: str) -> float | int | None:
-    loss = column in ("valid_loss", "train_loss")  # of a run that diverged it is no finite number
+    loss = column in _LOSSES  # of a run that diverged it is no finite number
     if loss and not text:
         return None
     try:

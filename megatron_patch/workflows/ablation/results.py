@@ -11,13 +11,14 @@ import io
 import itertools
 import json
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
 
-from megatron_patch.workflows.ablation import records
+from megatron_patch.workflows.ablation import curves, records
 from megatron_patch.workflows.ablation.definition import Ablation, Cell, Run
 from megatron_patch.workflows.ablation.statistics import CONFIDENCE, Interval, interval, percent
 from megatron_patch.workflows.run import run_folder
@@ -36,6 +37,7 @@ COLUMNS = (
     "error state MB",
 )
 CONTRAST_COLUMNS = ("", "runs", "difference", _INTERVAL, "")
+TEST_COLUMNS = ("test set", "pairs", "perplexity", "difference of the loss", _INTERVAL, "")
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,15 @@ class Outcome:
     @property
     def loss(self) -> float | None:
         """Validation loss, None where there is none to compare."""
-        value = None if self.summary is None else self.summary["valid_loss"]
+        return self._finite("valid_loss")
+
+    @property
+    def test_loss(self) -> float | None:
+        """Loss on the test set, None where there is none."""
+        return self._finite("test_loss")
+
+    def _finite(self, name: str) -> float | None:
+        value = None if self.summary is None else self.summary.get(name)
         return value if value is not None and math.isfinite(value) else None
 
 
@@ -66,14 +76,24 @@ class Contrast:
 class Results:
     """The outcomes of an ablation's runs and the comparisons between its cells."""
 
-    def __init__(self, ablation: Ablation, runs: Sequence[Run], known: records.Records | None = None) -> None:
-        """`known` are runs of which a results.csv is all that is there."""
+    def __init__(
+        self,
+        ablation: Ablation,
+        runs: Sequence[Run],
+        known: records.Records | None = None,
+        known_curves: curves.Curves | None = None,
+    ) -> None:
+        """`known` and `known_curves` are runs of which a results.csv and its curves are all that is there."""
         self.ablation = ablation
         self.outcomes = [outcome(run, known or {}) for run in runs]
+        self._known_curves = known_curves or {}
         self._losses: dict[str, dict[int, float]] = {cell.name: {} for cell in ablation.cells}
+        self._test_losses: dict[str, dict[int, float]] = {cell.name: {} for cell in ablation.cells}
         for one in self.outcomes:
             if one.loss is not None:
                 self._losses[one.run.cell.name][one.run.seed] = one.loss
+            if one.test_loss is not None:
+                self._test_losses[one.run.cell.name][one.run.seed] = one.test_loss
 
     def losses(self, cell: Cell) -> dict[int, float]:
         """Validation loss by seed, of the runs that are done."""
@@ -82,6 +102,31 @@ class Results:
     def differences(self, cell: Cell, reference: Cell | None = None) -> dict[int, float]:
         """Percent by seed, against the baseline or another cell."""
         return percent(self.losses(cell), self.losses(reference or self.ablation.baseline))
+
+    def logged(self) -> list[tuple[Run, Sequence[curves.Point]]]:
+        """The runs that are done, with their logged steps."""
+        return [
+            (
+                one.run,
+                curves.of_folder(one.run.folder)
+                or self._known_curves.get(records.digest(one.run.configured), []),
+            )
+            for one in self.outcomes
+            if one.state is State.DONE
+        ]
+
+    def test_rows(self) -> list[tuple[str, ...]]:
+        """A line per cell on the test set, of ablations whose runs have one (data.test_path)."""
+        rows: list[tuple[str, ...]] = []
+        baseline = self._test_losses[self.ablation.baseline.name]
+        for cell in self.ablation.cells:
+            if losses := self._test_losses[cell.name]:
+                perplexity = statistics.fmean(math.exp(loss) for loss in losses.values())
+                found = interval(list(percent(losses, baseline).values()))
+                known = found and cell != self.ablation.baseline
+                columns = _interval_columns(found) if found and known else ("-",) * 4
+                rows.append((cell.name, *columns[:1], f"{perplexity:.3f}", *columns[1:]))
+        return rows
 
     def summary(self, cell: Cell) -> dict[str, Any] | None:
         """summary.json of the first run of a cell that is done, for what does not depend on the seed."""
@@ -165,6 +210,8 @@ class Results:
                 f"\nCells that differ in `{ablation.contrast}` alone:\n",
                 _markdown_table(CONTRAST_COLUMNS, contrasts),
             ]
+        if tested := self.test_rows():
+            parts += ["\nOn the test set, after the last step:\n", _markdown_table(TEST_COLUMNS, tested)]
         return "\n".join([*parts, self._footnote()])
 
     def tables(self) -> list[Table]:
@@ -172,6 +219,8 @@ class Results:
         tables = [_rich_table(COLUMNS, self.rows())]
         if contrasts := self.contrast_rows():
             tables.append(_rich_table((f"{self.ablation.contrast}", *CONTRAST_COLUMNS[1:]), contrasts))
+        if tested := self.test_rows():
+            tables.append(_rich_table(TEST_COLUMNS, tested))
         return tables
 
     def _row(self, cell: Cell) -> tuple[str, ...]:
@@ -209,7 +258,7 @@ class Results:
         return "\n".join(lines) + "\n"
 
 
-_LATER = ("weight_bits_per_element", "world_size", "device", "versions", records.CONFIGURATION)
+_LATER = ("weight_bits_per_element", "world_size", "device", "versions", records.CONFIGURATION, "test_loss")
 _NUMBERS = tuple(name for name in records.NUMBERS if name not in _LATER)
 
 

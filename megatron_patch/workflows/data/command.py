@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import hashlib
 import json
-import platform
 import sys
 import time
 import warnings
@@ -30,6 +29,7 @@ from megatron_patch.workflows.data.files import (
     megatron_flags,
     partial_folder,
 )
+from megatron_patch.workflows.data.installed import STDLIB, Installed, parse_source
 from megatron_patch.workflows.data.tokenization import (
     Encoder,
     TokenizerSpec,
@@ -38,7 +38,16 @@ from megatron_patch.workflows.data.tokenization import (
     train_bpe,
 )
 
-__all__ = ["Manifest", "add_arguments", "check_dataset", "load_manifest", "prepare", "run"]
+__all__ = [
+    "STDLIB",
+    "Manifest",
+    "add_arguments",
+    "check_dataset",
+    "load_manifest",
+    "parse_source",
+    "prepare",
+    "run",
+]
 
 _BATCH_BYTES = 4 << 20  # tokenized at once, over all cores
 _FEW_DOCUMENTS = 34  # below, Megatron's default split 969,30,1 can leave validation without a document
@@ -46,7 +55,7 @@ _LINE_SECONDS = 10.0  # between two progress lines where there is no terminal
 
 
 def prepare(
-    source: Path | None,
+    source: Path | Installed,
     prefix: Path,
     *,
     tokenizer: str = "bytes",
@@ -62,10 +71,10 @@ def prepare(
     A data set of the same fingerprint is left as it is, unless `force` is set.
 
     Args:
-        source: a folder, or a text or JSON lines file; None for the Python standard library's source.
+        source: a folder, a text or JSON lines file, or the source of installed packages (`parse_source`).
         prefix: the data set's path without ending, as in Megatron's `--data-path`.
         tokenizer: `bytes`, `bpe:SIZE`, or the path of a `tokenizer.json`.
-        include: file name patterns; none means all files (`*.py` for the standard library).
+        include: file name patterns; none means all files (`*.py` of installed packages).
         json_key: where a line of a .jsonl or .json file holds its text.
         max_bytes: stop after that many source bytes, counted in shuffled order.
         seed: of the shuffle of the documents.
@@ -116,7 +125,7 @@ def prepare(
                 eod=encoder.eod,
                 documents=documents,
                 tokens=tokens,
-                source=str(source.absolute()) if source else f"Python {platform.python_version()} stdlib",
+                source=str(source if isinstance(source, Installed) else source.absolute()),
                 source_bytes=corpus.source_bytes,
                 fingerprint=fingerprint,
                 files={},  # commit fills them in
@@ -171,10 +180,12 @@ def _write(stem: Path, corpus: Corpus, encoder: Encoder, quiet: bool) -> tuple[i
     return documents, tokens
 
 
-def _fingerprint(files: list[Path], source: Path | None, options: Mapping[str, object]) -> str:
+def _fingerprint(files: list[Path], source: Path | Installed, options: Mapping[str, object]) -> str:
     """SHA-256 of options and of the files' names below the source, sizes and times of change."""
     digest = hashlib.sha256(json.dumps([FORMAT, options], sort_keys=True).encode())
-    root = source if source and source.is_dir() else files[0].parent if source else None
+    root = None
+    if isinstance(source, Path):
+        root = source if source.is_dir() else files[0].parent
     for path in files:
         try:
             state = path.stat()
@@ -252,9 +263,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         nargs="?",
-        type=Path,
+        default="stdlib",
         metavar="SOURCE",
-        help="folder of text and .jsonl files, or one file (default: the Python standard library's source)",
+        help="folder of text and .jsonl files, one file, or installed:NAME,... for the source of packages "
+        "(default: stdlib, the Python standard library's)",
     )
     parser.add_argument(
         "--out", required=True, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx, PREFIX.json"
@@ -288,7 +300,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out.endswith("/") or Path(args.out).is_dir():
         raise UserError(f"out: {args.out} is a folder; allowed: a prefix, such as {Path(args.out) / 'text'}")
     prepare(
-        args.source,
+        parse_source(args.source),
         Path(args.out),
         tokenizer=args.tokenizer,
         include=args.include,

@@ -9,7 +9,6 @@ give it a validation set on other topics than the training set.
 
 import fnmatch
 import json
-import sysconfig
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,30 +19,35 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_patch.errors import UserError
+from megatron_patch.workflows.data.installed import SKIPPED, Installed
 
 Advance = Callable[[int], None]  # told how many source bytes were done since the last call
 
 JSON_SUFFIXES = {".jsonl", ".json"}
-# The standard library's tests are more than half of its bytes, and much of that is tables of odd characters;
-# `encodings` and `pydoc_data` are generated. One such file in a validation split would decide its loss.
-_STDLIB_SKIP = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 _OPEN_FILES = 64
 _MAX_DOCUMENT = 2**31 - 2  # Megatron's index counts a document's tokens in int32
 
 
-def find_files(source: Path | None, include: Sequence[str], skip: Callable[[Path], bool]) -> list[Path]:
+def find_files(source: Path | Installed, include: Sequence[str], skip: Callable[[Path], bool]) -> list[Path]:
     """The source's files in sorted order, without hidden ones and those for which `skip` is true.
 
-    `None` is the Python standard library's own source, less its tests. A pattern with a slash is matched
-    against the path below the source, others against the file's name; `*` also crosses slashes.
+    A pattern with a slash is matched against the path below the source, others against the file's name; `*`
+    also crosses slashes. Of installed packages `include` takes the place of the patterns.
 
     Raises:
         UserError: the source does not exist or cannot be read, or no file matched.
     """
-    root = Path(sysconfig.get_paths()["stdlib"]) if source is None else source
-    patterns = tuple(include) or (("*.py",) if source is None else ("*",))
-    unwanted = _STDLIB_SKIP if source is None else set()
+    if not isinstance(source, Installed):
+        return _files_below(source, tuple(include) or ("*",), frozenset(), skip)
+    found = [
+        _files_below(root, tuple(include) or (pattern,), SKIPPED, skip) for root, pattern in source.roots()
+    ]
+    return [path for files in found for path in files]
 
+
+def _files_below(
+    root: Path, patterns: Sequence[str], unwanted: frozenset[str], skip: Callable[[Path], bool]
+) -> list[Path]:
     def refuse(error: OSError) -> None:
         raise UserError(f"source: cannot read {error.filename}: {error.strerror}")
 

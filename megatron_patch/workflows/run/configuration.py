@@ -30,6 +30,7 @@ from megatron_patch.errors import UserError, nearest
 _ENDPOINT = re.compile(r"\S+:\d{1,5}")
 _NOT_ONEBIT_ADAMS = ("bits", "codec", "rotation", "rounding", "error_beta", "reset_interval", "start_step")
 """Options that say something else, or nothing, with onebit_adam: a file states its method's."""
+_PARTS = ("train", "valid", "test")
 SECTIONS = ("defaults", "megatron", "compression", "launch", "data")
 
 
@@ -62,9 +63,33 @@ class Data:
     path: str | None = None
     """Prefix of a Megatron data set, PATH.bin and PATH.idx."""
     source: str | None = None
-    """What to prepare it from if it is not there: `stdlib` (Python's own library) or a folder or file."""
+    """What to prepare it from if it is not there: a folder, a file, `stdlib` (Python's own library) or
+    `installed:NAME,...` (source of installed packages)."""
     tokenizer: str = "bytes"
     """For preparation: bytes, bpe:SIZE, or the path of a tokenizer.json."""
+    valid_path: str | None = None
+    """Prefix of a data set for validation alone, in place of a share of `path` (megatron.split)."""
+    valid_source: str | None = None
+    test_path: str | None = None
+    """The same for the test after the last step: text of another kind, say."""
+    test_source: str | None = None
+
+    @property
+    def parts(self) -> list[tuple[str, str | None]]:
+        """Prefix and source of training data, and of validation's and test's if they have their own."""
+        pairs = (
+            (self.path, self.source),
+            (self.valid_path, self.valid_source),
+            (self.test_path, self.test_source),
+        )
+        return [(path, source) for path, source in pairs if path is not None]
+
+    @property
+    def path_flags(self) -> dict[str, list[str]]:
+        """Megatron's flags that name the data sets."""
+        if self.valid_path is None:
+            return {"data_path": [path for path, _ in self.parts]}
+        return {f"{part}_data_path": [path] for part, (path, _) in zip(_PARTS, self.parts, strict=False)}
 
 
 @dataclass(frozen=True)
@@ -210,10 +235,14 @@ def _data(section: dict[str, Any], where: str) -> Data:
         value = getattr(data, name)
         if value is not None and not isinstance(value, str):
             raise UserError(f"{where}: data.{name}: {value!r} must be text")
-    if data.source and not data.path:
-        raise UserError(
-            f"{where}: data.source: {data.source!r} needs data.path, where the data set is written"
-        )
+    for source, path in (("source", "path"), ("valid_source", "valid_path"), ("test_source", "test_path")):
+        if (text := getattr(data, source)) and not getattr(data, path):
+            raise UserError(
+                f"{where}: data.{source}: {text!r} needs data.{path}, where the data set is written"
+            )
+    for one, other in (("valid_path", "path"), ("test_path", "valid_path")):
+        if getattr(data, one) and not getattr(data, other):
+            raise UserError(f"{where}: data.{one}: {getattr(data, one)!r} needs data.{other} as well")
     return data
 
 

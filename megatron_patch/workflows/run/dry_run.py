@@ -28,10 +28,8 @@ def data_settings(run: RunConfig) -> dict[str, Any]:
     found = data_files.load_manifest(prefix)
     kind = found.tokenizer if found else data.tokenizer.partition(":")[0]
     if found is None and data.source is None and _is_there(prefix):
-        return {
-            "data_path": [data.path]
-        }  # made by other means: the flags of its tokenizer stand in megatron:
-    return {"data_path": [data.path], **data_files.megatron_flags(kind, prefix)}
+        return {**data.path_flags}  # made by other means: the flags of its tokenizer stand in megatron:
+    return {**data.path_flags, **data_files.megatron_flags(kind, prefix)}
 
 
 def _is_there(prefix: Path) -> bool:
@@ -53,16 +51,16 @@ def data_line(run: RunConfig) -> str:
         return (
             f"data: {'as megatron.data_path says' if named else 'made up by Megatron (megatron.mock_data)'}"
         )
-    if _is_there(Path(data.path)):
-        return f"data: {data.path}.bin and .idx are there"
-    if data.source is not None:
-        return f"data: {data.path} would be prepared from {data.source}, tokenizer {data.tokenizer}"
-    return f"data: {data.path}.bin and .idx are needed, and not there: {preparation(data)}"
+    return "\n# ".join(_part_line(data, path, source) for path, source in data.parts)
 
 
-def preparation(data: Data) -> str:
-    """The command that makes a data set which a run needs."""
-    return f"megatron-loco prepare-data TEXTS --out {data.path} --tokenizer {data.tokenizer}"
+def _part_line(data: Data, path: str, source: str | None) -> str:
+    if _is_there(Path(path)):
+        return f"data: {path}.bin and .idx are there"
+    if source is not None:
+        return f"data: {path} would be prepared from {source}, tokenizer {data.tokenizer}"
+    command = f"megatron-loco prepare-data TEXTS --out {path} --tokenizer {data.tokenizer}"
+    return f"data: {path}.bin and .idx are needed, and not there: {command}"
 
 
 def _is_number(item: object) -> bool:

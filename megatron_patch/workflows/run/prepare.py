@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_patch.errors import UserError
 from megatron_patch.integration.checkpoint import tracker
-from megatron_patch.workflows.data.files import check_dataset, load_manifest
+from megatron_patch.workflows.data.files import beside, check_dataset, load_manifest
 from megatron_patch.workflows.run import checkpoints, configuration, dry_run, launcher, recipes
 from megatron_patch.workflows.run.configuration import RunConfig
 
@@ -137,16 +137,19 @@ def _data_settings(run: RunConfig) -> dict[str, Any]:
             if not _is_number(item):  # Megatron's own form: weights and prefixes in turn
                 check_dataset(Path(item))
         return {}
-    prefix = Path(data.path)
-    if data.source is not None:
-        from megatron_patch.workflows.data.command import prepare
+    tokenizer = data.tokenizer
+    for path, source in data.parts:
+        if source is None:
+            check_dataset(Path(path))
+        else:
+            from megatron_patch.workflows.data.command import parse_source, prepare
 
-        source = None if data.source == "stdlib" else Path(data.source)
-        manifest = prepare(source, prefix, tokenizer=data.tokenizer, quiet=load_manifest(prefix) is not None)
-        return {"data_path": [str(prefix)], **manifest.megatron_flags}
-    check_dataset(prefix)
-    found = load_manifest(prefix)
-    return {"data_path": [str(prefix)], **(found.megatron_flags if found else {})}
+            known = load_manifest(Path(path)) is not None
+            prepare(parse_source(source), Path(path), tokenizer=tokenizer, quiet=known)
+        if tokenizer.startswith("bpe"):  # trained on the training data, and used for the other parts
+            tokenizer = str(beside(Path(data.path), "-tokenizer"))
+    found = load_manifest(Path(data.path))
+    return {**data.path_flags, **(found.megatron_flags if found else {})}
 
 
 def _folder_settings(run: RunConfig, folder: Path, step: int | None, cache: Path | None) -> dict[str, Any]:

@@ -299,8 +299,8 @@ def test_results(ablation: Ablation, tmp_path: Path) -> None:
     assert float(lines[1]["difference_percent"]) == pytest.approx(1.0)
     assert (lines[1]["compression.method"], lines[1]["compression.bits"]) == ("naive", "4")
     assert lines[0]["compression.bits"] == ""
-    later = ["weight_bits_per_element", "world_size", "device", "versions", "configuration"]
-    assert (lines[1]["weight_bits_per_element"], list(lines[1])[-5:]) == ("32.0", later)
+    later = ["weight_bits_per_element", "world_size", "device", "versions", "configuration", "test_loss"]
+    assert (lines[1]["weight_bits_per_element"], list(lines[1])[-6:]) == ("32.0", later)
     assert (lines[-1]["state"], lines[-1]["valid_loss"]) == ("failed", "")
     assert lines[-1]["weight_bits_per_element"] == ""
     text = (out / "ablation.md").read_text()

@@ -16,7 +16,7 @@ from workflows.ablation.test_ablation import define, leave
 
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
-from megatron_patch.workflows.ablation import definition, plots, records
+from megatron_patch.workflows.ablation import curves, definition, plots, records
 from megatron_patch.workflows.ablation.results import Results
 from megatron_patch.workflows.cli import main
 from megatron_patch.workflows.run.configuration import RunConfig
@@ -29,10 +29,11 @@ def made(folder: Path, count: int) -> tuple[Path, Path]:
     runs = ablation.runs(out)
     for index, run in enumerate(runs[:count]):
         leave(run, None if index == 2 else math.nan if index == 3 else 2.0 + index / 100)
-    text = Results(ablation, runs).csv()
-    shutil.rmtree(out)
+    found = Results(ablation, runs)
     results = folder / "elsewhere.csv"
-    results.write_text(text)
+    results.write_text(found.csv())
+    curves.beside(results).write_text(curves.text(found.logged()))
+    shutil.rmtree(out)
     return path, results
 
 
@@ -40,13 +41,18 @@ def test_the_file_alone_gives_the_same_file(tmp_path: Path) -> None:
     path, results = made(tmp_path, 12)
     ablation = definition.read(path)
     runs = ablation.runs(tmp_path / "out")
-    found = Results(ablation, runs, records.read(results))
+    lines = curves.read(curves.beside(results))
+    found = Results(ablation, runs, records.read(results), lines)
     assert found.csv() == results.read_text()
+    assert curves.text(found.logged()) == curves.beside(results).read_text()
     assert "4 ranks, 20 steps, cpu" in found.markdown()
     plots.draw_differences(tmp_path / "differences.png", found)
     plots.draw_curves(tmp_path / "curves.png", found)
     assert (tmp_path / "differences.png").exists()
-    assert not (tmp_path / "curves.png").exists(), "the folders had the curves"
+    assert (tmp_path / "curves.png").exists()
+    (tmp_path / "curves.png").unlink()
+    plots.draw_curves(tmp_path / "curves.png", Results(ablation, runs, records.read(results)))
+    assert not (tmp_path / "curves.png").exists(), "the file beside it had the curves"
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -71,6 +77,7 @@ def test_what_the_file_has_is_not_made_again(
         collected = [word for word in asked if word != "--dry-run"] + ["--collect"]
         assert main(collected) == 0
         assert (out / "results.csv").read_text() == results.read_text()
+        assert curves.beside(out / "results.csv").read_text() == curves.beside(results).read_text()
 
 
 def test_a_folder_goes_before_the_file(tmp_path: Path) -> None:

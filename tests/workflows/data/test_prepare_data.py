@@ -24,6 +24,7 @@ from megatron_patch.errors import UserError
 from megatron_patch.workflows.data import corpus
 from megatron_patch.workflows.data import files as data_files
 from megatron_patch.workflows.data.command import add_arguments, check_dataset, load_manifest, prepare, run
+from megatron_patch.workflows.data.installed import STDLIB, Installed, parse_source
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -155,13 +156,54 @@ def test_more_json_files_than_are_kept_open(tmp_path):
 
 
 def test_default_source_is_the_standard_library(tmp_path):
-    prepare(None, tmp_path / "set", max_bytes=300_000, quiet=True)
+    prepare(STDLIB, tmp_path / "set", max_bytes=300_000, quiet=True)
     found = texts(tmp_path / "set")
     assert sum(map(len, found)) == 300_000
     library = Path(argparse.__file__).parent
-    assert len(corpus.find_files(None, ["argparse.py"], lambda path: False)) == 1
-    below = [path.relative_to(library) for path in corpus.find_files(None, (), lambda path: False)]
+    assert len(corpus.find_files(STDLIB, ["argparse.py"], lambda path: False)) == 1
+    below = [path.relative_to(library) for path in corpus.find_files(STDLIB, (), lambda path: False)]
     assert not any({"test", "tests", "site-packages"} & set(path.parts) for path in below)
+
+
+def test_packages_in_their_order_wherever_they_are_installed(tmp_path, monkeypatch):
+    """The same documents in the same order from two places, of which the names sort differently."""
+    files = {"zoo/a.py": "1", "zoo/deep/b.py": "2", "zoo/tests/c.py": "3", "zoo/x.h": "4", "alp/y.py": "5"}
+    orders = []
+    for place in ("first/lib", "zz/other"):
+        root = tmp_path / place
+        for name, text in files.items():
+            path = root / "{}_pack/{}".format(*name.split("/", 1))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            (root / "{}_pack/__init__.py".format(name.split("/")[0])).touch()
+        with monkeypatch.context() as context:
+            context.syspath_prepend(root)
+            found = corpus.find_files(parse_source("installed:zoo_pack, alp_pack"), (), lambda path: False)
+            headers = corpus.find_files(parse_source("installed:zoo_pack/*.h"), (), lambda path: False)
+            prepare(parse_source("installed:zoo_pack,alp_pack"), root / "set", quiet=True)
+            orders.append((texts(root / "set"), [path.name for path in found], [p.name for p in headers]))
+    assert orders[0] == orders[1]
+    assert orders[0][1] == ["__init__.py", "a.py", "b.py", "__init__.py", "y.py"]
+    assert orders[0][2] == ["x.h"]
+    assert sorted(orders[0][0]) == [b"1", b"2", b"5"]
+    assert "numpy " + np.__version__ in str(Installed((("numpy", "*.py"),)))
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("installed:", "names no package"),
+        ("installed:numpy,,scipy", "names no package"),
+        ("installed:no_such_package", "no package of that name is installed"),
+        ("installed:argparse", "no package of that name is installed"),  # a module without a folder
+        ("installed:../etc", "no package of that name is installed"),
+        ("installed:numpy/*.nothing", "no file in"),
+    ],
+)
+def test_packages_that_are_not_there(source, words, tmp_path):
+    with pytest.raises(UserError, match=words):
+        prepare(parse_source(source), tmp_path / "set", quiet=True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_order_depends_on_the_seed_alone(tmp_path):

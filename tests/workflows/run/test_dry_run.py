@@ -133,6 +133,37 @@ def test_data_that_is_there_and_data_named_by_megatrons_own_flag(tmp_path: Path)
     assert dry_run.data_line(run) == f"data: needed, and not there: {tmp_path}/no (.bin and .idx)"
 
 
+def test_validation_and_test_data_of_their_own_have_the_tokenizer_of_the_training_data(
+    tmp_path: Path,
+) -> None:
+    from megatron_patch.workflows.data.files import load_manifest
+    from megatron_patch.workflows.run.prepare import _data_settings
+
+    for name, text in {"train": "some words ", "valid": "other words ", "test": "quite different "}.items():
+        (tmp_path / f"{name}.txt").write_text(text * 500)
+    parts = ", ".join(
+        f"{key}path: {tmp_path}/{name}-set, {key}source: {tmp_path}/{name}.txt"
+        for key, name in {"": "train", "valid_": "valid", "test_": "test"}.items()
+    )
+    run = configuration.load(write(tmp_path, f"data: {{{parts}, tokenizer: 'bpe:320'}}\n"))
+    planned, lines = dry_run.data_settings(run), dry_run.data_line(run).splitlines()
+    assert [line.partition("would be prepared")[0] for line in lines] == [
+        f"{start}data: {tmp_path}/{name}-set "
+        for start, name in (("", "train"), ("# ", "valid"), ("# ", "test"))
+    ]
+    assert _data_settings(run) == planned
+    assert {key: value for key, value in planned.items() if key.endswith("data_path")} == {
+        f"{part}_data_path": [f"{tmp_path}/{part}-set"] for part in ("train", "valid", "test")
+    }
+    made = [load_manifest(tmp_path / f"{name}-set") for name in ("train", "valid", "test")]
+    assert len({manifest.vocab_size for manifest in made if manifest}) == 1
+    vocabularies = {
+        (tmp_path / f"{name}-set-tokenizer/tokenizer.json").read_text() for name in ("train", "valid", "test")
+    }
+    assert len(vocabularies) == 1
+    assert _data_settings(run) == planned, "and a second time nothing is prepared"
+
+
 SHIPPED = {
     "single_node_8gpu": ({"NPROC_PER_NODE": "4"}, ["--nproc-per-node=4", "--standalone"]),
     "two_nodes": (
