@@ -73,11 +73,11 @@ def _run(script: str, flags: list[str]) -> None:
     # Before Megatron is imported: a script in a checkout of Megatron-LM brings its own.
     sys.path.insert(0, str(Path(script).resolve().parent))
     if _wants_cpu(flags):
+        # What is missing here, and is for GPUs: twenty lines of every rank, before its first own one.
+        warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
         from megatron_patch.integration.cpu import device as cpu_device
 
         cpu_device.install()
-        # What is missing here, and is for GPUs: twenty lines of every rank, before its first own one.
-        warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
     from megatron_patch.integration import patching, symbols
     from megatron_patch.integration.arguments import after_parsing, config_from_arguments
     from megatron_patch.integration.attach import enable
