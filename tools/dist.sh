@@ -18,9 +18,15 @@ for machine in x86_64 aarch64; do
   fi
   # From the unpacked source distribution: what it lacks is missed here, not by a user.
   (cd build/dist/source && MEGATRON_LOCO_MACHINE=$machine hatchling build -t wheel -d ../linux >/dev/null)
-  # Renames the wheel after the oldest glibc that has all the symbols it asks for; fails if none has.
-  auditwheel --verbose repair --only-plat --plat "manylinux_2_17_$machine" --wheel-dir dist \
-    build/dist/linux/*_"$machine".whl >build/dist/auditwheel-$machine.log 2>&1 ||
-    { cat build/dist/auditwheel-$machine.log >&2; echo "megatron-loco: error: auditwheel refused the wheel for $machine" >&2; exit 1; }
+  # Names the wheel after the oldest glibc that has every symbol it asks for; fails if none has.
+  log=build/dist/auditwheel-$machine.log
+  if ! auditwheel repair --plat auto --only-plat --wheel-dir dist build/dist/linux/*_"$machine".whl >"$log" 2>&1; then
+    cat "$log" >&2
+    echo "megatron-loco: error: auditwheel refused the wheel for $machine" >&2
+    exit 1
+  fi
+done
+for wheel in dist/*.whl; do
+  auditwheel show "$wheel" | tr '\n' ' ' | sed 's/  */ /g; s/$/\n/'
 done
 ls -l dist
