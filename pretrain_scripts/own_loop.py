@@ -8,8 +8,8 @@ With GPUs it is `torchrun --nproc-per-node 8 own_loop.py`: put "nccl" for "gloo"
 torch.cuda.set_device(local_rank) first, and move the model and its batches to the GPU (`.cuda()`).
 """
 
-import argparse
 import inspect
+import logging
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,13 @@ from megatron.core.transformer import TransformerConfig
 
 import megatron_patch
 
+logging.getLogger("megatron.core").setLevel(logging.ERROR)  # or it names every bucket's parameters
 STEPS, BATCH, LENGTH = 30, 8, 64
 
 dist.init_process_group("gloo")
 parallel_state.initialize_model_parallel()
 tensor_parallel.model_parallel_cuda_manual_seed(1234)
-text = torch.tensor(list(inspect.getsource(argparse).encode()))  # what it learns: Python, byte by byte
+text = torch.tensor(list(inspect.getsource(logging).encode()))  # what it learns: Python, byte by byte
 
 config = TransformerConfig(
     num_layers=2, hidden_size=128, num_attention_heads=4, bf16=True, params_dtype=torch.bfloat16
