@@ -38,7 +38,8 @@ SPANS = st.one_of(st.none(), st.integers(0, 10_000))
 
 if MISSING and not os.environ.get("CI"):
     pytest.skip(
-        f"{MISSING[0]} is missing: apt install g++-aarch64-linux-gnu qemu-user", allow_module_level=True
+        f"{MISSING[0]} is missing: apt install g++-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user",
+        allow_module_level=True,
     )
 
 
