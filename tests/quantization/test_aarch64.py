@@ -37,10 +37,8 @@ CPU = torch.device("cpu")
 SPANS = st.one_of(st.none(), st.integers(0, 10_000))
 
 if MISSING and not os.environ.get("CI"):
-    pytest.skip(
-        f"{MISSING[0]} is missing: apt install g++-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user",
-        allow_module_level=True,
-    )
+    way_out = "apt install g++-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user"
+    pytest.skip(f"{MISSING[0]} is missing: {way_out}", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
