@@ -1,4 +1,4 @@
-"""pretrain_scripts/own_loop.py: short, shown whole in docs/api.md, and it trains by the line that it gives."""
+"""pretrain_scripts/own_loop.py: short, shown whole in docs/api.md, and it trains as it says."""
 
 from __future__ import annotations
 
