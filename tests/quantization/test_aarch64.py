@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -25,6 +24,7 @@ from quantization.backend_agreement import (
 )
 from quantization.emulated import Library, emulating
 
+import hatch_build
 from megatron_patch.quantization import native, weight_code
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.native import weights as native_weights
@@ -44,11 +44,6 @@ if MISSING and not os.environ.get("CI"):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
     folder = tmp_path_factory.mktemp("aarch64")
-    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    hatch_build = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hatch_build)
     hatch_build.compile_library(ROOT / hatch_build.SOURCES, folder / "library.so", "aarch64")
     emulator = folder / "emulator"
     subprocess.run([CROSS, "-O1", HERE / "emulator.cpp", "-o", emulator, "-ldl"], check=True)
