@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test test-compat test-bridge test-gpu gpu-report test-slow bench-network soak lint format lock clean
+.PHONY: help setup pretrain test test-compat test-bridge test-gpu gpu-report test-slow bench-network soak lint format lock dist smoke clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +55,12 @@ lock: $(READY) ## resolve requirements.lock anew
 	@$(BIN)/uv pip compile --quiet --upgrade --python-version 3.12 --python-platform x86_64-unknown-linux-gnu \
 	  --no-emit-index-url --no-emit-find-links --no-annotate --no-header \
 	  --extra dev pyproject.toml requirements.in -o requirements.lock
+
+dist: $(READY) ## the source distribution and the wheels, audited, in dist/
+	@bash tools/dist.sh "$(VENV)"
+
+smoke: dist ## install the wheel into a new environment, and use it without a compiler (2 minutes)
+	@bash tools/smoke.sh "$(VENV)"
 
 clean: ## remove the environment and the runs
 	rm -rf $(VENV) .compat runs .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -5,6 +5,8 @@
 
 before the model is built, or `attach(model_chunks, config)` after it is wrapped in Megatron's
 DistributedDataParallel. Importing this package changes nothing and does not import Megatron.
+
+What `__all__` names is public, and follows semantic versioning (docs/api.md).
 """
 
 from __future__ import annotations
@@ -13,15 +15,18 @@ from typing import Any
 
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
+from megatron_patch.step_report import StepReport
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "CompressionConfig",
+    "StepReport",
     "UserError",
     "attach",
     "disable",
     "enable",
     "load_state_dict",
+    "report",
     "state_dict",
 ]
 
@@ -44,8 +49,12 @@ def disable() -> None:
     checkpoint.uninstall()
 
 
-def attach(chunks: Any, config: CompressionConfig | None = None) -> Any:
+def attach[Chunks](chunks: Chunks, config: CompressionConfig | None = None) -> Chunks:
     """Compress the gradients of DDP-wrapped model chunks; returns them (a post-wrap hook).
+
+    Args:
+        chunks: a list of Megatron's DistributedDataParallel, or one of them.
+        config: the options; CompressionConfig() if None.
 
     Raises:
         UserError: a configuration that compression cannot serve.
@@ -54,7 +63,23 @@ def attach(chunks: Any, config: CompressionConfig | None = None) -> Any:
     from megatron_patch.integration.checkpoint import hooks as checkpoint
 
     checkpoint.install_where_present(loaded_only=True)
-    return seam.attach(chunks, config)
+    seam.attach(chunks, config)
+    return chunks
+
+
+def report(model: Any = None) -> StepReport:
+    """What this rank sent in its last optimizer step. Communicates nothing: any rank may call it at any time.
+
+    Args:
+        model: attached chunks, a list of them or one; everything that is attached if None.
+
+    Raises:
+        UserError: nothing is attached, no step has ended yet, or models have different options and none is
+            named.
+    """
+    from megatron_patch.integration import last_step
+
+    return last_step.report(model)
 
 
 def state_dict(model: Any, optimizer: Any = None, reader: Any = None) -> dict[str, Any]:

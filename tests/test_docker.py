@@ -93,7 +93,9 @@ def test_health_is_the_doctor_s_exit_status(
     assert doctor.run(argparse.Namespace()) == 0
     del versions["megatron-core"]
     assert doctor.run(argparse.Namespace()) == 1
-    assert "missing for: everything" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "missing for: everything" in told
+    assert told.endswith("No run is possible: megatron-core missing.\n")
 
 
 @DOCKERFILES

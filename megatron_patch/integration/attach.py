@@ -79,6 +79,11 @@ def chunk_state_of(chunk: Any) -> ChunkState | None:
     return attachment.state if attachment is not None else None
 
 
+def attached_chunks() -> list[Any]:
+    """All attached DDP instances."""
+    return list(_attachments)
+
+
 def attached_states() -> list[ChunkState]:
     """The compression states of all attached DDP instances."""
     return [attachment.state for attachment in _attachments.values()]

@@ -47,7 +47,7 @@ class Events:
 
 
 @dataclass(frozen=True)
-class StepReport:
+class ChunkReport:
     """What the last finished step's exchanges were like on this rank."""
 
     traffic: Traffic = field(default_factory=Traffic)
@@ -57,6 +57,8 @@ class StepReport:
     """Time spent in compressing and decompressing; on CUDA, asking waits for it."""
     inside_bytes: float = 0.0
     """Bytes sent to ranks of the same node by the first of two hops; `traffic` counts the second."""
+    step: int = 0
+    """Its `steps_seen`; 0: no step has ended."""
 
 
 class ChunkState:
@@ -78,7 +80,7 @@ class ChunkState:
         self.steps = 0
         self.steps_seen = 0
         self.events = Events()
-        self.report = StepReport()
+        self.report = ChunkReport()
         self._traffic = Traffic()
         self._used: list[Sender] = []
         self._inside_bytes = 0.0
@@ -158,7 +160,9 @@ class ChunkState:
     def end_step(self, successful: bool, loss_scale_factor: float = 1.0) -> None:
         """The optimizer's step is over. It changed fp16's loss scale by a factor: the errors carry it too."""
         statistics = torch.stack([sender.statistics for sender in self._used]).sum(0) if self._used else None
-        self.report = StepReport(self._traffic, statistics, self.workspace.lap(), self._inside_bytes)
+        self.report = ChunkReport(
+            self._traffic, statistics, self.workspace.lap(), self._inside_bytes, self.steps_seen + 1
+        )
         self._traffic, self._used, self._inside_bytes, self._replaying = Traffic(), [], 0.0, False
         self.workspace.pool.in_flight.clear()  # all chunks' are over when a step is
         self.steps_seen += 1

@@ -30,10 +30,9 @@ from megatron.training import get_args
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
 from megatron_patch.collectives.traffic import Traffic
-from megatron_patch.compensation.compress import STATISTICS
 from megatron_patch.config import CompressionConfig
 from megatron_patch.files import write_whole
-from megatron_patch.integration import patching, symbols, weight_metrics
+from megatron_patch.integration import last_step, patching, symbols, weight_metrics
 from megatron_patch.integration.attach import chunk_state_of
 from megatron_patch.integration.chunk import ChunkState
 from megatron_patch.integration.seams import stock_traffic
@@ -142,21 +141,15 @@ class RunMetrics:
         return [c for chunk in self._model if (c := chunk_state_of(chunk)) is not None]
 
     def _compression_record(self) -> dict[str, Any]:
-        gradients, weights = Traffic(), weight_metrics.sent(self._model)
-        coded = weight_metrics.coded(self._model)
-        seconds = inside = 0.0
-        sums = torch.zeros(len(STATISTICS), dtype=torch.float64)
+        weights, coded = weight_metrics.sent(self._model), weight_metrics.coded(self._model)
         states = self._states()
-        for state in states:
-            gradients.add(state.report.traffic)
-            seconds += state.report.compression_seconds()
-            inside += state.report.inside_bytes
-            if state.report.statistics is not None:
-                sums += state.report.statistics.cpu()
+        sums = last_step.sums(states)
+        gradients = sums.traffic
         for group in weight_metrics.bucket_groups(self._model) if not states else ():
             gradients.add(stock_traffic.stock_gradients(group))
         wire = [gradients.nbytes, gradients.elements, weights.nbytes, weights.elements, *coded]
-        totals = torch.cat([sums, torch.tensor([*wire, seconds, inside], dtype=torch.float64)])
+        wire += [sums.compression_seconds, sums.inside_bytes]
+        totals = torch.cat([sums.statistics, torch.tensor(wire, dtype=torch.float64)])
         if "nccl" in dist.get_backend():
             totals = totals.cuda()
         dist.all_reduce(totals)

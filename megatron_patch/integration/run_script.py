@@ -18,6 +18,7 @@ import runpy
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,6 +73,8 @@ def _run(script: str, flags: list[str]) -> None:
     # Before Megatron is imported: a script in a checkout of Megatron-LM brings its own.
     sys.path.insert(0, str(Path(script).resolve().parent))
     if _wants_cpu(flags):
+        # What is missing here, and is for GPUs: twenty lines of every rank, before its first own one.
+        warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
         from megatron_patch.integration.cpu import device as cpu_device
 
         cpu_device.install()
@@ -83,6 +86,7 @@ def _run(script: str, flags: list[str]) -> None:
     from megatron_patch.integration.metrics import RunMetrics
     from megatron_patch.integration.unsupported import refuse_flags
 
+    _show_log()
     installed: list[RunMetrics] = []
 
     def switch_on(args: argparse.Namespace) -> None:
@@ -93,7 +97,6 @@ def _run(script: str, flags: list[str]) -> None:
         if args.compression_attach:
             if config.compresses:
                 refuse_flags(args)
-            _show_log()
             torch_adam.install()
             enable(config)
         installed.append(RunMetrics(config, args.compression_attach, output))

@@ -76,6 +76,8 @@ def _run(argv: list[str] | None) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Run the command in `argv` (sys.argv by default); returns the exit status."""
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+    # Of its sources, when they are compiled first: where an installer leaves that to the first import.
+    warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*[/\\]megatron[/\\]")
     try:
         return _run(argv)
     except UserError as error:

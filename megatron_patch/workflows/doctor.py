@@ -23,6 +23,7 @@ _WANTED_FOR = {
     "wandb": "Weights & Biases logs",
 }
 _REQUIRED = ("torch", "megatron-core")
+_TRY = "megatron-loco compare configs/models/llama_tiny_bf16.yaml --methods none,loco"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,4 +98,19 @@ def run(args: argparse.Namespace) -> int:
     for row in shown:
         table.add_row(*map(escape, row))
     Console().print(table)
+    print(f"\n{_verdict({name: found for name, found, _ in shown})}")
     return int(any(name in _REQUIRED and version == "-" for name, version, _ in shown))
+
+
+def _verdict(found: dict[str, str]) -> str:
+    """What can be run here, and how to try it."""
+    missing = [name for name in _REQUIRED if found[name] == "-"]
+    if missing:
+        return f"No run is possible: {' and '.join(missing)} missing."
+    ready = ["GPU"] if found.get("gpu", "none") != "none" and found.get("nccl") != "-" else []
+    ready += ["CPU"] if found.get("gloo") == "yes" else []
+    return (
+        f"Ready for {' and '.join(ready)} runs. To try one on the CPU: {_TRY}"
+        if ready
+        else "No run is possible."
+    )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import logging
 import os
 import queue
 import sys
@@ -45,6 +46,8 @@ CPU_ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",  # one machine: no look-up of the host's name
 }
 """Environment variables of a single-node run on CPU; set before torch is imported."""
+
+_RANDOM = "megatron.core.tensor_parallel.random"
 
 _FACTORIES = (
     *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "arange", "linspace"),
@@ -183,9 +186,15 @@ def _stand_in_for_megatron() -> None:
         _put(symbols.COMPILE_HELPERS, nothing())
     patching.replace(symbols.RESULTS_QUEUE, _queue_of_this_process)
     torch_adam.install()
+    logging.getLogger(_RANDOM).addFilter(_not_of_generators)
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
         patching.replace(symbols.TE_GEMM, lambda _: None, may_be_missing=True)
+
+
+def _not_of_generators(record: logging.LogRecord) -> bool:
+    """Not the line on dropout that drew from the CPU's generator: here it is the GPU's too."""
+    return "CPU RNG state changed" not in str(record.msg)
 
 
 def _queue_of_this_process(spawned: Callable[..., Any]) -> Callable[..., Any]:
@@ -229,9 +238,7 @@ def install() -> None:
         return
     for name, value in CPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    bound_too_early = [
-        name for name in ("megatron.core.tensor_parallel.random", "megatron.training") if name in sys.modules
-    ]
+    bound_too_early = [name for name in (_RANDOM, "megatron.training") if name in sys.modules]
     if bound_too_early:
         raise RuntimeError(f"cpu.device.install() must run before {bound_too_early[0]} is imported")
 
@@ -257,5 +264,6 @@ def uninstall() -> None:
     """Give torch and Megatron their own calls back; what modules bound on import keeps the stand-ins."""
     patching.restore(*_stood_in, symbols.RESULTS_QUEUE, symbols.TE_GEMM)
     torch_adam.uninstall()
+    logging.getLogger(_RANDOM).removeFilter(_not_of_generators)
     bf16_products.uninstall()
     _stood_in.clear()

@@ -134,10 +134,9 @@ def prepare(
             manifest = commit(folder, prefix, manifest)
     except OSError as error:
         raise UserError(f"out: cannot write {prefix}: {error.strerror or error}") from error
-    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in manifest.megatron_flags.items())
     _say(
         f"{prefix}: {documents:,} documents, {tokens:,} tokens, vocabulary {encoder.vocab_size}, "
-        f"{time.monotonic() - start:.1f} s\ntrain on it with: --data-path {prefix} {flags}",
+        f"{time.monotonic() - start:.1f} s",
         quiet,
     )
     if documents < _FEW_DOCUMENTS:
@@ -299,7 +298,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.out.endswith("/") or Path(args.out).is_dir():
         raise UserError(f"out: {args.out} is a folder; allowed: a prefix, such as {Path(args.out) / 'text'}")
-    prepare(
+    manifest = prepare(
         parse_source(args.source),
         Path(args.out),
         tokenizer=args.tokenizer,
@@ -310,4 +309,6 @@ def run(args: argparse.Namespace) -> int:
         force=args.force,
         quiet=args.quiet,
     )
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in manifest.megatron_flags.items())
+    _say(f"train on it with: --data-path {args.out} {flags}", args.quiet)
     return 0

@@ -1,0 +1,90 @@
+"""What a rank's last optimizer step sent: the sums behind `megatron_patch.report` and behind the metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+
+from megatron_patch.collectives.traffic import Traffic
+from megatron_patch.compensation.compress import STATISTICS
+from megatron_patch.errors import UserError
+from megatron_patch.integration import weight_metrics
+from megatron_patch.integration.attach import attached_chunks, attachment_of
+from megatron_patch.integration.chunk import ChunkState
+from megatron_patch.step_report import StepReport
+
+
+@dataclass
+class Sums:
+    """Of the last step's gradient exchanges on this rank, over model chunks."""
+
+    traffic: Traffic = field(default_factory=Traffic)
+    inside_bytes: float = 0.0
+    compression_seconds: float = 0.0
+    statistics: torch.Tensor = field(
+        default_factory=lambda: torch.zeros(len(STATISTICS), dtype=torch.float64)
+    )
+    """fp64 [5], as compensation.compress.STATISTICS, on the CPU."""
+    compressed: bool = False
+
+
+def sums(states: Sequence[ChunkState]) -> Sums:
+    """Over some chunks; on CUDA, asking waits for the last exchange."""
+    total = Sums()
+    for report in (state.report for state in states):
+        total.traffic.add(report.traffic)
+        total.inside_bytes += report.inside_bytes
+        total.compression_seconds += report.compression_seconds()
+        if report.statistics is not None:
+            total.statistics += report.statistics.cpu()
+            total.compressed = True
+    return total
+
+
+def report(model: Any = None) -> StepReport:
+    """megatron_patch.report."""
+    chunks = _chunks_of(model)
+    states = [found.state for chunk in chunks if (found := attachment_of(chunk)) is not None]
+    if not states:
+        what = "no model is" if model is None else "this model is not"
+        raise UserError(
+            f"report(): {what} attached; call megatron_patch.enable() before the model is wrapped in "
+            "Megatron's DistributedDataParallel, or megatron_patch.attach(model) after it"
+        )
+    config = states[0].config
+    if any(state.config != config for state in states):
+        raise UserError("report(): models are attached with different options; name one: report(model)")
+    step = max(state.report.step for state in states)
+    if not step:
+        raise UserError("report(): no optimizer step has ended yet; call it after optimizer.step()")
+    total, weights = sums(states), weight_metrics.sent(chunks)
+    signal, noise, gradient, error, non_finite = total.statistics.tolist()
+    return StepReport(
+        step=step,
+        method=config.method,
+        bits=config.bits if config.compresses else None,
+        weight_gather=config.weight_gather,
+        compressed=total.compressed,
+        gradient_bytes=total.traffic.nbytes,
+        gradient_bytes_inside_node=total.inside_bytes,
+        bits_per_gradient=total.traffic.bits_per_element,
+        weight_bytes=weights.nbytes,
+        bits_per_weight=weights.bits_per_element,
+        error_bytes=sum(state.error_bytes for state in states),
+        error_norm=math.sqrt(error),
+        gradient_norm=math.sqrt(gradient),
+        snr_db=10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None,
+        non_finite_blocks=int(non_finite),
+        compression_seconds=total.compression_seconds,
+    )
+
+
+def _chunks_of(model: Any) -> Sequence[Any]:
+    if model is None:
+        return attached_chunks()
+    return [model] if isinstance(model, DistributedDataParallel) else list(model)
