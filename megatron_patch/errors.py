@@ -11,7 +11,13 @@ from pathlib import Path
 
 
 class UserError(ValueError):
-    """The user's mistake, shown as one line, `megatron-loco: error: ...`, with exit status 2."""
+    """The user's mistake, shown as one line, `megatron-loco: error: ...`, with exit status 2.
+
+    What a message quotes may come from anybody's file: line ends and what drives a terminal are escaped.
+    """
+
+    def __init__(self, message: object) -> None:
+        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in str(message)))
 
 
 def nearest(value: object, allowed: Iterable[object]) -> str:
