@@ -27,7 +27,7 @@ def outcome(loader: Loader, folder: Path, data: bytes) -> str:
     except UserError as error:
         message = str(error)
         assert len(message.splitlines()) == 1, message
-        assert len(message) < 2000, message[:200]
+        assert len(message) <= 2000, message[:200]
         assert str(folder) in message or _NAMED_OTHERWISE.match(message), message
         return "refused"
     return "read"
