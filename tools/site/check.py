@@ -1,5 +1,5 @@
-"""Looks at a built site: every link and picture leads to a file in it, every anchor to an element, and no page
-asks another host for anything. Offline; links that a reader follows to other hosts are not looked at.
+"""Looks at a built site: links and pictures lead to a file in it, anchors to an element, and no page asks
+another host for anything. Offline; links that a reader follows to other hosts are not looked at.
 
 Usage: python tools/site/check.py SITE
 """

@@ -1,7 +1,8 @@
 """mkdocs hooks: pages that lie outside of docs/, links that lead there, and GitHub's names of headings.
 
-The pages are written for GitHub: relative links reach any file of the repository. The site has the pages alone,
-and no address of the repository is known to it; so a link to another file becomes its text and its path.
+The pages are written for GitHub: relative links reach any file of the repository. The site has the pages
+alone, and no address of the repository is known to it; so a link to another file becomes its text and its
+path.
 """
 
 from __future__ import annotations
