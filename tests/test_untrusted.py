@@ -28,7 +28,7 @@ BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]
         ("a: 2026-99-99", "month"),
         ("? [1]\n: 2", "unhashable"),
         ("a: !!python/object/apply:os.system [id]", "could not determine a constructor"),
-        ("a: [", "line 1: "),
+        ("a: [", "^line 2: did not find"),
     ],
 )
 def test_yaml_beyond_the_bounds(text: str, words: str) -> None:

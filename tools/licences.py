@@ -18,8 +18,8 @@ _HEAD = """# Licences of the dependencies
 
 megatron-loco is under Apache-2.0 (`LICENSE`). These are the packages of `requirements.lock` and the licences
 that their own metadata state; the texts come with the packages. None of them is copied into this one.
-**training**: what the package itself needs; **development**: what only tests, checks and builds use. Written by
-`make licences`.
+**training**: what the package itself needs; **development**: what only tests, checks and builds use.
+Written by `make licences`.
 
 | package | version | licence | for |
 | --- | --- | --- | --- |
