@@ -2,10 +2,11 @@
 export PYTHON
 VENV := .venv
 BIN := $(VENV)/bin
+SITE_VENV := .venv-site
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test test-compat test-bridge test-gpu gpu-report test-slow bench-network soak lint format lock dist smoke clean
+.PHONY: help setup pretrain test test-compat test-bridge test-gpu gpu-report test-slow bench-network soak fuzz site licences lint format lock dist smoke clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,16 +46,27 @@ bench-network: $(READY) ## training over slow links made of network namespaces (
 soak: $(READY) ## kill runs 50 times, and see that they end bit for bit as if left alone
 	@$(BIN)/python -m tests.soak --kills 50
 
+fuzz: $(READY) ## 10,000 changed files for every loader of what other users' runs have written
+	@$(BIN)/python -W ignore -m tests.fuzz --inputs 10000
+
+site: $(READY) ## build the documentation into site/, warnings as errors, and look at its links
+	@bash tools/site/build.sh "$(VENV)" "$(SITE_VENV)"
+
+licences: $(READY) ## list the licences of the locked dependencies: docs/licences.md
+	@$(BIN)/python tools/licences.py
+
 lint: $(READY) ## ruff and mypy
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 format: $(READY) ## let ruff rewrite the sources
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
-lock: $(READY) ## resolve requirements.lock anew
+lock: $(READY) ## resolve requirements.lock and docs/requirements.lock anew (then: make licences)
 	@$(BIN)/uv pip compile --quiet --upgrade --python-version 3.12 --python-platform x86_64-unknown-linux-gnu \
 	  --no-emit-index-url --no-emit-find-links --no-annotate --no-header \
 	  --extra dev pyproject.toml requirements.in -o requirements.lock
+	@$(BIN)/uv pip compile --quiet --upgrade --python-version 3.12 --python-platform x86_64-unknown-linux-gnu \
+	  --no-emit-index-url --no-emit-find-links --no-annotate --no-header docs/requirements.in -o docs/requirements.lock
 
 dist: $(READY) ## the source distribution and the wheels, audited, in dist/
 	@bash tools/dist.sh "$(VENV)"
@@ -63,4 +75,4 @@ smoke: dist ## install the wheel into a new environment, and use it without a co
 	@bash tools/smoke.sh "$(VENV)"
 
 clean: ## remove the environment and the runs
-	rm -rf $(VENV) .compat runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(SITE_VENV) site .compat runs .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -11,7 +11,15 @@ from pathlib import Path
 
 
 class UserError(ValueError):
-    """The user's mistake, shown as one line, `megatron-loco: error: ...`, with exit status 2."""
+    """The user's mistake, shown as one line, `megatron-loco: error: ...`, with exit status 2.
+
+    What a message quotes may come from anybody's file: line ends and what drives a terminal are escaped, and
+    the middle of a very long message is left out.
+    """
+
+    def __init__(self, message: object) -> None:
+        text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(message))
+        super().__init__(text if len(text) <= 2000 else f"{text[:1500]} ... {text[-400:]}")
 
 
 def nearest(value: object, allowed: Iterable[object]) -> str:

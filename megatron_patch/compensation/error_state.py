@@ -94,7 +94,16 @@ class MovingAverageError:
         store(self._state, self.layout, blocks, torch.zeros_like(blocks[..., 0], dtype=torch.bool))
 
     def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Put back what `tensors` gave, bit for bit; other names in `saved` are ignored."""
+        """Put back what `tensors` gave, bit for bit; other names in `saved` are ignored.
+
+        Raises:
+            ValueError: a tensor is missing, or has another shape or dtype; nothing is changed.
+        """
+        for name, tensor in self._state.items():
+            found = saved.get(name)
+            if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
+                has = "missing" if found is None else f"{found.dtype} {list(found.shape)}"
+                raise ValueError(f"{name} is {has}, not {tensor.dtype} {list(tensor.shape)}")
         for name, tensor in self._state.items():
             tensor.copy_(saved[name])
 

@@ -29,6 +29,7 @@ from megatron_patch.compensation.error_state import MovingAverageError
 from megatron_patch.compensation.resharding import Part, Piece, Position
 from megatron_patch.quantization.blocks import BlockTable, Span
 from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.untrusted import load_json
 
 FOLDER = "compression"
 MANIFEST = "manifest.json"
@@ -203,7 +204,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_bytes())
+        content = load_json(path.read_bytes())
         checksum = content.pop("checksum")
     except FileNotFoundError as error:
         raise Damaged(f"{path} is missing") from error
@@ -213,8 +214,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise Damaged(f"{path} is damaged: it is no manifest") from error
     if checksum != _checksum(content):
         raise Damaged(f"{path} is damaged: its checksum differs")
-    if content["format"] != FORMAT:
-        raise Damaged(f"{path} has format {content['format']}; this release reads format {FORMAT}")
+    if content.get("format") != FORMAT:
+        raise Damaged(f"{path} has format {content.get('format')!r}; this release reads format {FORMAT}")
     return dict(content)
 
 
@@ -246,7 +247,10 @@ class RankTensors:
     """Reads single tensors of a verified rank file, on CPU."""
 
     def __init__(self, folder: Path, listed: RankFile) -> None:
-        self._file = safe_open(folder / listed.file, framework="pt")
+        try:
+            self._file = safe_open(folder / listed.file, framework="pt")
+        except SafetensorError as error:
+            raise Damaged(f"{folder / listed.file} is damaged: {error}") from error
         self._names = set(self._file.keys())
 
     def of(self, state: int) -> dict[str, torch.Tensor]:

@@ -16,10 +16,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron_patch.compensation.error_state import MovingAverageError
 from megatron_patch.compensation.resharding import Part, SavedState, reshard
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.integration.checkpoint import files as sidecar
+from megatron_patch.integration.checkpoint.checks import check_manifest
 from megatron_patch.integration.checkpoint.files import Damaged, RankFile, RankLayout, RankTensors, Storage
 from megatron_patch.integration.checkpoint.rank_state import RankState
 from megatron_patch.integration.chunk import Events
@@ -73,7 +75,11 @@ def restore(chunks: Sequence[Any], checkpoint: Checkpoint, optimizer: Any) -> No
             )
         _say(logging.WARNING, f"errors start from zero: {problems[0]}", checkpoint)
         return
-    _say(logging.INFO, reader.apply(all(exact for _, exact in everyone), loss_scale(optimizer)), checkpoint)
+    try:
+        line = reader.apply(all(exact for _, exact in everyone), loss_scale(optimizer))
+    except Damaged as problem:  # whole by its checksums, but not as a save writes it
+        raise UserError(f"{checkpoint.folder}: {problem}; remove {sidecar.FOLDER}/ there") from problem
+    _say(logging.INFO, line, checkpoint)
 
 
 def _has_errors(checkpoint: Checkpoint) -> bool:
@@ -106,11 +112,12 @@ class Reader:
         self._rank = rank
         self._manifest = manifest
         try:
+            check_manifest(manifest, sidecar.rank_file_name)
             shared = [RankLayout.from_json(layout) for layout in manifest["layouts"]]
             self._layouts = [shared[rank["layout"]].at(rank["positions"]) for rank in manifest["ranks"]]
             self._files = [rank["file"] for rank in manifest["ranks"]]
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise Damaged(f"{where} holds what this release does not know: {error!r}") from error
+            raise Damaged(f"{where} holds what this release does not know: {error}") from error
         same = [place for place, layout in enumerate(self._layouts) if layout == rank.layout]
         here = dist.get_rank()
         self.mine = here if here in same else next(iter(same), None)
@@ -176,19 +183,29 @@ class Reader:
             found = tensors.of(number)
             generator = found.pop("generator", None)
             if sender.error is not None and found:
-                sender.error.restore(found)
+                self._put_back(number, sender.error, found)
                 if factor != 1.0:
                     sender.error.scale_by(factor)
             if sender.generator is None or generator is None:
                 continue
             if generator.numel() == sender.generator.get_state().numel():  # else of another device
-                sender.generator.set_state(generator)
+                try:
+                    sender.generator.set_state(generator)
+                except (RuntimeError, TypeError) as error:
+                    raise Damaged(f"state {number} has no state of a random generator") from error
+
+    @staticmethod
+    def _put_back(number: int, error: MovingAverageError, found: dict[str, torch.Tensor]) -> None:
+        try:
+            error.restore(found)
+        except ValueError as problem:
+            raise Damaged(f"state {number}: {problem}") from problem
 
     def _reshard(self, factor: float) -> str:
         new = [part for part, _ in self._rank.layout.states]
         lost = total = 0
         for sender, (values, missing) in zip(
-            self._rank.senders, reshard(new, self._saved_states()), strict=True
+            self._rank.senders, _or_damaged(reshard(new, self._saved_states())), strict=True
         ):
             assert sender.error is not None
             sender.error.set((values * factor).to(sender.statistics.device))
@@ -282,6 +299,13 @@ class _FileReader(Reader):
         listed = self._listed(saved_rank)
         assert listed is not None
         return RankTensors(self._folder, listed)
+
+
+def _or_damaged(states: Iterator[tuple[torch.Tensor, int]]) -> Iterator[tuple[torch.Tensor, int]]:
+    try:
+        yield from states
+    except (RuntimeError, ValueError) as problem:  # of torch: a view that does not fit, memory
+        raise Damaged(f"no error states as a save writes them: {str(problem).splitlines()[0]}") from problem
 
 
 def _resumed(phase: Phase, config: CompressionConfig) -> Phase:

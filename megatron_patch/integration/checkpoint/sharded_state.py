@@ -32,6 +32,7 @@ from megatron_patch.integration.checkpoint.rank_state import RankState
 from megatron_patch.integration.checkpoint.restore import Reader
 from megatron_patch.integration.checkpoint.save import content_of, gathered, listed
 from megatron_patch.integration.seams.optimizer_step import loss_scale
+from megatron_patch.untrusted import load_json
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,10 @@ def load_state_dict(model: Any, state: dict[str, Any], optimizer: Any = None) ->
     rank = RankState(chunks)
     reader = _reader_of(rank, state)
     rank.start_from_zero(0)
-    line = reader.apply(_all_ranks(reader.fits), loss_scale(optimizer))
+    try:
+        line = reader.apply(_all_ranks(reader.fits), loss_scale(optimizer))
+    except Damaged as problem:
+        raise UserError(f"the state of megatron_patch.state_dict cannot be read: {problem}") from problem
     if dist.get_rank() == 0:
         logger.info("megatron-loco: step %d: %s", rank.states[0].steps, line)
 
@@ -142,7 +146,7 @@ def _reader_of(rank: RankState, state: dict[str, Any]) -> _StateReader:
     if not isinstance(text, str):
         raise UserError(f"this is no state of megatron_patch.state_dict: it has no {MANIFEST}")
     try:
-        manifest = json.loads(text)
+        manifest = load_json(text)
         if manifest["format"] != files.FORMAT:
             raise Damaged(f"it has format {manifest['format']}; this release reads {files.FORMAT}")
         return _StateReader(rank, manifest, state)

@@ -22,19 +22,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from megatron_patch.errors import UserError, nearest
 from megatron_patch.workflows.run import configuration, recipes
 from megatron_patch.workflows.run.configuration import RunConfig
 
+_MOST_CELLS = 1_000
 _KEYS = ("base", "seeds", "overrides", "baseline", "grid", "cells", "contrast")
 Settings = dict[str, Any]
 """Overrides by their dotted keys: {"compression.bits": 4}."""
@@ -131,6 +130,8 @@ def read(
         raise UserError(f"{path}: grid, cells: neither is there, so there is nothing to compare")
     _check_different(cells, path)
     contrast = content.get("contrast")
+    if contrast is not None and not isinstance(contrast, str):
+        raise UserError(f"{path}: contrast: {contrast!r} must be a key of the grid or of a cell")
     if contrast is not None and not any(contrast in cell.settings for cell in cells[1:]):
         raise UserError(f"{path}: contrast: {contrast!r} is no key of the grid or of a cell")
     everywhere = _overrides(_settings(content.get("overrides") or {}, "overrides", path, empty=True))
@@ -162,12 +163,7 @@ def find(name: str) -> Path:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    try:
-        loaded = OmegaConf.to_container(configuration.compose(path), resolve=True)
-    except OmegaConfBaseException as error:
-        raise UserError(f"{path}: {str(error).splitlines()[0]}") from error
-    assert isinstance(loaded, dict)
-    content = {str(key): value for key, value in loaded.items()}
+    content = configuration.resolved(configuration.compose(path), path)
     for key in content:
         if key not in _KEYS:
             hint = ""
@@ -181,7 +177,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 def _seeds(value: object, path: Path) -> tuple[int, ...]:
     seeds = value if isinstance(value, list) else []
-    if not seeds or len(set(seeds)) != len(seeds) or not all(type(one) is int and one >= 0 for one in seeds):
+    if not seeds or not all(type(one) is int and one >= 0 for one in seeds) or len(set(seeds)) != len(seeds):
         raise UserError(f"{path}: seeds: {value!r} must be a list of different whole numbers, e.g. [1, 2, 3]")
     return tuple(seeds)
 
@@ -206,6 +202,8 @@ def _grid(value: object, path: Path) -> list[Cell]:
     for key, values in axes.items():
         if not isinstance(values, list) or not values:
             raise UserError(f"{path}: grid: {key}: {values!r} must be a list of values")
+    if (count := math.prod(map(len, axes.values()))) > _MOST_CELLS:
+        raise UserError(f"{path}: grid: {count:,} cells; {_MOST_CELLS:,} at most")
     return [Cell(dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
+from megatron_patch.untrusted import Unfit, check_numbers, load_json
 from megatron_patch.workflows.run.configuration import RunConfig
 
 CONFIGURATION = "configuration"
@@ -110,8 +111,8 @@ def _summary(line: Mapping[str, str | None], where: str) -> dict[str, Any]:
     for column in _TEXTS:
         summary[column] = line.get(column) or ""
     try:
-        versions = json.loads(summary["versions"] or "{}")
-    except ValueError:
+        versions = load_json(summary["versions"] or "{}")
+    except Unfit:
         versions = None
     if not isinstance(versions, dict):
         raise UserError(f"{where}: versions: must be a JSON object")
@@ -125,8 +126,9 @@ def _number(text: str, column: str, where: str) -> float | int | None:
         return None
     try:
         value = int(text) if column in _WHOLE else float(text)
+        check_numbers(value)
     except ValueError:
         value = None
     if value is None or not (loss or (math.isfinite(value) and value >= 0)):
-        raise UserError(f"{where}: {column}: {text!r} is no number")
+        raise UserError(f"{where}: {column}: {text[:60]!r} is no number")
     return value

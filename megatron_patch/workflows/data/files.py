@@ -29,9 +29,11 @@ from importlib import metadata
 from pathlib import Path
 
 from megatron_patch.errors import UserError
+from megatron_patch.untrusted import load_json
 from megatron_patch.workflows.data.tokenization import BYTES_EOD, BYTES_VOCAB
 
 FORMAT = "megatron-loco data set 1"
+_SUFFIX = re.compile(r"\.bin|\.idx|-tokenizer/[^/\0]{1,255}")
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries
 _ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}  # Megatron's dtype codes
@@ -81,9 +83,10 @@ def load_manifest(prefix: Path) -> Manifest | None:
     if not path.exists() or is_foreign_json(prefix):
         return None
     try:
-        entries = json.loads(path.read_text("utf-8"))
+        entries = load_json(path.read_text("utf-8"))
         del entries["format"]
         manifest = Manifest(**entries)
+        _check_types(manifest)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"data: {path} is damaged ({error}); {again}") from error
     for suffix, size in manifest.files.items():
@@ -93,6 +96,19 @@ def load_manifest(prefix: Path) -> Manifest | None:
         if file.stat().st_size != size:
             raise UserError(f"data: {file} has {file.stat().st_size} bytes, {path} says {size}; {again}")
     return dataclasses.replace(manifest, megatron_flags=megatron_flags(manifest.tokenizer, prefix))
+
+
+def _check_types(manifest: Manifest) -> None:
+    for name in ("tokenizer", "source", "fingerprint"):
+        if not isinstance(getattr(manifest, name), str):
+            raise TypeError(f"{name} is no text")
+    sizes = manifest.files.values() if isinstance(manifest.files, dict) else [None]
+    counts = (manifest.vocab_size, manifest.eod, manifest.documents, manifest.tokens, manifest.source_bytes)
+    if not all(type(count) is int and count >= 0 for count in (*counts, *sizes)):
+        raise TypeError("a size or a count is no whole number, 0 or more")
+    for suffix in manifest.files:
+        if not _SUFFIX.fullmatch(suffix):
+            raise ValueError(f"{suffix[:60]!r} is no file of a data set")
 
 
 def is_foreign_json(prefix: Path) -> bool:

@@ -14,16 +14,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from megatron_patch import untrusted
 from megatron_patch.errors import UserError, nearest
 from megatron_patch.workflows.plan import gpus
 from megatron_patch.workflows.plan.cluster import COLLECTIVES, Cluster, Link, of_gpus, on_cpu
 
-_WHOLE = ("nodes", "gpus_per_node")
+_WHOLE = ("nodes", "gpus_per_node", "cores")
 _ABOVE_0 = ("inter_gbit", "intra_gbyte", "mfu", "compress_rate")
-_NOTED = ("backend", "device", "cores", "links", "gpu")
+_NOTED = ("backend", "device", "links", "gpu")
 KEYS = (*_WHOLE, *_ABOVE_0, *_NOTED)
+_SCOPES = ("all", "between", "inside")
+_MOST, _MOST_WHOLE = 1e18, 1_000_000
 DEFAULT_GPU, DEFAULT_INTER_GBIT = "H100", 400.0
 
 
@@ -34,11 +35,11 @@ def read(path: Path) -> dict[str, Any]:
         UserError: no such file, no YAML mapping, an unknown key, or an impossible value.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = untrusted.load_yaml(untrusted.read_text(path))
     except OSError as error:
         raise UserError(f"--cluster: {path}: {error.strerror or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"--cluster: {path}: is not valid YAML: {str(error).splitlines()[0]}") from error
+    except untrusted.Unfit as error:
+        raise UserError(f"--cluster: {path}: is not valid YAML: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"--cluster: {path}: must be a mapping, e.g. nodes: 2")
     for key in content:
@@ -48,6 +49,9 @@ def read(path: Path) -> dict[str, Any]:
     for key in (*_WHOLE, *_ABOVE_0):
         if key in content:
             content[key] = _number(f"--cluster: {path}: {key}", content[key], key in _WHOLE)
+    for key in ("gpu", "device", "backend"):
+        if key in content and not isinstance(content[key], str):
+            raise UserError(f"--cluster: {path}: {key}: {content[key]!r} must be text")
     if "links" in content:
         _check_links(path, content["links"])
     return content
@@ -60,24 +64,26 @@ def _number(where: str, value: Any, whole: bool) -> float | int:
             value = float(value)
         except ValueError:
             value = None
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+    most = _MOST_WHOLE if whole else 1.0 if where.endswith(": mfu") else _MOST
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and 1 / _MOST <= value <= most
     if not fits or (whole and value != int(value)):
-        raise UserError(
-            f"{where}: {value!r} must be a {'whole number, 1 or more' if whole else 'number above 0'}"
-        )
+        allowed = f"whole number, 1 to {most:,}" if whole else f"number above 0, at most {most:g}"
+        raise UserError(f"{where}: {value!r} must be a {allowed}")
     return int(value) if whole else float(value)
 
 
 def _check_links(path: Path, found: Any) -> None:
+    where = f"--cluster: {path}: links"
     wanted = {"collective", "scope", "ranks", "bytes", "seconds"}
     good = isinstance(found, list) and all(isinstance(one, dict) and wanted <= one.keys() for one in found)
     if not good or not found:
-        raise UserError(
-            f"--cluster: {path}: links: must be what megatron-loco bench links writes; run it again"
-        )
-    for one in found:
-        if not (float(one["seconds"]) > 0 and float(one["bytes"]) > 0):
-            raise UserError(f"--cluster: {path}: links: {one}: bytes and seconds must be above 0")
+        raise UserError(f"{where}: must be what megatron-loco bench links writes; run it again")
+    for place, one in enumerate(found):
+        if one["collective"] not in COLLECTIVES or one["scope"] not in _SCOPES:
+            names = f"{one['collective']!r} over {one['scope']!r} ranks"
+            raise UserError(f"{where}[{place}]: {names} is none of bench links' curves; run it again")
+        for key in ("ranks", "bytes", "seconds"):
+            one[key] = _number(f"{where}[{place}]: {key}", one[key], key == "ranks")
 
 
 def build(settings: Mapping[str, Any], nodes: int, per_node: int, source: str = "") -> Cluster:

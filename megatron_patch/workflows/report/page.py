@@ -7,12 +7,13 @@ go in as they are.
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from megatron_patch import __version__
@@ -40,13 +41,8 @@ def _foldable(text: str) -> Markup:
     return Markup("<wbr>").join(re.split(r"(?<=[/,_.])", text))
 
 
-def render(runs: Sequence[Run], plan: dict[str, Any] | None = None) -> str:
-    """The whole page; `plan` is one of planned.py."""
-    groups = group_runs(runs)
-    exact = [group for group in groups if any(run.gathers_exactly for run in group.runs)]
-    chosen = [quantity for quantity in quantities.QUANTITIES if exact or not quantity.of_exact_gather]
-    columns = table.columns(runs)
-    drawn = groups[: figures.MOST_GROUPS]
+@functools.cache
+def _template() -> Template:
     environment = Environment(
         loader=PackageLoader("megatron_patch.workflows.report", "."),
         autoescape=True,
@@ -55,9 +51,19 @@ def render(runs: Sequence[Run], plan: dict[str, Any] | None = None) -> str:
         lstrip_blocks=True,
     )
     environment.filters["foldable"] = _foldable
+    return environment.get_template("page.html")
+
+
+def render(runs: Sequence[Run], plan: dict[str, Any] | None = None) -> str:
+    """The whole page; `plan` is one of planned.py."""
+    groups = group_runs(runs)
+    exact = [group for group in groups if any(run.gathers_exactly for run in group.runs)]
+    chosen = [quantity for quantity in quantities.QUANTITIES if exact or not quantity.of_exact_gather]
+    columns = table.columns(runs)
+    drawn = groups[: figures.MOST_GROUPS]
     named = list(zip(run_names(runs), runs, strict=True))
     shown = [figures.draw(quantity, drawn) for quantity in chosen]
-    return environment.get_template("page.html").render(
+    return _template().render(
         heading=_heading(runs, groups),
         names=[group.name for group in groups],
         made=time.strftime("%Y-%m-%d %H:%M %Z"),

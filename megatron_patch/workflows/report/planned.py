@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import io
-import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_patch.errors import UserError
-from megatron_patch.workflows.report import figures
+from megatron_patch.untrusted import load_json
+from megatron_patch.workflows.report import checks, figures
 from megatron_patch.workflows.report.table import digits
 
+_NUMBERS = (
+    "step_seconds",
+    "speedup",
+    "tokens_per_second",
+    "exposed_seconds",
+    "node_uplink_bytes",
+    "memory_bytes",
+)
 _KEYS = {"recipe", "methods", "recommended", "reason", "curves", "nodes", "gpus_per_node", "microbatches"}
 
 
@@ -36,12 +45,43 @@ def read(path: Path) -> dict[str, Any]:
         UserError: it is none.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = load_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"--plan: {path}: cannot be read: {error}") from error
     if not isinstance(found, dict) or not found.keys() >= _KEYS:
         raise UserError(f"--plan: {path}: is no plan of megatron-loco plan (--out, --json; not with --scale)")
+    for key, fits in (("methods", _are_methods(found["methods"])), ("curves", _are_curves(found["curves"]))):
+        if not fits:
+            raise UserError(f"--plan: {path}: {key}: is not what megatron-loco plan writes")
     return found
+
+
+def _are_methods(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(one, dict)
+        and isinstance(one.get("name"), str)
+        and isinstance(one.get("fits"), bool)
+        and all(_is_measure(one.get(key)) for key in _NUMBERS)
+        for one in value
+    )
+
+
+def _are_curves(value: Any) -> bool:
+    """Nothing, of a single node; or of every method as many numbers above 0 as there are bandwidths."""
+    if not value:
+        return value is None or isinstance(value, dict)
+    if not isinstance(value, dict) or not isinstance(value.get("step_seconds"), dict):
+        return False
+    curves = [value.get("inter_gbit"), *value["step_seconds"].values()]
+    return (
+        len(curves) > 1
+        and all(isinstance(one, list) and len(one) == len(curves[0]) > 0 for one in curves)
+        and all(_is_measure(number) and number > 0 for one in curves for number in one)
+    )
+
+
+def _is_measure(value: Any) -> bool:
+    return checks.is_number(value) and math.isfinite(value) and (value == 0 or abs(value) > 1e-100)
 
 
 def section(plan: dict[str, Any]) -> Section:

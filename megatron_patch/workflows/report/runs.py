@@ -7,7 +7,6 @@ read, and only what no run of this project writes is an error.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import re
 import statistics
@@ -17,12 +16,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron_patch.errors import UserError
+from megatron_patch.untrusted import Unfit, load_json, load_yaml, read_text
+from megatron_patch.workflows.report import checks
 
-# What a run wrote is resolved already: no need of OmegaConf, which is ten times slower than libyaml.
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 UNCOMPRESSED = ("none", "stock")
 _WARM_UP_RECORDS = 3
 """Left out of medians, as integration/metrics.py leaves them out of the summary's."""
@@ -162,7 +159,7 @@ class Run:
 
 def is_missing(value: Any) -> bool:
     """Whether a value of a record or a summary is no number (null is allowed anywhere)."""
-    return isinstance(value, bool) or not isinstance(value, int | float)
+    return not checks.is_number(value)
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -203,6 +200,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 def _read_run(path: Path) -> Run:
     summary = _read_json(path / "summary.json")
+    checks.check_summary(summary, str(path / "summary.json"))
     failure = None if summary else _first_failure(path / "failures")
     text, config = _read_config(path / "config.yaml")
     return Run(path, _read_records(path / "metrics.jsonl"), text, config, summary, failure)
@@ -225,15 +223,16 @@ def _read_records(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-        except ValueError as error:
+            record = load_json(line)
+        except Unfit as error:
             if number == len(lines) and line.startswith("{"):
                 break  # the run is writing it, or was killed as it did
             raise UserError(
                 f"{path}: line {number} is no JSON: {line[:60]!r}; remove the line, or leave the run out"
             ) from error
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        if not isinstance(record, dict) or not checks.is_count(record.get("step")):
             raise UserError(f"{path}: line {number} is no record of a step: {line[:60]!r}; leave the run out")
+        checks.check_record(record, f"{path}: line {number}")
         records.append(record)
     return records
 
@@ -241,8 +240,8 @@ def _read_records(path: Path) -> list[dict[str, Any]]:
 def _read_json(path: Path) -> dict[str, Any]:
     text = _read_text(path)
     try:
-        content = json.loads(text or "{}")
-    except ValueError as error:
+        content = load_json(text or "{}")
+    except Unfit as error:
         raise UserError(f"{path} is no JSON: {text[:60]!r}; remove it, or leave the run out") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} is no summary of a run: {text[:60]!r}; remove it, or leave the run out")
@@ -250,11 +249,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
-    text = _read_text(path)
     try:
-        content = yaml.load(text, _LOADER)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a day that is none
-        raise UserError(f"{path} is no YAML: {str(error).splitlines()[0]}; leave the run out") from error
+        # What a run wrote is resolved already: no need of OmegaConf, which is ten times slower than libyaml.
+        content = load_yaml(text := read_text(path))
+    except FileNotFoundError:
+        return "", {}
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except Unfit as error:
+        raise UserError(f"{path} is no YAML: {error}; leave the run out") from error
     return text, dict(_flat(content)) if isinstance(content, dict) else {}
 
 
@@ -271,8 +274,8 @@ def _first_failure(folder: Path) -> str | None:
     told = []
     for path in sorted(folder.glob("rank-*.json")):
         with contextlib.suppress(UserError):  # a rank that was killed as it wrote
-            if (record := _read_json(path)).get("error"):
-                told.append(record)
-    if not told:
-        return None
-    return str(min(told, key=lambda record: record.get("time", 0))["error"]).splitlines()[0]
+            record = _read_json(path)
+            if lines := str(record.get("error") or "").splitlines():
+                time = record.get("time", 0)
+                told.append((0 if is_missing(time) or math.isnan(time) else time, lines[0]))
+    return min(told)[1] if told else None

@@ -14,6 +14,8 @@ Overrides on the command line are `section.key=value`. Values may come from the 
 from __future__ import annotations
 
 import dataclasses
+import io
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -24,14 +26,21 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from megatron_patch import untrusted
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError, nearest
+from megatron_patch.untrusted import Unfit
 
 _ENDPOINT = re.compile(r"\S+:\d{1,5}")
 _NOT_ONEBIT_ADAMS = ("bits", "codec", "rotation", "rounding", "error_beta", "reset_interval", "start_step")
 """Options that say something else, or nothing, with onebit_adam: a file states its method's."""
 _PARTS = ("train", "valid", "test")
 SECTIONS = ("defaults", "megatron", "compression", "launch", "data")
+_REFERENCE = re.compile(r"\$\{(?!oc\.env:|oc\.decode:)")
+_MOST_RESOLVED = 1 << 24
+"""Characters that a configuration may become when its `${...}` are replaced."""
+_MOST_FILES = 100
+"""Files that `defaults` may bring into one configuration."""
 
 
 @dataclass(frozen=True)
@@ -130,40 +139,92 @@ def load(path: Path, overrides: Sequence[str] = (), *, and_files: Sequence[Path]
     _drop_options_of_other_methods(composed, OmegaConf.from_dotlist(list(overrides)))
     for override in overrides:
         composed = _merge(composed, OmegaConf.from_dotlist([override]), override, drop=False)
+    return _resolve(resolved(composed, path), str(path))
+
+
+def resolved(composed: DictConfig, path: Path) -> dict[str, Any]:
+    """What was composed of `path`, as plain values, `${...}` replaced.
+
+    Raises:
+        UserError: one of them names nothing, or itself; a number that is too large.
+    """
+    _check_interpolations(composed, path)
     try:
         content = OmegaConf.to_container(composed, resolve=True)
-    except OmegaConfBaseException as error:
+        untrusted.check_numbers(content)
+    except (OmegaConfBaseException, Unfit) as error:
         raise UserError(f"{path}: {_first_line(error)}") from error
+    except RecursionError as error:
+        raise UserError(f"{path}: a value's ${{...}} lead back to it") from error
     assert isinstance(content, dict)
-    return _resolve({str(key): value for key, value in content.items()}, str(path))
+    return {str(key): value for key, value in content.items()}
 
 
-def compose(path: Path, including: tuple[Path, ...] = ()) -> DictConfig:
+def _check_interpolations(composed: DictConfig, path: Path) -> None:
+    """See that replacing `${...}` ends: values that name two others, which name two others, double each time.
+
+    A value may be asked for once for every way that leads to it: at most the product of the references in
+    the values that have several.
+    """
+    texts = [text for text in untrusted.leaves(OmegaConf.to_container(composed)) if isinstance(text, str)]
+    found = [len(_REFERENCE.findall(text)) for text in texts]
+    ways = math.prod(count for count in found if count > 1)
+    if any(found) and ways * sum(map(len, texts)) > _MOST_RESOLVED:
+        raise UserError(f"{path}: too many values with several ${{...}}: write some of them out")
+
+
+def compose(path: Path) -> DictConfig:
     """The YAML mapping at `path` over the files that its `defaults` name.
 
     Raises:
         UserError: a file that does not exist, is no YAML mapping, or includes itself.
     """
+    return _compose(path, (), [])
+
+
+def _compose(path: Path, including: tuple[Path, ...], read: list[Path]) -> DictConfig:
+    """`including` are the files on the way here, `read` all that were read so far."""
+    loaded = _load(path, including)
     path = path.resolve()
+    read.append(path)
+    if len(read) > _MOST_FILES:
+        raise UserError(f"{path}: defaults bring in more than {_MOST_FILES} files")
+    content = OmegaConf.to_container(loaded)
+    assert isinstance(content, dict)
+    defaults = resolved(OmegaConf.create({"defaults": content.pop("defaults", None)}), path)["defaults"] or []
+    if not isinstance(defaults, list) or not all(isinstance(name, str) for name in defaults):
+        raise UserError(f"{path}: defaults: {defaults!r} must be a list of file names")
+    composed = OmegaConf.create({})
+    for name in defaults:
+        composed = _merge(composed, _compose(path.parent / name, (*including, path), read), str(path))
+    return _merge(composed, OmegaConf.create(content), str(path))
+
+
+def _load(path: Path, including: tuple[Path, ...]) -> DictConfig:
+    try:
+        path = path.resolve()
+        found = path.is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, a loop of links
+        raise UserError(f"{str(path)!r}: no such configuration file: {error}") from error
     if path in including:
         raise UserError(
             f"{path}: defaults include this file again: {' -> '.join(p.name for p in (*including, path))}"
         )
-    if not path.is_file():
+    if not found:
         raise UserError(f"{path}: no such configuration file{_nearest_file(path)}")
     try:
-        loaded = OmegaConf.load(path)
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: is not valid YAML: {_first_line(error)}") from error
+        text = untrusted.read_text(path)
+        untrusted.check_yaml(text)
+        loaded = OmegaConf.load(io.StringIO(text))
+    except RecursionError as error:
+        raise UserError(f"{path}: is not valid YAML: too many ${{...}} in one another") from error
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise UserError(f"{path}: is not valid YAML: {untrusted.yaml_problem(error)}") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
     if not isinstance(loaded, DictConfig):
         raise UserError(f"{path}: must be a mapping")
-    defaults = loaded.pop("defaults", None) or []
-    if isinstance(defaults, str) or not all(isinstance(name, str) for name in defaults):
-        raise UserError(f"{path}: defaults: {defaults!r} must be a list of file names")
-    composed = OmegaConf.create({})
-    for name in defaults:
-        composed = _merge(composed, compose(path.parent / name, (*including, path)), str(path))
-    return _merge(composed, loaded, str(path))
+    return loaded
 
 
 def _merge(base: DictConfig, over: Any, where: str, drop: bool = True) -> DictConfig:

@@ -1,0 +1,136 @@
+"""What the package brings along: locked versions, their licences, and nothing that executes what it reads."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = [
+    *sorted((ROOT / "megatron_patch").rglob("*.py")),
+    *sorted((ROOT / "pretrain_scripts").rglob("*.py")),
+]
+LOCKS = [ROOT / "requirements.lock", ROOT / "docs/requirements.lock"]
+UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+SAFE_YAML = {"SafeLoader", "CSafeLoader"}
+
+
+def name_of(node: ast.expr) -> str:
+    """`a.b.c` of a name or an attribute, else an empty string."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{name_of(node.value)}.{node.attr}"
+    return ""
+
+
+def unsafe(tree: ast.AST) -> Iterator[str]:
+    """What in a module unpickles, executes text or may do so, with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [alias.name for alias in node.names]
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for module in modules:
+                if module.partition(".")[0] in UNSAFE_MODULES:
+                    yield f"line {node.lineno}: import {module}"
+        elif isinstance(node, ast.Call):
+            called = name_of(node.func)
+            given = {keyword.arg: keyword.value for keyword in node.keywords}
+            if called in ("eval", "exec", "compile", "__import__"):
+                yield f"line {node.lineno}: {called}"
+            elif called.endswith("torch.load") and not is_constant(given.get("weights_only"), True):
+                yield f"line {node.lineno}: torch.load without weights_only=True"
+            elif called in ("np.load", "numpy.load") and not is_constant(
+                given.get("allow_pickle", FALSE), False
+            ):
+                yield f"line {node.lineno}: np.load with pickles"
+            elif called in ("yaml.load", "yaml.load_all", "yaml.parse"):
+                loader = given.get("Loader") or (node.args[1] if len(node.args) > 1 else None)
+                names = (
+                    {found.attr for found in ast.walk(loader) if isinstance(found, ast.Attribute)}
+                    if loader
+                    else set()
+                )
+                texts = (
+                    {found.value for found in ast.walk(loader) if isinstance(found, ast.Constant)}
+                    if loader
+                    else set()
+                )
+                if not names | texts or not names | texts <= SAFE_YAML:
+                    yield f"line {node.lineno}: {called} without a safe loader"
+            elif re.fullmatch(r"yaml\.(unsafe|full)_load(_all)?", called):
+                yield f"line {node.lineno}: {called}"
+
+
+FALSE = ast.Constant(False)
+
+
+def is_constant(node: ast.expr | None, value: bool) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_unpickles_or_executes_what_it_reads(path: Path) -> None:
+    found = list(unsafe(ast.parse(path.read_text(encoding="utf-8"))))
+    assert not [line for line in found if (path.name, line.partition(": ")[2]) not in ALLOWED]
+
+
+ALLOWED: set[tuple[str, str]] = set()
+"""(file, what): none so far."""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from marshal import loads",
+        "def f():\n    import shelve as s",
+        "eval(x)",
+        "exec(x)",
+        "torch.load(x)",
+        "torch.load(x, weights_only=False)",
+        "np.load(x, allow_pickle=True)",
+        "yaml.load(x)",
+        "yaml.load(x, yaml.Loader)",
+        "yaml.load(x, Loader=yaml.UnsafeLoader)",
+        "yaml.unsafe_load(x)",
+        "yaml.full_load(x)",
+    ],
+)
+def test_the_check_sees_what_it_must(text: str) -> None:
+    assert list(unsafe(ast.parse(text)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torch.load(x, weights_only=True)",
+        "np.load(x)",
+        "yaml.load(x, yaml.SafeLoader)",
+        "yaml.load(x, getattr(yaml, 'CSafeLoader', yaml.SafeLoader))",
+        "yaml.safe_load(x)",
+        "re.compile(x)",
+        "model.eval()",
+    ],
+)
+def test_the_check_lets_pass_what_is_safe(text: str) -> None:
+    assert not list(unsafe(ast.parse(text)))
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_lock_holds_exact_versions_and_no_addresses(lock: Path) -> None:
+    for line in lock.read_text(encoding="utf-8").splitlines():
+        assert re.fullmatch(r"[a-z0-9-]+==[A-Za-z0-9.+!]+", line), line
+
+
+def test_every_locked_package_has_its_licence_on_the_page() -> None:
+    page = (ROOT / "docs/licences.md").read_text(encoding="utf-8")
+    rows = dict(
+        re.findall(r"^\| (\S+) \| (\S+) \| [^|]+ \| (?:training|development) \|$", page, re.MULTILINE)
+    )
+    lines = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
+    assert rows == dict(line.split("==") for line in lines), "make licences"
