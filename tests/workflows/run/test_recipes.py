@@ -26,7 +26,7 @@ PUBLISHED = {
     "mixtral_8x7b": 46_702_792_704,
     "qwen3_30b_a3b": 30_532_122_624,
 }
-CPU = {"llama_tiny", "llama_tiny_bf16", "llama_1m", "moe_tiny"}
+CPU = {"llama_tiny", "llama_tiny_bf16", "llama_1m", "llama_3m", "llama_10m", "moe_tiny"}
 ERROR_BYTES = 1 + 2 / 128
 """Of an element of the 8-bit error state with a bf16 scale for each block of 128."""
 TABLE_BYTES = 3 * 4 / 128
