@@ -31,7 +31,7 @@ def measured(path: Path) -> set[tuple[str, ...]]:
     steps = set()
     with path.open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            if path.stem.startswith("long_") and row["state"] == "not run":
+            if path.stem.startswith("long_") and row["state"] != "done":
                 continue
             assert row["state"] == "done", f"{path.name}: {row['cell']}, seed {row['seed']}"
             losses.setdefault(row["cell"], {})[int(row["seed"])] = float(row["valid_loss"])

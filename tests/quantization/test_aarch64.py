@@ -116,10 +116,11 @@ def test_weights_come_back_from_the_reference_s_bytes(library, numel, spread, sh
         messages.append(message[: coder.encode(before, after, message)])
     assert same(*messages)
     decoded, found = before.clone(), torch.full((1,), -1, dtype=torch.int32)
-    native_weights.decode(messages[0], decoded, found)
+    whole = torch.tensor([[0, messages[0].numel()]])
+    native_weights.decode(messages[0][None], whole, decoded[None], -1, found)
     assert found == 0
     assert same(decoded, after)
     assert same(native_weights.sums(after), weight_code.sums(after))
     truncated = messages[0][:-1].clone()
-    native_weights.decode(truncated, before.clone(), found)
+    native_weights.decode(truncated[None], whole - torch.tensor([[0, 1]]), before.clone()[None], -1, found)
     assert found != 0

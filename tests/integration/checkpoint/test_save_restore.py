@@ -428,7 +428,7 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "another checkpoint's": (lambda f: _rewrite_manifest(f, id="0" * 32), "is of another checkpoint"),
     "unknown content": (
         lambda f: _rewrite_manifest(f, layouts=[{"buckets": [], "states": [{"kind": "sum"}]}]),
-        "holds what this release does not know: KeyError",
+        "holds what this release does not know: states is not as a save writes it",
     ),
     "a later format": (
         lambda f: _rewrite_manifest(f, format=99),

@@ -83,6 +83,7 @@ def facts(recipes: list[Path]) -> dict[str, dict[str, Any]]:
 
 def _facts(recipe: Path) -> dict[str, Any]:
     from megatron_patch.workflows import cli
+    from megatron_patch.workflows.run import configuration
 
     before = set(Path().iterdir())
     printed = io.StringIO()
@@ -90,6 +91,8 @@ def _facts(recipe: Path) -> dict[str, Any]:
         status = cli.main(["train", str(recipe), "--dry-run", "--out", "nowhere"])
     left = set(Path().iterdir()) - before
     args, alone = arguments(recipe, []), arguments(recipe, WHOLE)
+    if alone.vocab_size is None:  # of a tokenizer that is trained on the recipe's data
+        alone.vocab_size = int(configuration.load(recipe).data.tokenizer.removeprefix("bpe:"))
     one, two = elements(alone, 1), elements(alone, 2)
     layer = two - one
     ends = one - layer
