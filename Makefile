@@ -6,7 +6,7 @@ SITE_VENV := .venv-site
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test test-compat test-bridge test-gpu gpu-report test-slow bench-network soak fuzz site licences lint format lock dist smoke clean
+.PHONY: help setup pretrain test test-compat test-bridge test-frameworks test-gpu gpu-report test-slow bench-network soak fuzz site licences lint format lock dist smoke clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ test-compat: $(READY) ## the seam's tests on the older megatron-core releases th
 
 test-bridge: $(READY) ## training, saving and resuming by Megatron-Bridge 0.6.2, on 2 CPU ranks
 	@bash tools/bridge.sh "$(VENV)"
+
+test-frameworks: $(READY) ## verl's and ms-swift's wrapping of a model, on 2 CPU ranks
+	@bash tools/frameworks.sh "$(VENV)"
 
 test-gpu: $(READY) ## the kernels' tests on a GPU
 	@TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/quantization/test_backends.py -k gpu

@@ -26,7 +26,9 @@ import stand_ins
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-stand_ins.install()
+stand_ins.install(
+    *("transformer_engine", "nvidia_resiliency_ext", "modelopt", "megatron.energon", "diffusers", "datasets")
+)
 
 from megatron.bridge.recipes.gpt.vanilla_gpt import vanilla_gpt_pretrain_config
 from megatron.bridge.training import eval as evaluation

@@ -31,13 +31,18 @@ def train(folder: Path, stop: int, manager: str = "ours") -> str:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     done = subprocess.run(
         [*torchrun, str(SCRIPT), str(folder), str(STEPS), str(stop), manager],
-        env=os.environ | CPU_ENVIRONMENT | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | CPU_ENVIRONMENT | {"OMP_NUM_THREADS": "1", "PYTHONPATH": _path()},
         capture_output=True,
         text=True,
         timeout=500,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
+
+
+def _path() -> str:
+    """With tests/, for stand_ins.py."""
+    return os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])
 
 
 def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:

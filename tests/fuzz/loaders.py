@@ -10,6 +10,7 @@ import csv
 import dataclasses
 import io
 import json
+import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from megatron_patch.workflows.ablation import definition, records
+from megatron_patch.workflows.ablation import curves, definition, records
 from megatron_patch.workflows.data import files as data_files
 from megatron_patch.workflows.plan import cluster_file
 from megatron_patch.workflows.report import figures, page, planned, runs
@@ -172,6 +173,7 @@ _RESULTS = [
         "done",
         "0123456789abcdef",
         "2.5",
+        "2.75",
         "2.25",
         "20",
         "4.125",
@@ -181,8 +183,8 @@ _RESULTS = [
         "",
         "4",
     ],
-    ["method=loco", "1", "done", "f" * 16, "nan", "", "20", "4.125", "1e6", "2e6", "300", "16.0", "4"],
-    ["method=loco", "2", "failed", "e" * 16, *[""] * 9],
+    ["method=loco", "1", "done", "f" * 16, "nan", "", "", "20", "4.125", "1e6", "2e6", "300", "16.0", "4"],
+    ["method=loco", "2", "failed", "e" * 16, *[""] * 10],
 ]
 
 
@@ -227,6 +229,26 @@ def read_results(folder: Path, data: bytes) -> object:
         )
     (folder / "again.csv").write_bytes(_csv([_COLUMNS, *rows]))
     same(records.read(folder / "again.csv"), found)
+    return found
+
+
+_CURVES = [
+    list(curves.COLUMNS),
+    ["method=none", "1", "5", "2.5", "16.000", "16.000", "0123456789abcdef"],
+    ["method=none", "1", "10", "nan", "16.000", "3.125", "0123456789abcdef"],
+    ["method=loco", "2", "5", "", "4.125", "2.000", "f" * 16],
+]
+
+
+def read_curves(folder: Path, data: bytes) -> object:
+    """`ablate --results` reads the curves beside the file."""
+    path = folder / "results_curves.csv"
+    path.write_bytes(data)
+    found = curves.read(path)
+    for points in found.values():
+        for point in points:
+            assert isinstance(point.step, int)
+            assert math.isfinite(point.weight_bits)
     return found
 
 
@@ -441,6 +463,7 @@ LOADERS = [
         "cluster and links", _inputs([as_yaml(one) for one in _CLUSTERS], _CLUSTERS, as_yaml), read_cluster
     ),
     Loader("results.csv", _inputs([_csv(_results())], [_results()], _csv_of), read_results),
+    Loader("results_curves.csv", _inputs([_csv(_CURVES)], [_CURVES], _csv_of), read_curves),
     Loader("runs", _run_inputs(), read_run),
     Loader("plan", _inputs([as_json(_PLAN)], [_PLAN], as_json), read_plan),
     Loader("data set", _data_inputs(), read_data_set),

@@ -1,6 +1,6 @@
-"""Modules that Megatron-Bridge imports and that a CPU does not have, as modules whose every attribute exists.
+"""Modules that a framework imports and that are not here, as modules whose every attribute exists.
 
-`install()` after megatron.core is imported, which asks for some of them and does without.
+`install(...)` after megatron.core is imported, which asks for some of them and does without.
 """
 
 from __future__ import annotations
@@ -11,15 +11,6 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
-
-NAMES = (
-    "transformer_engine",
-    "nvidia_resiliency_ext",
-    "modelopt",
-    "megatron.energon",
-    "diffusers",
-    "datasets",
-)
 
 
 def _anything(self: object, *args: Any, **kwargs: Any) -> None:
@@ -43,10 +34,13 @@ class _StandIn(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if any(name == known or name.startswith(f"{known}.") for known in NAMES):
+        if any(name == known or name.startswith(f"{known}.") for known in self._names):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
@@ -57,6 +51,6 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def install() -> None:
-    """Have imports of `NAMES` succeed."""
-    sys.meta_path.insert(0, _Finder())
+def install(*names: str) -> None:
+    """Have imports of these modules, and of all below them, succeed."""
+    sys.meta_path.insert(0, _Finder(names))
