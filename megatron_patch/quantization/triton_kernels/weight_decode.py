@@ -163,11 +163,15 @@ def apply_kernel(
     n: tl.int64,
     tiles: tl.int64,
     own,  # whose weights are left alone
+    SIXTEENS: tl.constexpr,  # n is a multiple of 16: shards begin where wide loads may
 ):
     tile = tl.program_id(0).to(tl.int64)
     sender = tl.program_id(1).to(tl.int64)
     message, size = _message_of(messages, places, row)
-    weights = shards + sender * n
+    first = sender * n
+    if SIXTEENS:
+        first = tl.multiple_of(first, 16)
+    weights = shards + first
     pieces += sender * (5 * tiles + 1)
     wrong += 2 * sender
     sums += 2 * sender * tiles

@@ -81,7 +81,7 @@ def decode(
     pieces = sizes.cumsum(1)
     if tiles:
         apply_kernel[(tiles, senders)](
-            messages, places, shards, pieces, wrong, sums, row, n, tiles, own, **_APPLY
+            messages, places, shards, pieces, wrong, sums, row, n, tiles, own, n % 16 == 0, **_APPLY
         )
     verdict_kernel[(senders,)](
         messages,
