@@ -353,12 +353,12 @@ class _State:
         u32 = np.dtype(np.uint32)
         both = self.value(operands[1], u32).astype(np.uint64)
         both |= self.value(operands[2], u32).astype(np.uint64) << np.uint64(32)
-        choice, result = int(operands[3].rstrip("U"), 0), np.zeros(THREADS, dtype=np.uint32)
+        choice, result = self.value(operands[3], u32), np.zeros(THREADS, dtype=np.uint32)
         for place in range(4):
-            nibble = choice >> 4 * place & 15
-            byte = (both >> np.uint64(8 * (nibble & 7))).astype(np.uint8)
-            if nibble & 8:
-                byte = np.where(byte & 0x80, 0xFF, 0).astype(np.uint8)
+            nibble = choice >> np.uint32(4 * place) & np.uint32(15)
+            byte = (both >> (8 * (nibble & 7)).astype(np.uint64)).astype(np.uint8)
+            sign = np.where(byte & 0x80, 0xFF, 0).astype(np.uint8)
+            byte = np.where(nibble & 8, sign, byte)
             result |= byte.astype(np.uint32) << np.uint32(8 * place)
         self.put(operands[0], result)
 
