@@ -53,6 +53,7 @@ class Program:
         self.counts: Counter[str] = Counter()
         self.parameters = re.findall(r"\.param \.(\w+)(?: \.ptr \.global \.align \d+)? (\w+_param_\d+)", ptx)
         self._random = np.random.default_rng(seed)
+        self._salt = np.uint32(self._random.integers(1 << 32))
         self._labels: dict[str, int] = {}
         self._lines: list[tuple[str, str, list[str]]] = []
         self._run: list[Callable[[Any], int | None]] = []
@@ -245,6 +246,11 @@ class _State:
             raise Fault("a barrier of a kind that is not known")
 
     def _pairwise(self, parts: list[str], operands: list[str], operation: Callable[..., Any]) -> None:
+        if parts[-1] in ("s16x2", "u16x2"):  # two numbers in a register
+            each = _TYPES[parts[-1].removesuffix("x2")]
+            both = [self.value(one, _TYPES["u32"]).copy().view(each) for one in operands[1:]]
+            self.put(operands[0], operation(*both).view(np.uint32))
+            return
         dtype = _TYPES[parts[-1]]
         self.put(operands[0], operation(*(self.value(one, dtype) for one in operands[1:])))
 
@@ -287,9 +293,10 @@ class _State:
         self.put(operands[0], self._about((1 / np.sqrt(value)).astype(np.float32)))
 
     def _about(self, values: np.ndarray) -> np.ndarray:
-        """A last bit off, or not."""
+        """A last bit off, or not; the same for the same value, as on a GPU: threads may hold copies of it."""
         bits = np.ascontiguousarray(values).view(np.int32)
-        moved = bits + self.program._random.integers(-1, 2, THREADS, dtype=np.int32)
+        mixed = (bits.view(np.uint32) ^ self.program._salt) * np.uint32(0x9E3779B1)
+        moved = bits + ((mixed >> np.uint32(16)) % np.uint32(3)).astype(np.int32) - 1
         usual = np.isfinite(values) & (np.abs(values) > 1e-30)
         return np.where(usual, moved, bits).view(np.float32)
 
