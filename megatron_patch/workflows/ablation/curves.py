@@ -63,6 +63,11 @@ def of_folder(folder: Path) -> list[Point]:
     ]
 
 
+def losses(points: Sequence[Point]) -> dict[int, float]:
+    """By step, where finite."""
+    return {p.step: p.loss for p in points if p.loss is not None and math.isfinite(p.loss)}
+
+
 def text(made: Sequence[tuple[Run, Sequence[Point]]]) -> str:
     """The file's text, with six digits of a loss and three of bits."""
     file = io.StringIO()

@@ -6,18 +6,15 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_patch.workflows.ablation.curves import Point
+from megatron_patch.workflows.ablation import curves
 from megatron_patch.workflows.ablation.definition import Cell
 from megatron_patch.workflows.ablation.results import Results
-from megatron_patch.workflows.ablation.statistics import interval, percent
+from megatron_patch.workflows.ablation.statistics import interval
 from megatron_patch.workflows.plots import pyplot
-
-_Curves = Mapping[tuple[str, int], Sequence[Point]]
-"""By a cell's name and a seed."""
 
 _LINES_A_PANEL = 8
 _PANELS_A_ROW = 3
@@ -73,19 +70,18 @@ def draw_curves(path: Path, results: Results) -> None:
     """A PNG at `path`. With few cells and no contrast: training loss, its difference to the baseline with the
     interval over the seeds, and bits a weight, over tokens. Else per panel the differences of the cells that
     differ in the contrasted setting alone."""
-    curves = {(run.cell.name, run.seed): points for run, points in results.logged()}
-    cells = [cell for cell in results.ablation.cells[1:] if _differences(results, curves, cell)]
+    cells = [cell for cell in results.ablation.cells[1:] if results.training_differences(cell)]
     if not cells:
         return
     if results.ablation.contrast or len(cells) > _LINES_A_PANEL:
-        figure = _panels(results, curves, cells)
+        figure = _panels(results, cells)
     else:
-        figure = _story(results, curves, cells)
+        figure = _story(results, cells)
     figure.savefig(path, dpi=140)
     pyplot().close(figure)
 
 
-def _panels(results: Results, curves: _Curves, cells: Sequence[Cell]) -> Any:
+def _panels(results: Results, cells: Sequence[Cell]) -> Any:
     panels = results.groups() or _chunks(cells)
     panels = {title: [cell for cell in found if cell in cells] for title, found in panels.items()}
     panels = {title: found for title, found in panels.items() if found}
@@ -102,7 +98,7 @@ def _panels(results: Results, curves: _Curves, cells: Sequence[Cell]) -> Any:
             name = cell.name
             if results.ablation.contrast:
                 name = str(cell.settings[results.ablation.contrast])
-            by_step = _by_step(_differences(results, curves, cell))
+            by_step = _by_step(results.training_differences(cell).values())
             means = [statistics.fmean(each) for each in by_step.values()]
             axes.plot(list(by_step), means, label=name, linestyle=next(styles), linewidth=1.4)
         axes.axhline(0, color="black", linewidth=0.8)
@@ -117,7 +113,7 @@ def _panels(results: Results, curves: _Curves, cells: Sequence[Cell]) -> Any:
     return figure
 
 
-def _story(results: Results, curves: _Curves, cells: Sequence[Cell]) -> Any:
+def _story(results: Results, cells: Sequence[Cell]) -> Any:
     baseline = results.ablation.baseline
     tokens = _tokens_a_step(results)
     from matplotlib.ticker import EngFormatter
@@ -127,8 +123,8 @@ def _story(results: Results, curves: _Curves, cells: Sequence[Cell]) -> Any:
     )
     for index, cell in enumerate([baseline, *cells]):
         look = {"color": f"C{index}", "linestyle": _STYLES[index % len(_STYLES)], "linewidth": 1.4}
-        runs = [points for (name, _), points in curves.items() if name == cell.name]
-        mean = _by_step([_windowed(_losses(points)) for points in runs])
+        runs = [points for (name, _), points in results.points.items() if name == cell.name]
+        mean = _by_step([_windowed(curves.losses(points)) for points in runs])
         steps = [step * tokens for step in mean]
         losses.plot(
             steps,
@@ -140,7 +136,7 @@ def _story(results: Results, curves: _Curves, cells: Sequence[Cell]) -> Any:
             bits.plot([p.step * tokens for p in runs[0]], [p.weight_bits for p in runs[0]], **look)
         if cell == baseline:
             continue
-        pairs = _by_step([_windowed(each) for each in _differences(results, curves, cell)])
+        pairs = _by_step([_windowed(each) for each in results.training_differences(cell).values()])
         found = [(step * tokens, one) for step, each in pairs.items() if (one := interval(each))]
         differences.plot([step for step, _ in found], [one.mean for _, one in found], **look)
         bands = [(step, one.low, one.high) for step, one in found if one.low is not None]
@@ -185,19 +181,6 @@ def _chunks(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
     return {f"cells {index}" if index > 1 else "": list(piece) for index, piece in enumerate(pieces, 1)}
 
 
-def _differences(results: Results, curves: _Curves, cell: Cell) -> list[dict[int, float]]:
-    """Of each seed that both have, by logged step, the training loss against the baseline's, in %."""
-    found = []
-    for seed in results.differences(cell):
-        base = _losses(curves.get((results.ablation.baseline.name, seed), ()))
-        found.append(percent(_losses(curves.get((cell.name, seed), ())), base))
-    return [each for each in found if each]
-
-
-def _losses(points: Sequence[Point]) -> dict[int, float]:
-    return {p.step: p.loss for p in points if p.loss is not None and math.isfinite(p.loss)}
-
-
 def _windowed(points: dict[int, float]) -> dict[int, float]:
     """Means over at most `_WINDOWS` windows of consecutive logged steps, by the last step of each."""
     steps = sorted(points)
@@ -206,7 +189,7 @@ def _windowed(points: dict[int, float]) -> dict[int, float]:
     return {window[-1]: statistics.fmean(points[step] for step in window) for window in windows}
 
 
-def _by_step(runs: Sequence[dict[int, float]]) -> dict[int, list[float]]:
+def _by_step(runs: Iterable[dict[int, float]]) -> dict[int, list[float]]:
     found: dict[int, list[float]] = {}
     for run in runs:
         for step, value in run.items():

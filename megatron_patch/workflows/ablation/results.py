@@ -14,11 +14,12 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from rich.table import Table
 
-from megatron_patch.workflows.ablation import curves, records
+from megatron_patch.workflows.ablation import curves, records, trend
 from megatron_patch.workflows.ablation.definition import Ablation, Cell, Run
 from megatron_patch.workflows.ablation.statistics import CONFIDENCE, Interval, interval, percent
 from megatron_patch.workflows.run import run_folder
@@ -37,6 +38,14 @@ COLUMNS = (
     "error state MB",
 )
 CONTRAST_COLUMNS = ("", "runs", "difference", _INTERVAL, "")
+TREND_COLUMNS = (
+    "training loss, over the steps",
+    "runs",
+    "last quarter",
+    _INTERVAL,
+    "change per doubling",
+    _INTERVAL,
+)
 TEST_COLUMNS = ("test set", "pairs", "perplexity", "difference of the loss", _INTERVAL, "")
 
 
@@ -114,6 +123,31 @@ class Results:
             for one in self.outcomes
             if one.state is State.DONE
         ]
+
+    @cached_property
+    def points(self) -> dict[tuple[str, int], Sequence[curves.Point]]:
+        """The same by a cell's name and a seed."""
+        return {(run.cell.name, run.seed): points for run, points in self.logged()}
+
+    def training_differences(self, cell: Cell) -> dict[int, dict[int, float]]:
+        """Of each seed that both have, by logged step, training loss against the baseline's in percent."""
+        found = {}
+        for seed in self.differences(cell):
+            base, own = (
+                curves.losses(self.points.get((name, seed), ()))
+                for name in (self.ablation.baseline.name, cell.name)
+            )
+            found[seed] = percent(own, base)
+        return {seed: each for seed, each in found.items() if each}
+
+    def trend_rows(self) -> list[tuple[str, ...]]:
+        """A line per cell of long runs: what becomes of the difference in training loss."""
+        rows: list[tuple[str, ...]] = []
+        for cell in self.ablation.cells[1:]:
+            if found := trend.over_steps(self.training_differences(cell)):
+                last, change = _interval_columns(found.last), _interval_columns(found.doubling)
+                rows.append((cell.name, *last[:3], *change[1:3]))
+        return rows
 
     def test_rows(self) -> list[tuple[str, ...]]:
         """A line per cell on the test set, of ablations whose runs have one (data.test_path)."""
@@ -210,6 +244,8 @@ class Results:
                 f"\nCells that differ in `{ablation.contrast}` alone:\n",
                 _markdown_table(CONTRAST_COLUMNS, contrasts),
             ]
+        if trends := self.trend_rows():
+            parts += [f"\n{trend.WHAT}:\n", _markdown_table(TREND_COLUMNS, trends)]
         if tested := self.test_rows():
             parts += ["\nOn the test set, after the last step:\n", _markdown_table(TEST_COLUMNS, tested)]
         return "\n".join([*parts, self._footnote()])
@@ -219,6 +255,8 @@ class Results:
         tables = [_rich_table(COLUMNS, self.rows())]
         if contrasts := self.contrast_rows():
             tables.append(_rich_table((f"{self.ablation.contrast}", *CONTRAST_COLUMNS[1:]), contrasts))
+        if trends := self.trend_rows():
+            tables.append(_rich_table(TREND_COLUMNS, trends))
         if tested := self.test_rows():
             tables.append(_rich_table(TEST_COLUMNS, tested))
         return tables

@@ -15,6 +15,7 @@ from workflows.ablation.test_ablation import check_picture, define, leave
 from megatron_patch.errors import UserError
 from megatron_patch.workflows.ablation import curves, definition, plots
 from megatron_patch.workflows.ablation.curves import Point
+from megatron_patch.workflows.ablation.definition import Run
 from megatron_patch.workflows.ablation.results import Results
 
 TEXT = """\
@@ -72,23 +73,28 @@ def test_the_picture_shows_loss_difference_and_bits(tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     runs = ablation.runs(tmp_path / "out")
     for run in runs:
-        leave(run, 2.0)
-        loss = [5 * step**-0.2 + 0.02 * rng.standard_normal() for step in range(1, 201)]
-        records = [
-            {
-                "step": step,
-                "loss": float("nan") if step == 7 else value,
-                "gradient_wire_bits_per_element": 4.1,
-                "weight_wire_bits_per_element": 16.0 if "none" in run.cell.name else 5 - step / 100,
-            }
-            for step, value in enumerate(loss, 1)
-        ]
-        (run.folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        loss = {step: 5 * step**-0.2 + 0.02 * rng.standard_normal() for step in range(1, 201)}
+        leave_curve(run, loss | {7: float("nan")})
     for seeds, name in ((3, "band.png"), (1, "one.png")):
         plots.draw_curves(tmp_path / name, Results(ablation, runs[: 3 * seeds]))
         check_picture(tmp_path / name)
     pale = [_pale(imread(tmp_path / name)[..., :3]) for name in ("band.png", "one.png")]
     assert pale[0] > 20 * max(pale[1], 100), "the band of intervals"
+
+
+def leave_curve(run: Run, losses: dict[int, float]) -> None:
+    """A run that is done, with these training losses by step."""
+    leave(run, 2.0)
+    records = [
+        {
+            "step": step,
+            "loss": loss,
+            "gradient_wire_bits_per_element": 4.1,
+            "weight_wire_bits_per_element": 16.0 if "none" in run.cell.name else 5 - step / 1000,
+        }
+        for step, loss in losses.items()
+    ]
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def _pale(pixels: np.ndarray) -> int:

@@ -1,0 +1,80 @@
+"""Lines through differences: over the steps of long runs, and over the sizes of models."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+from workflows.ablation.test_ablation import define
+from workflows.ablation.test_curves import TEXT, leave_curve
+
+from megatron_patch.workflows.ablation import definition, trend
+from megatron_patch.workflows.ablation.results import Results
+
+
+def test_a_line_over_the_steps_is_found() -> None:
+    """The warm-up's quarter plays no part."""
+    rng = np.random.default_rng(1)
+    slopes = rng.normal(0.2, 0.05, 5)
+    differences = {
+        seed: {step: (0.1 + slope * math.log2(step) if step > 500 else 40.0) for step in range(10, 2001, 10)}
+        for seed, slope in enumerate(slopes)
+    }
+    found = trend.over_steps(differences)
+    assert found is not None
+    known = stats.t.interval(0.95, 4, slopes.mean(), stats.sem(slopes))
+    assert (found.doubling.low, found.doubling.high) == pytest.approx(known)
+    last = [np.mean([d for step, d in each.items() if step > 1500]) for each in differences.values()]
+    assert found.last.mean == pytest.approx(np.mean(last))
+
+
+def test_short_runs_have_no_trend() -> None:
+    line = dict.fromkeys(range(10, 991, 10), 0.1)
+    assert trend.over_steps({1: line}) is None
+    assert trend.over_steps({1: dict.fromkeys(range(250, 2001, 250), 0.1)}) is None, "6 points"
+    assert trend.over_steps({}) is None
+    long = dict.fromkeys(range(10, 1001, 10), 0.1)
+    found = trend.over_steps({1: line, 2: long})
+    assert found is not None
+    assert (found.last.n, found.doubling.n) == (1, 1)
+
+
+def test_a_line_over_sizes_agrees_with_a_regression() -> None:
+    rng = np.random.default_rng(2)
+    models = [(size, list(rng.normal(0.1, 0.05, n))) for size, n in ((1e6, 3), (3.4e6, 3), (1e7, 1))]
+    found = trend.over_sizes(models, 1e9)
+    x = [math.log2(size) for size, each in models for _ in each]
+    y = [one for _, each in models for one in each]
+    line = stats.linregress(x, y)
+    half = stats.t.ppf(0.975, 5)
+    assert found.doubling.mean == pytest.approx(line.slope)
+    assert found.doubling.high - found.doubling.mean == pytest.approx(half * line.stderr)
+    # At 0 of a shifted axis the line is its intercept.
+    there = stats.linregress(np.array(x) - math.log2(1e9), y)
+    assert found.there.mean == pytest.approx(there.intercept)
+    assert found.there.mean - found.there.low == pytest.approx(half * there.intercept_stderr)
+    assert found.there.n == 7
+
+
+@pytest.mark.parametrize("models", [[(1e6, [0.1, 0.2, 0.3])], [(1e6, [0.1]), (3e6, [0.2])], []])
+def test_too_few_models_are_refused(models: list) -> None:
+    with pytest.raises(ValueError, match="two sizes"):
+        trend.over_sizes(models, 1e9)
+
+
+def test_the_table_is_of_long_runs_alone(tmp_path: Path) -> None:
+    ablation = definition.read(define(tmp_path, TEXT))
+    runs = ablation.runs(tmp_path / "out")
+    for steps, rows in ((200, 0), (2000, 2)):
+        for run in runs:
+            factor = 1.0 if run.cell == ablation.baseline else 1 + 0.01 * math.log2(steps)
+            leave_curve(run, dict.fromkeys(range(10, steps + 1, 10), 3.0 * factor))
+        results = Results(ablation, runs)
+        assert len(results.trend_rows()) == rows
+        assert ("Over the steps" in results.markdown()) == bool(rows)
+    for row in results.trend_rows():
+        assert row[1:3] == ("3", f"{math.log2(2000):+.2f} %")
+        assert row[4] in ("+0.00 %", "-0.00 %")
