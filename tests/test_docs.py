@@ -163,6 +163,7 @@ def test_the_plans_page_shows_what_the_planner_predicts() -> None:
 
 def test_the_planner_is_as_good_as_its_page_says() -> None:
     """Where links take the time the predictions are close; the processor's noise is elsewhere."""
-    slow = [c for c in plan_cells() if c.cell.rate_mbit is not None and c.cell.rate_mbit <= 200]
+    slow = [c for c in plan_cells() if c.cell.rate_mbit is not None and c.cell.rate_mbit <= 300]
     assert statistics.median(abs(c.error) for c in slow) < 0.05
+    assert max(abs(c.error) for c in slow) < 0.20
     assert statistics.median(abs(c.error) for c in plan_cells()) < 0.10

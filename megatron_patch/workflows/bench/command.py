@@ -157,6 +157,8 @@ def show(result: dict[str, Any]) -> None:
     )
     for way, rate in _weight_code_rates(result).items():
         table.add_row(f"weight code, {way}", f"{rate / 1e6:.0f}", "", "", "")
+    for name, rate in result.get("onebit_adam", {}).items():
+        table.add_row(_ONEBIT[name], f"{rate / 1e6:.0f}", "", "", "")
     table.add_row("memcpy (bytes read and written)", "", f"{2 * memcpy / 1e9:.2f}", "100%", "")
     console = Console()
     console.print(
@@ -170,6 +172,13 @@ def show(result: dict[str, Any]) -> None:
     if uniform:
         console.print("\nIn turns with the uniform code of as many bits, without rotation:")
         console.print(_beside(rates | {"decompress_reduce": reduced}, uniform))
+
+
+_ONEBIT = {
+    "form_elements_per_second": "1-bit Adam, momentum and norm",
+    "update_elements_per_second": "1-bit Adam, update",
+    "adamw_elements_per_second": "torch's AdamW",
+}
 
 
 def _beside(rates: dict[str, float], uniform: dict[str, float]) -> Table:

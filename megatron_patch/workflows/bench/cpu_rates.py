@@ -3,7 +3,8 @@
 One bucket: compress (read gradient and error; write codes, scales and the new error) by the native kernel's
 variants and by the torch reference in pieces that fit the cache, and decompress_reduce of 8 senders. A codec
 with levels or rotation is measured in turns with the uniform one of as many bits. And the exact code of bf16
-weights' changes in one optimizer step, both ways.
+weights' changes in one optimizer step, both ways; and what 1-bit Adam does in a step beside its exchange, on
+more elements than a cache holds.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
+from megatron_patch.integration.onebit_adam import norm_sketch, update
 from megatron_patch.quantization import backends, native, weight_code
 from megatron_patch.quantization.layout import BlockLayout
 
@@ -29,6 +31,8 @@ LEAST = 1 << 17
 """Elements of the smallest bucket: the largest piece."""
 WEIGHT_CHANGE = 7e-5
 """Of one step: about what Adam makes at a learning rate of 3e-4, once its moments have settled."""
+_BEYOND_CACHE = 10_000_000
+_TENSORS = 8
 _PIECES = (1 << 14, 1 << 15, 1 << 16, LEAST)
 
 
@@ -89,6 +93,7 @@ def measure(
         "uniform_elements_per_second": uniform,
         "decompress_reduce_bytes_per_element": (payloads[0].nbytes + reduced.nbytes) / (elements * senders),
         "weight_code": _weight_code(elements, seconds),
+        "onebit_adam": _onebit_adam(seconds),
         "memcpy_bytes_per_second": source.nbytes / _best([lambda: target.copy_(source)], seconds)[0],
         # Gradient and error are read; error, codes and scales are written.
         "bytes_per_element": gradient.element_size() + 2 + 4 / layout.block + layout.payload_bytes / elements,
@@ -126,6 +131,36 @@ def _weight_code(elements: int, seconds: float) -> dict[str, float]:
         "bits_per_weight": 8 * size / elements,
         "encode_weights_per_second": elements / _best([lambda: coder.encode(old, new, there)], seconds)[0],
         "decode_weights_per_second": 2 * elements / _best([decode_twice], seconds)[0],
+    }
+
+
+def _onebit_adam(seconds: float) -> dict[str, float]:
+    """Elements per second: momentum and the gradient's norm; the update; torch's AdamW in its place."""
+    generator = torch.Generator().manual_seed(3)
+    gradients = [torch.randn(_BEYOND_CACHE // _TENSORS, generator=generator) for _ in range(_TENSORS)]
+    parameters = [torch.zeros_like(gradient, requires_grad=True) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    adamw = torch.optim.AdamW(parameters)
+    adamw.step()
+    states = [adamw.state[parameter] for parameter in parameters]
+    tensors = [
+        (parameter.detach(), gradient, state["exp_avg_sq"], state["exp_avg"])
+        for parameter, gradient, state in zip(parameters, gradients, states, strict=True)
+    ]
+    sizes = update.Sizes(lr=1e-3, weight_decay=0.1, eps=1e-8, momentum_bias=0.5, variance_bias=0.5)
+    bucket = torch.cat(gradients).to(torch.bfloat16)
+    momentum = torch.zeros(bucket.numel())
+    piece = norm_sketch.Piece(bucket, 1.0, [0] * -(-bucket.numel() // norm_sketch.STRETCH))
+
+    def form() -> None:
+        norm_sketch.fold([piece], norm_sketch.signs(bucket.device))
+        update.form(momentum, bucket, 0.9, 1.0)
+
+    calls = {"form": form, "update": lambda: update.update(tensors, sizes), "adamw": adamw.step}
+    times = _best(list(calls.values()), seconds)
+    return {
+        f"{name}_elements_per_second": bucket.numel() / best for name, best in zip(calls, times, strict=True)
     }
 
 

@@ -138,7 +138,8 @@ def _cluster(found: Mapping[str, Any], cell: Cell, job: Job) -> Cluster:
         weight_decode=Work(unit=1 / kernels["weight_decode"]),
         weight_sums=Work(unit=2 / kernels["memcpy_bytes"]),
         optimizer=Work(unit=compute.optimizer),
-        momentum=Work(unit=1 / kernels["momentum"]),
+        # 1-bit Adam's update replaces AdamW's, which `optimizer` has.
+        momentum=Work(unit=1 / kernels["form"] + 1 / kernels["update"] - 1 / kernels["adamw"]),
         stock_sum=Work(unit=compute.stock_sum),
         step=compute.step,
         transport=compute.transport(found, cell.ranks_per_host),

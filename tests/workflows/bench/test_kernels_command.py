@@ -41,6 +41,11 @@ def test_kernels_are_measured_beside_memcpy(tmp_path: Path, capsys: pytest.Captu
     weights = found["weight_code"]
     assert 3 < weights["bits_per_weight"] < 4
     assert min(weights["encode_weights_per_second"], weights["decode_weights_per_second"]) > 1e5
+    assert "1-bit Adam, update" in shown
+    assert set(found["onebit_adam"]) == {
+        f"{name}_elements_per_second" for name in ("form", "update", "adamw")
+    }
+    assert all(rate > 1e5 for rate in found["onebit_adam"].values())
     rates = found["elements_per_second"]
     assert rates["torch_chunked"] > 0
     if native.variants():
