@@ -45,7 +45,7 @@ def copy(nbytes: int, device: torch.device, runs: int) -> Line:
     """The yardstick: a copy of `nbytes` on the device, read and written bytes counted."""
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return Line("copy", 2 * nbytes, _seconds_of(target.copy_, [source], device, runs))
+    return Line("copy", 2 * nbytes, seconds_of(target.copy_, [source], device, runs))
 
 
 def compress(
@@ -77,7 +77,7 @@ def compress(
     lines = []
     for what, way in ways.items():
         try:
-            seconds = _seconds_of(way, gradients, device, runs)
+            seconds = seconds_of(way, gradients, device, runs)
         except torch.OutOfMemoryError as failure:  # the reference holds some ten copies of the bucket
             print(f"compress, {what}: {str(failure).splitlines()[0]}", file=sys.stderr)
             continue
@@ -104,7 +104,7 @@ def decompress_reduce(
     output = torch.empty(elements, dtype=dtype, device=device)
     codec = codec_of(config)
     run = _fused(codec, layout, device) or backends
-    seconds = _seconds_of(
+    seconds = seconds_of(
         lambda payloads: run.decompress_reduce(payloads, codec, layout, output, senders),
         received,
         device,
@@ -161,7 +161,7 @@ def _fused(codec: Codec, layout: BlockLayout, device: torch.device) -> backends.
     return triton_kernels if triton_kernels.supports(codec, layout) else None
 
 
-def _seconds_of(
+def seconds_of(
     call: Callable[[torch.Tensor], object], inputs: list[torch.Tensor], device: torch.device, runs: int
 ) -> float:
     """Median seconds of a call with one of the `inputs`, in turn; on a GPU after a round that warms up."""

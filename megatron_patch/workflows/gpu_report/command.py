@@ -1,7 +1,8 @@
 """`megatron-loco gpu-report`: everything that a GPU can tell, by one command of at most 40 minutes.
 
     environment   versions, GPUs, links          tests        the kernels' tests on the GPU
-    kernels       beside a copy                  exchanges    beside Megatron's reduce-scatter, over NCCL
+    kernels       beside a copy                  deepspeed    beside DeepSpeed's, where it is installed
+    exchanges     beside Megatron's reduce-scatter, over NCCL
     training      stock, LoCo, exact gather; a trace by stream
     connections   CUDA_DEVICE_MAX_CONNECTIONS 1, 8, 32
     sanitizers    torch's, and compute-sanitizer
@@ -31,6 +32,7 @@ STEPS: dict[str, tuple[Callable[[Machine, float], dict[str, Any]], float]] = {
     "environment": (steps.environment, 2),
     "tests": (steps.tests, 8),
     "kernels": (steps.kernels, 8),
+    "deepspeed": (steps.deepspeed, 4),
     "exchanges": (steps.exchanges, 4),
     "training": (steps.training, 12),
     "connections": (steps.connections, 9),

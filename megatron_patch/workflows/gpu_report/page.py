@@ -75,6 +75,17 @@ def _kernels(found: dict[str, Any]) -> list[str]:
     return _table(["gradients", "what", "G elements/s", "of a copy's rate"], rows)
 
 
+def _deepspeed(found: dict[str, Any]) -> list[str]:
+    if "seconds" not in found:
+        return []
+    rows = [
+        [what, *(f"{1e6 * one[who]:.0f}" for who in _WHO), f"{one[_WHO[1]] / one[_WHO[0]]:.2f} x"]
+        for what, one in found["seconds"].items()
+    ]
+    head = f"{found['elements']:,} gradients in fp16, 4 bits with error feedback, one GPU."
+    return [head, "", *_table(["what", *(f"{who} (us)" for who in _WHO), "ratio"], rows)]
+
+
 def _exchanges(found: dict[str, Any]) -> list[str]:
     if "seconds" not in found:
         return []
@@ -127,10 +138,12 @@ def _step(one: Any) -> float | None:
     return one["step_seconds"]["median"] if isinstance(one, dict) and "step_seconds" in one else None
 
 
+_WHO = ("megatron-loco", "DeepSpeed")
 _PAGES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "environment": _environment,
     "tests": _tests,
     "kernels": _kernels,
+    "deepspeed": _deepspeed,
     "exchanges": _exchanges,
     "training": _training,
     "connections": _connections,

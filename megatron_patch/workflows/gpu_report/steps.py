@@ -145,6 +145,18 @@ def exchanges(machine: Machine, seconds: float) -> dict[str, Any]:
     return json.loads(lines[-1]) if status == 0 and lines else _failed(status, output)
 
 
+def deepspeed(machine: Machine, seconds: float) -> dict[str, Any]:
+    """The kernels beside DeepSpeed's, where it is installed."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return {"not_run": "deepspeed is not installed (pip install deepspeed; its kernels need nvcc)"}
+    if machine.on_cpu:
+        return {"not_run": "no GPU"}
+    command = [sys.executable, "-m", "megatron_patch.workflows.gpu_report.deepspeed_kernels"]
+    status, output = machine.command("deepspeed", command, seconds)
+    lines = [line for line in output.splitlines() if line.startswith('{"elements"')]
+    return json.loads(lines[-1]) if status == 0 and lines else _failed(status, output)
+
+
 METHODS = {"stock": ["none"], "LoCo": ["loco"], "LoCo, exact gather": ["loco", "exact"]}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 import subprocess
 import sys
@@ -68,6 +69,15 @@ EXCHANGED = {
 }
 
 
+BESIDE_DEEPSPEED = {
+    "elements": 32768,
+    "seconds": {
+        "compress": {"megatron-loco": 2e-4, "DeepSpeed": 5e-4},
+        "sum of 8 ranks": {"megatron-loco": 1e-4, "DeepSpeed": 1e-4},
+    },
+}
+
+
 class StandIns:
     """Answers commands as they would; `fails` names those that do not."""
 
@@ -80,7 +90,8 @@ class StandIns:
         line = " ".join(parts)
         self.ran.append(log.stem)
         self.environments.append(environment)
-        log.write_text(f"{line}\n{json.dumps(EXCHANGED)}\n3 passed, 1 skipped in 2 s\n")
+        answers = "\n".join(json.dumps(one) for one in (EXCHANGED, BESIDE_DEEPSPEED))
+        log.write_text(f"{line}\n{answers}\n3 passed, 1 skipped in 2 s\n")
         if self.fails in line:
             return 1
         if "--json" in parts:
@@ -102,6 +113,7 @@ def reported(monkeypatch: pytest.MonkeyPatch, folder: Path, stand_ins: StandIns,
 
 def test_one_page_and_one_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stand_ins = StandIns()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "deepspeed" or None)
     assert reported(monkeypatch, tmp_path, stand_ins) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert list(report) == list(command.STEPS)
@@ -111,6 +123,7 @@ def test_one_page_and_one_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         "3 passed, 1 skipped",
         "| fp32, 4 bits | compress, triton | 300.0 | 66% |",
         "| 4 bits | 2.00 | 2.00 x |",
+        "| compress | 200 | 500 | 2.50 x |",
         "| LoCo, exact gather | 200.0 | 1.00 x | 10.0 | 1.0 |",
         "| LoCo | nccl | 0.1 | 0.1 |",
         "| 32 | 200.0 |",
