@@ -9,7 +9,7 @@ a state that is new looks for its own elements among them:
 
 so that what the senders together owe to an element of the reduced gradient stays owed: sum_n w_n*e_n, where
 w_n is the weight of what sender n sends (1 where Megatron asks for the sum, 1/N for the average).
-Elements that nobody held start from zero.
+Elements that no rank held start from zero.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ SavedState = tuple[Part, Callable[[], torch.Tensor]]
 
 
 def reshard(new: Sequence[Part], saved: Iterable[SavedState]) -> Iterator[tuple[torch.Tensor, int]]:
-    """For each of a rank's new states its error, fp32 [numel] on CPU, and the number of elements nobody held.
+    """For each of a rank's new states its error, fp32 [numel] on CPU, and how many elements no rank held.
 
     `new` are all states of the rank: what was of a kind that it has no more (another number of optimizer
     instances, say) goes to the first kind that it has.

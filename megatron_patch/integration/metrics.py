@@ -5,7 +5,7 @@ begins, and with which model), `training_log` (called on every rank after every 
 `evaluate_and_print_results` with its `evaluate` (the validation loss). Nothing they compute is changed.
 
 The last rank writes: it is the one with the loss and with Megatron's TensorBoard writer. Compression
-statistics are sums over ranks, reduced in one small all-reduce per LOGGED step. A run that goes on from a
+statistics are sums over ranks, reduced in one small all-reduce per LOGGED step. A run that resumes from a
 checkpoint logs again what the attempt that died had logged after it: those lines go when the first one comes.
 """
 

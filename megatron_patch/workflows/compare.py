@@ -39,7 +39,7 @@ _COLUMNS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megatron-loco compare`."""
     train.add_run_arguments(parser).add_argument(
-        "--resume", action="store_true", help="go on with a comparison that was interrupted"
+        "--resume", action="store_true", help="resume a comparison that was interrupted"
     )
     parser.add_argument(
         "--methods", default="none,loco", metavar="A,B", help="names in configs/methods, the baseline first"
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         summaries = {name: _summary(one, name.ljust(width), args) for name, one in prepared.items()}
     except (KeyboardInterrupt, launcher.Stopped):
         instead = " in place of --overwrite" if args.overwrite else ""
-        print(f"the same command with --resume{instead} goes on where this one was stopped", file=sys.stderr)
+        print(f"the same command with --resume{instead} resumes this one", file=sys.stderr)
         raise
     write_comparison(out, summaries)
     return 0

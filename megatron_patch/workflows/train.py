@@ -5,7 +5,7 @@ FOLDER/command.txt     the torchrun command                FOLDER/summary.json  
 FOLDER/tensorboard/    Megatron's own and ours             FOLDER/logs/          one file per rank
 FOLDER/checkpoints/    where megatron.save_interval asks for them
 
-A run that was ended goes on from its last checkpoint with --resume; launch.max_restarts does so by itself.
+A run that was ended resumes from its last checkpoint with --resume; launch.max_restarts does so by itself.
 --with adds recipes, e.g. of a cluster: --with configs/clusters/slurm.yaml. On several nodes every node runs
 this command, with the same FOLDER (shared) and a launch.node_rank of its own; node 0 looks after the folder.
 """
@@ -83,13 +83,13 @@ def _stopped(prepared: PreparedRun, why: str) -> launcher.Stopped:
         return launcher.Stopped(
             f"{why} before a checkpoint was written (megatron.save_interval, megatron.exit_signal_handler)"
         )
-    return launcher.Stopped(f"{why}; --resume goes on from the checkpoint of step {step}")
+    return launcher.Stopped(f"{why}; --resume resumes from the checkpoint of step {step}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megatron-loco train`."""
     add_run_arguments(parser).add_argument(
-        "--resume", action="store_true", help="go on from the last checkpoint of the run in that folder"
+        "--resume", action="store_true", help="resume from the last checkpoint of the run in that folder"
     )
     parser.add_argument(
         "--with",

@@ -129,10 +129,10 @@ def test_a_stopped_comparison_says_how_to_go_on(
     monkeypatch.setattr(train, "execute", stop)
     assert cli.main(["compare", CONFIG, "--out", str(tmp_path)]) == 1
     err = capsys.readouterr().err
-    assert "the same command with --resume goes on where this one was stopped" in err
+    assert "the same command with --resume resumes this one" in err
     assert err.splitlines()[-1] == "megatron-loco: error: stopped by SIGINT"
     assert cli.main(["compare", CONFIG, "--out", str(tmp_path), "--overwrite"]) == 1
-    assert "the same command with --resume in place of --overwrite goes on" in capsys.readouterr().err
+    assert "the same command with --resume in place of --overwrite resumes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

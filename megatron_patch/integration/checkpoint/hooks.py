@@ -4,7 +4,7 @@
       get_checkpoint_tracker_filename     after all ranks' barrier, before the checkpoint is announced as the
                                           latest: the staging folder moves into the checkpoint's
       schedule_async_save                 with --async-save: both happen when Megatron finalizes the save
-    load_checkpoint                     before it: a torn tracker is mended (tracker.py); after it: the states
+    load_checkpoint                     before it: a torn tracker is repaired (tracker.py); after it: the states
                                         are put back
       _load_base_checkpoint               tells which folder was loaded, and its arguments
 
@@ -201,7 +201,7 @@ def _load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     asked, flags = _bound(original, args, kwargs), get_args()
     folder = getattr(flags, asked["load_arg"])
     if folder is not None and dist.get_rank() == 0:
-        tracker.mend(Path(folder))
+        tracker.repair(Path(folder))
     dist.barrier()
     _loaded = None
     result = original(*args, **kwargs)

@@ -1,6 +1,6 @@
 """Putting saved error states back: exactly, or under another layout.
 
-Whether a state can be put back is decided by all ranks together, so that they never go on with errors of
+Whether a state can be put back is decided by all ranks together, so that they never continue with errors of
 different checkpoints.
 """
 
@@ -309,7 +309,7 @@ def _or_damaged(states: Iterator[tuple[torch.Tensor, int]]) -> Iterator[tuple[to
 
 
 def _resumed(phase: Phase, config: CompressionConfig) -> Phase:
-    """The saved phase; a warm-up that is still going on ends when the options of this run say."""
+    """The saved phase; a warm-up that is not over ends when the options of this run say."""
     if phase.variance_steps is None and config.warmup_steps is not None:
         phase.switch_step = config.warmup_steps
     return phase

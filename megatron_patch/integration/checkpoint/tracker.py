@@ -21,7 +21,7 @@ def latest(checkpoints: Path) -> int | None:
         return None
 
 
-def mend(checkpoints: Path) -> None:
+def repair(checkpoints: Path) -> None:
     """Write the number that a kill took away: Megatron opens the tracker file, which empties it, then writes.
 
     Every file of that checkpoint, the last one written, is complete by then. Left alone, the empty file has

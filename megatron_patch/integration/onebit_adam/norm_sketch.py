@@ -1,4 +1,4 @@
-"""The norm of a mean that nobody has: of the ranks' gradients, before they are exchanged.
+"""The norm of a mean that no rank has: of the ranks' gradients, before they are exchanged.
 
 Clipping wants |mean of g_i|, and the ranks' own norms do not tell it: noise that differs between ranks counts
 fully in each |g_i|, and 1/N in the mean. So every rank folds its gradient into K numbers,

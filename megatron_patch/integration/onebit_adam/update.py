@@ -7,7 +7,7 @@ After the warm-up the variance v is frozen, and m, the momentum, is what travels
                                                 are its senders' and owners' errors
     x   = x - lr*(m^ / (sqrt(v^) + eps) + wd*x) `update`, m^ = m / (1 - b1^t), v^ = v / (1 - b2^T)
 
-The paper leaves Adam's bias correction out; here it goes on as if nothing had happened: t counts all steps,
+The paper leaves Adam's bias correction out; here it stays as in the warm-up: t counts all steps,
 T the steps of the warm-up, in which v was made.
 """
 

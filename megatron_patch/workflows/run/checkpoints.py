@@ -14,5 +14,5 @@ def checkpoints(folder: Path) -> Path:
 
 def latest_step(folder: Path) -> int | None:
     """The step of the checkpoint that Megatron would load, None if there is none."""
-    tracker.mend(checkpoints(folder))
+    tracker.repair(checkpoints(folder))
     return tracker.latest(checkpoints(folder))

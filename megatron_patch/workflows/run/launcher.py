@@ -4,7 +4,7 @@ On GPUs, and on several nodes, the ranks are started by torchrun. On the CPU of 
 from this process, which has imported Megatron already to check the flags: that import takes 7 to 20 seconds
 of processor time, and four ranks on two cores would pay it four times over. Either way every rank runs
 `megatron_patch.launch SCRIPT FLAGS`, writes to FOLDER/logs, and a rank that dies takes the others with it.
-With `launch.max_restarts` all ranks are then started again, and Megatron goes on from the last checkpoint.
+With `launch.max_restarts` all ranks are then started again, and Megatron resumes from the last checkpoint.
 SIGTERM and SIGUSR1 are handed on to the ranks, which may save before they end (stop_signals.py).
 """
 

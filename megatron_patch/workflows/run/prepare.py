@@ -52,12 +52,12 @@ def prepare_run(run: RunConfig, folder: Path, *, dry: bool = False, cache: Path 
     script = recipes.find(run.launch.script)
     if not script.is_file():
         raise UserError(f"launch.script: {run.launch.script!r}: no such file")
-    # A dry run does not mend a torn tracker file.
+    # A dry run does not repair a torn tracker file.
     step = tracker.latest(checkpoints.checkpoints(folder)) if dry else checkpoints.latest_step(folder)
     for key in ("load", "finetune"):
         if step is not None and run.megatron.get(key):
             raise UserError(
-                f"megatron.{key}: {run.megatron[key]!r}: the run in {folder} goes on from checkpoints of its "
+                f"megatron.{key}: {run.megatron[key]!r}: the run in {folder} resumes from checkpoints of its "
                 f"own; leave it out: megatron.{key}=null"
             )
     on_cpu = run.launch.device == "cpu"

@@ -2,7 +2,7 @@
 
 The folders are the only record of how far an ablation, or a comparison, has come.
 
-    config.yaml alone           interrupted: it goes on from its last checkpoint, or starts anew without one
+    config.yaml alone           interrupted: it resumes from its last checkpoint, or starts anew without one
     summary.json                done: written in one piece, as the run's last act; of fewer steps than were
                                 asked for, interrupted: Megatron saved and ended when told to
     failed.txt                  failed: the launcher's report of why
@@ -68,7 +68,7 @@ def check_unchanged(folder: Path, wanted: RunConfig) -> None:
 
 
 def check_folder(folder: Path, overwrite: bool, resume: bool = False) -> None:
-    """Look whether a run may start in `folder`, or go on there.
+    """Look whether a run may start in `folder`, or be resumed there.
 
     Raises:
         UserError: it holds a run already, and neither `overwrite` nor `resume` was asked for; it holds
@@ -77,12 +77,12 @@ def check_folder(folder: Path, overwrite: bool, resume: bool = False) -> None:
     step = checkpoints.latest_step(folder)
     if resume and step is None:
         raise UserError(
-            f"resume: {folder} holds no checkpoint to go on from; start anew (--overwrite replaces a run), "
+            f"resume: {folder} holds no checkpoint to resume from; start anew (--overwrite replaces a run), "
             "with megatron.save_interval=STEPS to have checkpoints written"
         )
     if step is not None and not resume:
         raise UserError(
-            f"out: {folder} holds a run with checkpoints; add --resume to go on "
+            f"out: {folder} holds a run with checkpoints; add --resume to resume it "
             f"from step {step}, choose another folder, or remove {checkpoints.checkpoints(folder)} for a new "
             "start"
         )
@@ -91,7 +91,7 @@ def check_folder(folder: Path, overwrite: bool, resume: bool = False) -> None:
 
 
 def claim_folder(folder: Path, overwrite: bool, resume: bool = False) -> None:
-    """Make `folder` ready for a new run, or for one to go on with its metrics, logs and TensorBoard files.
+    """Make `folder` ready for a new run, or for one that resumes with its metrics, logs and TensorBoard.
 
     Raises:
         UserError: as `check_folder` does, or the folder cannot be written.
