@@ -4,7 +4,7 @@
       get_checkpoint_tracker_filename     after all ranks' barrier, before the checkpoint is announced as the
                                           latest: the staging folder moves into the checkpoint's
       schedule_async_save                 with --async-save: both happen when Megatron finalizes the save
-    load_checkpoint                     before it: a torn tracker is repaired (tracker.py); after it: the states
+    load_checkpoint                     before it: a torn tracker is repaired; after it: the states
                                         are put back
       _load_base_checkpoint               tells which folder was loaded, and its arguments
 
