@@ -103,3 +103,29 @@ def test_error_feedback_remedies_change_adam_where_they_say(pool: WorkerPool) ->
     for trial, same in {"none": True, "exact_m": False, "exact_v": False, "noise_v": False}.items():
         mine, theirs = pool.run(remedied, trial, world_size=1)[0]
         assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6) == same
+
+
+def trend_over_sizes(*flags: str) -> subprocess.CompletedProcess[str]:
+    script = [sys.executable, str(BENCHMARKS / "trend_over_sizes.py"), *flags]
+    return subprocess.run(script, capture_output=True, text=True, check=False)
+
+
+def test_a_line_goes_through_the_seeds_of_several_models(tmp_path: Path) -> None:
+    """Differences on a line have no uncertainty; runs that are not done and other cells play no part."""
+    for size in (1, 4):
+        rows = [f"bits=4,{seed},4,done,{0.5 + 0.1 * size}" for seed in (1, 2)]
+        lines = ["cell,seed,compression.bits,state,difference_percent", *rows, "bits=4,3,4,failed,"]
+        (tmp_path / f"{size}.csv").write_text("\n".join([*lines, "bits=2,1,2,done,7.0"]))
+    models = [f"{size}e6={tmp_path / f'{size}.csv'}" for size in (1, 4)]
+    done = trend_over_sizes("compression.bits=4", *models, "--at", "16e6")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "1e+06 parameters: +0.60, +0.60 %",
+        "4e+06 parameters: +0.90, +0.90 %",
+        "per doubling: +0.150 (+0.150 to +0.150) percentage points",
+        "at 1.6e+07 parameters, an extrapolation: +1.200 (+1.200 to +1.200) %",
+    ]
+    assert "its interval three runs" in trend_over_sizes("compression.bits=4", models[0]).stderr
+    unclear = trend_over_sizes(*models)
+    assert unclear.returncode == 2
+    assert "2 cells have these settings; there must be one" in unclear.stderr
