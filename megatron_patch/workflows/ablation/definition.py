@@ -152,9 +152,9 @@ def _seeded(run: RunConfig, seed: int) -> RunConfig:
 def find(name: str) -> Path:
     """The definition called `name`: a path, a shipped one, or the bare name of one in configs/ablations."""
     path = recipes.find(name)
-    if path.suffix == "" and not path.exists():
+    if path.suffix == "" and not recipes.is_file(path):
         path = recipes.shipped(f"configs/ablations/{name}.yaml")
-    if not path.is_file():
+    if not recipes.is_file(path):
         known = sorted(one.stem for one in recipes.shipped("configs/ablations").glob("*.yaml"))
         raise UserError(
             f"{name}: no such ablation{nearest(Path(name).stem, known)}; ready-made: {', '.join(known)}"

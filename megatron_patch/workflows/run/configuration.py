@@ -132,14 +132,21 @@ def load(path: Path, overrides: Sequence[str] = (), *, and_files: Sequence[Path]
     composed = compose(path)
     for extra in and_files:
         composed = _merge(composed, compose(extra), str(extra))
-    for override in overrides:
-        key, equals, _ = override.partition("=")
-        if not equals or "." not in key:
-            raise UserError(f"{override!r} is no override: write section.key=value, e.g. megatron.lr=1e-3")
+    asked = [_override(one) for one in overrides]
     _drop_options_of_other_methods(composed, OmegaConf.from_dotlist(list(overrides)))
-    for override in overrides:
-        composed = _merge(composed, OmegaConf.from_dotlist([override]), override, drop=False)
+    for override, content in zip(overrides, asked, strict=True):
+        composed = _merge(composed, content, override, drop=False)
     return _resolve(resolved(composed, path), str(path))
+
+
+def _override(text: str) -> DictConfig:
+    key, equals, _ = text.partition("=")
+    if not equals or "." not in key:
+        raise UserError(f"{text!r} is no override: write section.key=value, e.g. megatron.lr=1e-3")
+    try:
+        return OmegaConf.from_dotlist([text])
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise UserError(f"{text}: {untrusted.yaml_problem(error)}") from error
 
 
 def resolved(composed: DictConfig, path: Path) -> dict[str, Any]:
@@ -205,7 +212,9 @@ def _load(path: Path, including: tuple[Path, ...]) -> DictConfig:
         path = path.resolve()
         found = path.is_file()
     except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, a loop of links
-        raise UserError(f"{str(path)!r}: no such configuration file: {error}") from error
+        raise UserError(
+            f"{str(path)!r}: no such configuration file: {getattr(error, 'strerror', None) or error}"
+        ) from error
     if path in including:
         raise UserError(
             f"{path}: defaults include this file again: {' -> '.join(p.name for p in (*including, path))}"

@@ -50,7 +50,7 @@ def prepare_run(run: RunConfig, folder: Path, *, dry: bool = False, cache: Path 
     if not dry:
         _check_nodes(run.launch)
     script = recipes.find(run.launch.script)
-    if not script.is_file():
+    if not recipes.is_file(script):
         raise UserError(f"launch.script: {run.launch.script!r}: no such file")
     # A dry run does not repair a torn tracker file.
     step = tracker.latest(checkpoints.checkpoints(folder)) if dry else checkpoints.latest_step(folder)

@@ -18,7 +18,15 @@ def shipped(name: str) -> Path:
 def find(name: str) -> Path:
     """`name` as given if it is there, else the shipped file of that name."""
     path = Path(name)
-    return path if path.exists() or path.is_absolute() else shipped(name)
+    return path if is_file(path) or path.is_absolute() else shipped(name)
+
+
+def is_file(path: Path) -> bool:
+    """Whether it is there; a name that no file can have (too long, a NUL) is not."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def method_recipe(name: str) -> Path:

@@ -114,6 +114,9 @@ def test_bad_configurations(text: str, tmp_path: Path, capsys: pytest.CaptureFix
     ("arguments", "words"),
     [
         (["train", "nowhere.yaml"], ["nowhere.yaml", "no such configuration file"]),
+        (["train", "9" * 5000], ["999 ... 999", "no such configuration file: File name too long"]),
+        (["train", str(LLAMA), "megatron.seed=[1"], ["megatron.seed=[1: ", "expected"]),
+        (["ablate", "9" * 5000], ["9999: no such ablation"]),
         (["train", str(LLAMA.with_name("llama_tinny.yaml"))], ["did you mean llama_tiny.yaml"]),
         (["train", str(LLAMA), "lr=1"], ["'lr=1'", "section.key=value"]),
         (["train", str(LLAMA), "--fast"], ["--fast", "--help"]),

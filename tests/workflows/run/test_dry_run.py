@@ -60,6 +60,8 @@ def test_a_gpu_recipe_where_there_is_no_gpu_no_data_and_no_cluster(
         (["launch.rdzv_endpoint=node01"], ["launch.rdzv_endpoint: 'node01'", "host:port"]),
         (["--with", "configs/clusters/slum.yaml"], ["slum.yaml", "did you mean slurm.yaml"]),
         (["launch.script=nowhere.py"], ["launch.script: 'nowhere.py'", "no such file"]),
+        ([f"launch.script=a{'9' * 300}"], ["launch.script: 'a999", "no such file"]),
+        ([f"launch.script={'9' * 5000}"], ["launch.script=999", "4300 digits"]),
     ],
 )
 def test_mistakes_are_found_without_running(
