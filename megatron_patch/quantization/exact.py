@@ -26,7 +26,9 @@ class ExactElements:
     places: torch.Tensor
     """int64 [N, n], on CPU: which elements of its shard, NONE_HERE behind a shard's last."""
     shard_size: int
-    _copies: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False)
+    _copies: dict[tuple[torch.device, int, int], tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict, repr=False
+    )
 
     @staticmethod
     def of(spans: Sequence[Span], shards: Sequence[Sequence[Range]], shard_size: int) -> ExactElements | None:
@@ -57,34 +59,31 @@ class ExactElements:
         counts: list[int] = (self.places != NONE_HERE).sum(dim=1).tolist()
         return [4 * count for count in counts]
 
-    def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """(which elements of the tensor, which of [N * n]), int64 on a device; copied there once."""
-        if device not in self._copies:
-            shard = torch.arange(len(self.places))[:, None] * self.shard_size
+    def _on(self, device: torch.device, start: int, words: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(which elements of the tensor, which fp32 words of N payloads of so many words, from byte `start`
+        on), int64 on a device; copied there once."""
+        key = device, start, words
+        if key not in self._copies:
             there = self.places != NONE_HERE
-            elements, slots = (self.places + shard)[there], there.view(-1).nonzero()[:, 0]
-            self._copies[device] = elements.to(device), slots.to(device)
-        return self._copies[device]
+            shard = torch.arange(len(self.places))[:, None]
+            slot = torch.arange(self.places.shape[1]) + start // 4
+            elements, slots = (self.places + shard * self.shard_size)[there], (shard * words + slot)[there]
+            self._copies[key] = elements.to(device), slots.to(device)
+        return self._copies[key]
 
     def write(self, tensor: torch.Tensor, payload: torch.Tensor, start: int) -> None:
-        """Write those of `tensor`, [B] of any float dtype, into `payload`, uint8 [N, payload_bytes], from
-        byte `start` on, and zeros behind them."""
-        elements, slots = self._on(tensor.device)
-        values = torch.zeros(self.places.numel(), dtype=torch.float32, device=tensor.device)
-        values[slots] = tensor[elements].to(torch.float32)
-        end = start + self._most
-        payload[:, start:end] = values.view(len(payload), -1).view(torch.uint8)
-        payload[:, end:] = 0
+        """Write those of `tensor`, [B] of any float dtype, into `payload`, contiguous uint8 [N,
+        payload_bytes], from byte `start` on, a multiple of 4, and zeros where there are none."""
+        words = payload.view(torch.float32)
+        elements, slots = self._on(tensor.device, start, words.shape[1])
+        words[:, start // 4 :] = 0
+        words.view(-1).index_copy_(0, slots, tensor.index_select(0, elements).to(torch.float32))
 
     def read(self, payloads: torch.Tensor, start: int, output: torch.Tensor, divisor: int = 1) -> None:
         """Sum the senders' payloads, uint8 [senders, N, payload_bytes], into `output`, [B] of any float
         dtype."""
-        elements, slots = self._on(output.device)
-        values = payloads[..., start : start + self._most].contiguous().view(torch.float32)
-        total = over(values.to(torch.float64).sum(dim=0).view(-1)[slots], divisor)
-        output[elements] = total.to(torch.float32).to(output.dtype)
-
-    @property
-    def _most(self) -> int:
-        """Bytes of them in the payload which has most."""
-        return 4 * self.places.shape[1]
+        words = payloads.view(torch.float32)
+        elements, slots = self._on(output.device, start, words.shape[2])
+        values = words.reshape(len(words), -1).index_select(1, slots)
+        total = over(values.sum(dim=0, dtype=torch.float64), divisor)
+        output.index_copy_(0, elements, total.to(torch.float32).to(output.dtype))
