@@ -87,6 +87,19 @@ class Exchanges:
             needs[f"processor{self.stage}"] = cost.seconds(call.sent, call.calls)
         return self.add(Task(name, needs, after, f"{stream}{self.stage}", call.latency))
 
+    def pass_on(self, times: int, after: Sequence[Task]) -> list[Task]:
+        """So many sends of a microbatch's activations, or their gradients, to a neighbouring stage."""
+        if not times:
+            return list(after)
+        nbytes = times * self.job.passed_bytes
+        if self.job.passes_between_nodes(self.cluster):
+            needs = {f"uplink{self.stage}": nbytes * min(self.cluster.per_node, self.cluster.world)}
+            latency = self.cluster.between.latency
+        else:
+            needs, latency = {f"inside{self.stage}": nbytes}, self.cluster.inside.latency
+        waited = times * (self.cluster.call_latency + latency)
+        return [self.add(Task("to another stage", needs, after, f"passed{self.stage}", waited))]
+
     # --- gradients ---------------------------------------------------------------------------------------
 
     def start(self, bucket: Bucket, ready: Sequence[Task], number: int) -> None:

@@ -72,6 +72,8 @@ class Job:
     """Whether buckets are exchanged when backward is through, as `bench network` does."""
     weight_bits: float | None = None
     """Of the exact gather; None: by the learning rate."""
+    passed_bytes: float = 0.0
+    """Activations of a microbatch that a rank sends to the next stage; as many gradients come back."""
 
     def replicas(self, world: int) -> int:
         """Data-parallel ranks."""
@@ -80,6 +82,10 @@ class Job:
     def microbatches(self, world: int) -> int:
         """Of one rank in a step."""
         return max(1, self.global_batch // (self.micro_batch * self.replicas(world)))
+
+    def passes_between_nodes(self, cluster: Cluster) -> bool:
+        """Whether the next stage's ranks are on other nodes: Megatron's stages are runs of ranks."""
+        return self.pipeline > 1 and cluster.world // self.pipeline >= cluster.per_node
 
     def tokens(self, world: int) -> int:
         """Of a step."""
@@ -172,8 +178,16 @@ def of_arguments(name: str, args: argparse.Namespace, weight_gather_ratio: float
         bucket_size=args.ddp_bucket_size,
         exact_ratio=(weight_gather_ratio or (args.lr or 0.0) / deviation),
         activation_bytes=_activation_bytes(args),
+        passed_bytes=_passed_bytes(args),
         recompute=args.recompute_granularity == "full",
     )
+
+
+def _passed_bytes(args: argparse.Namespace) -> float:
+    """Every tensor-parallel rank sends all of it, or its part of the sequence with sequence parallelism."""
+    parts = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+    size = 2 if args.bf16 or args.fp16 else 4
+    return float(size * args.seq_length * args.micro_batch_size * args.hidden_size / parts)
 
 
 def _activation_bytes(args: argparse.Namespace) -> float:

@@ -11,7 +11,8 @@ share the uplink, and on a CPU the cores). Megatron's schedule, one forward and 
     gather             without overlap, here
 
 A stage waits for the one before it in its first forward, and for the one behind in its last backward, which
-makes the pipeline's bubble; with v virtual stages for the first v-th of it only.
+makes the pipeline's bubble; with v virtual stages for the first v-th of it only. What stages send each other
+(both ways at once) adds to each microbatch; with virtual stages Megatron hides it behind computing.
 """
 
 from __future__ import annotations
@@ -92,23 +93,24 @@ def _tasks(job: Job, cluster: Cluster, method: Method) -> tuple[list[Task], list
     forwards: list[list[Task]] = []
     for number, of in enumerate(stages):
         done = _first_forward(of, buckets[number], previous)
-        previous = [_at(done, 1 / job.virtual)]
+        previous = of.pass_on(int(number < job.pipeline - 1), [_at(done, 1 / job.virtual)])
         forwards.append(done)
     middles = []
     for number, of in enumerate(stages):
         seconds = rest * (1 + backward) * forward_seconds(job, cluster, job.stages[number].operations)
-        middles.append(of.work("other microbatches", seconds, forwards[number][-1:], "compute"))
+        middle = of.work("other microbatches", seconds, forwards[number][-1:], "compute")
+        neighbours = (number > 0) + (number < job.pipeline - 1)
+        beside = forwards[number][-1:] if job.virtual > 1 else [middle]
+        middles.append([middle, *of.pass_on(rest * neighbours * job.virtual, beside)])
     previous = []
-    ends: list[Task] = []
     for number in reversed(range(job.pipeline)):
         of = stages[number]
-        passed = _last_backward(of, buckets[number], backward, [middles[number], *previous])
-        previous = [_at(passed, 1 / job.virtual)]
+        ended = _last_backward(of, buckets[number], backward, [*middles[number], *previous])
+        previous = of.pass_on(int(number > 0), [_at(ended, 1 / job.virtual)])
         if not job.overlap_gradients or job.after_backward:
             for place, bucket in enumerate(buckets[number]):
-                of.start(bucket, passed[-1:], place)
+                of.start(bucket, ended[-1:], place)
         of.finish()
-        ends.append(passed[-1])
     tasks = [task for of in stages for task in of.tasks]
     before = Task("all gradients", {}, list(tasks), latency=_norm_latency(cluster))
     for of in stages:

@@ -71,6 +71,16 @@ def test_operations_are_six_for_each_weight_that_a_token_meets(name: str, job: M
     assert sum(stage.operations for stage in one.stages) == pytest.approx(2 * met + scores, rel=1e-9)
 
 
+@pytest.mark.parametrize("name", ["llama2_70b", "mixtral_8x7b"])
+def test_stages_send_the_hidden_states_of_a_microbatch(name: str, job: Make) -> None:
+    """In bf16, cut along the sequence among tensor-parallel ranks."""
+    one, run = job(name), configuration.load(shipped(f"configs/models/{name}.yaml")).megatron
+    assert run.get("sequence_parallel") or one.tensor == 1
+    tokens = run["seq_length"] * run["micro_batch_size"] / one.tensor
+    assert one.passed_bytes == 2 * tokens * run["hidden_size"]
+    assert one.passes_between_nodes(home(name))
+
+
 @pytest.mark.parametrize("name", ["llama2_7b", "llama3_8b", "mixtral_8x7b"])
 def test_buckets_are_those_that_megatron_cuts(name: str, job: Make) -> None:
     one, on = job(name), home(name)

@@ -55,6 +55,25 @@ def test_a_pipelines_bubble_is_that_of_one_forward_one_backward() -> None:
     assert simulate(interleaved, on, methods.FREE).seconds < found
 
 
+@pytest.mark.parametrize(("nodes", "per_node"), [(8, 2), (2, 8)])
+def test_a_pipeline_waits_for_what_its_stages_send(nodes: int, per_node: int) -> None:
+    """Of few bytes the last stage's microbatches, and the first and the last one through all stages, wait."""
+    one = job(batch=128, pipeline=4)
+    on = cluster(nodes=nodes, per_node=per_node, latency=0.0)
+    on = dataclasses.replace(on, processor=dataclasses.replace(on.processor, optimizer=Work()))
+    base = simulate(one, on, methods.FREE).seconds
+    sending = dataclasses.replace(one, passed_bytes=1000.0)
+    between = nodes == 8
+    assert sending.passes_between_nodes(on) == between
+    each = 1000 * 2 / on.between.bandwidth if between else 1000 / on.inside.bandwidth
+    rest = one.microbatches(on.world) - 1
+    found = simulate(sending, on, methods.FREE).seconds
+    assert found - base == pytest.approx((rest + 2 * 3) * each, rel=1e-4)
+    interleaved = dataclasses.replace(one, virtual=2)
+    hidden = simulate(dataclasses.replace(interleaved, passed_bytes=1000.0), on, methods.FREE).seconds
+    assert hidden - simulate(interleaved, on, methods.FREE).seconds == pytest.approx(6 * each, rel=1e-4)
+
+
 def test_without_overlap_stock_adds_its_bytes_over_the_links() -> None:
     one = dataclasses.replace(job(batch=16, overlap=False), gradient_bytes=2)
     on = cluster(nodes=16, per_node=1, latency=0.0)
