@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_patch.workflows.ablation.statistics import interval, percent
+from megatron_patch.workflows.ablation import curves, trend
+from megatron_patch.workflows.ablation.statistics import Interval, interval, percent
 from megatron_patch.workflows.plan import check
 
 ROOT = Path(__file__).parents[1]
@@ -44,16 +45,46 @@ def measured(path: Path) -> set[tuple[str, ...]]:
             continue
         assert len(first) >= seeds
         assert first.keys() == second.keys()
-        one = interval(list(percent(first, second).values()))
-        assert one is not None
-        found.add((*(f"{value:+.2f}" for value in (one.mean, one.low, one.high)), one.verdict))
+        found.add(written(interval(list(percent(first, second).values()))))
+    return found
+
+
+def written(one: Interval | None) -> tuple[str, ...]:
+    """As a page has it, and the verdict."""
+    assert one is not None
+    return *(f"{value:+.2f}" for value in (one.mean, one.low, one.high)), one.verdict
+
+
+def measured_at_length(path: Path) -> set[tuple[str, ...]]:
+    """The same of long runs' test sets, and of what became of the training loss, of cells with 3 pairs."""
+    with path.open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["state"] == "done" and row.get("test_loss")]
+    if not rows:
+        return set()
+    points = curves.read(curves.beside(path))
+    tested: dict[str, dict[int, float]] = {}
+    trained: dict[str, dict[int, dict[int, float]]] = {}
+    for row in rows:
+        tested.setdefault(row["cell"], {})[int(row["seed"])] = float(row["test_loss"])
+        losses = curves.losses(points[row["configuration"]])
+        trained.setdefault(row["cell"], {})[int(row["seed"])] = losses
+    baseline = rows[0]["cell"]
+    found = set()
+    for cell, losses in tested.items():
+        pairs = percent(losses, tested[baseline])
+        if cell == baseline or len(pairs) < 3:
+            continue
+        steps = trend.over_steps({s: percent(trained[cell][s], trained[baseline][s]) for s in pairs})
+        assert steps is not None
+        found |= set(map(written, (interval(list(pairs.values())), steps.last, steps.doubling)))
     return found
 
 
 @pytest.mark.parametrize("page", ["docs/ablations.md", "docs/bits.md", "docs/results.md", "README.md"])
 def test_differences_are_those_of_the_results(page: str) -> None:
     files = [path for path in (ROOT / "docs/ablations").glob("*.csv") if not path.stem.endswith("_curves")]
-    known = set().union(*map(measured, files))
+    long = [path for path in files if path.stem.startswith("long_")]
+    known = set().union(*map(measured, files), *map(measured_at_length, long))
     claims = 0
     for line in (ROOT / page).read_text(encoding="utf-8").replace("\n  ", " ").splitlines():
         for *numbers, mark in CLAIM.findall(line):
