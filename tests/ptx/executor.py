@@ -12,6 +12,7 @@ An instruction that is not known here is an error.
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -246,10 +247,11 @@ class _State:
             raise Fault("a barrier of a kind that is not known")
 
     def _pairwise(self, parts: list[str], operands: list[str], operation: Callable[..., Any]) -> None:
-        if parts[-1] in ("s16x2", "u16x2"):  # two numbers in a register
+        if parts[-1].endswith("x2"):  # two numbers in a register
             each = _TYPES[parts[-1].removesuffix("x2")]
-            both = [self.value(one, _TYPES["u32"]).copy().view(each) for one in operands[1:]]
-            self.put(operands[0], operation(*both).view(np.uint32))
+            register = np.dtype(f"uint{16 * each.itemsize}")
+            both = [self.value(one, register).copy().view(each) for one in operands[1:]]
+            self.put(operands[0], operation(*both).view(register))
             return
         dtype = _TYPES[parts[-1]]
         self.put(operands[0], operation(*(self.value(one, dtype) for one in operands[1:])))
@@ -281,7 +283,7 @@ class _State:
             self._pairwise(parts, operands, lambda a, b, c: a * b + c)
 
     def do_fma(self, parts: list[str], operands: list[str]) -> None:
-        self._pairwise(parts, operands, _fma32 if parts[-1] == "f32" else _fma64)
+        self._pairwise(parts, operands, _fma64 if parts[-1] == "f64" else _fma32)
 
     def do_div(self, parts: list[str], operands: list[str]) -> None:
         dtype = _TYPES[parts[-1]]
@@ -310,10 +312,14 @@ class _State:
         self._pairwise(parts, operands, np.abs)
 
     def do_min(self, parts: list[str], operands: list[str]) -> None:
-        self._pairwise(parts, operands, np.minimum if "NaN" in parts or parts[-1][0] != "f" else np.fmin)
+        self._least(parts, operands, np.minimum if "NaN" in parts or parts[-1][0] != "f" else np.fmin)
 
     def do_max(self, parts: list[str], operands: list[str]) -> None:
-        self._pairwise(parts, operands, np.maximum if "NaN" in parts or parts[-1][0] != "f" else np.fmax)
+        self._least(parts, operands, np.maximum if "NaN" in parts or parts[-1][0] != "f" else np.fmax)
+
+    def _least(self, parts: list[str], operands: list[str], operation: Callable[..., Any]) -> None:
+        """Of two numbers, or, from sm_100 on, of three."""
+        self._pairwise(parts, operands, lambda *values: functools.reduce(operation, values))
 
     def do_and(self, parts: list[str], operands: list[str]) -> None:
         self._pairwise(parts, operands, np.bitwise_and)

@@ -1,4 +1,4 @@
-"""Triton's kernels, compiled for an H100 and run by executor.py, in place of launches.
+"""Triton's kernels, compiled for an H100 or another GPU and run by executor.py, in place of launches.
 
 with executed() as ran:
     triton_kernels.compress(...)       # CPU tensors
@@ -16,7 +16,7 @@ import triton
 from order.gpu import KERNELS
 from ptx.executor import Program
 from ptx.memory import Global
-from quantization.compile_for_gpu import Hopper
+from quantization.compile_for_gpu import Driver
 
 
 @dataclass
@@ -71,8 +71,8 @@ class Ran:
 
 
 @contextlib.contextmanager
-def executed() -> Iterator[Ran]:
-    """Within the block Triton's launches are run here."""
+def executed(capability: int = 90) -> Iterator[Ran]:
+    """Within the block Triton's launches are run here, compiled for a GPU of that compute capability."""
     ran = Ran()
     original = triton.JITFunction.run
 
@@ -82,7 +82,7 @@ def executed() -> Iterator[Ran]:
         ran.run(self, compiled, arguments, grid)
 
     triton.JITFunction.run = run
-    triton.runtime.driver.set_active(Hopper())
+    triton.runtime.driver.set_active(Driver(capability))
     try:
         yield ran
     finally:

@@ -1,6 +1,6 @@
 """Runs the compiled kernels on random small shapes against the reference, and mutants of them. Run by a test.
 
-    run_kernels.py rounds 1      compress rounds=7 launches=21
+    run_kernels.py rounds 1 90   compress rounds=7 launches=21
     run_kernels.py mutants       levels, bar.sync mutants=16 survived=0
     run_kernels.py budgets       levels float32 instructions=5080 cycles=828 shuffles=248 sectors=698
 
@@ -227,9 +227,9 @@ def beyond_2_31(codec: Codec, shape: tuple[int, int]) -> int:
     return sum(len(narrow_offsets(kernel.asm["ttir"])) for kernel in compile_for_gpu.kernels)
 
 
-def run_rounds(rounds: int) -> None:
+def run_rounds(rounds: int, capability: int) -> None:
     seed = int(os.environ.get("MEGATRON_LOCO_TEST_SEED", "0"))
-    with executed() as ran:
+    with executed(capability) as ran:
         for name, (check, choices) in ROUNDS.items():
             draw, before = random.Random(f"{seed} {name}"), ran.launches
             if name == "1-bit Adam":
@@ -265,6 +265,6 @@ def run_budgets() -> None:
 _PIPES = ("cycles", "shuffles", "sectors")
 
 if __name__ == "__main__":
-    {"rounds": lambda: run_rounds(int(sys.argv[2])), "mutants": run_mutants, "budgets": run_budgets}[
+    {"rounds": lambda: run_rounds(*map(int, sys.argv[2:])), "mutants": run_mutants, "budgets": run_budgets}[
         sys.argv[1]
     ]()

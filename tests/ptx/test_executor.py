@@ -53,7 +53,13 @@ def test_threads_compute_and_branch_apart() -> None:
         ("redux.sync.max.s32 %r4, %r1, -1", lambda t: t // 32 * 32 + 31),
         ("prmt.b32 %r4, %r1, 0x80, 0x7740U", lambda t: (t & 255) | 0x80 << 8),
         ("bfe.u32 %r4, %r1, 2, 3", lambda t: t >> 2 & 7),
+        ("max.u32 %r4, %r1, 60, 90", lambda t: np.maximum(t, 90)),
         ("add.s16x2 %r4, %r1, 0x1FFFF", lambda t: 1 << 16 | (t - 1) & 0xFFFF),
+        (
+            "cvt.rn.f32.u32 %r5, %r1; mov.b64 %rd3, { %r5, %r5 }; "
+            "fma.rn.f32x2 %rd3, %rd3, %rd3, %rd3; mov.b64 { _, %r4 }, %rd3",
+            lambda t: (t * t + t).astype(np.float32).view(np.uint32),
+        ),
     ],
 )
 def test_instructions_between_and_within_threads(instruction: str, expected: object) -> None:

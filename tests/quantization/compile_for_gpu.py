@@ -40,8 +40,11 @@ CPU = torch.device("cpu")
 kernels: list[Any] = []
 
 
-class Hopper:
-    """What Triton asks of a driver before it launches."""
+class Driver:
+    """What Triton asks of a driver before it launches: of an H100, or of another `capability`."""
+
+    def __init__(self, capability: int = 90) -> None:
+        self._capability = capability
 
     def get_current_device(self) -> int:
         return 0
@@ -50,7 +53,7 @@ class Hopper:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self._capability, 32)
 
 
 def compile_instead_of_launching() -> None:
@@ -60,7 +63,7 @@ def compile_instead_of_launching() -> None:
         kernels.append(run(self, *args, warmup=True, **options))
 
     triton.JITFunction.run = compiled
-    triton.runtime.driver.set_active(Hopper())
+    triton.runtime.driver.set_active(Driver())
     backends.available = lambda device: triton_kernels
 
 
