@@ -23,7 +23,7 @@ pretrain: $(READY) ## train the tiny LLaMA uncompressed, and with 4-bit LoCo and
 	@$(BIN)/megatron-loco compare configs/models/llama_tiny_bf16.yaml --methods none,loco --out runs/quickstart --overwrite
 
 test: $(READY) ## the tests (less than 10 minutes on 2 cores)
-	@$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder --durations 15 --durations-min 5
 
 test-compat: $(READY) ## the seam's tests on the older megatron-core releases that are supported
 	@bash tools/compat.sh "$(VENV)"
