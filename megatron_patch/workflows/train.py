@@ -83,7 +83,7 @@ def _stopped(prepared: PreparedRun, why: str) -> launcher.Stopped:
         return launcher.Stopped(
             f"{why} before a checkpoint was written (megatron.save_interval, megatron.exit_signal_handler)"
         )
-    return launcher.Stopped(f"{why}; --resume resumes from the checkpoint of step {step}")
+    return launcher.Stopped(f"{why}; --resume starts from the checkpoint of step {step}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

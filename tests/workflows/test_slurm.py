@@ -90,7 +90,7 @@ def test_stopped_then_killed_it_goes_on_and_ends_as_if_left_alone(
     wait(lambda: cluster.job(job)["Restarts"] == "1", "back in the queue", out)
     saved = checkpoints.latest_step(out)
     assert saved is not None
-    assert f"stopped by SIGUSR1; --resume resumes from the checkpoint of step {saved}" in told(out)
+    assert f"stopped by SIGUSR1; --resume starts from the checkpoint of step {saved}" in told(out)
 
     wait(reached(out, saved + 20), "training again", out)
     cluster.run("scontrol", "requeue", job)  # as preemption does: SIGTERM, and SIGKILL some seconds later
