@@ -86,8 +86,8 @@ class CompressionConfig:
     )
     start_step: int = _option(
         None,
-        "optimizer steps with Megatron's own exchange before compression starts (default 0; with Megatron's "
-        "Muon the learning rate's warm-up)",
+        "optimizer steps with Megatron's own exchange before compression starts (default: the learning "
+        "rate's warm-up by Megatron's flags; 0 where they are not seen)",
     )
     warmup: str | None = _option(
         None,
@@ -129,14 +129,13 @@ class CompressionConfig:
 
     @classmethod
     def for_megatron(cls, flags: Mapping[str, Any], **options: Any) -> CompressionConfig:
-        """The options of a job whose Megatron flags, with underscores, are known: Muon has other defaults.
+        """The options of a job whose Megatron flags, with underscores, are known.
 
-        Muon makes all singular values of its momentum equal. In the first steps most of them are little else
-        than what rounding adds; later error feedback takes much of that back: docs/ablations.md, "With Muon".
+        Compression starts after the learning rate's warm-up: what rounding adds before, while Adam's second
+        moment is young, costs most (docs/ablations.md). Muon has a method of its own.
         """
-        if flags.get("optimizer") not in MUONS:
-            return cls(**options)
-        if options.get("method") is None and options.get("error_beta") is None:
+        unstated = options.get("method") is None and options.get("error_beta") is None
+        if unstated and flags.get("optimizer") in MUONS:
             options = options | {"method": "error_feedback"}
         config = cls(**options)
         if options.get("start_step") is None and config.compresses and not config.momentum:

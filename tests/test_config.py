@@ -198,13 +198,14 @@ def test_muon_has_a_default_method(optimizer, bits):
     flags = {"optimizer": optimizer, "train_iters": 100}
     found = CompressionConfig.for_megatron(flags, bits=bits, method=None)
     assert (found.method, found.beta, found.start_step) == ("error_feedback", 0.0, 0)
-    plain = CompressionConfig.for_megatron({"optimizer": "adam", "lr_warmup_iters": 9}, bits=bits)
+    plain = CompressionConfig.for_megatron(flags | {"optimizer": "adam"}, bits=bits)
     assert plain == CompressionConfig(bits=bits)
     for stated in ({"method": "naive"}, {"error_beta": 0.5}):
         found = CompressionConfig.for_megatron(flags, bits=bits, **stated)
         assert found == CompressionConfig(bits=bits, **stated)
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
 @pytest.mark.parametrize(
     ("flags", "start"),
     [
@@ -220,13 +221,13 @@ def test_muon_has_a_default_method(optimizer, bits):
         ({"lr_warmup_iters": "soon"}, 0),  # refused elsewhere
     ],
 )
-def test_muon_is_compressed_after_the_warm_up(flags, start):
-    flags = {"optimizer": "muon"} | flags
-    assert CompressionConfig.for_megatron(flags, method="naive").start_step == start
+def test_compression_starts_after_the_warm_up(flags, start, optimizer):
+    flags = {"optimizer": optimizer} | flags
+    for method in (None, "naive", "loco", "error_feedback"):
+        assert CompressionConfig.for_megatron(flags, method=method).start_step == start
     assert CompressionConfig.for_megatron(flags, start_step=3).start_step == 3
     assert CompressionConfig.for_megatron(flags, start_step=0).start_step == 0
     assert CompressionConfig.for_megatron(flags, method="none").start_step == 0
-    assert CompressionConfig.for_megatron(flags | {"optimizer": "adam"}).start_step == 0
     assert CompressionConfig.for_megatron(flags, method="onebit_adam").start_step == 0  # refused elsewhere
 
 

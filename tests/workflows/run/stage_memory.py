@@ -36,7 +36,8 @@ def allocated(recipe: Path, stage: int, layers: int | None = None) -> dict[str, 
         from megatron_patch.workflows.run import configuration
 
         ddp, optimizer = _built(args, stage)
-        options = configuration.load(recipe, []).compression
+        # Compressed from the first step on, so that the exchange takes its buffers.
+        options = configuration.load(recipe, ["compression.start_step=0"]).compression
         megatron_patch.attach([ddp], options)
         stack.callback(megatron_patch.disable)
         attached = attachment_of(ddp)
