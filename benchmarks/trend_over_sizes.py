@@ -1,7 +1,7 @@
 """Does what compression costs depend on the model's size? A line through the results of several ablations.
 
     python benchmarks/trend_over_sizes.py compression.method=naive compression.bits=4 --at 1e9 \
-        1.03e6=docs/ablations/long_runs_llama_1m.csv 3.4e6=docs/ablations/long_llama_3m_3e-3.csv
+        1.03e6=docs/ablations/long_runs_llama_1m.csv 3.4e6=docs/ablations/long_llama_3m.csv
 
 Each PARAMETERS=FILE is a results.csv; of each, the one cell with these settings. Models of unlike text, steps
 and learning rates differ in more than their size. At a size far from those measured the line is an
@@ -42,7 +42,7 @@ def main() -> None:
     )
     parser.add_argument("pairs", nargs="+", metavar="PARAMETERS=FILE or SETTING=VALUE")
     parser.add_argument("--at", type=float, default=1e9, help="parameters; default 1e9")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     pairs = [one.partition("=")[::2] for one in args.pairs]
     settings = {key: value for key, value in pairs if key[:1].isalpha()}
     try:
