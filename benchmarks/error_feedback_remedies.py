@@ -2,7 +2,7 @@
 
     LOCO_TRIAL=exact_v megatron-loco train configs/models/llama_tiny.yaml \
         launch.script=benchmarks/error_feedback_remedies.py \
-        compression.method=error_feedback compression.bits=2 --out runs/exact_v
+        compression.method=error_feedback compression.bits=2 compression.start_step=0 --out runs/exact_v
 
 Megatron's pretrain_gpt.py with an Adam of this file and one of these trials:
 

@@ -1,7 +1,7 @@
 """What a gradient exchange does to Adam's steps, for coordinates with small and with large gradients.
 
     megatron-loco train configs/models/llama_tiny.yaml launch.script=benchmarks/step_directions.py \
-        compression.method=error_feedback compression.bits=1 --out runs/directions
+        compression.method=error_feedback compression.bits=1 compression.start_step=0 --out runs/directions
 
 Megatron's pretrain_gpt.py, with a second reduction of every bucket, in full precision, beside the one under
 test. From both come Adam's moments and steps, u = m / (sqrt(v) + eps) with bias correction. The run's folder

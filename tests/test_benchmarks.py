@@ -117,7 +117,7 @@ def test_a_line_goes_through_the_seeds_of_several_models(tmp_path: Path) -> None
         lines = ["cell,seed,compression.bits,state,difference_percent", *rows, "bits=4,3,4,failed,"]
         (tmp_path / f"{size}.csv").write_text("\n".join([*lines, "bits=2,1,2,done,7.0"]))
     models = [f"{size}e6={tmp_path / f'{size}.csv'}" for size in (1, 4)]
-    done = trend_over_sizes("compression.bits=4", *models, "--at", "16e6")
+    done = trend_over_sizes("compression.bits=4", "--at", "16e6", *models)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "1e+06 parameters: +0.60, +0.60 %",

@@ -216,6 +216,7 @@ def _train(
     overrides = _overrides(machine, steps or (4 if machine.on_cpu else 40), profile)
     if method != "none":
         overrides.append(f"compression.weight_gather={'exact' if exact else 'stock'}")
+        overrides.append("compression.start_step=0")
     recipe = "llama_tiny_bf16.yaml" if machine.on_cpu else "llama_350m.yaml"
     command = [
         *(*_CLI, "train", str(recipes.shipped("configs/models") / recipe), *overrides),
