@@ -139,7 +139,7 @@ class CompressionConfig:
             options = options | {"method": "error_feedback"}
         config = cls(**options)
         if options.get("start_step") is None and config.compresses and not config.momentum:
-            config = replace(config, start_step=_lr_warmup_steps(flags))
+            config = replace(config, start_step=lr_warmup_steps(flags))
         return config
 
     def __post_init__(self) -> None:
@@ -275,7 +275,7 @@ class CompressionConfig:
         return dataclasses.asdict(self)
 
 
-def _lr_warmup_steps(flags: Mapping[str, Any]) -> int:
+def lr_warmup_steps(flags: Mapping[str, Any]) -> int:
     """Steps of the learning rate's warm-up by Megatron's flags, of which some are given; rounded up."""
 
     def number(name: str) -> float:

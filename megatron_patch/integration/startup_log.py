@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopReduceScatter
-from megatron_patch.config import CompressionConfig
+from megatron_patch.config import CompressionConfig, lr_warmup_steps
 from megatron_patch.integration.seams.gradients import BucketGroupSeam
 from megatron_patch.integration.seams.weights import WeightSeam
 
@@ -54,6 +55,13 @@ def _lines(config: CompressionConfig, seams: Sequence[BucketGroupSeam]) -> Itera
             f"error feedback with {config.bits} bits: in short runs it cost Adam 1 to 3 % of validation loss "
             "(compression.method=naive keeps no errors); Muon gained by it",
         )
+    warmup = _lr_warmup_steps()
+    if config.start_step < warmup and not config.momentum:
+        yield (
+            logging.WARNING,
+            f"compression starts within the learning rate's warm-up of {warmup} steps, where it cost most "
+            f"loss: start_step={warmup} starts after it",
+        )
     stages = [(seam, stage) for seam in seams for stage in seam.stages]
     for reason in dict.fromkeys(stage.made.flat_because for _, stage in stages):
         if reason is not None:
@@ -75,6 +83,13 @@ def _lines(config: CompressionConfig, seams: Sequence[BucketGroupSeam]) -> Itera
             yield logging.INFO, line
         else:
             yield logging.WARNING, f"{line}, not compressed: the group is a single rank"
+
+
+def _lr_warmup_steps() -> int:
+    """By the flags of Megatron's own training loop; 0 in a job of another."""
+    variables = sys.modules.get("megatron.training.global_vars")
+    flags = getattr(variables, "_GLOBAL_ARGS", None)
+    return 0 if flags is None else lr_warmup_steps(vars(flags))
 
 
 def _fp32_accumulation_lines(

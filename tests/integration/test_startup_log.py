@@ -5,6 +5,7 @@ On Megatron's real DDP, buckets and distributed optimizer (tiny_model.py), 4 ran
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -61,3 +62,31 @@ def test_the_topology_is_said_and_so_is_why_not_two_hops(pool, name):
 def test_error_feedback_with_few_bits_is_warned_of(pool, compression, warned):
     lines = pool.run(announced, compression)[0]
     assert any("compression.method=naive" in line for line in lines) == warned
+
+
+def announced_under(flags: dict[str, Any], compression: dict[str, Any]) -> list[str]:
+    """What attaching says in a job of Megatron's training loop with these flags."""
+    from megatron.training import global_vars
+
+    before, global_vars._GLOBAL_ARGS = global_vars._GLOBAL_ARGS, Namespace(**flags)
+    try:
+        return announced(compression)
+    finally:
+        global_vars._GLOBAL_ARGS = before
+
+
+@pytest.mark.parametrize(
+    ("compression", "warned"),
+    [
+        ({"bits": 4}, True),
+        ({"bits": 4, "start_step": 119}, True),
+        ({"bits": 4, "start_step": 120}, False),
+        ({"method": "none"}, False),
+        ({"method": "onebit_adam", "warmup_steps": 5}, False),
+    ],
+)
+def test_compression_within_the_warm_up_is_warned_of(pool, compression, warned):
+    lines = pool.run(announced_under, {"lr_warmup_fraction": 0.12, "train_iters": 1000}, compression)[0]
+    found = [line for line in lines if "warm-up of 120 steps" in line]
+    assert len(found) == warned
+    assert all("start_step=120" in line for line in found)
