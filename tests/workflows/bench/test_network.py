@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -400,28 +402,34 @@ def command(out: Path, *flags: str) -> list[str]:
     return [*start, *TINY.split(), "--out", str(out), *flags]
 
 
-def namespaces() -> set[str]:
-    """Network namespaces of all processes of this machine."""
-    found = set()
-    for process in Path("/proc").glob("[0-9]*/ns/net"):
-        try:
-            found.add(str(process.readlink()))
-        except OSError:
-            continue
+OF_THIS_TEST = "MEGATRON_LOCO_TEST"
+"""A variable that a test's processes have in their environment: other tests run beside it."""
+
+
+def processes() -> dict[str, str]:
+    """The command lines of the processes that this test has started, and that they have; by process."""
+    mark = f"{OF_THIS_TEST}={os.environ[OF_THIS_TEST]}".encode()
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it is gone
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                found[process.name] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
     return found
 
 
 def ours() -> list[str]:
-    """Processes of a network benchmark."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = process.read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if "workflows.bench.network.rank" in words or "workflows.bench.network.agent" in words:
-            found.append(words)
-    return found
+    """Processes of this test's network benchmark."""
+    parts = ("workflows.bench.network.rank", "workflows.bench.network.agent")
+    return [words for words in processes().values() if any(part in words for part in parts)]
+
+
+def open_namespaces() -> set[str]:
+    """Network namespaces that this process holds."""
+    found = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.add(str(descriptor.readlink()))
+    return {name for name in found if name.startswith("net:")}
 
 
 def wait_for(condition: Any, seconds: float) -> bool:
@@ -432,15 +440,19 @@ def wait_for(condition: Any, seconds: float) -> bool:
 
 
 @pytest.fixture
-def untouched(root: None) -> Iterator[None]:
-    """Afterwards this machine has no process, namespace or interface that it did not have before."""
+def untouched(root: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Afterwards no process, namespace or interface is there that the test has made.
+
+    The last process or descriptor takes its namespace with it.
+    """
+    monkeypatch.setenv(OF_THIS_TEST, str(uuid.uuid4()))
 
     def found() -> set[str]:
-        return namespaces() | set(ours()) | set(map(str, Path("/sys/class/net").iterdir()))
+        return open_namespaces() | set(processes()) | set(map(str, Path("/sys/class/net").iterdir()))
 
     before = found()
     yield
-    assert wait_for(lambda: found() <= before, 10), found() - before
+    assert wait_for(lambda: found() <= before, 10), (found() - before, processes())
 
 
 @pytest.mark.usefixtures("untouched")
