@@ -30,7 +30,7 @@ def ran(*arguments: str) -> dict[str, dict[str, int]]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=550,
+        timeout=1800,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
