@@ -29,9 +29,6 @@ MUONS = ("muon", "dist_muon")
 WARMUPS = ("auto", "fixed")
 DEFAULT_ERROR_BETA = 0.8
 DEFAULT_BITS = 4
-ERROR_FEEDBACK_FROM_BITS = 8
-"""With fewer bits error feedback brought Adam nothing, or cost it (docs/bits.md): `naive` is the default,
-except with `block_size: shard`."""
 DEFAULT_RESET_INTERVAL = 512
 
 
@@ -51,8 +48,7 @@ class CompressionConfig:
         None,
         "none: Megatron's own exchange; naive: quantize, no memory; error_feedback: add the whole last "
         "error; loco: add a moving average of past errors; onebit_adam: Adam's momentum in 1 bit, after a "
-        f"warm-up (default: naive with less than {ERROR_FEEDBACK_FROM_BITS} bits, no error_beta and no "
-        "block_size shard, error_feedback with Megatron's Muon and no error_beta, else loco)",
+        "warm-up (default: error_feedback with Megatron's Muon and no error_beta, else loco)",
         METHODS,
     )
     bits: int = _option(
@@ -145,8 +141,7 @@ class CompressionConfig:
     def __post_init__(self) -> None:
         self._set_default("bits", 1 if self.momentum else DEFAULT_BITS)
         self._check_choice("bits", BITS)
-        few = self.bits < ERROR_FEEDBACK_FROM_BITS and self.error_beta is None and self.block_size != SHARD
-        self._set_default("method", "naive" if few else "loco")
+        self._set_default("method", "loco")
         self._check_choice("method", METHODS)
         self._set_default("start_step", 0)
         self._set_default("reset_interval", 0 if self.momentum else DEFAULT_RESET_INTERVAL)

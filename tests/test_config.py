@@ -171,24 +171,11 @@ def test_the_code_follows_the_bits(options, codec, rotation):
     assert CompressionConfig(**config.as_dict()) == config
 
 
-@pytest.mark.parametrize(
-    ("options", "method"),
-    [
-        ({"bits": 8}, "loco"),
-        ({"bits": 4}, "naive"),
-        ({"bits": 4, "block_size": "shard"}, "loco"),
-        ({"bits": 4, "error_beta": 0.8}, "loco"),
-        ({"bits": 3}, "naive"),
-        ({"bits": 2}, "naive"),
-        ({"bits": 1}, "naive"),
-        ({"bits": 2, "method": "loco"}, "loco"),
-        ({"bits": 2, "error_beta": 0.5}, "loco"),
-        ({"bits": 3, "error_beta": 0}, "loco"),
-    ],
-)
-def test_below_eight_bits_no_error_is_kept_unless_asked_for(options, method):
-    config = CompressionConfig(**options)
-    assert config.method == method
+@pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
+@pytest.mark.parametrize("options", [{}, {"block_size": "shard"}, {"error_beta": 0}])
+def test_loco_is_the_default_method(options, bits):
+    config = CompressionConfig(bits=bits, **options)
+    assert config.method == "loco"
     assert CompressionConfig(**config.as_dict()) == config
 
 
@@ -242,13 +229,13 @@ def test_onebit_adam_has_defaults_of_its_own():
 
 def test_the_defaults_are_those_of_the_design():
     assert CompressionConfig().as_dict() == {
-        "method": "naive",
+        "method": "loco",
         "bits": 4,
         "codec": "levels",
         "rotation": "hadamard",
         "block_size": 128,
         "rounding": "nearest",
-        "error_beta": 0.0,
+        "error_beta": 0.8,
         "error_dtype": "int8",
         "reset_interval": 512,
         "start_step": 0,

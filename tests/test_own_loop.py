@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "pretrain_scripts" / "own_loop.py"
 PAGE = ROOT / "docs" / "api.md"
 LINE = re.compile(
-    r"loss (\S+)  step (\d+): naive, 4 bits: (\S+) bits/gradient, (\S+) bits/weight; "
-    r"this rank sent \S+ MB of gradients and \S+ MB of weights; error state 0 MB"
+    r"loss (\S+)  step (\d+): loco, 4 bits: (\S+) bits/gradient, (\S+) bits/weight; "
+    r"this rank sent \S+ MB of gradients and \S+ MB of weights; error state \S+ MB"
 )
 
 

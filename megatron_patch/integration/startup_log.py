@@ -18,7 +18,7 @@ from megatron_patch.integration.seams.weights import WeightSeam
 logger = logging.getLogger(__name__)
 
 _COSTS_BELOW_BITS = 4
-"""Of Adam: error feedback with fewer bits costs validation loss that short runs show (docs/ablations.md)."""
+"""From the first step on, error feedback with fewer costs loss that short runs show (docs/ablations.md)."""
 
 
 def log_startup(
@@ -49,19 +49,7 @@ def _lines(config: CompressionConfig, seams: Sequence[BucketGroupSeam]) -> Itera
     start = f", from step {config.start_step} on" if config.start_step else ""
     code = f"{config.bits} bits ({config.code}{', rotated' if config.rotates else ''})"
     yield logging.INFO, f"{config.method}, {code}, block {config.block_size}, {memory}{start}"
-    if config.keeps_errors and not config.momentum and config.bits < _COSTS_BELOW_BITS:
-        yield (
-            logging.WARNING,
-            f"error feedback with {config.bits} bits: in short runs it cost Adam 1 to 3 % of validation loss "
-            "(compression.method=naive keeps no errors); Muon gained by it",
-        )
-    warmup = _lr_warmup_steps()
-    if config.start_step < warmup and not config.momentum:
-        yield (
-            logging.WARNING,
-            f"compression starts within the learning rate's warm-up of {warmup} steps, where it cost most "
-            f"loss: start_step={warmup} starts after it",
-        )
+    yield from _early_lines(config)
     stages = [(seam, stage) for seam in seams for stage in seam.stages]
     for reason in dict.fromkeys(stage.made.flat_because for _, stage in stages):
         if reason is not None:
@@ -83,6 +71,25 @@ def _lines(config: CompressionConfig, seams: Sequence[BucketGroupSeam]) -> Itera
             yield logging.INFO, line
         else:
             yield logging.WARNING, f"{line}, not compressed: the group is a single rank"
+
+
+def _early_lines(config: CompressionConfig) -> Iterator[tuple[int, str]]:
+    """What compression in the first steps costs Adam, whose second moment is young then."""
+    if config.momentum:
+        return
+    warmup = _lr_warmup_steps()
+    if config.start_step < warmup:
+        yield (
+            logging.WARNING,
+            f"compression starts within the learning rate's warm-up of {warmup} steps, where it cost most "
+            f"loss: start_step={warmup} starts after it",
+        )
+    elif config.keeps_errors and config.bits < _COSTS_BELOW_BITS and config.start_step == 0:
+        yield (
+            logging.WARNING,
+            f"error feedback with {config.bits} bits from the first step on cost Adam 1 to 3 % of validation "
+            "loss in short runs: start_step, the learning rate's warm-up, starts it later",
+        )
 
 
 def _lr_warmup_steps() -> int:
