@@ -44,8 +44,8 @@ class Method:
 
 FREE = Method("no communication", free=True)
 # What changes least comes first: the exact gather changes no bit of the training.
-DEFAULT = (STOCK, "none_exact", BF16, "loco4", "loco4_exact", "loco4_flat_exact", "naive2_exact", ONEBIT)
-_KNOWN = (*DEFAULT, REPLICATED, "loco8_exact", "naive3_exact", "loco4_two_hop_intra8_exact")
+DEFAULT = (STOCK, "none_exact", BF16, "loco4", "loco4_exact", "loco4_flat_exact", "loco2_exact", ONEBIT)
+_KNOWN = (*DEFAULT, REPLICATED, "loco8_exact", "loco3_exact", "loco4_two_hop_intra8_exact")
 
 
 def parse(name: str) -> Method:
@@ -107,10 +107,10 @@ def chosen(names: str | None, one_precision: bool, several_hops: bool, gathers: 
     else:
         left_out = {BF16} if one_precision else set()
         left_out |= set() if several_hops else {"loco4_flat_exact"}
-        left_out |= set() if gathers else {"none_exact", "loco4_exact", "loco4_flat_exact", "naive2_exact"}
+        left_out |= set() if gathers else {"none_exact", "loco4_exact", "loco4_flat_exact", "loco2_exact"}
         names_ = [name for name in DEFAULT if name not in left_out]
         if not gathers:
-            names_.insert(names_.index("loco4") + 1, "naive2")
+            names_.insert(names_.index("loco4") + 1, "loco2")
         found = [parse(name) for name in names_]
     return found if gathers else [without_gather(method) for method in found]
 

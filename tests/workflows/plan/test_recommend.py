@@ -13,7 +13,7 @@ from megatron_patch.errors import UserError
 from megatron_patch.workflows.plan import methods, recommend
 from megatron_patch.workflows.plan.recommend import GRID, advise, pays_below, rows
 
-NAMES = ("stock", "none_exact", "loco4", "loco4_exact", "naive2_exact")
+NAMES = ("stock", "none_exact", "loco4", "loco4_exact", "loco2_exact")
 METHODS = [methods.parse(name) for name in NAMES]
 
 
@@ -45,7 +45,7 @@ def test_of_methods_about_as_fast_the_first_is_taken() -> None:
         dataclasses.replace(same[-1], step=dataclasses.replace(same[-1].step, seconds=0.98)),
     ]
     assert advise(one, on, fastest, 0.03).row.method.name == "stock"
-    assert advise(one, on, fastest, 0.01).row.method.name == "naive2_exact"
+    assert advise(one, on, fastest, 0.01).row.method.name == "loco2_exact"
 
 
 def test_what_does_not_fit_is_not_taken() -> None:
