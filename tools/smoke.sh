@@ -25,5 +25,5 @@ newcomer torchrun --nproc-per-node 2 -m megatron_patch.launch own_loop.py --comp
   cat stderr.txt >&2
   exit 1
 }
-grep -q 'step 30: naive, 4 bits: ' losses.txt || { echo "megatron-loco: error: own_loop.py told no report" >&2; exit 1; }
+grep -q 'step 30: loco, 4 bits: ' losses.txt || { echo "megatron-loco: error: own_loop.py printed no report" >&2; exit 1; }
 echo "the wheel works: $(basename "$wheel")"
