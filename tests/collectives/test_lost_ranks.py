@@ -31,8 +31,8 @@ def call(present: list[int], asked: list[int], seconds: float = 1.0) -> dict[int
 
 def test_every_rank_hears_of_every_other() -> None:
     start = time.monotonic()
-    assert call([0, 1, 2, 5], [0, 1, 2, 5]) == {rank: {0, 1, 2, 5} for rank in (0, 1, 2, 5)}
-    assert time.monotonic() - start < 0.9  # nobody waits for nobody
+    assert call([0, 1, 2, 5], [0, 1, 2, 5], 60) == {rank: {0, 1, 2, 5} for rank in (0, 1, 2, 5)}
+    assert time.monotonic() - start < 30  # no rank waits for one that has answered
 
 
 def test_who_is_silent_is_missing_on_every_rank() -> None:

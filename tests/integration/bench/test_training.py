@@ -155,7 +155,7 @@ def slowly_gathered(exact: bool) -> Any:
     usual = getattr(module, name)
 
     def slow(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(0.5)
+        time.sleep(2)
         return usual(*args, **kwargs)
 
     setattr(module, name, slow)
@@ -170,8 +170,8 @@ def slowly_gathered(exact: bool) -> Any:
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_stopwatch_of_the_gather_has_all_of_it(pool: Any, exact: bool) -> None:
     for lap in pool.run(slowly_gathered, exact, world_size=2):
-        assert 0.5 < lap.gather < lap.step
-        assert lap.exchange < 0.5
+        assert 2 < lap.gather < lap.step
+        assert lap.exchange < 2
 
 
 @pytest.mark.parametrize("overlap", [False, True])

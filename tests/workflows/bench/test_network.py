@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import shutil
 import signal
@@ -565,10 +566,20 @@ def test_a_link_has_its_rate_and_a_host_within_itself_has_none() -> None:
     size = 2_000_000
     with hosts.Network(2) as network:
         network.shape(100)
-        assert 0.95 < transfer(network, 0, 1, size) / (8 * size / 100e6) < 1.3  # headers: 1.05
-        assert transfer(network, 1, 1, size) < 0.2 * 8 * size / 100e6
+        assert 0.95 < quickest(network, 0, 1, size, 1.3) < 1.3  # headers: 1.05
+        assert quickest(network, 1, 1, size, 0.2) < 0.2
         network.shape(None)
-        assert transfer(network, 0, 1, size) < 0.5 * 8 * size / 100e6
+        assert quickest(network, 0, 1, size, 0.5) < 0.5
+
+
+def quickest(network: hosts.Network, source: int, target: int, size: int, enough: float) -> float:
+    """The least time of a transfer, in units of what 100 Mbit/s would take: other work makes some longer."""
+    least = math.inf
+    for _ in range(20):
+        least = min(least, transfer(network, source, target, size) / (8 * size / 100e6))
+        if least < enough:
+            break
+    return least
 
 
 RECEIVE = "import socket, sys; s = socket.create_server((sys.argv[1], 7)); print(1, flush=True)\n"
