@@ -1,6 +1,6 @@
 """Does what compression costs depend on the model's size? A line through the results of several ablations.
 
-    python benchmarks/trend_over_sizes.py compression.method=naive compression.bits=4 --at 1e9 \
+    python benchmarks/trend_over_sizes.py compression.method=loco compression.bits=4 --at 1e9 \
         1.03e6=docs/ablations/long_runs_llama_1m.csv 3.4e6=docs/ablations/long_llama_3m.csv
 
 Each PARAMETERS=FILE is a results.csv; of each, the one cell with these settings. Models of unlike text, steps
