@@ -65,7 +65,7 @@ def told(out: Path) -> str:
     return "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in logs if log.exists())
 
 
-def wait(happened: Callable[[], bool], what: str, out: Path, seconds: float = 150) -> None:
+def wait(happened: Callable[[], bool], what: str, out: Path, seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < deadline, f"{what}: not in {seconds} s\n{told(out)}"

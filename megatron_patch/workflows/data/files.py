@@ -21,6 +21,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import struct
 import tempfile
 from collections.abc import Iterator
@@ -91,11 +92,21 @@ def load_manifest(prefix: Path) -> Manifest | None:
         raise UserError(f"data: {path} is damaged ({error}); {again}") from error
     for suffix, size in manifest.files.items():
         file = beside(prefix, suffix)
-        if not file.is_file():
+        found = _size(file)
+        if found is None:
             raise UserError(f"data: {file} is missing, though {path} names it; {again}")
-        if file.stat().st_size != size:
-            raise UserError(f"data: {file} has {file.stat().st_size} bytes, {path} says {size}; {again}")
+        if found != size:
+            raise UserError(f"data: {file} has {found} bytes, {path} says {size}; {again}")
     return dataclasses.replace(manifest, megatron_flags=megatron_flags(manifest.tokenizer, prefix))
+
+
+def _size(path: Path) -> int | None:
+    """Bytes of a file; None: there is none."""
+    try:
+        state = path.stat()
+    except OSError:
+        return None
+    return state.st_size if stat.S_ISREG(state.st_mode) else None
 
 
 def _check_types(manifest: Manifest) -> None:
@@ -113,11 +124,11 @@ def _check_types(manifest: Manifest) -> None:
 
 def is_foreign_json(prefix: Path) -> bool:
     """Whether PREFIX.json is somebody else's file, which must never be overwritten."""
-    path = beside(prefix, ".json")
-    if not path.exists():
+    try:
+        with beside(prefix, ".json").open("rb") as stream:
+            head = stream.read(1 << 16)
+    except FileNotFoundError:  # another preparation may take it away at any time
         return False
-    with path.open("rb") as stream:
-        head = stream.read(1 << 16)
     return bool(head.strip()) and FORMAT.encode() not in head
 
 

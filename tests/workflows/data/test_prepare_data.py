@@ -487,6 +487,18 @@ def test_preparations_at_the_same_time_do_not_mix(source, tmp_path):
     pytest.fail("the manifest belongs to none of the three")
 
 
+@pytest.mark.parametrize("suffix", [".json", ".idx"])
+def test_another_preparation_takes_a_file_away_between_two_looks(source, tmp_path, monkeypatch, suffix):
+    prefix = tmp_path / "set"
+    prepare(source, prefix, quiet=True)
+    gone = data_files.beside(prefix, suffix)
+    gone.unlink()
+    exists, is_file = Path.exists, Path.is_file
+    monkeypatch.setattr(Path, "exists", lambda path: path == gone or exists(path))
+    monkeypatch.setattr(Path, "is_file", lambda path: path == gone or is_file(path))
+    assert prepare(source, prefix, seed=2, force=True, quiet=True) == load_manifest(prefix)
+
+
 def test_data_of_others_is_not_overwritten(source, tmp_path):
     prefix = tmp_path / "set"
     prepare(source, prefix, quiet=True)

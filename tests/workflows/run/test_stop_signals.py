@@ -26,7 +26,7 @@ def job_of(folder: Path, monkeypatch: pytest.MonkeyPatch, saves: bool, fails: bo
         if saves:
             signal.signal(signal.SIGTERM, lambda number, frame: ended.append(number))
         (folder / f"ready-{os.environ['RANK']}").touch()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 300
         while not ended and time.monotonic() < deadline:
             time.sleep(0.01)
         if fails:
