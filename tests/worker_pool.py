@@ -469,7 +469,7 @@ class WorkerPool:
         function: Callable[..., Any],
         *args: Any,
         world_size: int | None = None,
-        timeout: float = 120,
+        timeout: float = 300,
         **kwargs: Any,
     ) -> list[Any]:
         """Call `function(*args, **kwargs)` on ranks 0 to world_size-1; returns their results in rank order.

@@ -74,7 +74,7 @@ class Cluster:
             env={**self.environment, **variables},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
