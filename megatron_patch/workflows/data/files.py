@@ -104,7 +104,7 @@ def _size(path: Path) -> int | None:
     """Bytes of a file; None: there is none."""
     try:
         state = path.stat()
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return state.st_size if stat.S_ISREG(state.st_mode) else None
 
