@@ -14,7 +14,7 @@ SCRIPT = ROOT / "pretrain_scripts" / "own_loop.py"
 PAGE = ROOT / "docs" / "api.md"
 LINE = re.compile(
     r"loss (\S+)  step (\d+): loco, 4 bits: (\S+) bits/gradient, (\S+) bits/weight; "
-    r"this rank sent \S+ MB of gradients and \S+ MB of weights; error state \S+ MB"
+    r"this rank sent \S+ MB of gradients and \S+ MB of weights; error state 0\.478 MB"
 )
 
 
