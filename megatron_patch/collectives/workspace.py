@@ -46,9 +46,9 @@ class Pool:
         """
         size, key = rows * columns, (use, self._stream())
         free = self._free.setdefault(key, [])
-        fitting = [place for place, buffer in enumerate(free) if buffer.numel() >= size]
+        fitting = [(buffer.numel(), place) for place, buffer in enumerate(free) if buffer.numel() >= size]
         if fitting:
-            whole = free.pop(min(fitting, key=lambda place: free[place].numel()))
+            whole = free.pop(min(fitting)[1])
         else:
             if free:
                 self.nbytes -= free.pop().numel()

@@ -3,11 +3,10 @@ parameters."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from not_interpreted import output_of
 
 MOST = 64
 """Of a bucket's exchange."""
@@ -19,19 +18,8 @@ FORM = 2
 
 
 def test_exchanges_and_1_bit_adam_launch_few_kernels() -> None:
-    tests = Path(__file__).parents[1]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tests.parent, tests)))}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("launches.py"))],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=450,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = {name: int(count) for name, count in re.findall(r"(.*) launches=(\d+)", done.stdout)}
+    printed = output_of(Path(__file__).with_name("launches.py"), seconds=450)
+    found = {name: int(count) for name, count in re.findall(r"(.*) launches=(\d+)", printed)}
     assert len(found) == 3 * 4 + 2 + 1 + 4 + 2
     assert found["weights from 2 ranks"] == found["weights from 16 ranks"], found
     assert max(found.values()) <= MOST, found

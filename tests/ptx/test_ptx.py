@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from not_interpreted import output_of
 
 BUDGETS = {
     "levels float32": {"instructions": 5100, "cycles": 830, "shuffles": 260, "sectors": 700},
@@ -22,20 +20,9 @@ memory, shuffles, and sectors of 32 bytes that are asked for (the gradient's are
 
 def ran(*arguments: str) -> dict[str, dict[str, int]]:
     """The lines that run_kernels.py prints, as {name: {number's name: number}}."""
-    script = Path(__file__).with_name("run_kernels.py")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, script.parents[1:3]))}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    printed = output_of(Path(__file__).with_name("run_kernels.py"), *arguments, seconds=1800)
     found = {}
-    for line in done.stdout.splitlines():
+    for line in printed.splitlines():
         name = re.split(r" \w+=", line)[0]
         found[name] = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", line)}
     return found

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from not_interpreted import output_of
 
 from megatron_patch.quantization import triton_kernels
 from megatron_patch.quantization.layout import BlockLayout
@@ -74,26 +72,13 @@ MOST_OF_WEIGHTS = {
 
 @pytest.mark.slow
 def test_they_compile_for_a_hopper_gpu_in_few_instructions():
-    script = Path(__file__).with_name("compile_for_gpu.py")
-    sources = script.parents[1:3]  # these, whatever is installed
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sources))}
-    del environment["TRITON_INTERPRET"]
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.splitlines()
+    lines = output_of(Path(__file__).with_name("compile_for_gpu.py"), seconds=900).splitlines()
     assert len(lines) == 7 + 4 + 3 * 3 + 2 + 2 * 8
     for line in lines:
         name, *fields = line.split()
         found = {key: float(value) for key, value in (field.split("=") for field in fields)}
         assert found["stack"] == 0, line
-        assert found["narrow"] == 0, done.stderr
+        assert found["narrow"] == 0, line
         if name.startswith("weights"):
             _, kernel, where = name.split("-")
             assert found["instructions"] < MOST_OF_WEIGHTS[where][kernel], line

@@ -20,6 +20,7 @@ from megatron_patch.quantization.levels import LEVELS, STEPS
 from megatron_patch.quantization.scales import largest_scale
 from megatron_patch.quantization.triton_kernels.compress import compress_kernel
 from megatron_patch.quantization.triton_kernels.decompress_reduce import decompress_reduce_kernel
+from megatron_patch.quantization.triton_kernels.launches import launch
 from megatron_patch.quantization.triton_kernels.rotation import diagonal
 
 _TILE = 2048  # elements, of compress: 16 for each of 128 threads
@@ -86,7 +87,9 @@ def compress(
     registers = (128 if aligned or regular else 168) if frugal else None
     programs = _programs(layout, rows, gradient.device, _resident.get(key, _RESIDENT))
     statistics.zero_()
-    launched = compress_kernel[(programs, layout.shards)](
+    launched = launch(
+        compress_kernel,
+        (programs, layout.shards),
         _as_bits(gradient),
         unused if values is None else _as_bits(values),
         unused if scales is None else scales.view(torch.int16),
@@ -145,9 +148,10 @@ def _decompress(
     words_of_lane = min(4, width, layout.block * width // word)
     elements_of_lane = words_of_lane * word // width
     lanes = max(_LANES, layout.block // elements_of_lane)  # of whole blocks, which may be rotated back
-    grid = (triton.cdiv(layout.blocks * layout.block, lanes * elements_of_lane), layout.shards)
     whole = _whole(layout)
-    decompress_reduce_kernel[grid](
+    launch(
+        decompress_reduce_kernel,
+        (triton.cdiv(layout.blocks * layout.block, lanes * elements_of_lane), layout.shards),
         words,
         payloads.view(torch.int16)[:, layout.code_bytes // 2 :],
         _places(layout, payloads),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from megatron_patch.quantization.triton_kernels.launches import launch
 from megatron_patch.quantization.triton_kernels.weight_decode import (
     apply_kernel,
     message_sizes_kernel,
@@ -31,7 +32,8 @@ from megatron_patch.quantization.weight_code import (
 )
 
 _SCRATCH_TILES = 1 << 15  # 96 MiB of scratch, for 64 Mi weights
-_APPLY = {"enable_fp_fusion": False, "maxnreg": 128}  # left to itself ptxas spills 16 bytes to save registers
+_PLAIN = {"enable_fp_fusion": False}
+_APPLY = {**_PLAIN, "maxnreg": 128}  # left to itself ptxas spills 16 bytes to save registers
 _PROGRAMS = 2048  # of `sums`: at most, enough for any GPU
 
 
@@ -42,12 +44,12 @@ def encode(old: torch.Tensor, new: torch.Tensor, message: torch.Tensor) -> int:
     sums = torch.empty(5, tiles, dtype=torch.int64, device=old.device)
     wrong = torch.zeros(1, dtype=torch.int32, device=old.device)
     if tiles:
-        count_kernel[(tiles,)](old, new, counts, sums, n, tiles, enable_fp_fusion=False)
+        launch(count_kernel, (tiles,), old, new, counts, sums, n, tiles, **_PLAIN)
     sizes = torch.empty(5 * tiles + 1, dtype=torch.int64, device=old.device)
     sizes[0].fill_(HEADER_BYTES + 8 * tiles)
     if tiles:
         grid = (triton.cdiv(tiles, TILES_AT_ONCE.value),)
-        sizes_kernel[grid](counts, sizes[1:], wrong, n, tiles, enable_fp_fusion=False)
+        launch(sizes_kernel, grid, counts, sizes[1:], wrong, n, tiles, **_PLAIN)
     places = sizes.cumsum(0)  # where each piece begins, plane after plane, and where the last one ends
     size = int(places[-1])
     kind = CODED if size < bound(n) else RAW
@@ -77,26 +79,13 @@ def decode(
     sizes = torch.empty(senders, 5 * tiles + 1, dtype=torch.int64, device=shards.device)
     grid = (triton.cdiv(max(tiles, 1), TILES_AT_ONCE.value), senders)
     row = messages.shape[1]
-    message_sizes_kernel[grid](messages, places, sizes, wrong, row, n, tiles, enable_fp_fusion=False)
+    launch(message_sizes_kernel, grid, messages, places, sizes, wrong, row, n, tiles, **_PLAIN)
     pieces = sizes.cumsum(1)
     if tiles:
-        apply_kernel[(tiles, senders)](
-            messages, places, shards, pieces, wrong, sums, row, n, tiles, own, n % 16 == 0, **_APPLY
-        )
-    verdict_kernel[(senders,)](
-        messages,
-        places,
-        pieces,
-        wrong,
-        sums.sum(2),
-        found,
-        row,
-        n,
-        tiles,
-        own,
-        num_warps=1,
-        enable_fp_fusion=False,
-    )
+        arguments = messages, places, shards, pieces, wrong, sums, row, n, tiles, own
+        launch(apply_kernel, (tiles, senders), *arguments, SIXTEENS=n % 16 == 0, **_APPLY)
+    arguments = messages, places, pieces, wrong, sums.sum(2), found, row, n, tiles, own
+    launch(verdict_kernel, (senders,), *arguments, num_warps=1, **_PLAIN)
 
 
 def sums(weights: torch.Tensor) -> torch.Tensor:
@@ -104,7 +93,7 @@ def sums(weights: torch.Tensor) -> torch.Tensor:
     found = torch.zeros(2, dtype=torch.int64, device=weights.device)
     programs = min(tiles_of(weights.numel()), 2 if _interpreted(weights) else _PROGRAMS)
     if programs:
-        sums_kernel[(programs,)](weights, found, weights.numel(), enable_fp_fusion=False)
+        launch(sums_kernel, (programs,), weights, found, weights.numel(), **_PLAIN)
     return found
 
 
@@ -118,10 +107,8 @@ def _write_planes(
     fours = torch.empty(at_once * TILE, dtype=torch.uint8, device=old.device)
     for first in range(0, tiles, at_once):
         grid = (min(at_once, tiles - first),)
-        place_kernel[grid](
-            old, new, counts, places, message, few, fours, n, tiles, first, enable_fp_fusion=False
-        )
-        pack_kernel[grid](counts, places, message, few, fours, tiles, first, enable_fp_fusion=False)
+        launch(place_kernel, grid, old, new, counts, places, message, few, fours, n, tiles, first, **_PLAIN)
+        launch(pack_kernel, grid, counts, places, message, few, fours, tiles, first, **_PLAIN)
 
 
 def _interpreted(tensor: torch.Tensor) -> bool:
