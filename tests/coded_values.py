@@ -1,4 +1,4 @@
-"""What a payload or an error state says of a bucket's elements."""
+"""What payloads or an error state say of a bucket's elements."""
 
 from __future__ import annotations
 
@@ -15,3 +15,14 @@ def coded_values(layout: Any, blocks: torch.Tensor) -> torch.Tensor:
         shards = torch.arange(layout.shards)[:, None] * layout.shard_size
         values[(layout.exact.places + shards)[layout.exact.places >= 0]] = 0
     return values
+
+
+def rows_of(layout: Any, payload: torch.Tensor) -> torch.Tensor:
+    """The payloads of all shards, which lie end to end, as uint8 [N, payload_bytes], filled with zeros."""
+    pieces = payload.reshape(-1).split(layout.payload_sizes)
+    return torch.nn.utils.rnn.pad_sequence(list(pieces), batch_first=True)
+
+
+def decoded(sender: Any, payload: torch.Tensor) -> torch.Tensor:
+    """What a sender's payloads decode to, fp32 [N, blocks, b]."""
+    return sender.codec.decode(rows_of(sender.layout, payload), sender.layout)

@@ -2,7 +2,7 @@
 
 Rank n sends payload j of its bucket to rank j; rank j receives N payloads of shard j, decodes them and sums
 them in fp32 in rank order. An all-to-all cannot run in place: the exchange holds two buffers of
-N * payload_bytes, which come from a pool and go back to it when the sum is done.
+the payloads' size, which come from a pool and go back to it when the sum is done.
 """
 
 from __future__ import annotations
@@ -105,26 +105,14 @@ def start_reduce_scatter(
     The sum is divided by `divisor`: by N, as ReduceOp.AVG does, or by 1.
     """
     layout = sender.layout
-    send = workspace.take(layout.shards, layout.payload_bytes)
-    sizes = layout.payload_sizes if len(set(layout.payload_sizes)) > 1 else None
+    sizes = layout.payload_sizes
+    send = workspace.take(1, sum(sizes))
+    receive = workspace.take(layout.shards, own.payload_bytes)
     with workspace.timed():
         sender.compress(gradient, send)
-        if sizes is not None:
-            send = _end_to_end(send, sizes, workspace)
-    # Only now: where payloads were packed, it is the buffer that they were compressed into.
-    receive = workspace.take(layout.shards, own.payload_bytes)
-    if sizes is None:
-        work = dist.all_to_all_single(receive, send, group=group, async_op=True)
+    if len(set(sizes)) == 1:
+        work = dist.all_to_all_single(receive.view(-1), send[0], group=group, async_op=True)
     else:
-        of_senders = [receive.shape[1]] * layout.shards
+        of_senders = [own.payload_bytes] * layout.shards
         work = dist.all_to_all_single(receive.view(-1), send[0], of_senders, sizes, group, async_op=True)
     return ReduceScatterHandle(work, send, receive, workspace, sender, own, output, divisor)
-
-
-def _end_to_end(payloads: torch.Tensor, sizes: list[int], workspace: Workspace) -> torch.Tensor:
-    """Payloads of unlike sizes, which begin the rows of uint8 [N, payload_bytes], without what is between."""
-    packed = workspace.take(1, sum(sizes), "packed payloads")
-    rows = [row[:size] for row, size in zip(payloads, sizes, strict=True)]
-    torch._foreach_copy_(packed[0].split(sizes), rows)
-    workspace.give(payloads)
-    return packed

@@ -39,7 +39,10 @@ def compress(
         g = rotate(g, layout)
     e = error_state.load(error, layout) if error else None
     h = g if e is None else g + e
-    sent = codec.encode(h, layout, payload, noise)
+    rows = payload.new_empty(layout.shards, layout.coded_bytes)
+    sent = codec.encode(h, layout, rows, noise)
+    for row, start in zip(rows, layout.payload_starts.tolist()[:-1], strict=True):
+        payload.view(-1)[start : start + layout.coded_bytes] = row
     lost = torch.where(sent.finite[..., None], h - sent.values, 0.0)
     if e is not None:
         # Two products and a sum, each rounded: no fused multiply-add, which kernels would have to mimic.

@@ -6,7 +6,6 @@ A Sender owns the error state and the random generator; compress.py, or the fuse
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import torch
 
@@ -73,33 +72,38 @@ class Sender:
 
     @torch.no_grad()
     def compress(self, gradient: torch.Tensor, payload: torch.Tensor) -> None:
-        """Read g, [B] of fp32, bf16 or fp16; write `payload`, uint8 [N, payload_bytes]; update e."""
+        """Read g, [B] of fp32, bf16 or fp16; write `payload`; update e.
+
+        `payload` is uint8, contiguous: the payloads of all shards, end to end (`layout.payload_starts`).
+        """
         tensors, beta = ({}, 0.0) if self.error is None else (self.error.tensors(), self.error.beta)
         run = backends.fused(self.codec, self.layout, gradient.device) or reference
         if self.generator is None:
             run.compress(gradient, payload, self.codec, self.layout, tensors, beta, None, self.statistics)
         else:
             total = torch.zeros_like(self.statistics)
-            for chosen, part in self._pieces:
+            for chosen, where, part in self._pieces:
                 shape = (part.shards, part.blocks, part.block)
                 noise = torch.rand(shape, generator=self.generator, device=gradient.device)
                 g = gradient[chosen.start * part.shard_size : chosen.stop * part.shard_size]
                 e = {name: tensor[chosen] for name, tensor in tensors.items()}
-                run.compress(g, payload[chosen], self.codec, part, e, beta, noise, self.statistics)
+                p = payload.view(-1)[where]
+                run.compress(g, p, self.codec, part, e, beta, noise, self.statistics)
                 total += self.statistics
             self.statistics.copy_(total)
-        if self.layout.exact is not None:
-            self.layout.exact.write(gradient, payload, self.layout.coded_bytes)
+        if (layout := self.layout).exact is not None:
+            layout.exact.write(gradient, payload, layout.coded_bytes, layout.payload_starts)
 
     @functools.cached_property
-    def _pieces(self) -> list[tuple[slice, BlockLayout]]:
-        """Neighbouring shards that are compressed together where rounding is stochastic: NOISE elements of
-        them, or an eighth of the bucket, and at least one shard."""
+    def _pieces(self) -> list[tuple[slice, slice, BlockLayout]]:
+        """(which shards, which bytes of all payloads, their layout): neighbouring shards that are
+        compressed together where rounding is stochastic: NOISE elements of them, or an eighth of the bucket,
+        and at least one shard."""
         whole = self.layout
         count = max(NOISE // max(whole.blocks * whole.block, 1), whole.shards // 8, 1)
-        found = []
+        starts, found = whole.payload_starts.tolist(), []
         for first in range(0, whole.shards, count):
             part = whole.part(first, min(count, whole.shards - first))
-            part = replace(part, exact=None, least_bytes=whole.payload_bytes)
-            found.append((slice(first, first + part.shards), part))
+            end = first + part.shards
+            found.append((slice(first, end), slice(starts[first], starts[end]), part))
         return found

@@ -7,7 +7,7 @@ asked for the average, and rounds once. No error is kept of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,10 @@ NONE_HERE = -1
 """Stands for an element where a shard has less of them than others."""
 
 
+_Key = tuple[torch.device, int, int]
+"""Device; byte of a payload from which on they lie; words of a payload (0: the shards' differ)."""
+
+
 @dataclass(frozen=True, eq=False)
 class ExactElements:
     """Where they are in each of N shards of S elements."""
@@ -26,9 +30,7 @@ class ExactElements:
     places: torch.Tensor
     """int64 [N, n], on CPU: which elements of its shard, NONE_HERE behind a shard's last."""
     shard_size: int
-    _copies: dict[tuple[torch.device, int, int], tuple[torch.Tensor, torch.Tensor]] = field(
-        default_factory=dict, repr=False
-    )
+    _copies: dict[_Key, Sequence[torch.Tensor]] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(spans: Sequence[Span], shards: Sequence[Sequence[Range]], shard_size: int) -> ExactElements | None:
@@ -59,31 +61,47 @@ class ExactElements:
         counts: list[int] = (self.places != NONE_HERE).sum(dim=1).tolist()
         return [4 * count for count in counts]
 
-    def _on(self, device: torch.device, start: int, words: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(which elements of the tensor, which fp32 words of N payloads of so many words, from byte `start`
-        on), int64 on a device; copied there once."""
-        key = device, start, words
+    def _kept(self, key: _Key, made: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
+        """What `made` returns, on the key's device; made and copied there once."""
         if key not in self._copies:
-            there = self.places != NONE_HERE
-            shard = torch.arange(len(self.places))[:, None]
-            slot = torch.arange(self.places.shape[1]) + start // 4
-            elements, slots = (self.places + shard * self.shard_size)[there], (shard * words + slot)[there]
-            self._copies[key] = elements.to(device), slots.to(device)
+            self._copies[key] = [part.to(key[0]) for part in made()]
         return self._copies[key]
 
-    def write(self, tensor: torch.Tensor, payload: torch.Tensor, start: int) -> None:
-        """Write those of `tensor`, [B] of any float dtype, into `payload`, contiguous uint8 [N,
-        payload_bytes], from byte `start` on, a multiple of 4, and zeros where there are none."""
-        words = payload.view(torch.float32)
-        elements, slots = self._on(tensor.device, start, words.shape[1])
-        words[:, start // 4 :] = 0
-        words.view(-1).index_copy_(0, slots, tensor.index_select(0, elements).to(torch.float32))
+    def _slots(self, firsts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(which elements of the tensor, which words they are sent in), where each shard's begin with the
+        words `firsts` [N]; int64."""
+        there = self.places != NONE_HERE
+        shard = torch.arange(len(self.places))[:, None]
+        slots = firsts[:, None] + torch.arange(self.places.shape[1])
+        return (self.places + shard * self.shard_size)[there], slots[there]
+
+    def write(self, tensor: torch.Tensor, payload: torch.Tensor, start: int, starts: torch.Tensor) -> None:
+        """Write those of `tensor`, [B] of any float dtype, into the payloads of all shards, and zeros behind.
+
+        The payloads begin at the bytes `starts` [N + 1] of `payload`, uint8; elements from byte `start` of
+        each on, a multiple of 4.
+        """
+
+        def made() -> Sequence[torch.Tensor]:
+            firsts = (starts[:-1] + start) // 4
+            ends = firsts + (self.places != NONE_HERE).sum(1)
+            behind = torch.stack([ends, starts[1:] // 4], dim=1).tolist()
+            return *self._slots(firsts), torch.cat([torch.arange(*part) for part in behind])
+
+        words = payload.view(-1).view(torch.float32)
+        elements, slots, fill = self._kept((tensor.device, start, 0), made)
+        words.index_copy_(0, slots, tensor.index_select(0, elements).to(torch.float32))
+        if len(fill):
+            words.index_fill_(0, fill, 0)
 
     def read(self, payloads: torch.Tensor, start: int, output: torch.Tensor, divisor: int = 1) -> None:
         """Sum the senders' payloads, uint8 [senders, N, payload_bytes], into `output`, [B] of any float
         dtype."""
         words = payloads.view(torch.float32)
-        elements, slots = self._on(output.device, start, words.shape[2])
+        _, rows, row = words.shape
+        elements, slots = self._kept(
+            (output.device, start, row), lambda: self._slots(torch.arange(rows) * row + start // 4)
+        )
         values = words.reshape(len(words), -1).index_select(1, slots)
         total = over(values.sum(dim=0, dtype=torch.float64), divisor)
         output.index_copy_(0, elements, total.to(torch.float32).to(output.dtype))

@@ -51,8 +51,6 @@ class BlockLayout:
     block: int
     table: BlockTable | None = None
     exact: ExactElements | None = None
-    least_bytes: int = 0
-    """Of a payload, where it is a row of a wider tensor."""
 
     @staticmethod
     def of(
@@ -127,7 +125,23 @@ class BlockLayout:
     @functools.cached_property
     def payload_bytes(self) -> int:
         """Bytes of the longest payload."""
-        return max(self.least_bytes, *self.payload_sizes)
+        return max(self.payload_sizes)
+
+    @functools.cached_property
+    def payload_starts(self) -> torch.Tensor:
+        """Where each shard's payload begins among those of all shards, end to end, and where the last one
+        ends: bytes, int64 [N + 1], on CPU."""
+        return torch.tensor([0, *self.payload_sizes]).cumsum(0)
+
+    def payload_starts_on(self, device: torch.device) -> torch.Tensor:
+        """`payload_starts` on a device, in units of 16 bytes, int32; copied there once."""
+        if device not in self._starts:
+            self._starts[device] = (self.payload_starts // _ALIGNMENT).to(torch.int32).to(device)
+        return self._starts[device]
+
+    @functools.cached_property
+    def _starts(self) -> dict[torch.device, torch.Tensor]:
+        return {}
 
     def cut(self, flat: torch.Tensor) -> torch.Tensor:
         """[B] of any float dtype -> fp32 [N, blocks, b], short shards and blocks filled with zeros."""

@@ -25,6 +25,8 @@ def over(values: torch.Tensor, divisor: float) -> torch.Tensor:
     torch on CUDA multiplies by the reciprocal where the divisor is a Python number, or a tensor of one number
     on the CPU: two roundings.
     """
+    if divisor == 1:
+        return values
     return values / torch.full((), divisor, dtype=values.dtype, device=values.device)
 
 

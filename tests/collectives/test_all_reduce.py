@@ -17,7 +17,7 @@ def all_reduce(options: dict[str, Any], numel: int, dtype: str, average: bool) -
     """Several all-reduces of one bucket: what was sent and remembered in both phases, what all ranks hold."""
     import torch
     import torch.distributed as dist
-    from coded_values import coded_values
+    from coded_values import coded_values, decoded
     from collectives.setups import setup_of
 
     from megatron_patch.collectives.all_reduce import AllReduce
@@ -32,7 +32,7 @@ def all_reduce(options: dict[str, Any], numel: int, dtype: str, average: bool) -
 
         def compress_and_keep(gradient: torch.Tensor, payload: torch.Tensor) -> None:
             compress(gradient, payload)
-            sent = coded_values(sender.layout, sender.codec.decode(payload, sender.layout))
+            sent = coded_values(sender.layout, decoded(sender, payload))
             report[name].append(sent[: sender.layout.numel])
 
         sender.compress = compress_and_keep

@@ -29,7 +29,7 @@ def exchange(options: dict[str, Any], dtype: str, average: bool, aliased: bool, 
     """Several exchanges of one bucket; what was sent, what is remembered and what was reduced, per step."""
     import torch
     import torch.distributed as dist
-    from coded_values import coded_values
+    from coded_values import coded_values, decoded
     from collectives.setups import setup_of
 
     from megatron_patch.collectives.reduce_scatter import ReduceScatter
@@ -44,7 +44,7 @@ def exchange(options: dict[str, Any], dtype: str, average: bool, aliased: bool, 
 
     def recording(gradient: torch.Tensor, payload: torch.Tensor) -> None:
         compress(gradient, payload)
-        kept.append(coded_values(layout, sender.codec.decode(payload, layout)))
+        kept.append(coded_values(layout, decoded(sender, payload)))
 
     sender.compress = recording
     report: dict[str, Any] = {"sent": kept, "errors": [], "shards": [], "rest": [], "nbytes": []}

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from coded_values import coded_values
+from coded_values import coded_values, decoded
 
 PARTS = {"reduce_scatter": "scatter", "node_sum": "scatter", "all_reduce": "reduce", "owner": "owner"}
 """What the comparison calls each kind of sender; in two hops, `scatter` is of a node's sum."""
@@ -179,7 +179,7 @@ class _Recorder:
             compress(gradient, payload)
             of_bucket = self.sent.setdefault(place, {})
             assert part not in of_bucket, "a sender was used twice in one step"
-            of_bucket[part] = _flat(sender.codec.decode(payload, sender.layout), sender)
+            of_bucket[part] = _flat(decoded(sender, payload), sender)
 
         sender.compress = compress_and_keep
 

@@ -25,7 +25,7 @@ def train(model: dict[str, Any], compression: dict[str, Any], how: str) -> dict[
     `how` gradients get there: "backward" through autograd and Megatron's hooks, "written" into main_grad.
     """
     import torch
-    from coded_values import coded_values
+    from coded_values import coded_values, decoded
     from integration.tiny_model import build
 
     import megatron_patch
@@ -42,7 +42,7 @@ def train(model: dict[str, Any], compression: dict[str, Any], how: str) -> dict[
         def compress_and_keep(gradient: torch.Tensor, payload: torch.Tensor) -> None:
             compress(gradient, payload)
             assert place not in sent, "a bucket was exchanged twice in one step"
-            sent[place] = coded_values(sender.layout, sender.codec.decode(payload, sender.layout))
+            sent[place] = coded_values(sender.layout, decoded(sender, payload))
 
         sender.compress = compress_and_keep
 

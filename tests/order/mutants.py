@@ -85,8 +85,8 @@ MUTANTS = {
         f"{_COLLECTIVES}.reduce_scatter:start_reduce_scatter",
         (
             (
-                "    if sizes is None:\n        work =",
-                "    late = send\n    if sizes is None:\n        work =",
+                "    if len(set(sizes)) == 1:\n        work =",
+                "    late = send\n    if len(set(sizes)) == 1:\n        work =",
             ),
             (
                 "    return ReduceScatterHandle(",
@@ -153,7 +153,7 @@ MUTANTS = {
             (
                 "    return ReduceScatterHandle(",
                 "    workspace.give(send)\n"
-                "    send = workspace.take(layout.shards, 2 * layout.payload_bytes)\n"
+                "    send = workspace.take(1, 2 * send.numel())\n"
                 "    return ReduceScatterHandle(",
             ),
         ),

@@ -52,7 +52,7 @@ SETUPS = {
     "two instances, not overlapped": Setup({"instances": 2}),
     "experts": Setup(SEVERAL | EXPERTS),
     "experts in many buckets": Setup(
-        {"overlap": True, "bucket_size": 10, "experts": (1, 3, 5, 7, 9), "expert_parallel": 2}, layers=2
+        {"overlap": True, "bucket_size": 10, "experts": (1, 3, 5, 7, 9), "expert_parallel": 2}, layers=3
     ),
     "experts in two hops": Setup(SEVERAL | EXPERTS, TWO_HOPS | {"ranks_per_node": 2}),
     "replicated": Setup(SEVERAL | REPLICATED),

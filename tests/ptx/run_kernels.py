@@ -60,7 +60,7 @@ def layout_of(draw: random.Random, bits: int) -> BlockLayout:
     kind = draw.choice(["aligned", "odd", "rows", "even rows"])
     even = kind in ("aligned", "even rows")
     numel = 16 * shards * draw.randint(1, 200) if even else draw.randint(1, 5000)
-    spans = random_spans(numel, draw.randint(0, 999)) if kind == "rows" else None
+    spans = random_spans(numel, draw.randint(0, 999), exact=draw.random() < 0.5) if kind == "rows" else None
     if kind == "even rows":
         spans = even_spans(numel, draw.randint(0, 999))
     return BlockLayout.of(numel, shards, bits, block, spans=spans)

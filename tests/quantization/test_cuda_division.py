@@ -68,7 +68,8 @@ def exchanged(codec: Codec, error: str | None, seed: int) -> list[torch.Tensor]:
             gradient = gradient_of(numel, 10 * seed + 3 * step + number, torch.float32, "plain")
             compress_by(reference, sender, gradient, payloads[number : number + 1])
             assert layout.exact is not None
-            layout.exact.write(gradient, payloads[number : number + 1], layout.coded_bytes)
+            payload = payloads[number : number + 1]
+            layout.exact.write(gradient, payload, layout.coded_bytes, layout.payload_starts)
         output = torch.empty(numel)
         backends.decompress_reduce(payloads, codec, layout, output, 3)
         found += [payloads, output.view(torch.int32)]

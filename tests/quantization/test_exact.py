@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from coded_values import rows_of
 from quantization.backend_agreement import only_torch
 
 from megatron_patch.compensation.sender import Sender
@@ -37,9 +38,10 @@ def test_the_owners_get_the_sums_of_vectors_to_the_last_bit(shards, divisor, dty
     config = CompressionConfig(method="loco", bits=2)
     layout = BlockLayout.of(NUMEL, shards, 2, 128, spans=SPANS)
     values = gradients(3).to(dtype)
-    payloads = torch.full((3, shards, layout.payload_bytes), 0xA5, dtype=torch.uint8)
-    for row, payload in zip(values, payloads, strict=True):
+    sent = torch.full((3, sum(layout.payload_sizes)), 0xA5, dtype=torch.uint8)
+    for row, payload in zip(values, sent, strict=True):
         Sender(config, layout, CPU).compress(row, payload)
+    payloads = torch.stack([rows_of(layout, payload) for payload in sent])
     codec = Sender(config, layout, CPU).codec
     total = torch.full((NUMEL,), 7.0)
     for shard, output in enumerate(total.split(layout.shard_size)):
@@ -68,9 +70,10 @@ def test_all_shards_at_once(shards):
     config = CompressionConfig(method="naive", bits=8)
     layout = BlockLayout.of(NUMEL, shards, 8, 128, spans=SPANS)
     values = gradients(1)[0]
-    payload = torch.empty(shards, layout.payload_bytes, dtype=torch.uint8)
+    sent = torch.empty(sum(layout.payload_sizes), dtype=torch.uint8)
     sender = Sender(config, layout, CPU)
-    sender.compress(values, payload)
+    sender.compress(values, sent)
+    payload = rows_of(layout, sent)
     output = torch.empty(NUMEL)
     backends.decompress(payload, sender.codec, layout, output)
     assert torch.equal(output[VECTORS], values[VECTORS])
@@ -87,9 +90,9 @@ def test_vectors_of_whole_blocks_are_not_coded_either():
     assert layout.table is not None
     values = torch.randn(2048) * (torch.arange(2048) < 2048)
     sender = Sender(CompressionConfig(method="loco"), layout, CPU)
-    payload, output = torch.empty(2, layout.payload_bytes, dtype=torch.uint8), torch.empty(2048)
+    payload, output = torch.empty(sum(layout.payload_sizes), dtype=torch.uint8), torch.empty(2048)
     sender.compress(values, payload)
-    backends.decompress(payload, sender.codec, layout, output)
+    backends.decompress(rows_of(layout, payload), sender.codec, layout, output)
     assert torch.equal(output[1024:1280], values[1024:1280])
     assert not torch.equal(output[:1024], values[:1024])
     assert sender.error.flat()[1024:1280].abs().max() == 0

@@ -92,6 +92,8 @@ def test_they_compile_for_a_hopper_gpu_in_few_instructions():
         # What an H100 has time for is in docs/performance.md.
         most = {"odd": MOST_OF_ODD, "rows": MOST_OF_ROWS, "short": MOST_OF_SHORT}.get(where, MOST)
         assert found["instructions"] < most[kernel], line
+        if name == "compress-fp32-levels4-rows":
+            assert found["registers"] <= 168  # three programs on a multiprocessor
         if where not in ("odd", "rows"):
             assert found["wide"] > 0, line
 

@@ -55,6 +55,7 @@ class _CompressArguments(ctypes.Structure):
         ("new_weight", ctypes.c_float),
         ("noise", ctypes.c_void_p),
         ("payload", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
         ("statistics", ctypes.c_void_p),
     )
 
@@ -109,7 +110,8 @@ def compress(
 
     Args:
         gradient: [B] of fp32, bf16 or fp16.
-        payload: uint8 [N, payload_bytes]; every byte is written.
+        payload: uint8, contiguous: the payloads of all shards, end to end, as `layout.payload_starts` tells.
+            Codes and scales are written; what is sent as it is (exact.py) is not.
         codec: one that `supports` knows.
         layout: the bucket's cut.
         error: MovingAverageError.tensors(); empty for none. Updated.
@@ -132,6 +134,7 @@ def compress(
         new_weight=1 - beta,
         noise=None if noise is None else pointer(noise),
         payload=pointer(payload),
+        starts=pointer(layout.payload_starts),
         statistics=pointer(statistics),
     )
     loaded().megatron_loco_compress(variant(), ctypes.byref(arguments))

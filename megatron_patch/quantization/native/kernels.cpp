@@ -74,7 +74,7 @@ class Compress {
   void run() {
     Pending pending[IN_TURNS];
     for (int64_t shard = 0; shard < layout.shards; ++shard) {
-      uint8_t *payload = a.payload + shard * layout.payload_bytes;
+      uint8_t *payload = a.payload + a.starts[shard];
       int64_t packed = 0, end = layout.code_bytes + 2 * layout.blocks;
       for (int64_t first = 0; first < layout.blocks; first += turns) {
         int64_t count = std::min(turns, layout.blocks - first);
@@ -84,7 +84,7 @@ class Compress {
         packed = pending[count - 1].here.end;
       }
       std::memset(payload + packed, 0, layout.code_bytes - packed);
-      std::memset(payload + end, 0, layout.payload_bytes - end);
+      std::memset(payload + end, 0, (end + 15) / 16 * 16 - end);
     }
     std::copy(totals, totals + 5, a.statistics);
   }

@@ -98,9 +98,10 @@ def compress_kernel(
     error,  # int8, bf16 (as int16) or fp32 [shards, shard_size]; unused without
     error_scales,  # bf16 [shards, blocks] as int16
     noise,  # fp32 [shards, blocks, B]
-    words,  # the payload, [shards, payload_bytes], as words: int32, or int16 where a block has less bits
+    words,  # payloads end to end, as words: int32, or int16 where a block has less bits
     bytes_,  # the same as uint8
     scales,  # the same as int16
+    starts,  # where each shard's payload begins, in units of 16 bytes, int32 [shards + 1]
     places,  # BlockTable.places, int32 [shards, blocks, 3]; unused in a regular cut
     diagonal,  # rotation.diagonal, fp32 [B]; unused where nothing is rotated
     statistics,  # fp64 [5], zeros
@@ -108,7 +109,6 @@ def compress_kernel(
     shard_size,
     blocks,
     code_bytes,
-    payload_bytes,
     beta,
     rest,
     largest,
@@ -149,10 +149,11 @@ def compress_kernel(
     error += base
     error_scales += shard * blocks
     noise += shard * blocks * B
-    words += shard * (payload_bytes // (WORD // 8))
-    bytes_ += shard * payload_bytes
-    halves = scales + shard * (payload_bytes // 2)
-    scales += (shard * payload_bytes + code_bytes) // 2
+    sixteens = tl.load(starts + shard).to(tl.int64)
+    bytes_ = bytes_ + sixteens * 16
+    words = bytes_.to(words.dtype, bitcast=True)
+    halves = bytes_.to(scales.dtype, bitcast=True)
+    scales = halves + code_bytes // 2
     places += shard * blocks * 3
     of_h = tl.zeros([ROWS, B // 16], tl.float64)
     of_r = tl.zeros([ROWS, B // 16], tl.float64)
@@ -330,12 +331,13 @@ def compress_kernel(
             unused = rest_of_codes + tl.arange(0, 128)
             zeros = tl.zeros([128], words.dtype.element_ty)
             tl.store(words + unused, zeros, mask=unused < code_bytes // (WORD // 8))
-    if program == 0:  # what alignment leaves between codes, scales and the end of a payload
+    if program == 0:  # what alignment leaves behind codes and behind scales
         if REGULAR:
             gap = blocks * tl.full([], B * BITS // 8, tl.int64) + tl.arange(0, 16)
             tl.store(bytes_ + gap, tl.zeros([16], tl.uint8), mask=gap < code_bytes)
-        gap = blocks * tl.full([], 2, tl.int64) + code_bytes + tl.arange(0, 16)
-        tl.store(bytes_ + gap, tl.zeros([16], tl.uint8), mask=gap < payload_bytes)
+        end = blocks * tl.full([], 2, tl.int64) + code_bytes
+        gap = end + tl.arange(0, 16)
+        tl.store(bytes_ + gap, tl.zeros([16], tl.uint8), mask=gap < tl.cdiv(end, 16) * 16)
     tl.atomic_add(statistics + 0, tl.sum(of_h), sem="relaxed")
     tl.atomic_add(statistics + 1, tl.sum(of_r), sem="relaxed")
     tl.atomic_add(statistics + 2, tl.sum(of_g if ERROR != 0 else of_h), sem="relaxed")

@@ -24,11 +24,15 @@ _known: dict[tuple[object, ...], tuple[CompiledKernel, tuple[object, ...]]] = {}
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
     """`kernel[grid](*arguments, **options)` on the current stream of the GPU that is current.
 
-    `arguments` are tensors, integers and floats; the `tl.constexpr` parameters, which follow them, are named
-    in `options`, beside the compiler's options. Returns the compiled kernel; None where nothing is compiled,
-    as in Triton's interpreter.
+    `arguments` are tensors (the first one is), integers and floats; the `tl.constexpr` parameters, which
+    follow them, are named in `options`, beside the compiler's options. Returns the compiled kernel; None
+    where nothing is compiled, as in Triton's interpreter.
     """
-    key = (id(kernel), *map(_kind, arguments), *options.items())
+    kinds = [
+        (value.dtype, value.data_ptr() % 16 == 0) if isinstance(value, torch.Tensor) else _kind(value)
+        for value in arguments
+    ]
+    key = (id(kernel), arguments[0].device, *kinds, *options.items())
     if key in _known:
         compiled, constants = _known[key]
         compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
@@ -39,10 +43,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     return compiled
 
 
-def _kind(argument: torch.Tensor | int | float) -> object:
-    """What Triton looks at in an argument that is no constant."""
-    if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.device, argument.data_ptr() % 16 == 0
-    if isinstance(argument, int):
-        return argument == 1, argument % 16 == 0, -(1 << 31) <= argument < 1 << 31
+def _kind(number: int | float) -> object:
+    """What Triton looks at in a number that is no constant."""
+    if isinstance(number, int):
+        return number == 1, number % 16 == 0, -(1 << 31) <= number < 1 << 31
     return float
