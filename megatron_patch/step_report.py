@@ -10,6 +10,7 @@ class StepReport:
     """What one rank sent in its last optimizer step, summed over the buckets of its model chunks.
 
     Bytes are those that this rank sends to other ranks; norms are Euclidean, over this rank's own numbers.
+    In Megatron's own training loop what needs the gradients' numbers is None for steps that it does not log.
     `str(report)` is one line.
     """
 
@@ -37,14 +38,14 @@ class StepReport:
     """Bits on the wire for every weight sent."""
     error_bytes: int
     """Memory of the error state e on this rank."""
-    error_norm: float
+    error_norm: float | None
     """Norm of decode(e), the error that was added to this step's gradients (docs/numerics.md, "The error");
     0 without error feedback."""
-    gradient_norm: float
+    gradient_norm: float | None
     """Norm of the gradients g that were compressed, as they entered the exchange, scaled as Megatron does."""
     snr_db: float | None
     """10 log10 of the energy of what was to be sent over that of what rounding lost; None if nothing was."""
-    non_finite_blocks: int
+    non_finite_blocks: int | None
     """Blocks with a NaN or an infinity; they are sent as NaN."""
     compression_seconds: float
     """Time spent in compressing and decompressing."""

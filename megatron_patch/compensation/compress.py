@@ -31,7 +31,7 @@ def compress(
     error: Mapping[str, torch.Tensor],
     beta: float,
     noise: torch.Tensor | None,
-    statistics: torch.Tensor,
+    statistics: torch.Tensor | None,
 ) -> None:
     """quantization.native.compress, where the arguments are described, for any codec on any device."""
     g = layout.cut(gradient)
@@ -48,7 +48,8 @@ def compress(
         # Two products and a sum, each rounded: no fused multiply-add, which kernels would have to mimic.
         average = lost if beta == 0 else e * beta + lost * (1 - beta)
         error_state.store(error, layout, average, keep=~sent.finite)
-    statistics.copy_(_statistics(g, e, h, lost, sent.finite))
+    if statistics is not None:
+        statistics.copy_(_statistics(g, e, h, lost, sent.finite))
 
 
 def _statistics(

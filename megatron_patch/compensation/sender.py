@@ -56,7 +56,9 @@ class Sender:
         self._seed = config.seed + 1_000_003 * stream
         self.reseed(0)
         self.statistics = torch.zeros(len(STATISTICS), dtype=torch.float64, device=device)
-        """Of the last `compress`: compress.STATISTICS."""
+        """Of the last `compress` that measured: compress.STATISTICS."""
+        self.measures = True
+        """Whether `compress` does: an eighth of the kernel's instructions, for what a logged step shows."""
 
     def reseed(self, step: int) -> None:
         """Start the random numbers of stochastic rounding anew, at an optimizer step: no two steps alike."""
@@ -78,8 +80,9 @@ class Sender:
         """
         tensors, beta = ({}, 0.0) if self.error is None else (self.error.tensors(), self.error.beta)
         run = backends.fused(self.codec, self.layout, gradient.device) or reference
+        statistics = self.statistics if self.measures else None
         if self.generator is None:
-            run.compress(gradient, payload, self.codec, self.layout, tensors, beta, None, self.statistics)
+            run.compress(gradient, payload, self.codec, self.layout, tensors, beta, None, statistics)
         else:
             total = torch.zeros_like(self.statistics)
             for chosen, where, part in self._pieces:
@@ -88,9 +91,10 @@ class Sender:
                 g = gradient[chosen.start * part.shard_size : chosen.stop * part.shard_size]
                 e = {name: tensor[chosen] for name, tensor in tensors.items()}
                 p = payload.view(-1)[where]
-                run.compress(g, p, self.codec, part, e, beta, noise, self.statistics)
+                run.compress(g, p, self.codec, part, e, beta, noise, statistics)
                 total += self.statistics
-            self.statistics.copy_(total)
+            if self.measures:
+                self.statistics.copy_(total)
         if (layout := self.layout).exact is not None:
             layout.exact.write(gradient, payload, layout.coded_bytes, layout.payload_starts)
 

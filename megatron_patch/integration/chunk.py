@@ -51,8 +51,10 @@ class ChunkReport:
     """What the last finished step's exchanges were like on this rank."""
 
     traffic: Traffic = field(default_factory=Traffic)
+    compressed: bool = False
+    """Whether anything was."""
     statistics: torch.Tensor | None = None
-    """fp64 [5], summed over buckets, as compensation.compress.STATISTICS; None: nothing was compressed."""
+    """fp64 [5], summed over buckets, as compensation.compress.STATISTICS; None: nothing was measured."""
     compression_seconds: Callable[[], float] = float
     """Time spent in compressing and decompressing; on CUDA, asking waits for it."""
     inside_bytes: float = 0.0
@@ -84,6 +86,8 @@ class ChunkState:
         self._traffic = Traffic()
         self._used: list[Sender] = []
         self._inside_bytes = 0.0
+        self.measures = True
+        """Whether the next exchanges measure what they lose: metrics.py asks for it in steps that it logs."""
         self.optimizer_seen = False
         """Whether a step of a Megatron optimizer was seen. From then on a second exchange before the next one
         is of a backward pass that ran again (PagedStashRunner, or a script of its own)."""
@@ -129,7 +133,10 @@ class ChunkState:
         traffic = exchange.traffic(tensor)
         self.count(traffic.between)
         self._inside_bytes += traffic.inside
-        self._used += [state.sender for state in exchange.states()]
+        senders = [state.sender for state in exchange.states()]
+        for sender in senders:
+            sender.measures = self.measures
+        self._used += senders
         handle = exchange.start(tensor, output, average)
         in_flight.append(handle)
         return handle
@@ -159,9 +166,14 @@ class ChunkState:
 
     def end_step(self, successful: bool, loss_scale_factor: float = 1.0) -> None:
         """The optimizer's step is over. It changed fp16's loss scale by a factor: the errors carry it too."""
-        statistics = torch.stack([sender.statistics for sender in self._used]).sum(0) if self._used else None
+        measured = [sender.statistics for sender in self._used if sender.measures]
         self.report = ChunkReport(
-            self._traffic, statistics, self.workspace.lap(), self._inside_bytes, self.steps_seen + 1
+            traffic=self._traffic,
+            compressed=bool(self._used),
+            statistics=torch.stack(measured).sum(0) if measured else None,
+            compression_seconds=self.workspace.lap(),
+            inside_bytes=self._inside_bytes,
+            step=self.steps_seen + 1,
         )
         self._traffic, self._used, self._inside_bytes, self._replaying = Traffic(), [], 0.0, False
         self.workspace.pool.in_flight.clear()  # all chunks' are over when a step is

@@ -29,7 +29,7 @@ class Sums:
     statistics: torch.Tensor = field(
         default_factory=lambda: torch.zeros(len(STATISTICS), dtype=torch.float64)
     )
-    """fp64 [5], as compensation.compress.STATISTICS, on the CPU."""
+    """fp64 [5], as compensation.compress.STATISTICS, on the CPU; NaN: the step did not measure them."""
     compressed: bool = False
 
 
@@ -40,9 +40,11 @@ def sums(states: Sequence[ChunkState]) -> Sums:
         total.traffic.add(report.traffic)
         total.inside_bytes += report.inside_bytes
         total.compression_seconds += report.compression_seconds()
+        total.compressed |= report.compressed
         if report.statistics is not None:
             total.statistics += report.statistics.cpu()
-            total.compressed = True
+        elif report.compressed:
+            total.statistics += math.nan
     return total
 
 
@@ -64,6 +66,7 @@ def report(model: Any = None) -> StepReport:
         raise UserError("report(): no optimizer step has ended yet; call it after optimizer.step()")
     total, weights = sums(states), weight_metrics.sent(chunks)
     signal, noise, gradient, error, non_finite = total.statistics.tolist()
+    measured = not math.isnan(signal)
     return StepReport(
         step=step,
         method=config.method,
@@ -76,10 +79,10 @@ def report(model: Any = None) -> StepReport:
         weight_bytes=weights.nbytes,
         bits_per_weight=weights.bits_per_element,
         error_bytes=sum(state.error_bytes for state in states),
-        error_norm=math.sqrt(error),
-        gradient_norm=math.sqrt(gradient),
+        error_norm=math.sqrt(error) if measured else None,
+        gradient_norm=math.sqrt(gradient) if measured else None,
         snr_db=10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None,
-        non_finite_blocks=int(non_finite),
+        non_finite_blocks=int(non_finite) if measured else None,
         compression_seconds=total.compression_seconds,
     )
 

@@ -98,7 +98,15 @@ class RunMetrics:
 
     def _before_step(self, arguments: dict[str, Any]) -> None:
         self._model = arguments["model"]
+        args = get_args()
+        iteration = getattr(args, "curr_iteration", None)  # of the step before
+        for state in self._states():
+            state.measures = iteration is None or self._logs(args, iteration + 1)
         self._started = time.perf_counter()
+
+    @staticmethod
+    def _logs(args: Any, step: int) -> bool:
+        return step % args.log_interval == 0 or step == args.train_iters
 
     def _before_evaluation(self, arguments: dict[str, Any]) -> None:
         self._model = arguments["model"]  # a run that was ended after its last step makes none
@@ -117,7 +125,7 @@ class RunMetrics:
         self._steps = step
         seconds = time.perf_counter() - self._started
         self._seconds.append(seconds)
-        if step % args.log_interval and step != args.train_iters:
+        if not self._logs(args, step):
             return
         record = {
             "step": step,
@@ -148,17 +156,17 @@ class RunMetrics:
         for group in weight_metrics.bucket_groups(self._model) if not states else ():
             gradients.add(stock_traffic.stock_gradients(group))
         wire = [gradients.nbytes, gradients.elements, weights.nbytes, weights.elements, *coded]
-        wire += [sums.compression_seconds, sums.inside_bytes]
+        wire += [sums.compression_seconds, sums.inside_bytes, sums.compressed]
         totals = torch.cat([sums.statistics, torch.tensor(wire, dtype=torch.float64)])
         if "nccl" in dist.get_backend():
             totals = totals.cuda()
         dist.all_reduce(totals)
-        signal, noise, gradient, error, non_finite, *wire, seconds, inside = totals.tolist()
+        signal, noise, gradient, error, non_finite, *wire, seconds, inside, compressed = totals.tolist()
         grad_bytes, grad_elements, weight_bytes, weight_elements, *coded = wire
         ranks = dist.get_world_size()
         self._compression_seconds.append(seconds / ranks)
         return {
-            "compressed": self._config.compresses and gradient > 0,
+            "compressed": self._config.compresses and compressed > 0,
             "compression_seconds": seconds / ranks,
             "gradient_wire_bytes": grad_bytes / ranks,
             "gradient_intra_node_bytes": inside / ranks,
@@ -168,7 +176,7 @@ class RunMetrics:
             **self._coded_weights(coded),
             "compression_snr_db": 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None,
             "compensation_norm_ratio": math.sqrt(error / gradient) if gradient > 0 else None,
-            "non_finite_blocks": int(non_finite),
+            "non_finite_blocks": None if math.isnan(non_finite) else int(non_finite),
         }
 
     def _coded_weights(self, sums: list[float]) -> dict[str, Any]:

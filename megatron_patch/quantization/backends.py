@@ -44,7 +44,7 @@ class Backend(Protocol):
         error: Mapping[str, torch.Tensor],
         beta: float,
         noise: torch.Tensor | None,
-        statistics: torch.Tensor,
+        statistics: torch.Tensor | None,
     ) -> None: ...
 
     def decompress_reduce(

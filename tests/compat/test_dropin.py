@@ -186,8 +186,9 @@ def test_the_megatron_beside_the_script_is_the_one_that_is_used(tmp_path: Path) 
 # --- the job's W&B: integration/metrics.py ---------------------------------------------------------------
 
 
-def logged_to_wandb(config: dict[str, Any]) -> list[tuple[dict[str, float], int]]:
-    """What a writer gets that stands where Megatron keeps its W&B run, in STEPS steps of a real exchange."""
+def logged_to_wandb(config: dict[str, Any]) -> tuple[list[tuple[dict[str, float], int]], list[bool]]:
+    """What a writer gets that stands where Megatron keeps its W&B run, in STEPS steps of a real exchange; and
+    whether each of them measured."""
     from types import SimpleNamespace
 
     import torch
@@ -195,12 +196,16 @@ def logged_to_wandb(config: dict[str, Any]) -> list[tuple[dict[str, float], int]
     from megatron.training import global_vars, training
 
     import megatron_patch
+    from megatron_patch.integration.attach import chunk_state_of
     from megatron_patch.integration.metrics import RunMetrics
 
     asked = megatron_patch.CompressionConfig(**config)
     tiny = build()
     megatron_patch.attach([tiny.ddp], asked)
+    state = chunk_state_of(tiny.ddp)
+    assert state is not None
     calls: list[tuple[dict[str, float], int]] = []
+    measured = []
     # The loop around the exchange, with the arguments that tests/compat/test_contract.py finds in Megatron's.
     loop = {
         "train_step": lambda model, step: tiny.step(tiny.random_gradients(step)),
@@ -221,7 +226,9 @@ def logged_to_wandb(config: dict[str, Any]) -> list[tuple[dict[str, float], int]
             )
         RunMetrics(asked, attached=True, output=None).install()
         for step in range(1, STEPS + 1):
+            global_vars._GLOBAL_ARGS.curr_iteration = step - 1
             training.train_step(model=[tiny.ddp], step=step)
+            measured.append(state.measures)
             training.training_log(
                 loss_dict={"lm loss": torch.tensor(2.0)}, iteration=step, grad_norm=torch.tensor(1.0)
             )
@@ -229,12 +236,13 @@ def logged_to_wandb(config: dict[str, Any]) -> list[tuple[dict[str, float], int]
         vars(training).update(before)
         global_vars._GLOBAL_ARGS, global_vars._GLOBAL_WANDB_WRITER = saved
         megatron_patch.disable()
-    return calls
+    return calls, measured
 
 
 def test_compression_metrics_go_to_the_job_s_own_wandb_run(pool):
-    first, last = pool.run(logged_to_wandb, LOCO, world_size=2)
+    (first, _), (last, measured) = pool.run(logged_to_wandb, LOCO, world_size=2)
     assert first == []
+    assert measured == [False, True, True]
     assert [step for _, step in last] == [2, 3]  # every log_interval-th step, and the last one
     for values, _ in last:
         assert values["compression/gradient_wire_bytes"] > 0
@@ -245,7 +253,7 @@ def test_compression_metrics_go_to_the_job_s_own_wandb_run(pool):
 
 
 def test_without_compression_the_run_gets_the_bytes_and_no_quality(pool):
-    _, last = pool.run(logged_to_wandb, {"method": "none"}, world_size=2)
+    _, (last, _) = pool.run(logged_to_wandb, {"method": "none"}, world_size=2)
     assert [step for _, step in last] == [2, 3]
     for values, _ in last:
         assert values["compression/gradient_wire_bytes"] > 0

@@ -66,6 +66,30 @@ def test_a_step_before_start_step_says_that_it_was_not_compressed(pool):
         assert after["gradient_norm"] > 0
 
 
+def unmeasured() -> list[Any]:
+    import megatron_patch
+
+    tiny, state = built(BF16, {"method": "loco", "bits": 4})
+    reports = []
+    for step in range(3):
+        state.measures = step != 1
+        tiny.step(tiny.random_gradients(step))
+        reports.append(megatron_patch.report())
+    megatron_patch.disable()
+    return reports
+
+
+def test_a_step_that_measures_nothing_says_so(pool):
+    """As `megatron-loco train` has it for steps that it does not log."""
+    for before, without, after in pool.run(unmeasured):
+        assert without.compressed
+        assert without.gradient_bytes == before.gradient_bytes > 0
+        assert (without.error_norm, without.gradient_norm) == (None, None)
+        assert (without.snr_db, without.non_finite_blocks) == (None, None)
+        assert after.error_norm > 0
+        assert after.non_finite_blocks == 0
+
+
 def without_a_step() -> list[str]:
     from integration.tiny_model import build
 

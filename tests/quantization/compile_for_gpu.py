@@ -80,11 +80,13 @@ def compress(
     noise: bool = False,
     spans: tuple[Span, ...] | None = None,
     levels: bool = False,
+    measures: bool = True,
 ) -> Any:
     """The kernel that a bucket of `shape` (elements, shards) in blocks of 128 gets; `levels` rotates them."""
     layout = BlockLayout.of(*shape, bits, 128, spans=spans)
     sender = sender_of(layout, CPU, error, 0.8)
     sender.codec = codec_of(bits, levels)
+    sender.measures = measures
     payload = torch.empty(layout.shards, layout.payload_bytes, dtype=torch.uint8)
     drawn = torch.rand(layout.shards, layout.blocks, layout.block) if noise else None
     compress_by(triton_kernels, sender, torch.zeros(layout.numel, dtype=DTYPES[dtype]), payload, drawn)
@@ -202,6 +204,10 @@ def main() -> None:
         report(f"compress-fp32-{name}-short", compress("fp32", bits, short, levels=True), 16)
         report(f"decompress-fp32-{name}", decompress_reduce("fp32", bits, 1 << 16, 8, levels=True), 4 * 8 * 4)
     report("compress-fp32-levels4-rows", compress("fp32", 4, aligned, spans=rows, levels=True), 16)
+    for dtype in ("fp32", "bf16"):  # in steps that are not logged
+        for where, spans in (("aligned", None), ("rows", rows)):
+            kernel = compress(dtype, 4, aligned, spans=spans, levels=True, measures=False)
+            report(f"compress-{dtype}-unlogged4-{where}", kernel, 16)
     part = decompress_reduce("fp32", 4, 1 << 16, 8, rows, levels=True)
     report("decompress-fp32-levels4-rows", part, 4 * 8 * 4)
     for start, where in ((0, "aligned"), (1, "odd")):

@@ -104,7 +104,7 @@ def compress(
     error: Mapping[str, torch.Tensor],
     beta: float,
     noise: torch.Tensor | None,
-    statistics: torch.Tensor,
+    statistics: torch.Tensor | None,
 ) -> None:
     """Compensate, quantize, and keep what was lost, for one bucket, in place (docs/numerics.md).
 
@@ -117,7 +117,7 @@ def compress(
         error: MovingAverageError.tensors(); empty for none. Updated.
         beta: weight of the old error.
         noise: fp32 [N, blocks, b] in [0, 1) for stochastic rounding.
-        statistics: fp64 [5], written as compensation.compress.STATISTICS.
+        statistics: fp64 [5], written as compensation.compress.STATISTICS; None: they are not asked for.
     """
     values = error.get("codes", error.get("values"))
     scales = error.get("scales")
@@ -135,7 +135,7 @@ def compress(
         noise=None if noise is None else pointer(noise),
         payload=pointer(payload),
         starts=pointer(layout.payload_starts),
-        statistics=pointer(statistics),
+        statistics=None if statistics is None else pointer(statistics),
     )
     loaded().megatron_loco_compress(variant(), ctypes.byref(arguments))
 

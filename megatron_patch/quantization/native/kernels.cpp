@@ -86,7 +86,7 @@ class Compress {
       std::memset(payload + packed, 0, layout.code_bytes - packed);
       std::memset(payload + end, 0, (end + 15) / 16 * 16 - end);
     }
-    std::copy(totals, totals + 5, a.statistics);
+    if (a.statistics) std::copy(totals, totals + 5, a.statistics);
   }
 
  private:

@@ -27,7 +27,7 @@ struct CompressArguments {
   const float *noise;      // [shards, blocks, block] in [0, 1) for stochastic rounding, or null
   uint8_t *payload;        // the codes and scales of all shards are written
   const int64_t *starts;   // [shards]: the byte where each one's payload begins
-  double *statistics;      // [5]: sums of h^2, r^2, g^2, e^2 over finite blocks; blocks that are not
+  double *statistics;      // [5]: sums of h^2, r^2, g^2, e^2 over finite blocks; blocks that are not; or null
 };
 
 struct DecompressArguments {

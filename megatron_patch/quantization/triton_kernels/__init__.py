@@ -52,7 +52,7 @@ def compress(
     error: Mapping[str, torch.Tensor],
     beta: float,
     noise: torch.Tensor | None,
-    statistics: torch.Tensor,
+    statistics: torch.Tensor | None,
 ) -> None:
     """quantization.native.compress, for tensors of the GPU that is current. Nothing here waits for it.
 
@@ -79,14 +79,17 @@ def compress(
         "ROTATE": codec.rotation.sender,
         "BETA_IS_ZERO": beta == 0,
         "STOCHASTIC": noise is not None,
+        "MEASURE": statistics is not None,
     }
     key = (gradient.device, gradient.dtype, *constants.values())
     # Left alone it takes 200 for addresses, and a multiprocessor has room for half as many programs. But
-    # rotation and levels have no use for less: they would spill.
-    frugal = not ((aligned and regular) or levels or codec.rotation.sender)
-    registers = (128 if aligned or regular else 168) if frugal else None
+    # rotation and levels would spill with less, unless they measure nothing and blocks begin well.
+    demanding = (levels or codec.rotation.sender) and not (aligned and statistics is None)
+    registers = 128 if aligned or regular else 168
+    limit = None if demanding or (aligned and regular) else registers
     programs = _programs(layout, rows, gradient.device, _resident.get(key, _RESIDENT))
-    statistics.zero_()
+    if statistics is not None:
+        statistics.zero_()
     launched = launch(
         compress_kernel,
         (programs, layout.shards),
@@ -100,7 +103,7 @@ def compress(
         layout.payload_starts_on(payload.device),
         _places(layout, payload),
         diagonal(layout.block, whole, gradient.device) if codec.rotation.sender else unused,
-        statistics,
+        unused if statistics is None else statistics,
         layout.numel,
         layout.shard_size,
         layout.blocks,
@@ -112,7 +115,7 @@ def compress(
         STEPS[codec.bits] / 64 if levels else 0.0,
         **constants,
         enable_fp_fusion=False,
-        maxnreg=registers,
+        maxnreg=limit,
     )
     if key not in _resident and getattr(launched, "n_regs", None) and gradient.device.type == "cuda":
         of_device = torch.cuda.get_device_properties(gradient.device)

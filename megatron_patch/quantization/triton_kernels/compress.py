@@ -104,7 +104,7 @@ def compress_kernel(
     starts,  # where each shard's payload begins, in units of 16 bytes, int32 [shards + 1]
     places,  # BlockTable.places, int32 [shards, blocks, 3]; unused in a regular cut
     diagonal,  # rotation.diagonal, fp32 [B]; unused where nothing is rotated
-    statistics,  # fp64 [5], zeros
+    statistics,  # fp64 [5], zeros; unused where nothing is measured
     numel,
     shard_size,
     blocks,
@@ -126,6 +126,7 @@ def compress_kernel(
     ROTATE: tl.constexpr,
     BETA_IS_ZERO: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    MEASURE: tl.constexpr,
 ):
     TILE: tl.constexpr = ROWS * B
     PLANES: tl.constexpr = BITS == 3
@@ -288,10 +289,11 @@ def compress_kernel(
         r = tl.fma(-q, tl.broadcast_to(scale[:, None], q.shape), h)
         if BITS == 1 or (LEVELS and not WHOLE):
             r = tl.where(live, r, 0.0)
-        bad += (there & (finite == 0)).to(tl.int32)
-        of_h = add_energies(of_h, near_one, inverse_unit, finite)
-        of_r = add_energies(of_r, r * unit[:, None], inverse_unit, finite)
-        if ERROR != 0:
+        if MEASURE:
+            bad += (there & (finite == 0)).to(tl.int32)
+            of_h = add_energies(of_h, near_one, inverse_unit, finite)
+            of_r = add_energies(of_r, r * unit[:, None], inverse_unit, finite)
+        if MEASURE and ERROR != 0:
             # Where e undid g, h and its unit are too small for them.
             if ERROR == 1:
                 e_unit, inverse_e_unit = normal(old)
@@ -302,7 +304,7 @@ def compress_kernel(
                 of_e = add_energies(of_e, e * e_unit[:, None], inverse_e_unit, finite)
             unit = tl.minimum(unit, e_unit)
             of_g = add_energies(of_g, g * unit[:, None], tl.maximum(inverse_unit, inverse_e_unit), finite)
-
+        if ERROR != 0:
             average = r if BETA_IS_ZERO else e * beta + r * rest
             sent = live & finite[:, None]
             if ERROR == 1:
@@ -338,8 +340,9 @@ def compress_kernel(
         end = blocks * tl.full([], 2, tl.int64) + code_bytes
         gap = end + tl.arange(0, 16)
         tl.store(bytes_ + gap, tl.zeros([16], tl.uint8), mask=gap < tl.cdiv(end, 16) * 16)
-    tl.atomic_add(statistics + 0, tl.sum(of_h), sem="relaxed")
-    tl.atomic_add(statistics + 1, tl.sum(of_r), sem="relaxed")
-    tl.atomic_add(statistics + 2, tl.sum(of_g if ERROR != 0 else of_h), sem="relaxed")
-    tl.atomic_add(statistics + 3, tl.sum(of_e), sem="relaxed")
-    tl.atomic_add(statistics + 4, tl.sum(bad).to(tl.float64), sem="relaxed")
+    if MEASURE:
+        tl.atomic_add(statistics + 0, tl.sum(of_h), sem="relaxed")
+        tl.atomic_add(statistics + 1, tl.sum(of_r), sem="relaxed")
+        tl.atomic_add(statistics + 2, tl.sum(of_g if ERROR != 0 else of_h), sem="relaxed")
+        tl.atomic_add(statistics + 3, tl.sum(of_e), sem="relaxed")
+        tl.atomic_add(statistics + 4, tl.sum(bad).to(tl.float64), sem="relaxed")
