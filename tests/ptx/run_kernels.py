@@ -163,6 +163,13 @@ def without(ptx: str, line: int) -> str:
     return "\n".join([*lines[:line], *lines[line + 1 :]])
 
 
+def lines_with(ptx: str, pattern: str) -> list[int]:
+    """Those before the last use of shared memory: what a loop's end waits for may not be used any more."""
+    lines = ptx.splitlines()
+    last = max(number for number, line in enumerate(lines) if ".shared" in line)
+    return [number for number, line in enumerate(lines[:last]) if pattern in line]
+
+
 def mutants(ran: Ran, what: Callable[[], None], pattern: str) -> tuple[int, list[int]]:
     """How many lines with `pattern` the kernels of `what` have, and which of them are not missed."""
     ptx: list[str] = []
@@ -173,18 +180,17 @@ def mutants(ran: Ran, what: Callable[[], None], pattern: str) -> tuple[int, list
 
     ran.change = note
     what()
-    (text,) = set(ptx)
-    lines = [number for number, line in enumerate(text.splitlines()) if pattern in line]
+    places = [(kernel, line) for kernel in dict.fromkeys(ptx) for line in lines_with(kernel, pattern)]
     survived = []
-    for line in lines:
-        ran.change = lambda text, line=line: without(text, line)
+    for kernel, line in places:
+        ran.change = lambda text, kernel=kernel, line=line: without(text, line) if text == kernel else text
         try:
             what()
             survived.append(line)
         except (Fault, AssertionError):
             pass
     ran.change = str
-    return len(lines), survived
+    return len(places), survived
 
 
 def one_compression(codec: Codec, dtype: torch.dtype, tiles: int = 6) -> None:
