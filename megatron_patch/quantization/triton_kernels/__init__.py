@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import triton
 
 from megatron_patch.quantization import packing
 from megatron_patch.quantization.blocks import word_bytes
@@ -154,7 +153,7 @@ def _decompress(
     whole = _whole(layout)
     launch(
         decompress_reduce_kernel,
-        (triton.cdiv(layout.blocks * layout.block, lanes * elements_of_lane), layout.shards),
+        (-(-layout.blocks * layout.block // (lanes * elements_of_lane)), layout.shards),
         words,
         payloads.view(torch.int16)[:, layout.code_bytes // 2 :],
         _places(layout, payloads),
@@ -219,7 +218,7 @@ def resident_programs(registers: int, shared: int, device: Any) -> int:
 def _programs(layout: BlockLayout, rows: int, device: torch.device, resident: int) -> int:
     """Programs of a shard: as many in all as run at a time. More would wait for these, and their tiles would
     begin without having been fetched ahead."""
-    tiles = triton.cdiv(layout.blocks, rows)
+    tiles = -(-layout.blocks // rows)
     if device.type != "cuda":
         return min(tiles, 2)  # in the interpreter: more than one, so that they share the tiles
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count

@@ -8,6 +8,7 @@ compiles for. What is not here yet takes Triton's way.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     return compiled
 
 
+@functools.lru_cache(maxsize=1 << 12, typed=True)
 def _kind(number: int | float) -> object:
     """What Triton looks at in a number that is no constant."""
     if isinstance(number, int):
