@@ -29,7 +29,7 @@ _NOTHING_LAUNCHED = ("aten::detach", "aten::alias", "aten::lift_fresh", "aten::_
 KERNELS: dict[str, dict[str, str]] = {
     "compress_kernel": {
         **dict.fromkeys(("gradient", "noise", "starts", "places", "diagonal"), "reads"),
-        **dict.fromkeys(("words", "bytes_", "scales"), "writes"),
+        "payloads": "writes",
         **dict.fromkeys(("error", "error_scales", "statistics"), "changes"),
     },
     "decompress_reduce_kernel": {
@@ -342,8 +342,6 @@ def _launcher(kernel: Any, grid: Any) -> Callable[..., None]:
             for key, tensor in tensors.items()
             if roles.get(key) == "changes" and all(tensor is not one for one in written)
         ]
-        unused = [tensors["bytes_"]] if name == "compress_kernel" else []
-        changes = [tensor for tensor in changes if all(tensor is not one for one in unused)]
         gpu = active()
         for tensor in (*reads, *changes, *written):
             if not gpu.machine.holds(tensor):

@@ -98,9 +98,7 @@ def compress_kernel(
     error,  # int8, bf16 (as int16) or fp32 [shards, shard_size]; unused without
     error_scales,  # bf16 [shards, blocks] as int16
     noise,  # fp32 [shards, blocks, B]
-    words,  # payloads end to end, as words: int32, or int16 where a block has less bits
-    bytes_,  # the same as uint8
-    scales,  # the same as int16
+    payloads,  # uint8, end to end
     starts,  # where each shard's payload begins, in units of 16 bytes, int32 [shards + 1]
     places,  # BlockTable.places, int32 [shards, blocks, 3]; unused in a regular cut
     diagonal,  # rotation.diagonal, fp32 [B]; unused where nothing is rotated
@@ -151,9 +149,9 @@ def compress_kernel(
     error_scales += shard * blocks
     noise += shard * blocks * B
     sixteens = tl.load(starts + shard).to(tl.int64)
-    bytes_ = bytes_ + sixteens * 16
-    words = bytes_.to(words.dtype, bitcast=True)
-    halves = bytes_.to(scales.dtype, bitcast=True)
+    payload = payloads + sixteens * 16
+    words = payload.to(tl.pointer_type(tl.int32 if WORD == 32 else tl.int16), bitcast=True)
+    halves = payload.to(tl.pointer_type(tl.int16), bitcast=True)
     scales = halves + code_bytes // 2
     places += shard * blocks * 3
     of_h = tl.zeros([ROWS, B // 16], tl.float64)
@@ -336,10 +334,10 @@ def compress_kernel(
     if program == 0:  # what alignment leaves behind codes and behind scales
         if REGULAR:
             gap = blocks * tl.full([], B * BITS // 8, tl.int64) + tl.arange(0, 16)
-            tl.store(bytes_ + gap, tl.zeros([16], tl.uint8), mask=gap < code_bytes)
+            tl.store(payload + gap, tl.zeros([16], tl.uint8), mask=gap < code_bytes)
         end = blocks * tl.full([], 2, tl.int64) + code_bytes
         gap = end + tl.arange(0, 16)
-        tl.store(bytes_ + gap, tl.zeros([16], tl.uint8), mask=gap < tl.cdiv(end, 16) * 16)
+        tl.store(payload + gap, tl.zeros([16], tl.uint8), mask=gap < tl.cdiv(end, 16) * 16)
     if MEASURE:
         tl.atomic_add(statistics + 0, tl.sum(of_h), sem="relaxed")
         tl.atomic_add(statistics + 1, tl.sum(of_r), sem="relaxed")
