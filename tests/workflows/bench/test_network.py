@@ -166,6 +166,7 @@ def test_the_default_is_what_it_says():
         (["--rates", "100,100"], ["--rates", "different"]),
         (["--accumulation", "0"], ["--accumulation", "'0'", "1 to 1024"]),
         (["--steps", "0"], ["--steps", "0", "1 or more"]),
+        (["--passes", "0"], ["--passes", "0", "1 or more"]),
         (["--settle", "2"], ["--settle", "2", "3 or more"]),
         (["--learning-rate", "0"], ["--learning-rate", "0", "more than 0"]),
         (["--learning-rate", "nan"], ["--learning-rate", "nan"]),
@@ -221,6 +222,26 @@ def test_a_row_is_the_slowest_rank_and_the_busiest_link():
     assert row["exchange_interface_bytes"] == 1_000_000
     assert row["loopback_bytes"] == 10
     assert (row["method"], row["bits"], row["topology"]) == ("bf16_alltoall", 16, "flat")
+
+
+def test_a_row_is_over_all_passes():
+    measured = [
+        [{**answer(1.0, 0.1, sent=6_000_000), "weight_bits": 3.0}],
+        [{**answer(2.0, 0.2, sent=9_000_000), "weight_bits": 4.0, "weight_bytes": 9.0}],
+    ]
+    prepared = [
+        [{"unshaped_step_seconds": [step, step], "weight_bits_first_steps": bits}]
+        for step, bits in ((0.4, [9.0, 7.0]), (0.6, [8.0, 7.5]))
+    ]
+    cell = Cell(methods.parse("loco4_exact"), 1, 8.0)
+    row = results.row(cell, 2, 1, results.pooled(prepared), results.pooled(measured))
+    assert row["step_seconds"] == 2.0  # of 1, 1, 10, 2, 2 and 11
+    assert row["interface_bytes"] == (6_000_000 + 9_000_000) / 6
+    assert (row["weight_bytes"], row["weight_bits"]) == (8.0, 3.5)
+    assert row["weight_bits_first_steps"] == [9.0, 7.0]
+    assert row["unshaped_step_seconds"] == pytest.approx(0.5)
+    cells = planned("--methods", "bf16_alltoall,loco4", "--rates", "100", "--passes", "2").cells
+    assert cells == 2 * cells[: len(cells) // 2]
 
 
 def test_a_row_has_the_bits_of_a_weight():
@@ -460,7 +481,7 @@ def untouched(root: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_five_methods_over_two_hosts(tmp_path: Path) -> None:
     flags = (
         "--ranks-per-host 2 --methods bf16_alltoall,loco4,onebit_adam,none_exact,loco4_exact --rates 100 "
-        "--accumulation 2 --steps 2 --settle 5 --learning-rate 1e-3"
+        "--accumulation 2 --steps 1 --passes 2 --settle 3 --learning-rate 1e-3"
     )
     run = subprocess.run(command(tmp_path, *flags.split()), capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
@@ -470,7 +491,8 @@ def test_five_methods_over_two_hosts(tmp_path: Path) -> None:
     assert (tmp_path / "network.png").read_bytes().startswith(b"\x89PNG")
     assert found["versions"]["torch"]
     base, loco, onebit, none_exact, loco_exact = found["rows"]
-    assert (found["learning_rate"], found["settle"]) == (1e-3, 5)
+    assert (found["learning_rate"], found["settle"], found["passes"]) == (1e-3, 3, 2)
+    assert run.stderr.count("onebit_adam, 100 Mbit/s") == 2  # one pass, then the next
     assert "learning rate 0.001" in run.stdout
     elements = base["gradient_bytes"] / 2 / (3 / 4)
     assert elements == pytest.approx(found["model"]["parameters"], rel=0.02)
@@ -496,7 +518,7 @@ def test_five_methods_over_two_hosts(tmp_path: Path) -> None:
         assert exact["weight_bits"] == pytest.approx(16 * exact["weight_bytes"] / stock["weight_bytes"])
         assert exact["gather_seconds"] > 0
         first = exact["weight_bits_first_steps"]
-        assert len(first) == 5
+        assert len(first) == 3
         assert first[0] > first[-1] > 0
         saved = stock["interface_bytes"] - exact["interface_bytes"]
         assert saved == pytest.approx(stock["weight_bytes"] - exact["weight_bytes"], rel=0.15)

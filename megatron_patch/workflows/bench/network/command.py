@@ -33,6 +33,7 @@ from megatron_patch.workflows.bench.network.methods import (
     parse,
 )
 from megatron_patch.workflows.bench.network.plan import Plan
+from megatron_patch.workflows.bench.network.results import Cell
 
 DEFAULT_METHODS = f"{BASELINE},loco4,loco2,loco4_exact,ddp_bf16"
 _MODEL = {"layers": 4, "hidden": 384, "ffn": 1024, "heads": 6, "vocabulary": 4096}
@@ -66,6 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "onebit_adam_two_hop, ddp_powersgd_rank4, or 'all'",
     )
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="measured in each cell; default 5")
+    parser.add_argument(
+        "--passes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="all cells so often, in turns, where other work on the machine comes and goes; default 1",
+    )
     parser.add_argument(
         "--settle",
         type=int,
@@ -126,7 +134,7 @@ def plan(args: argparse.Namespace) -> Plan:
         raise UserError(f"--learning-rate: {args.learning_rate:g} must be more than 0 and at most 1")
     for method in methods:
         method.compression(args.ranks_per_host, args.settle)
-    for name in ("ranks_per_host", "steps", "buckets", *_MODEL, *_DATA):
+    for name in ("ranks_per_host", "steps", "passes", "buckets", *_MODEL, *_DATA):
         if getattr(args, name) < 1:
             option = "--" + name.replace("_", "-")
             raise UserError(f"{option}: {getattr(args, name)} is not allowed; it must be 1 or more")
@@ -148,6 +156,7 @@ def plan(args: argparse.Namespace) -> Plan:
         llama={name: getattr(args, name) for name in (*_MODEL, *_DATA)},
         learning_rate=args.learning_rate,
         settle=args.settle,
+        passes=args.passes,
     )
 
 
@@ -198,6 +207,7 @@ def run(args: argparse.Namespace) -> int:
         "learning_rate": what.learning_rate,
         "settle": what.settle,
         "steps": what.steps,
+        "passes": what.passes,
         "overlap": what.overlap,
         "buckets": what.buckets,
         "device": processor(),
@@ -245,7 +255,7 @@ def measure(
     from megatron_patch.workflows.bench.network.progress import Show
     from megatron_patch.workflows.bench.network.ranks import Ranks
 
-    rows: list[dict[str, Any]] = []
+    found: dict[Cell, dict[str, Any]] = {}
     with (
         lifeline.ending_cleanly(),
         lifeline.folder() as folder,
@@ -256,20 +266,21 @@ def measure(
         with Ranks(network, what.ranks_per_host, folder, patience) as ranks:
             start_seconds = show.elapsed()
             built: tuple[Method, int] | None = None
-            prepared: list[dict[str, Any]] = []
+            prepared: dict[tuple[Method, int], list[list[dict[str, Any]]]] = {}
+            measured: dict[Cell, list[list[dict[str, Any]]]] = {}
             for rate in what.rates if curves is not None else ():
                 show.say("the collectives alone")
                 network.shape(rate)
                 most = _MOST_UNSHAPED if rate is None else min(_MOST_UNSHAPED, int(rate * 1e6 / 8))
-                found = ranks.ask(do="links", ranks_per_host=what.ranks_per_host, most=most)[0]["curves"]
+                timed = ranks.ask(do="links", ranks_per_host=what.ranks_per_host, most=most)[0]["curves"]
                 assert curves is not None
-                curves += [curve | {"rate_mbit": rate} for curve in found]
+                curves += [curve | {"rate_mbit": rate} for curve in timed]
             for cell in what.cells:
                 if built != (cell.method, cell.accumulation):
                     built = (cell.method, cell.accumulation)
                     show.say(f"{cell.method.name}: building")
                     network.shape(None)
-                    prepared = ranks.ask(
+                    answers = ranks.ask(
                         do="prepare",
                         method=cell.method.name,
                         llama=what.llama,
@@ -281,13 +292,17 @@ def measure(
                         settle=what.settle,
                         steps=min(what.steps, _UNSHAPED_STEPS),
                     )
-                    show.learned(results.unshaped_seconds(prepared) / cell.accumulation)
+                    prepared.setdefault(built, []).append(answers)
+                    show.learned(results.unshaped_seconds(answers) / cell.accumulation)
                 network.shape(cell.rate_mbit)
                 show.begin(cell)
                 answers = ranks.ask(do="measure", steps=what.steps, accumulation=cell.accumulation)
-                rows.append(results.row(cell, what.hosts, what.ranks_per_host, prepared, answers))
-                show.end(cell, rows[-1])
+                measured.setdefault(cell, []).append(answers)
+                of_passes = results.pooled(prepared[built]), results.pooled(measured[cell])
+                found[cell] = results.row(cell, what.hosts, what.ranks_per_host, *of_passes)
+                show.end(cell, found[cell])
             network.shape(None)
+    rows = list(found.values())
     rows.sort(key=lambda row: (row["accumulation"], row["rate_mbit"] or float("inf")))
     results.compare(rows, what.overlap)
     return rows, start_seconds

@@ -10,7 +10,7 @@ from megatron_patch.workflows.bench.network.results import Cell
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured, in its order: the methods of one accumulation count one after another."""
+    """What is measured, in its order: once a pass, one accumulation count's methods after another's."""
 
     hosts: int
     ranks_per_host: int
@@ -24,12 +24,15 @@ class Plan:
     learning_rate: float
     settle: int
     """Unmeasured steps of a model, until Adam's moments have settled."""
+    passes: int = 1
+    """How often all cells are measured, in turns."""
 
     @property
     def cells(self) -> list[Cell]:
-        """Grouped by method, which is built once for all rates."""
+        """Of all passes; grouped by method, which is built once for all rates."""
         return [
             Cell(method, count, rate)
+            for _ in range(self.passes)
             for count in self.accumulation
             for method in self.methods
             for rate in self.rates

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
@@ -78,7 +79,7 @@ class Show(Live):
         """Seconds until the end, more or less."""
         correction = self._spent / self._expected if self._expected else 1.0
         cells = sum(self._plan.estimate(cell, self._unshaped) for cell in self._left)
-        builds = {(cell.method, cell.accumulation) for cell in self._left}
+        builds = [build for build, _ in groupby((cell.method, cell.accumulation) for cell in self._left)]
         settling = sum(self._plan.estimate_settling(*build, self._unshaped) for build in builds)
         start = 0.0 if self._spent else 10.0 + 2.0 * self._plan.hosts * self._plan.ranks_per_host
         return correction * cells + len(builds) * _BUILD_SECONDS + settling + start

@@ -77,6 +77,24 @@ def unshaped_seconds(prepared: Sequence[dict[str, Any]]) -> float:
     return slowest_median([answer["unshaped_step_seconds"] for answer in prepared])
 
 
+def pooled(passes: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What the ranks answered to the same order in several passes, as one answer of each rank."""
+    return [_pooled(answers) for answers in zip(*passes, strict=True)]
+
+
+def _pooled(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    one = dict(answers[0])
+    for key in one:
+        values = [answer[key] for answer in answers]
+        if key in ("laps", "unshaped_step_seconds"):
+            one[key] = [lap for laps in values for lap in laps]
+        elif key in ("sent", "received", "loopback", "exchange_sent", "exchange_received"):
+            one[key] = sum(values)
+        elif key in ("weight_bytes", "weight_bits") and None not in values:
+            one[key] = statistics.fmean(values)
+    return one
+
+
 def row(
     cell: Cell,
     hosts: int,
@@ -89,8 +107,8 @@ def row(
     Args:
         cell: what was measured.
         hosts, ranks_per_host: where.
-        prepared: what the ranks answered to "prepare" (rank.py).
-        answers: what they answered to "measure".
+        prepared: what the ranks answered to "prepare" (rank.py), of all passes.
+        answers: what they answered to "measure", likewise.
     """
     steps = len(answers[0]["laps"])
     step, exchange, gather = (
