@@ -33,6 +33,8 @@ DOUBLING = "\n".join(
 )
 CASES = [
     (loaders.read_configuration, b"5", "config.yaml"),
+    (loaders.read_configuration, b"compression: ${megatron.lr}", "'megatron.lr' not found"),
+    (loaders.read_configuration, b"compression: {method: '${megatron.lr}'}", "'megatron.lr' not found"),
     (
         loaders.read_configuration,
         as_yaml(changed(CONFIG, ["defaults"], ["a\0"])),

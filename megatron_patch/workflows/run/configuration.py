@@ -249,12 +249,20 @@ def _merge(base: DictConfig, over: Any, where: str, drop: bool = True) -> DictCo
 
 def _drop_options_of_other_methods(base: DictConfig, over: DictConfig) -> None:
     """Where `over` chooses onebit_adam for `base`'s method, bits and the like of that one go with it."""
-    chosen, found = over.get("compression"), base.get("compression")
-    if not isinstance(chosen, DictConfig) or not isinstance(found, DictConfig):
+    found = _known(base, "compression")
+    if not isinstance(found, DictConfig):
         return
-    if chosen.get("method") == "onebit_adam" != found.get("method"):
+    if _known(over, "compression.method") == "onebit_adam" != _known(base, "compression.method"):
         for name in _NOT_ONEBIT_ADAMS:
             found.pop(name, None)
+
+
+def _known(config: DictConfig, key: str) -> Any:
+    """A value as far as `config` alone says: None where it is of another kind or refers to another file's."""
+    try:
+        return OmegaConf.select(config, key, throw_on_resolution_failure=False)
+    except OmegaConfBaseException:
+        return None
 
 
 def _resolve(content: dict[str, Any], where: str) -> RunConfig:

@@ -31,6 +31,12 @@ def test_defaults_come_first_and_overrides_last(tmp_path: Path) -> None:
     assert (run.compression.bits, run.compression.block_size) == (8, "shard")
 
 
+def test_a_method_may_refer_to_what_another_file_says(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "data: {path: naive}\n")
+    top = write(tmp_path, "top.yaml", 'defaults: [base.yaml]\ncompression: {method: "${data.path}"}\n')
+    assert configuration.load(top).compression.method == "naive"
+
+
 LOCO = (
     "compression: {method: loco, bits: 4, codec: uniform, rounding: stochastic, error_beta: 0.5, seed: 3}\n"
 )
