@@ -6,6 +6,8 @@ import csv
 import itertools
 import re
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,27 @@ def test_differences_are_those_of_the_results(page: str) -> None:
             if line.startswith("|"):
                 assert any((verdict == "contains zero") == bool(mark) for verdict in verdicts), line
     assert claims
+
+
+def test_the_line_over_sizes_is_that_of_the_results() -> None:
+    page = (ROOT / "docs/ablations.md").read_text(encoding="utf-8")
+    command = re.search(r"python (benchmarks/trend_over_sizes.py(?:.*\\\n)*.*)", page)
+    assert command is not None
+    shown = subprocess.run(
+        [sys.executable, *command[1].replace("\\\n", " ").split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    doubling, there = (
+        [float(one) for one in re.findall(r"[+-]\d+\.\d+", line)] for line in shown.splitlines()[-2:]
+    )
+    said = [
+        "{:+.2f} percentage points per doubling of the parameters ({:+.2f} to {:+.2f})".format(*doubling),
+        f"{-there[1]:.2f} % below uncompressed to {there[2]:.2f} % above",
+    ]
+    assert all(one in page.replace("\n", " ") for one in said), shown
 
 
 def prose(page: Path) -> list[str]:
