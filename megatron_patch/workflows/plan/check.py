@@ -6,7 +6,8 @@ The ranks share one machine's cores, and gloo's transport takes them too. What i
                                  bf16_allreduce, one and four microbatches; also gloo's all-gather by the
                                  byte, and the sum of an all-to-all
     what a link carries          bf16_alltoall at one rate, which is none of the cells'
-    gloo's calls, all-to-all     `bench network --links` without a rate limit: the collectives alone
+    gloo's all-to-all            `bench network --links` without a rate limit: the collectives alone
+    a bucket's call              bf16_alltoall in more buckets: what each of them adds to a step
     compression, weight code     `bench kernels` on one core
 
 None of it is a cell with compression. The exact gather's bits are an earlier run's (docs/network.md).
@@ -37,6 +38,8 @@ from megatron_patch.workflows.plan.model import Parameter, Stage
 from megatron_patch.workflows.plan.step import simulate
 
 _STOCK, _REPLICATED = "bf16_alltoall", "bf16_allreduce"
+_PARTS = {ALL_TO_ALL: "exchange_seconds", ALL_GATHER: "gather_seconds"}
+"""Of a stock step: where its collectives are."""
 _NEVER = 1e15
 _RANKS = 4
 """Of the calibration's runs: 4 hosts with one rank each."""
@@ -152,11 +155,11 @@ def _cluster(found: Mapping[str, Any], cell: Cell, job: Job) -> Cluster:
 def carried(found: Mapping[str, Any], collective: str) -> float:
     """What a collective gets of a link's rate: in the run without compression over slow links.
 
-    The reduce-scatter, which no run here has, gets what the all-gather gets: both are rings.
+    The reduce-scatter gets what the all-gather gets: both are rings.
     """
     rows = [row for row in found["uncompressed"] if row["rate_mbit"] is not None and row["name"] == _STOCK]
     bits = 8 * 2 * _parameters(found["llama"]) * (1 - 1 / _RANKS)
-    part = "exchange_seconds" if collective == ALL_TO_ALL else "gather_seconds"
+    part = _PARTS[ALL_TO_ALL if collective == ALL_TO_ALL else ALL_GATHER]
     # Each bucket is summed before the next one is sent; gathers follow one another without that.
     idle = _sums(found) if collective == ALL_TO_ALL else 0.0
     return statistics.fmean(bits / (row[part] - idle) / (row["rate_mbit"] * 1e6) for row in rows)
@@ -164,14 +167,46 @@ def carried(found: Mapping[str, Any], collective: str) -> float:
 
 def _sums(found: Mapping[str, Any]) -> float:
     """Seconds of an uncompressed exchange without rate limits that its collectives do not take: the sums."""
-    call, unit = fit(points(_free(found), ALL_TO_ALL, ALL))
+    _, unit = fit(points(_free(found), ALL_TO_ALL, ALL))
     sent = 2 * _parameters(found["llama"]) * (1 - 1 / _RANKS)
-    whole = statistics.median(
-        row["exchange_seconds"]
-        for row in found["uncompressed"]
-        if row["rate_mbit"] is None and row["name"] == _STOCK
+    return max(0.0, _part(found, ALL_TO_ALL) - _buckets(found) * _call(found, ALL_TO_ALL) - unit * sent)
+
+
+def _part(found: Mapping[str, Any], collective: str, buckets: int | None = None) -> float:
+    """The median seconds of a stock step's exchange or gather without rate limits."""
+    return statistics.median(
+        row[_PARTS[collective]] for row in _unshaped(found, buckets) if row["name"] == _STOCK
     )
-    return max(0.0, whole - found["buckets"] * call - unit * sent)
+
+
+def _unshaped(found: Mapping[str, Any], buckets: int | None = None) -> list[dict[str, Any]]:
+    """The uncompressed runs without rate limits, with that many buckets, else as the cells have."""
+    wanted = buckets or found["buckets"]
+    return [
+        row
+        for row in found["uncompressed"]
+        if row["rate_mbit"] is None and row.get("buckets", found["buckets"]) == wanted
+    ]
+
+
+def _buckets(found: Mapping[str, Any], asked: int | None = None) -> int:
+    """How many Megatron cuts the gradients into, where so many are asked for."""
+    cell = Cell(_RANKS, 1, _STOCK, None, 1)
+    job = _job({**found, "buckets": asked or found["buckets"]}, cell, False)
+    return len(job.buckets(0, Cluster(_RANKS, 1, Link(_NEVER), Link(_NEVER), Processor(1.0)), False))
+
+
+def _call(found: Mapping[str, Any], collective: str) -> float:
+    """Seconds that a bucket more adds to a step, by runs with more buckets.
+
+    Of the reduce-scatter, which no run here has, those of the collective alone.
+    """
+    if collective not in _PARTS:
+        return fit(points(_free(found), collective, ALL))[0]
+    counts = {row.get("buckets", found["buckets"]) for row in found["uncompressed"]}
+    few, many = min(counts), max(counts)
+    more = _part(found, collective, many) - _part(found, collective, few)
+    return max(0.0, more / (_buckets(found, many) - _buckets(found, few)))
 
 
 def _free(found: Mapping[str, Any], per_host: int = 1) -> list[dict[str, Any]]:
@@ -199,7 +234,7 @@ class Computing:
     @staticmethod
     def of(found: Mapping[str, Any], job: Job) -> Computing:
         """From the calibration's `uncompressed` rows, of 4 hosts with one rank each."""
-        free = [row for row in found["uncompressed"] if row["rate_mbit"] is None]
+        free = _unshaped(found)
 
         def seconds(name: str, count: int, part: str = "compute_seconds") -> float:
             """The median over the calibration's runs."""
@@ -215,15 +250,14 @@ class Computing:
         numel = _parameters(found["llama"])
         optimizer = max(0.0, (fixed_whole - fixed) * share / (numel * (1 - 1 / _RANKS)))
         operations = 3 * job.stages[0].operations * job.micro_batch * job.sequence
-        gather_call, _ = fit(points(_free(found), ALL_GATHER, ALL))
-        gather = statistics.median(row["gather_seconds"] for row in free if row["name"] == _STOCK)
+        calls = _buckets(found) * _call(found, ALL_GATHER)
         sent = 2 * numel * (1 - 1 / _RANKS)
         return Computing(
             flops=operations / (batch * share),
             optimizer=optimizer,
             step=max(0.0, fixed * share - optimizer * numel / _RANKS),
             stock_sum=_sums(found) * share / numel,
-            all_gather=max(0.0, gather - found["buckets"] * gather_call) * share / sent,
+            all_gather=max(0.0, _part(found, ALL_GATHER) - calls) * share / sent,
         )
 
     def transport(self, found: Mapping[str, Any], per_host: int) -> dict[tuple[str, str], Work]:
@@ -231,12 +265,13 @@ class Computing:
         share = found["cores"] / _RANKS
         works = {}
         for name in COLLECTIVES:
-            call, unit = (share * value for value in fit(points(_free(found), name, ALL)))
-            works[ALL, name] = Work(call, self.all_gather if name == ALL_GATHER else unit)
+            alone, unit = fit(points(_free(found), name, ALL))
+            call = _call(found, name)
+            works[ALL, name] = Work(share * call, self.all_gather if name == ALL_GATHER else share * unit)
             for scope in (INSIDE, BETWEEN) if per_host > 1 else ():
                 if curve := points(_free(found, per_host), name, scope):
-                    call, unit = (share * value for value in fit(curve))
-                    works[scope, name] = Work(call, unit)
+                    alone_there, unit = fit(curve)
+                    works[scope, name] = Work(share * max(0.0, alone_there + call - alone), share * unit)
         return works
 
 

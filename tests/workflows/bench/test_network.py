@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -25,7 +26,7 @@ from megatron_patch.errors import UserError
 from megatron_patch.workflows import cli
 from megatron_patch.workflows.bench.network import hosts, lifeline, methods, progress, rank, results
 from megatron_patch.workflows.bench.network import plot as picture
-from megatron_patch.workflows.bench.network.command import ALL_METHODS, DEFAULT_METHODS, plan
+from megatron_patch.workflows.bench.network.command import ALL_METHODS, DEFAULT_METHODS, measure, plan
 from megatron_patch.workflows.bench.network.plan import Plan
 from megatron_patch.workflows.bench.network.ranks import Ranks
 from megatron_patch.workflows.bench.network.results import Cell
@@ -199,15 +200,17 @@ def answer(step: float, exchange: float, sent: int = 0, weight_bits: float | Non
         "exchange_received": 1_500_000,
         "gradient_bytes": 5.0,
         "weight_bytes": 7.0,
+        "weight_bits": weight_bits,
     }
 
 
 def row_of(name: str, rate: float | None, step: float, exchange: float, **answered: Any) -> dict[str, Any]:
     cell = Cell(methods.parse(name), 1, rate)
     bits = answered.pop("weight_bits", 16.0)
-    ranks = [answer(step, exchange / 2), answer(step - 0.1, exchange, **answered)]
-    for one in ranks:
-        one["weight_bits"] = bits
+    ranks = [
+        answer(step, exchange / 2, weight_bits=bits),
+        answer(step - 0.1, exchange, weight_bits=bits, **answered),
+    ]
     first = [[9.0, 7.0, 6.0], [8.0, 7.5, 6.0]] if cell.method.exact else [None, None]
     prepared = [{"unshaped_step_seconds": [0.4, 0.4], "weight_bits_first_steps": bits} for bits in first]
     return results.row(cell, 2, 1, prepared, ranks)
@@ -226,8 +229,8 @@ def test_a_row_is_the_slowest_rank_and_the_busiest_link():
 
 def test_a_row_is_over_all_passes():
     measured = [
-        [{**answer(1.0, 0.1, sent=6_000_000), "weight_bits": 3.0}],
-        [{**answer(2.0, 0.2, sent=9_000_000), "weight_bits": 4.0, "weight_bytes": 9.0}],
+        [answer(1.0, 0.1, sent=6_000_000, weight_bits=3.0)],
+        [answer(2.0, 0.2, sent=9_000_000, weight_bits=4.0) | {"weight_bytes": 9.0}],
     ]
     prepared = [
         [{"unshaped_step_seconds": [step, step], "weight_bits_first_steps": bits}]
@@ -240,8 +243,40 @@ def test_a_row_is_over_all_passes():
     assert (row["weight_bytes"], row["weight_bits"]) == (8.0, 3.5)
     assert row["weight_bits_first_steps"] == [9.0, 7.0]
     assert row["unshaped_step_seconds"] == pytest.approx(0.5)
-    cells = planned("--methods", "bf16_alltoall,loco4", "--rates", "100", "--passes", "2").cells
-    assert cells == 2 * cells[: len(cells) // 2]
+
+
+def test_all_cells_are_measured_in_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    step = itertools.count(1)
+
+    class Faked(contextlib.AbstractContextManager[Any]):
+        def __init__(self, *_: Any) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def shape(self, rate: float | None) -> None:
+            asked.append(rate)
+
+        def ask(self, **order: Any) -> list[dict[str, Any]]:
+            if order["do"] == "measure":
+                return [answer(float(next(step)), 0.5)]
+            asked.append(order["method"])
+            return [{"unshaped_step_seconds": [0.4], "weight_bits_first_steps": None}]
+
+    monkeypatch.setattr(hosts, "Network", Faked)
+    monkeypatch.setattr("megatron_patch.workflows.bench.network.ranks.Ranks", Faked)
+    flags = ["--methods", "bf16_alltoall,loco4", "--rates", "100,unshaped", "--accumulation", "1"]
+    rows, _ = measure(planned(*flags, "--passes", "3"), 1.0)
+    one_pass = [None, "bf16_alltoall", 100, None, None, "loco4", 100, None]
+    assert asked == [*one_pass * 3, None]
+    # Laps of 1, 1 and 10 s, of 5, 5 and 14, of 9, 9 and 18; one second more for every other cell.
+    found = {(row["name"], row["rate_mbit"]): row["step_seconds"] for row in rows}
+    assert found == {
+        ("bf16_alltoall", 100): 9,
+        ("bf16_alltoall", None): 10,
+        ("loco4", 100): 11,
+        ("loco4", None): 12,
+    }
 
 
 def test_a_row_has_the_bits_of_a_weight():
@@ -305,7 +340,7 @@ def test_a_whole_run_of_onebit_adam_has_steps_of_both_phases(tmp_path: Path) -> 
     assert results.whole_runs(rows[:2]) == results.whole_runs(rows[2:]) == []
 
 
-def test_rows_become_a_table_and_a_picture(tmp_path: Path) -> None:
+def test_rows_become_a_table_and_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [
         row_of(name, rate, 4.0, 1.0, sent=9_000_000)
         for rate in (100.0, 300.0, None)
@@ -315,7 +350,15 @@ def test_rows_become_a_table_and_a_picture(tmp_path: Path) -> None:
     assert results.table(rows).row_count == 6 + 2
     assert results.markdown(rows).count("\n") == 8
     assert "all-reduce" not in results.markdown(rows)
-    picture.draw(tmp_path / "network.png", rows, "a title")
+    drawn: list[Any] = []
+    monkeypatch.setattr(picture.pyplot(), "close", drawn.append)
+    title = (
+        "4 hosts, 1 rank each, LLaMA of 10.2 M parameters, 1 x 32 tokens a microbatch, learning rate 0.0003"
+    )
+    picture.draw(tmp_path / "network.png", rows, title)
+    (figure,) = drawn
+    extent = figure._suptitle.get_window_extent()
+    assert figure.bbox.x0 < extent.x0 < extent.x1 < figure.bbox.x1
     picture.draw(tmp_path / "empty.png", [], "nothing was shaped")
     assert (tmp_path / "network.png").read_bytes().startswith(b"\x89PNG")
 
@@ -481,7 +524,7 @@ def untouched(root: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_five_methods_over_two_hosts(tmp_path: Path) -> None:
     flags = (
         "--ranks-per-host 2 --methods bf16_alltoall,loco4,onebit_adam,none_exact,loco4_exact --rates 100 "
-        "--accumulation 2 --steps 1 --passes 2 --settle 3 --learning-rate 1e-3"
+        "--accumulation 2 --steps 2 --settle 3 --learning-rate 1e-3"
     )
     run = subprocess.run(command(tmp_path, *flags.split()), capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
@@ -491,8 +534,7 @@ def test_five_methods_over_two_hosts(tmp_path: Path) -> None:
     assert (tmp_path / "network.png").read_bytes().startswith(b"\x89PNG")
     assert found["versions"]["torch"]
     base, loco, onebit, none_exact, loco_exact = found["rows"]
-    assert (found["learning_rate"], found["settle"], found["passes"]) == (1e-3, 3, 2)
-    assert run.stderr.count("onebit_adam, 100 Mbit/s") == 2  # one pass, then the next
+    assert (found["learning_rate"], found["settle"]) == (1e-3, 3)
     assert "learning rate 0.001" in run.stdout
     elements = base["gradient_bytes"] / 2 / (3 / 4)
     assert elements == pytest.approx(found["model"]["parameters"], rel=0.02)

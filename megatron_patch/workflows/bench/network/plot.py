@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,6 @@ def draw(path: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
         figure.legend(
             handles, labels, frameon=False, loc="outside right center", title="measured;\ndashed: by bytes"
         )
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(textwrap.fill(title, 75 * len(counts)), fontsize=10)
     figure.savefig(path, dpi=140)
     plt.close(figure)
