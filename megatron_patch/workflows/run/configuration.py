@@ -237,28 +237,32 @@ def _load(path: Path, including: tuple[Path, ...]) -> DictConfig:
 
 
 def _merge(base: DictConfig, over: Any, where: str, drop: bool = True) -> DictConfig:
-    if drop:
-        _drop_options_of_other_methods(base, over)
     try:
         merged = OmegaConf.merge(base, over)
+        if drop and _drop_options_of_other_methods(base, merged):
+            merged = OmegaConf.merge(base, over)
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         raise UserError(f"{where}: {_first_line(error)}") from error
     assert isinstance(merged, DictConfig)
     return merged
 
 
-def _drop_options_of_other_methods(base: DictConfig, over: DictConfig) -> None:
-    """Where `over` chooses onebit_adam for `base`'s method, bits and the like of that one go with it."""
+def _drop_options_of_other_methods(base: DictConfig, merged: Any) -> bool:
+    """Where `merged` has onebit_adam for `base`'s method, bits and the like of that one go with it.
+
+    Returns whether they were taken from `base`.
+    """
     found = _known(base, "compression")
-    if not isinstance(found, DictConfig):
-        return
-    if _known(over, "compression.method") == "onebit_adam" != _known(base, "compression.method"):
-        for name in _NOT_ONEBIT_ADAMS:
-            found.pop(name, None)
+    changed = _known(merged, "compression.method") == "onebit_adam" != _known(base, "compression.method")
+    if not changed or not isinstance(found, DictConfig):
+        return False
+    for name in _NOT_ONEBIT_ADAMS:
+        found.pop(name, None)
+    return True
 
 
-def _known(config: DictConfig, key: str) -> Any:
-    """A value as far as `config` alone says: None where it is of another kind or refers to another file's."""
+def _known(config: Any, key: str) -> Any:
+    """A value as far as `config` says: None where it is of another kind, or refers to what is not there."""
     try:
         return OmegaConf.select(config, key, throw_on_resolution_failure=False)
     except OmegaConfBaseException:

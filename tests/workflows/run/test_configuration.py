@@ -32,9 +32,11 @@ def test_defaults_come_first_and_overrides_last(tmp_path: Path) -> None:
 
 
 def test_a_method_may_refer_to_what_another_file_says(tmp_path: Path) -> None:
-    write(tmp_path, "base.yaml", "data: {path: naive}\n")
-    top = write(tmp_path, "top.yaml", 'defaults: [base.yaml]\ncompression: {method: "${data.path}"}\n')
-    assert configuration.load(top).compression.method == "naive"
+    for method, bits in (("naive", 4), ("onebit_adam", 1)):
+        write(tmp_path, "base.yaml", f"data: {{path: {method}}}\ncompression: {{method: loco, bits: 4}}\n")
+        top = write(tmp_path, "top.yaml", 'defaults: [base.yaml]\ncompression: {method: "${data.path}"}\n')
+        run = configuration.load(top)
+        assert (run.compression.method, run.compression.bits) == (method, bits)
 
 
 LOCO = (
