@@ -68,6 +68,11 @@ def _add_kernel_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=2.0, help=f"spent on each line; default 2. On a GPU {_RUNS} runs"
     )
+    parser.add_argument(
+        "--typical",
+        action="store_true",
+        help="the median call, not the best, which steps seldom see; a GPU's are always medians",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write kernels.json and kernels.png here")
 
@@ -77,7 +82,7 @@ def _run_kernels(args: argparse.Namespace) -> int:
     config = CompressionConfig(
         method="loco", bits=args.bits, block_size=size, codec=args.codec, rotation=args.rotation
     )
-    result = measure(config, args.dtype, args.device, args.elements, args.seconds)
+    result = measure(config, args.dtype, args.device, args.elements, args.seconds, args.typical)
     show(result)
     files = [args.json] if args.json else []
     if args.out:
@@ -96,7 +101,12 @@ def _number(text: str) -> Any:
 
 
 def measure(
-    config: CompressionConfig, dtype: str, device: str, elements: int | None, seconds: float
+    config: CompressionConfig,
+    dtype: str,
+    device: str,
+    elements: int | None,
+    seconds: float,
+    typical: bool = False,
 ) -> dict[str, Any]:
     """The numbers that `--json` writes."""
     import torch
@@ -114,7 +124,7 @@ def measure(
     if on_gpu:
         found = gpu_rates.measure(config, elements, torch_dtype, _SENDERS, _RUNS, torch.device("cuda"))
     else:
-        found = cpu_rates.measure(config, elements, torch_dtype, _SENDERS, seconds)
+        found = cpu_rates.measure(config, elements, torch_dtype, _SENDERS, seconds, typical)
     asked = {"elements": elements, "bits": config.bits, "block_size": config.block_size, "dtype": dtype}
     return found | asked | {"codec": config.codec, "rotation": config.rotation}
 

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import os
 import platform
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,17 +35,25 @@ WEIGHT_CHANGE = 7e-5
 _BEYOND_CACHE = 10_000_000
 _TENSORS = 8
 _PIECES = (1 << 14, 1 << 15, 1 << 16, LEAST)
+_Timed = Callable[[Sequence[Callable[[], object]]], list[float]]
 
 
 def measure(
-    config: CompressionConfig, elements: int, dtype: torch.dtype, senders: int, seconds: float
+    config: CompressionConfig,
+    elements: int,
+    dtype: torch.dtype,
+    senders: int,
+    seconds: float,
+    typical: bool = False,
 ) -> dict[str, Any]:
     """Rates of every way there is, each for `seconds`; elements and bytes per second.
 
-    `LEAST` elements or more; `decompress_reduce` sums the payloads of `senders`. The uniform code's rates are
-    `uniform_elements_per_second`, by the kernels' names and `decompress_reduce`.
+    Of the best call, or of the median one where `typical`. `LEAST` elements or more; `decompress_reduce` sums
+    the payloads of `senders`. The uniform code's rates are `uniform_elements_per_second`, by the kernels'
+    names and `decompress_reduce`.
     """
     torch.set_num_threads(1)
+    timed = functools.partial(_timed, seconds=seconds, typical=typical)
     device = torch.device("cpu")
     gradient = torch.randn(elements, generator=torch.Generator().manual_seed(1)).to(dtype)
     layout = BlockLayout.of(elements, 1, config.bits, config.block_size)
@@ -58,7 +67,7 @@ def measure(
     uniform: dict[str, float] = {}
     for index, name in enumerate(native.variants()):
         with native.using(index):
-            rates[f"native_{name}"], *others = (elements / best for best in _best(compressing, seconds))
+            rates[f"native_{name}"], *others = (elements / best for best in timed(compressing))
             uniform |= {f"native_{name}": rate for rate in others}
     with _reference():
         for size in _PIECES:
@@ -70,7 +79,7 @@ def measure(
                 for part in pieces:
                     piece.compress(part, one)
 
-            rate = len(pieces) * size / _best([chunked], seconds / len(_PIECES))[0]
+            rate = len(pieces) * size / timed([chunked], seconds=seconds / len(_PIECES))[0]
             rates["torch_chunked"] = max(rate, rates.get("torch_chunked", 0.0))
     if native.variants():
         rates["native"] = rates[f"native_{native.variants()[-1]}"]
@@ -82,7 +91,7 @@ def measure(
         functools.partial(backends.decompress_reduce, payload, sender.codec, layout, reduced)
         for sender, payload in zip(senders_of, payloads, strict=True)
     ]
-    decompress, *others = (elements * senders / best for best in _best(reducing, seconds))
+    decompress, *others = (elements * senders / best for best in timed(reducing))
     if others:
         uniform["decompress_reduce"] = others[0]
     source = torch.empty(256 << 20, dtype=torch.uint8).fill_(1)
@@ -92,9 +101,9 @@ def measure(
         "decompress_reduce_elements_per_second": decompress,
         "uniform_elements_per_second": uniform,
         "decompress_reduce_bytes_per_element": (payloads[0].nbytes + reduced.nbytes) / (elements * senders),
-        "weight_code": _weight_code(elements, seconds),
-        "onebit_adam": _onebit_adam(seconds),
-        "memcpy_bytes_per_second": source.nbytes / _best([lambda: target.copy_(source)], seconds)[0],
+        "weight_code": _weight_code(elements, timed),
+        "onebit_adam": _onebit_adam(timed),
+        "memcpy_bytes_per_second": source.nbytes / timed([lambda: target.copy_(source)])[0],
         # Gradient and error are read; error, codes and scales are written.
         "bytes_per_element": gradient.element_size() + 2 + 4 / layout.block + layout.payload_bytes / elements,
         "device": _processor(),
@@ -111,7 +120,7 @@ def _measured(config: CompressionConfig) -> list[CompressionConfig]:
     return [config, dataclasses.replace(config, codec="uniform", rotation="none")]
 
 
-def _weight_code(elements: int, seconds: float) -> dict[str, float]:
+def _weight_code(elements: int, timed: _Timed) -> dict[str, float]:
     """Bits a weight, and weights per second, of bf16 weights N(0, 0.02^2) and `WEIGHT_CHANGE` of N(0, 1)."""
     generator = torch.Generator().manual_seed(2)
     before, change = (torch.randn(elements, generator=generator) for _ in range(2))
@@ -129,12 +138,12 @@ def _weight_code(elements: int, seconds: float) -> dict[str, float]:
 
     return {
         "bits_per_weight": 8 * size / elements,
-        "encode_weights_per_second": elements / _best([lambda: coder.encode(old, new, there)], seconds)[0],
-        "decode_weights_per_second": 2 * elements / _best([decode_twice], seconds)[0],
+        "encode_weights_per_second": elements / timed([lambda: coder.encode(old, new, there)])[0],
+        "decode_weights_per_second": 2 * elements / timed([decode_twice])[0],
     }
 
 
-def _onebit_adam(seconds: float) -> dict[str, float]:
+def _onebit_adam(timed: _Timed) -> dict[str, float]:
     """Elements per second: momentum and the gradient's norm; the update; torch's AdamW in its place."""
     generator = torch.Generator().manual_seed(3)
     gradients = [torch.randn(_BEYOND_CACHE // _TENSORS, generator=generator) for _ in range(_TENSORS)]
@@ -158,7 +167,7 @@ def _onebit_adam(seconds: float) -> dict[str, float]:
         update.form(momentum, bucket, 0.9, 1.0)
 
     calls = {"form": form, "update": lambda: update.update(tensors, sizes), "adamw": adamw.step}
-    times = _best(list(calls.values()), seconds)
+    times = timed(list(calls.values()))
     return {
         f"{name}_elements_per_second": bucket.numel() / best for name, best in zip(calls, times, strict=True)
     }
@@ -177,8 +186,10 @@ def _reference() -> Iterator[None]:
             os.environ[backends.VARIABLE] = before
 
 
-def _best(calls: Sequence[Callable[[], object]], seconds: float) -> list[float]:
+def _timed(calls: Sequence[Callable[[], object]], seconds: float, typical: bool) -> list[float]:
     """The least time of each call, in seconds, of as many as fit (3 at least): others only add to it.
+
+    The median where `typical`: what a training step sees, whose own time is a median too.
 
     `seconds` for each; several take turns, so that what slows the machine down slows all of them.
     """
@@ -191,7 +202,7 @@ def _best(calls: Sequence[Callable[[], object]], seconds: float) -> list[float]:
             start = time.perf_counter()
             call()
             found.append(time.perf_counter() - start)
-    return [min(found) for found in times]
+    return [statistics.median(found) if typical else min(found) for found in times]
 
 
 def _processor() -> str:

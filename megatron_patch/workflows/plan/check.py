@@ -2,13 +2,13 @@
 
 The ranks share one machine's cores, and gloo's transport takes them too. What is taken from where:
 
-    computing, the optimizer     runs of `bench network` without rate limits: bf16_alltoall and
-                                 bf16_allreduce, one and four microbatches; also gloo's all-gather by the
-                                 byte, and the sum of an all-to-all
+    computing, the optimizer     the cells of bf16_alltoall and bf16_allreduce without rate limits, one and
+                                 four microbatches; also gloo's all-gather by the byte, and the sum of an
+                                 all-to-all. These cells are given, not predicted
     what a link carries          bf16_alltoall at one rate, which is none of the cells'
     gloo's all-to-all            `bench network --links` without a rate limit: the collectives alone
     a bucket's call              bf16_alltoall in more buckets: what each of them adds to a step
-    compression, weight code     `bench kernels` on one core
+    compression, weight code     `bench kernels --typical` on one core
 
 None of it is a cell with compression. The exact gather's bits are an earlier run's (docs/network.md).
 """
@@ -54,6 +54,12 @@ class Cell:
     name: str
     rate_mbit: float | None
     accumulation: int
+
+    @property
+    def given(self) -> bool:
+        """Whether the calibration has it: nothing is predicted then."""
+        alone = (self.hosts, self.ranks_per_host, self.rate_mbit) == (_RANKS, 1, None)
+        return alone and self.name in (_STOCK, _REPLICATED)
 
 
 def predicted(cell: Cell, found: Mapping[str, Any]) -> float:
@@ -292,7 +298,7 @@ class Compared:
 
     @property
     def ratio_error(self) -> float | None:
-        """Of the predicted speed-up, relative; None for the baseline."""
+        """Of the predicted speed-up, relative; None for the baseline and for what is given."""
         if self.ratio_measured is None or self.ratio_predicted is None:
             return None
         return self.ratio_predicted / self.ratio_measured - 1
@@ -310,7 +316,7 @@ def compared(rows: Sequence[Mapping[str, str]], found: Mapping[str, Any]) -> lis
     base = {_place(cell): (seconds, by) for cell, seconds, by in cells if cell.name == _STOCK}
     result = []
     for cell, seconds, by in cells:
-        stock = base.get(_place(cell)) if cell.name != _STOCK else None
+        stock = None if cell.name == _STOCK or cell.given else base.get(_place(cell))
         ratios = (stock[0] / seconds, stock[1] / by) if stock else (None, None)
         result.append(Compared(cell, seconds, by, *ratios))
     return result

@@ -125,37 +125,27 @@ class Exchanges:
                     self._finish(handle)
 
     def _start_stock(self, bucket: Bucket, group: Group, ready: Sequence[Task], kind: str, name: str) -> None:
-        job, processor = self.job, self.cluster.processor
-        distributed = self.distributed
-        summed = job.fp32_accumulation and distributed
-        call = traffic.stock_reduce(bucket.elements, self.gradient_bytes, group, self.cluster, summed)
-        times = 1 if distributed else 2
-        self._count(call, group, gradients=times)
-        under_way = self._under_way.setdefault(kind, [])
-        if summed:
-            # Each is drained before the next begins: Megatron's previous_grad_reduce_bucket_group.
-            for handle in [handle for handle in under_way if not handle.done]:
-                self._finish(handle)
-            after = [*ready, *(handle.last for handle in under_way[-1:])]
-            sent = self.send(f"{name}: all-to-all", call, after, f"network {kind} ")
-            elements = bucket.elements
-            under_way.append(
-                _Handle(sent, f"{name}: sum", processor.stock_sum.seconds(elements), self.side(kind), sent)
-            )
+        job, processor, elements = self.job, self.cluster.processor, bucket.elements
+        if not self.distributed:
+            before = list(ready)
+            for call in traffic.all_reduce(elements, self.gradient_bytes, group, self.cluster):
+                self._count(call, group, gradients=1)
+                before = [self.send(f"{name}: {call.kind}", call, before, f"network {kind} ")]
             return
-        before = list(ready)
-        for part in range(times):
-            if part == 0 and not distributed:
-                call_of = call
-            else:
-                call_of = (
-                    call
-                    if distributed
-                    else traffic.gather(
-                        bucket.elements * self.gradient_bytes / group.ranks, group, self.cluster
-                    )
-                )
-            before = [self.send(f"{name}: {call_of.kind}", call_of, before, f"network {kind} ")]
+        summed = job.fp32_accumulation
+        call = traffic.stock_reduce(elements, self.gradient_bytes, group, self.cluster, summed)
+        self._count(call, group, gradients=1)
+        if not summed:
+            self.send(f"{name}: {call.kind}", call, ready, f"network {kind} ")
+            return
+        # Each is drained before the next begins: Megatron's previous_grad_reduce_bucket_group.
+        under_way = self._under_way.setdefault(kind, [])
+        for handle in [handle for handle in under_way if not handle.done]:
+            self._finish(handle)
+        after = [*ready, *(handle.last for handle in under_way[-1:])]
+        sent = self.send(f"{name}: all-to-all", call, after, f"network {kind} ")
+        seconds = processor.stock_sum.seconds(elements)
+        under_way.append(_Handle(sent, f"{name}: sum", seconds, self.side(kind), sent))
 
     @property
     def distributed(self) -> bool:

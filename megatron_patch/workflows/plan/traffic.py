@@ -98,6 +98,14 @@ def stock_reduce(elements: int, nbytes: int, group: Group, cluster: Cluster, fp3
     return dataclasses.replace(call, uplink=2 * call.uplink, inside=2 * call.inside)
 
 
+def all_reduce(elements: int, nbytes: int, group: Group, cluster: Cluster) -> tuple[Call, Call]:
+    """Its halves, with a replicated optimizer: a reduce-scatter's ring and an all-gather's."""
+    shard = elements * nbytes / group.ranks
+    back = gather(shard, group, cluster)
+    # gloo's all-reduce has a ring of its own, of which each half moves what an all-gather does.
+    return back if cluster.processor.transport else ring(REDUCE_SCATTER, shard, group, cluster), back
+
+
 def gather(shard: float, group: Group, cluster: Cluster) -> Call:
     """An all-gather of shards of so many bytes."""
     return ring(ALL_GATHER, shard, group, cluster)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization import native
 from megatron_patch.workflows import cli
 from megatron_patch.workflows.bench import command as bench
-from megatron_patch.workflows.bench import gpu_rates
+from megatron_patch.workflows.bench import cpu_rates, gpu_rates
 from megatron_patch.workflows.plots import draw_kernels
 
 
@@ -61,13 +62,21 @@ def test_the_uniform_code_is_measured_beside_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--seconds", "0.01", "--elements", "131072", "--json", str(tmp_path / "found.json")]
-    assert cli.main(["bench", "kernels", "--bits", "3", "--codec", "uniform", *flags]) == 0
+    assert cli.main(["bench", "kernels", "--bits", "3", "--codec", "uniform", "--typical", *flags]) == 0
     shown = capsys.readouterr().out
     assert "uniform code" not in shown
     assert "3 bits, codec uniform, rotation none" in " ".join(shown.split())
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["codec"], found["rotation"]) == ("uniform", "none")
     assert found["uniform_elements_per_second"] == {}
+
+
+def test_the_typical_call_is_the_median_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The end, and calls of 3, 1 and 2 seconds.
+    clock = iter([0.0, *(0.0, 3.0), *(3.0, 4.0), *(4.0, 6.0), 9.0] * 2)
+    monkeypatch.setattr(cpu_rates, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert cpu_rates._timed([lambda: None], 5.0, typical=False) == [1.0]
+    assert cpu_rates._timed([lambda: None], 5.0, typical=True) == [2.0]
 
 
 def test_a_gpu_s_numbers_are_shown_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
