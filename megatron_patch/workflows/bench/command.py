@@ -71,7 +71,7 @@ def _add_kernel_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--typical",
         action="store_true",
-        help="the median call, not the best, which steps seldom see; a GPU's are always medians",
+        help="the median call, which steps see, not the best one; on a GPU it is always the median",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write kernels.json and kernels.png here")
@@ -174,7 +174,8 @@ def show(result: dict[str, Any]) -> None:
     console.print(
         f"{result['bits']} bits, codec {result['codec']}, rotation {result['rotation']}, "
         f"block {result['block_size']}, {result['dtype']} gradients, "
-        f"{result['elements']:,} elements; {result['device']}; kernels: {result['kernels']}",
+        f"{result['elements']:,} elements, {result['call']} call; {result['device']}; "
+        f"kernels: {result['kernels']}",
         highlight=False,
     )
     console.print(table)

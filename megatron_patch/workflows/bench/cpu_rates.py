@@ -67,7 +67,7 @@ def measure(
     uniform: dict[str, float] = {}
     for index, name in enumerate(native.variants()):
         with native.using(index):
-            rates[f"native_{name}"], *others = (elements / best for best in timed(compressing))
+            rates[f"native_{name}"], *others = (elements / one for one in timed(compressing))
             uniform |= {f"native_{name}": rate for rate in others}
     with _reference():
         for size in _PIECES:
@@ -91,7 +91,7 @@ def measure(
         functools.partial(backends.decompress_reduce, payload, sender.codec, layout, reduced)
         for sender, payload in zip(senders_of, payloads, strict=True)
     ]
-    decompress, *others = (elements * senders / best for best in timed(reducing))
+    decompress, *others = (elements * senders / one for one in timed(reducing))
     if others:
         uniform["decompress_reduce"] = others[0]
     source = torch.empty(256 << 20, dtype=torch.uint8).fill_(1)
@@ -106,6 +106,7 @@ def measure(
         "memcpy_bytes_per_second": source.nbytes / timed([lambda: target.copy_(source)])[0],
         # Gradient and error are read; error, codes and scales are written.
         "bytes_per_element": gradient.element_size() + 2 + 4 / layout.block + layout.payload_bytes / elements,
+        "call": "median" if typical else "best",
         "device": _processor(),
         "kernels": backends.describe(device),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
@@ -169,7 +170,7 @@ def _onebit_adam(timed: _Timed) -> dict[str, float]:
     calls = {"form": form, "update": lambda: update.update(tensors, sizes), "adamw": adamw.step}
     times = timed(list(calls.values()))
     return {
-        f"{name}_elements_per_second": bucket.numel() / best for name, best in zip(calls, times, strict=True)
+        f"{name}_elements_per_second": bucket.numel() / one for name, one in zip(calls, times, strict=True)
     }
 
 

@@ -134,6 +134,7 @@ def measure(
         "decompress_reduce_bytes_per_element": reduced.bytes / (shard * senders),
         "memcpy_bytes_per_second": yardstick.bytes / 2 / yardstick.seconds,
         "bytes_per_element": lines[0].bytes / elements,
+        "call": "median",
         "kernels": backends.describe(device),
         **machine(device),
     }

@@ -66,8 +66,9 @@ def test_the_uniform_code_is_measured_beside_nothing(
     shown = capsys.readouterr().out
     assert "uniform code" not in shown
     assert "3 bits, codec uniform, rotation none" in " ".join(shown.split())
+    assert "131,072 elements, median call" in " ".join(shown.split())
     found = json.loads((tmp_path / "found.json").read_text())
-    assert (found["codec"], found["rotation"]) == ("uniform", "none")
+    assert (found["codec"], found["rotation"], found["call"]) == ("uniform", "none", "median")
     assert found["uniform_elements_per_second"] == {}
 
 
