@@ -220,6 +220,17 @@ def test_the_plans_page_shows_what_the_planner_predicts() -> None:
         assert line in page.replace("\n", " ") or line in page, line
 
 
+def test_the_readme_says_how_good_the_planner_is() -> None:
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    cells = [c for c in plan_cells() if not c.cell.given]
+    steps = [abs(c.error) for c in cells]
+    ratios = [abs(c.ratio_error) for c in cells if c.ratio_error is not None]
+    assert f"Against {len(cells)} measured cells" in readme
+    assert f"off by {statistics.median(steps):.1%} in the median and by {max(steps):.1%} at worst" in readme
+    assert f"its speed-ups by {statistics.median(ratios):.1%} and {max(ratios):.1%}" in readme
+    assert plan_recommendations(plan_cells())[-1] in readme
+
+
 def test_the_planner_is_as_good_as_its_page_says() -> None:
     """Where links take the time the predictions are closest; the processor's noise is elsewhere."""
     cells = [c for c in plan_cells() if not c.cell.given]
