@@ -43,7 +43,7 @@ TREND_COLUMNS = (
     "runs",
     "last quarter",
     _INTERVAL,
-    "change per doubling",
+    "points per doubling",
     _INTERVAL,
 )
 TEST_COLUMNS = ("test set", "pairs", "perplexity", "difference of the loss", _INTERVAL, "")
@@ -145,7 +145,7 @@ class Results:
         rows: list[tuple[str, ...]] = []
         for cell in self.ablation.cells[1:]:
             if found := trend.over_steps(self.training_differences(cell)):
-                last, change = _interval_columns(found.last), _interval_columns(found.doubling)
+                last, change = _interval_columns(found.last), _interval_columns(found.doubling, "")
                 rows.append((cell.name, *last[:3], *change[1:3]))
         return rows
 
@@ -318,9 +318,9 @@ def _mean(losses: Interval | None) -> str:
     return f"{losses.mean:.4f}" + (f" ± {losses.spread:.4f}" if losses.n > 1 else "")
 
 
-def _interval_columns(found: Interval) -> tuple[str, str, str, str]:
+def _interval_columns(found: Interval, unit: str = " %") -> tuple[str, str, str, str]:
     bounds = "-" if found.low is None else f"{found.low:+.2f} to {found.high:+.2f}"
-    return str(found.n), f"{found.mean:+.2f} %", bounds, found.verdict
+    return str(found.n), f"{found.mean:+.2f}{unit}", bounds, found.verdict
 
 
 def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
