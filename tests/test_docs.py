@@ -237,3 +237,4 @@ def test_the_planner_is_as_good_as_its_page_says() -> None:
     slow = [c for c in cells if c.cell.rate_mbit is not None and c.cell.rate_mbit <= 300]
     assert statistics.median(abs(c.error) for c in slow) < 0.05
     assert max(abs(c.error) for c in cells) < 0.20
+    assert statistics.median(abs(c.error) for c in cells) < 0.10
