@@ -194,11 +194,17 @@ def test_buffers_operations_buckets_and_overlap(pool, model, compression):
 @pytest.mark.parametrize("method", ["naive", "error_feedback"])
 @pytest.mark.parametrize("block_size", [16, "shard"])
 def test_other_methods_and_block_sizes(pool, method, block_size):
-    agree(pool, {}, {"method": method, "block_size": block_size, "reset_interval": 6})
+    reports = agree(pool, {}, {"method": method, "block_size": block_size, "reset_interval": 6})
+    for step in reports[0]["steps"]:
+        assert len(step["errors"]) == (len(step["sent"]) if method == "error_feedback" else 0)
 
 
 def test_gradients_written_into_main_grad(pool):
-    agree(pool, {}, {"reset_interval": 7, "error_dtype": "fp32"}, how="written")
+    options = {"reset_interval": 7, "error_dtype": "fp32"}
+    written = agree(pool, {}, options, how="written")
+    by_backward = pool.run(train, {}, options, "backward", world_size=RANKS)
+    for one, other in zip(written, by_backward, strict=True):
+        assert np.array_equal(one["weights"].numpy(), other["weights"].numpy())
 
 
 def test_overlap_changes_when_and_not_what(pool):
