@@ -36,6 +36,7 @@ def main(folder: Path) -> None:
     checkpoint.restore = lambda *args: None
     found = differences(undisturbed, runs.disturbed([Kill(rank=0, point="step done", nth=10)], tally))
     assert any("step 10" in line for line in found), found
+    print(f"{tally.kills} kills, and each run compared")
 
 
 if __name__ == "__main__":

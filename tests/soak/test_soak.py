@@ -19,3 +19,4 @@ def prepared(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_run_killed_four_times_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     in_warm_process(prepared, tmp_path, log=tmp_path / "log", timeout=200)
+    assert "5 kills, and each run compared" in (tmp_path / "log").read_text()
