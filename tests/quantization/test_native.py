@@ -41,6 +41,11 @@ def test_the_energies_of_a_long_block_are_as_exact_as_those_of_a_short_one(codec
     torch.testing.assert_close(mine.statistics, theirs.statistics, rtol=1e-6, atol=0)
 
 
+def test_no_instruction_set_s_code_runs_as_the_library_is_loaded():
+    """A table that is filled then is filled by AVX-512 on every processor, and most of them lack it."""
+    assert b"_GLOBAL__sub_I_" not in native.LIBRARY.read_bytes(), "g++'s name for what runs at loading"
+
+
 @pytest.mark.parametrize("codec", EVERY, ids=str)
 def test_every_length_from_1_to_1000_comes_back(codec):
     """The last block of some ends within a byte, within a word, and within what a vector takes at once."""

@@ -65,12 +65,13 @@ int64_t bytes_of(int64_t n) {
 // `chosen` has a 1 or 0 for each number, and 8 zeros behind. Up to 8 numbers behind the last may be read or written.
 
 #ifdef __AVX2__
+// Tables are constants of the library, not filled as it is loaded: that would run this variant's instructions on
+// processors that lack them.
 struct Permutations {  // of the bytes of 8 numbers, for each set of chosen ones; 0x80 for a zero
-  alignas(16) uint8_t together[256][16], apart[256][16];
-  Permutations() {
-    std::memset(together, 0x80, sizeof together);
-    std::memset(apart, 0x80, sizeof apart);
+  alignas(16) uint8_t together[256][16] = {}, apart[256][16] = {};
+  constexpr Permutations() {
     for (int set = 0; set < 256; ++set) {
+      for (int byte = 0; byte < 16; ++byte) together[set][byte] = apart[set][byte] = 0x80;
       int found = 0;
       for (int lane = 0; lane < 8; ++lane) {
         if (!(set >> lane & 1)) continue;
@@ -83,7 +84,7 @@ struct Permutations {  // of the bytes of 8 numbers, for each set of chosen ones
     }
   }
 };
-const Permutations permutations;
+constexpr Permutations permutations;
 
 inline unsigned set_of(const uint8_t *chosen) {
   __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(chosen));
@@ -131,7 +132,7 @@ struct Tile {
 };
 
 inline int32_t zigzag(int32_t d) { return 2 * ((d < 0 ? -d : d) - 2) + (d < 0); }
-inline int32_t unzigzag(int32_t z) { return z & 1 ? -(z / 2 + 2) : z / 2 + 2; }
+constexpr int32_t unzigzag(int32_t z) { return z & 1 ? -(z / 2 + 2) : z / 2 + 2; }
 
 // Where each plane of a message is, and its place for the next tile.
 struct Planes {
@@ -222,11 +223,10 @@ struct Differences {
 
 // What a byte of the 2-bit plane says of four weights, and one of the 4-bit plane of two.
 struct Tables {
-  int16_t first[256][4], four[256][2];         // d; 0 where a later plane says it
-  uint8_t first_escapes[256], four_escapes[256];  // where that is
-  Tables() {
+  int16_t first[256][4] = {}, four[256][2] = {};            // d; 0 where a later plane says it
+  uint8_t first_escapes[256] = {}, four_escapes[256] = {};  // where that is
+  constexpr Tables() {
     for (int byte = 0; byte < 256; ++byte) {
-      first_escapes[byte] = four_escapes[byte] = 0;
       for (int place = 0; place < 4; ++place) {
         int code = byte >> (2 * place) & 3;
         first[byte][place] = static_cast<int16_t>((code == 1) - (code == 2));
@@ -240,7 +240,7 @@ struct Tables {
     }
   }
 };
-const Tables tables;
+constexpr Tables tables;
 
 // Numbers into the places that `chosen`, a bit for each of n, has set, where zeros are; how many.
 // Up to 8 numbers behind the last may be read, and as many zeros behind the last place.
