@@ -32,21 +32,24 @@ __all__ = [
 
 
 def enable(config: CompressionConfig | None = None) -> None:
-    """Compress the gradients of every Megatron DistributedDataParallel built from now on."""
-    from megatron_patch.integration import attach as seam
-    from megatron_patch.integration.checkpoint import hooks as checkpoint
+    """Compress the gradients of every Megatron DistributedDataParallel built from now on.
 
-    seam.enable(config)
-    checkpoint.install_where_present()
+    Args:
+        config: the options; CompressionConfig() if None.
+
+    Raises:
+        UserError: `config` is no CompressionConfig. A model that cannot be served raises it when it is built.
+    """
+    from megatron_patch.integration import doors
+
+    doors.enable(config)
 
 
 def disable() -> None:
     """Undo `enable` and detach every model: Megatron's own exchange from the next step on."""
-    from megatron_patch.integration import attach as seam
-    from megatron_patch.integration.checkpoint import hooks as checkpoint
+    from megatron_patch.integration import doors
 
-    seam.disable()
-    checkpoint.uninstall()
+    doors.disable()
 
 
 def attach[Chunks](chunks: Chunks, config: CompressionConfig | None = None) -> Chunks:
@@ -57,13 +60,11 @@ def attach[Chunks](chunks: Chunks, config: CompressionConfig | None = None) -> C
         config: the options; CompressionConfig() if None.
 
     Raises:
-        UserError: a configuration that compression cannot serve.
+        UserError: no such chunks, no CompressionConfig, or a configuration that compression cannot serve.
     """
-    from megatron_patch.integration import attach as seam
-    from megatron_patch.integration.checkpoint import hooks as checkpoint
+    from megatron_patch.integration import doors
 
-    checkpoint.install_where_present(loaded_only=True)
-    seam.attach(chunks, config)
+    doors.attach(chunks, config)
     return chunks
 
 

@@ -24,6 +24,12 @@ ERROR_DTYPES = ("int8", "bf16", "fp32")
 TOPOLOGIES = ("auto", "flat", "two_hop")
 WEIGHT_GATHERS = ("stock", "exact")
 SHARD = "shard"
+AUTO = "auto"
+MOST_IN_BLOCK = 65536
+"""The largest `block_size`: a scale for more elements loses too much, and short blocks are filled up."""
+MOST = 1 << 62
+"""The largest whole number of an option: seeds grow by a rank's and a step's, within 64 bits."""
+_BLOCK_SIZES = [1 << power for power in range(4, MOST_IN_BLOCK.bit_length())]
 MUONS = ("muon", "dist_muon")
 """Megatron's flags for Muon; the second one is the first with --use-distributed-optimizer."""
 WARMUPS = ("auto", "fixed")
@@ -68,7 +74,9 @@ class CompressionConfig:
         ROTATIONS,
     )
     block_size: int | str = _option(
-        128, "elements that share one scale: a power of two from 16, or 'shard' (one scale a shard)"
+        128,
+        f"elements that share one scale: a power of two from 16 to {MOST_IN_BLOCK}, or 'shard' (one scale a "
+        "shard)",
     )
     rounding: str = _option("nearest", "how a gradient is rounded to its code", ROUNDINGS)
     error_beta: float | None = _option(
@@ -80,10 +88,10 @@ class CompressionConfig:
         "optimizer steps after which the error is set to zero, 0: never "
         f"(default {DEFAULT_RESET_INTERVAL}; onebit_adam: 0)",
     )
-    start_step: int = _option(
+    start_step: int | str = _option(
         None,
-        "optimizer steps with Megatron's own exchange before compression starts (default: the learning "
-        "rate's warm-up by Megatron's flags; 0 where they are not seen)",
+        "optimizer steps with Megatron's own exchange before compression starts; auto: until the learning "
+        "rate has stopped rising (default: auto; onebit_adam has warmup)",
     )
     warmup: str | None = _option(
         None,
@@ -125,25 +133,26 @@ class CompressionConfig:
 
     @classmethod
     def for_megatron(cls, flags: Mapping[str, Any], **options: Any) -> CompressionConfig:
-        """The options of a job whose Megatron flags, with underscores, are known.
+        """The options of a job whose Megatron flags, with underscores, are known."""
+        return cls(**options).for_optimizer(flags.get("optimizer"))
 
-        Compression starts after the learning rate's warm-up: what rounding adds before, while Adam's second
-        moment is young, costs most (docs/ablations.md). Muon has a method of its own.
+    def for_optimizer(self, name: object) -> CompressionConfig:
+        """The options with the default method of Megatron's optimizer `name`: error_feedback with Muon.
+
+        A method or an `error_beta` that was given stays.
         """
-        unstated = options.get("method") is None and options.get("error_beta") is None
-        if unstated and flags.get("optimizer") in MUONS:
-            options = options | {"method": "error_feedback"}
-        config = cls(**options)
-        if options.get("start_step") is None and config.compresses and not config.momentum:
-            config = replace(config, start_step=lr_warmup_steps(flags))
-        return config
+        if name not in MUONS or not vars(self)["_has_default_method"]:
+            return self
+        return replace(self, method="error_feedback", error_beta=None)
 
     def __post_init__(self) -> None:
+        unstated = self.method is None and self.error_beta is None
+        vars(self)["_has_default_method"] = unstated  # no field: neither an option nor compared
         self._set_default("bits", 1 if self.momentum else DEFAULT_BITS)
         self._check_choice("bits", BITS)
         self._set_default("method", "loco")
         self._check_choice("method", METHODS)
-        self._set_default("start_step", 0)
+        self._set_default("start_step", AUTO if self.compresses and not self.momentum else 0)
         self._set_default("reset_interval", 0 if self.momentum else DEFAULT_RESET_INTERVAL)
         self._check_choice("rounding", ROUNDINGS)
         self._check_choice("error_dtype", ERROR_DTYPES)
@@ -158,12 +167,13 @@ class CompressionConfig:
             if not isinstance(getattr(self, name), bool):
                 self._reject(name, "true or false")
         size = self.block_size
-        if size != SHARD and not (_is_int(size) and int(size) >= 16 and int(size) & (int(size) - 1) == 0):
-            self._reject("block_size", "a power of two from 16, or 'shard'")
-        for name in ("reset_interval", "start_step", "seed"):
+        if size != SHARD and not (_is_int(size) and size in _BLOCK_SIZES):
+            self._reject("block_size", f"a power of two from 16 to {MOST_IN_BLOCK}, or 'shard'")
+        for name, also in (("reset_interval", ""), ("start_step", ", or auto"), ("seed", "")):
             value = getattr(self, name)
-            if not _is_int(value) or value < 0:
-                self._reject(name, "a whole number, 0 or more")
+            if not (_is_int(value) and 0 <= value <= MOST) and not (also and value == AUTO):
+                large = _is_int(value) and value > MOST
+                self._reject(name, "2^62 at most" if large else f"a whole number, 0 or more{also}")
         self._check_codec()
         self._check_momentum()
         self._resolve_beta()
@@ -192,12 +202,14 @@ class CompressionConfig:
             self._reject("rotation", "none with block_size shard: a rotation would mix parameters")
 
     def _check_momentum(self) -> None:
-        """The options of onebit_adam; to other methods they are nothing, as bits are to method none."""
+        """The options of onebit_adam. Other methods ignore them."""
         if not self.momentum:
             return
         steps = self.warmup_steps
         if self.bits != 1:
             self._reject("bits", "1 with method onebit_adam")
+        if self.start_step == AUTO:  # its warm-up ends by itself, too
+            object.__setattr__(self, "start_step", 0)
         if self.start_step:
             self._reject("start_step", "0 with method onebit_adam, which has warmup_steps")
         self._set_default("warmup", "auto" if steps is None else "fixed")
@@ -259,7 +271,7 @@ class CompressionConfig:
 
     def _check_choice(self, name: str, allowed: tuple[Any, ...]) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or value not in allowed:
+        if type(value) not in map(type, allowed) or value not in allowed:  # 4.0 and True equal whole numbers
             self._reject(name, "one of " + ", ".join(map(str, allowed)) + nearest(value, allowed))
 
     def _reject(self, name: str, allowed: str) -> None:
@@ -268,22 +280,6 @@ class CompressionConfig:
     def as_dict(self) -> dict[str, Any]:
         """The fields as plain values, for YAML and flags."""
         return dataclasses.asdict(self)
-
-
-def lr_warmup_steps(flags: Mapping[str, Any]) -> int:
-    """Steps of the learning rate's warm-up by Megatron's flags, of which some are given; rounded up."""
-
-    def number(name: str) -> float:
-        value = flags.get(name)
-        known = isinstance(value, int | float) and math.isfinite(value) and value > 0
-        return float(value) if known and value is not None else 0.0
-
-    fraction, batch = number("lr_warmup_fraction"), number("global_batch_size") or math.inf
-    samples = fraction * (number("lr_decay_samples") or number("train_samples")) or number(
-        "lr_warmup_samples"
-    )
-    steps = fraction * (number("lr_decay_iters") or number("train_iters")) or number("lr_warmup_iters")
-    return math.ceil(round(steps or samples / batch, 6))
 
 
 def _is_int(value: object) -> bool:

@@ -34,7 +34,7 @@ CHOICES = {
     "weight_gather": ("stock", "exact"),
 }
 WHOLE = "a whole number, 0 or more"
-BLOCK = "a power of two from 16, or 'shard'"
+BLOCK = "a power of two from 16 to 65536, or 'shard'"
 BETA = "from 0 up to but not including 1"
 
 REFUSED = [
@@ -46,11 +46,14 @@ REFUSED = [
     ({"bits": 0}, "bits", "8, 4, 3, 2, 1"),
     ({"bits": True}, "bits", "8, 4, 3, 2, 1"),
     ({"bits": "4"}, "bits", "8, 4, 3, 2, 1"),
+    ({"bits": 4.0}, "bits", "8, 4, 3, 2, 1"),
     ({"block_size": 100}, "block_size", BLOCK),
     ({"block_size": 8}, "block_size", BLOCK),
     ({"block_size": 0}, "block_size", BLOCK),
     ({"block_size": -128}, "block_size", BLOCK),
     ({"block_size": 128.0}, "block_size", BLOCK),
+    ({"block_size": 2**17}, "block_size", BLOCK),
+    ({"block_size": 2**40}, "block_size", BLOCK),
     ({"block_size": True}, "block_size", BLOCK),
     ({"block_size": None}, "block_size", BLOCK),
     ({"block_size": "shards"}, "block_size", BLOCK),
@@ -79,7 +82,7 @@ REFUSED = [
     ({"error_dtype": 8}, "error_dtype", ", ".join(ERROR_DTYPES)),
     ({"topology": "two-hop"}, "topology", "auto, flat, two_hop"),
     *[({"ranks_per_node": value}, "ranks_per_node", "1 or more") for value in (0, -8, 1.0, True, "8")],
-    *[({"intra_bits": value}, "intra_bits", "one of 8") for value in (4, 16, "8", True)],
+    *[({"intra_bits": value}, "intra_bits", "one of 8") for value in (4, 16, "8", 8.0, True)],
     *[
         ({name: value}, name, "true or false")
         for name in ("save_error", "strict_load", "error_compensation")
@@ -90,6 +93,8 @@ REFUSED = [
         for name in ("reset_interval", "start_step", "seed")
         for value in (-1, 1.5, 2.0, True, "10")
     ],
+    *[({name: 2**70}, name, "2^62 at most") for name in ("reset_interval", "start_step", "seed")],
+    *[({"start_step": value}, "start_step", "or auto") for value in ("Auto", "auto ", "warmup", -1)],
     *[
         ({"method": "onebit_adam", **options}, name, allowed)
         for options, name, allowed in [
@@ -184,7 +189,7 @@ def test_loco_is_the_default_method(options, bits):
 def test_muon_has_a_default_method(optimizer, bits):
     flags = {"optimizer": optimizer, "train_iters": 100}
     found = CompressionConfig.for_megatron(flags, bits=bits, method=None)
-    assert (found.method, found.beta, found.start_step) == ("error_feedback", 0.0, 0)
+    assert (found.method, found.beta, found.start_step) == ("error_feedback", 0.0, "auto")
     plain = CompressionConfig.for_megatron(flags | {"optimizer": "adam"}, bits=bits)
     assert plain == CompressionConfig(bits=bits)
     for stated in ({"method": "naive"}, {"error_beta": 0.5}):
@@ -192,30 +197,34 @@ def test_muon_has_a_default_method(optimizer, bits):
         assert found == CompressionConfig(bits=bits, **stated)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "muon"])
 @pytest.mark.parametrize(
-    ("flags", "start"),
+    ("options", "start"),
     [
-        ({}, 0),
-        ({"lr_warmup_iters": 25}, 25),
-        ({"lr_warmup_iters": 0, "lr_warmup_samples": 0, "lr_warmup_fraction": None}, 0),
-        ({"lr_warmup_fraction": 0.015, "train_iters": 100}, 2),
-        ({"lr_warmup_fraction": 0.07, "train_iters": 100}, 7),  # 0.07 * 100 is 7.000000000000001
-        ({"lr_warmup_fraction": 0.1, "train_iters": 100, "lr_decay_iters": 50}, 5),
-        ({"lr_warmup_samples": 100, "global_batch_size": 32, "train_samples": 5000}, 4),
-        ({"lr_warmup_fraction": 0.1, "global_batch_size": 10, "train_samples": 1000}, 10),
-        ({"lr_warmup_samples": 100}, 0),  # a batch that is not known yet
-        ({"lr_warmup_iters": "soon"}, 0),  # refused elsewhere
+        ({}, "auto"),
+        *[({"method": method}, "auto") for method in ("naive", "loco", "error_feedback")],
+        ({"method": "none"}, 0),
+        ({"method": "onebit_adam"}, 0),
+        ({"method": "onebit_adam", "start_step": "auto"}, 0),
+        *[({"start_step": start}, start) for start in (0, 3, "auto")],
     ],
 )
-def test_compression_starts_after_the_warm_up(flags, start, optimizer):
-    flags = {"optimizer": optimizer} | flags
-    for method in (None, "naive", "loco", "error_feedback"):
-        assert CompressionConfig.for_megatron(flags, method=method).start_step == start
-    assert CompressionConfig.for_megatron(flags, start_step=3).start_step == 3
-    assert CompressionConfig.for_megatron(flags, start_step=0).start_step == 0
-    assert CompressionConfig.for_megatron(flags, method="none").start_step == 0
-    assert CompressionConfig.for_megatron(flags, method="onebit_adam").start_step == 0  # refused elsewhere
+def test_compression_starts_by_itself_unless_a_step_is_given(options, start):
+    config = CompressionConfig(**options)
+    assert config.start_step == start
+    assert CompressionConfig(**config.as_dict()) == config
+    flags = {"optimizer": "adam", "lr_warmup_iters": 25, "train_iters": 100}
+    assert CompressionConfig.for_megatron(flags, **options) == config, "flags never decide"
+
+
+def test_the_default_method_is_the_optimizer_s_and_a_given_one_stays():
+    assert CompressionConfig(bits=4).for_optimizer("muon") == CompressionConfig(
+        bits=4, method="error_feedback"
+    )
+    for stated in ({"method": "loco"}, {"error_beta": 0.8}, {"method": "none"}):
+        config = CompressionConfig(**stated)
+        assert config.for_optimizer("muon") is config
+    assert CompressionConfig().for_optimizer("adam") == CompressionConfig()
+    assert CompressionConfig().for_optimizer(None) == CompressionConfig()
 
 
 def test_onebit_adam_has_defaults_of_its_own():
@@ -238,7 +247,7 @@ def test_the_defaults_are_those_of_the_design():
         "error_beta": 0.8,
         "error_dtype": "int8",
         "reset_interval": 512,
-        "start_step": 0,
+        "start_step": "auto",
         "warmup": None,
         "warmup_steps": None,
         "error_compensation": True,

@@ -1,9 +1,8 @@
-"""attach, enable, disable: switching compression on and off for Megatron's DistributedDataParallel.
+"""What is attached: Megatron's DistributedDataParallel with the seams of its bucket groups.
 
 `attach` walks a wrapped model's bucket groups and overrides their gradient exchange (seams/gradients.py)
-and their weight gather (seams/weights.py); `enable` makes every DistributedDataParallel that is built from
-now on attach itself. What is attached, and what is not and why, is logged once. What the seam cannot serve
-is refused (unsupported.py), never silently off.
+and their weight gather (seams/weights.py). What is attached, and what is not and why, is logged once. What
+the seam cannot serve is refused (unsupported.py), never silently off. Users come in by doors.py.
 
 Unsplit parameters of tensor-parallel ranks are kept equal by a mark that Megatron acts on
 (seams/replicated_params.py).
@@ -15,27 +14,37 @@ all-reduces of finalize_model_grads (tiny, within a model-parallel group).
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import megatron.core
 import torch
-from megatron.core.distributed import DistributedDataParallel
+import torch.distributed as dist
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from packaging.version import Version
 
 from megatron_patch.collectives.workspace import forget_shared_pools
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
-from megatron_patch.integration import patching, symbols
+from megatron_patch.integration import training_flags
 from megatron_patch.integration.chunk import ChunkState
 from megatron_patch.integration.onebit_adam.step import OneBitAdam
+from megatron_patch.integration.onset import Onset
 from megatron_patch.integration.seams import optimizer_step, replicated_params
 from megatron_patch.integration.seams.gradients import BucketGroupSeam
 from megatron_patch.integration.seams.weights import ChunkWeights, gathered_after
-from megatron_patch.integration.startup_log import log_startup
-from megatron_patch.integration.unsupported import refuse_chunk, refuse_graphed, refuse_stepping
+from megatron_patch.integration.startup_log import log_start, log_startup
+from megatron_patch.integration.unsupported import (
+    refuse_chunk,
+    refuse_graphed,
+    refuse_one_by_one,
+    refuse_stepping,
+)
+
+logger = logging.getLogger(__name__)
 
 SUPPORTED = (Version("0.17"), Version("0.20"))
 """megatron-core releases that the seam's tests run on: from the first, below the second."""
@@ -48,7 +57,9 @@ class Attachment:
         groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
         buckets = [bucket for group in groups for bucket in group.buckets]
         device = buckets[0].grad_data.device if buckets else torch.device("cpu")
-        self.state = ChunkState(config, device)
+        self.asked = config
+        """The options as given; the state's method may be another with Muon."""
+        self.state = ChunkState(config.for_optimizer(training_flags.get("optimizer")), device)
         self.seams = [
             BucketGroupSeam(group, self.state, expert=place >= len(chunk.bucket_groups))
             for place, group in enumerate(groups)
@@ -64,8 +75,11 @@ class Attachment:
 
 
 _attachments: WeakKeyDictionary[Any, Attachment] = WeakKeyDictionary()
-_onebit: WeakKeyDictionary[Any, OneBitAdam] = WeakKeyDictionary()
-"""By Megatron's optimizer."""
+_detached: WeakKeyDictionary[Any, tuple[int, int, Onset]] = WeakKeyDictionary()
+"""Of chunks that were attached before: `steps`, `steps_seen`, `onset`."""
+_ONEBIT = "_megatron_loco_onebit_adam"
+"""Where a Megatron optimizer holds its OneBitAdam, which refers to it: no dictionary could let go of both."""
+_onebit_optimizers: WeakSet[Any] = WeakSet()
 
 
 def attachment_of(chunk: Any) -> Attachment | None:
@@ -91,15 +105,28 @@ def attached_states() -> list[ChunkState]:
 
 def onebit_of(optimizer: Any) -> OneBitAdam | None:
     """1-bit Adam's part of a Megatron optimizer; None before its first step, or where it is not attached."""
-    return _onebit.get(optimizer)
+    return getattr(optimizer, _ONEBIT, None)
 
 
-def attach(chunks: Sequence[Any] | Any, config: CompressionConfig | None = None) -> Any:
-    """Compress the gradient exchange of DDP-wrapped model chunks; returns them, so it is a post-wrap hook.
+def chunks_of(model: Any, caller: str) -> list[Any]:
+    """The DDP-wrapped chunks of a model, which is a list of them, or one.
 
-    Args:
-        chunks: what Megatron's model builders return: a list of DistributedDataParallel, or one of them.
-        config: the options; CompressionConfig() if None.
+    Raises:
+        UserError: something else; the message names the function of ours that was called.
+    """
+    chunks = list(model) if isinstance(model, list | tuple) else [model]
+    for chunk in chunks:
+        if not isinstance(chunk, _BaseDataParallel):
+            raise UserError(
+                f"{caller}(): {type(chunk).__module__}.{type(chunk).__qualname__} is not wrapped in "
+                "Megatron's DistributedDataParallel: pass what Megatron's model builders return, a list of "
+                "wrapped chunks or one"
+            )
+    return chunks
+
+
+def attach(chunks: Sequence[Any], config: CompressionConfig) -> None:
+    """Compress the gradient exchange of DDP-wrapped model chunks.
 
     Attaching a chunk again with the same options changes nothing; with other options, detach it first
     (`disable`). Call it before the optimizer's first step.
@@ -107,58 +134,51 @@ def attach(chunks: Sequence[Any] | Any, config: CompressionConfig | None = None)
     Raises:
         UserError: a configuration that the seam cannot serve.
     """
-    config = config or CompressionConfig()
     _warn_of_unknown_release()
     new = []
-    for chunk in [chunks] if isinstance(chunks, DistributedDataParallel) else list(chunks):
+    for chunk in chunks:
         refuse_chunk(chunk, config)
         attached = _attachments.get(chunk)
         if attached is None:
             new.append(chunk)
-        elif attached.state.config != config:
+        elif attached.asked != config:
             raise UserError(
                 "compression is attached to this model already, with other options; disable() first"
             )
     for chunk in new:  # only now: a refused chunk leaves the others as they were
         _attachments[chunk] = Attachment(chunk, config)
+        if chunk in _detached:
+            _count_on(_attachments[chunk].state, *_detached.pop(chunk))
     if new:
-        made = [_attachments[chunk] for chunk in new]
+        found = [_attachments[chunk] for chunk in new]
         log_startup(
             new[0],
-            config,
-            [seam for attachment in made for seam in attachment.seams],
-            [seam for attachment in made for seam in attachment.weights.seams],
+            found[0].state,
+            [seam for attachment in found for seam in attachment.seams],
+            [seam for attachment in found for seam in attachment.weights.seams],
         )
     optimizer_step.listen(_end_step, _step)
-    return chunks
 
 
-def enable(config: CompressionConfig | None = None) -> None:
-    """Attach every Megatron DistributedDataParallel that is built from now on.
-
-    Enabling again replaces the options for models built later.
-    """
-
-    def attaching(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            attach([self], config)
-
-        return __init__
-
-    patching.restore(symbols.INIT)
-    patching.replace(symbols.INIT, attaching)
-    optimizer_step.listen(_end_step, _step)
+def _count_on(state: ChunkState, steps: int, steps_seen: int, onset: Onset) -> None:
+    """The chunk was attached before: its steps count, and what had started stays started."""
+    state.restart(steps)
+    state.steps_seen = steps_seen
+    state.onset.started |= onset.started and state.config.compresses and not state.config.momentum
+    if dist.get_rank() == 0:
+        logger.info("megatron-loco: attached again: steps count on from %d, errors start from zero", steps)
 
 
-def disable() -> None:
-    """Undo `enable` and detach every attached model: Megatron's own exchange from the next step on."""
-    patching.restore(symbols.INIT)
-    for attachment in list(_attachments.values()):
+def detach_all() -> None:
+    """Give every attached model Megatron's own exchange back, from the next step on."""
+    for chunk, attachment in list(_attachments.items()):
+        state = attachment.state
+        _detached[chunk] = state.steps, state.steps_seen, state.onset
         attachment.detach()
     _attachments.clear()
-    _onebit.clear()
+    for optimizer in _onebit_optimizers:
+        delattr(optimizer, _ONEBIT)
+    _onebit_optimizers.clear()
     forget_shared_pools()
     optimizer_step.stop_listening()
 
@@ -172,13 +192,23 @@ def _step(optimizer: Any, original: Callable[[], Any]) -> Any:
         refuse_graphed(part.config)
         if any(attachment.state.config.compresses for attachment in updated):
             refuse_stepping(part)
+    _use_default_method([attachment.state for attachment in updated], optimizer)
     weights = [attachment.weights for attachment in updated]
     return gathered_after(weights, functools.partial(_update, optimizer, original))
 
 
+def _use_default_method(states: Sequence[ChunkState], optimizer: Any) -> None:
+    """Where no method was given, the default depends on Megatron's optimizer, which this step shows first."""
+    for part in optimizer_step.leaves_of(optimizer) if states else ():
+        name = getattr(part.config, "optimizer", None)
+        changed = [state for state in states if state.use_default_method_of(name)]
+        if changed and dist.get_rank() == 0:
+            logger.info("megatron-loco: method %s, the default with Muon", states[0].config.method)
+
+
 def _update(optimizer: Any, original: Callable[[], Any]) -> Any:
     """A step of Megatron's, which 1-bit Adam makes where it is attached."""
-    if (onebit := _onebit.get(optimizer)) is None:
+    if (onebit := onebit_of(optimizer)) is None:
         attached = [
             (chunk, attachment.state, attachment.seams)
             for chunk, attachment in _attachments.items()
@@ -186,16 +216,23 @@ def _update(optimizer: Any, original: Callable[[], Any]) -> Any:
         ]
         if not attached:
             return original()
-        onebit = _onebit[optimizer] = OneBitAdam(optimizer, attached)
+        refuse_one_by_one([state for _, state, _ in attached], optimizer_step.leaves_of(optimizer))
+        onebit = OneBitAdam(optimizer, attached)
+        setattr(optimizer, _ONEBIT, onebit)
+        _onebit_optimizers.add(optimizer)
     return onebit.step(original)
 
 
 def _end_step(optimizer: Any, successful: bool, loss_scale_factor: float) -> None:
-    for chunk, attachment in list(_attachments.items()):
-        if optimizer_step.updates(optimizer, chunk):
-            attachment.state.optimizer_seen = True
-            attachment.state.end_step(successful, loss_scale_factor)
-            attachment.weights.end_step()
+    updated = [a for chunk, a in _attachments.items() if optimizer_step.updates(optimizer, chunk)]
+    if not updated:
+        return
+    parts, rates = optimizer_step.leaves_of(optimizer), optimizer_step.learning_rates(optimizer)
+    waited = [attachment.state for attachment in updated if not attachment.state.active]
+    for attachment in updated:
+        ended = attachment.state.optimizer_stepped(parts, successful, loss_scale_factor, rates)
+        attachment.weights.end_step(continues=not ended)
+    log_start([state for state in waited if state.active])
 
 
 @functools.cache

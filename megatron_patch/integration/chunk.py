@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +22,7 @@ from megatron_patch.collectives.workspace import Workspace, shared_pool
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.integration.onebit_adam.warm_up import Phase
+from megatron_patch.integration.onset import Onset
 from megatron_patch.quantization.layout import BlockLayout
 
 logger = logging.getLogger(__name__)
@@ -37,11 +38,12 @@ class Events:
     """How often something out of the ordinary happened to the errors."""
 
     resets: int = 0
-    """Every `reset_interval` steps: e <- 0 in all buckets."""
+    """Every `reset_interval` steps, once compression has started: e <- 0 in all buckets."""
     skipped_steps: int = 0
     """The optimizer skipped its step (fp16 overflow): the exchange must not count, e <- 0."""
     replays: int = 0
-    """Megatron's rerun state machine ran a backward pass again: e <- 0."""
+    """A backward pass ran again within one optimizer step (Megatron's rerun state machine, or a loop that
+    skips the optimizer's step): e <- 0."""
     uncompressed_syncs: int = 0
     """Exchanges of a whole bucket group that bypassed compression (force_all_reduce, before start_step)."""
 
@@ -88,11 +90,14 @@ class ChunkState:
         self._inside_bytes = 0.0
         self.measures = True
         """Whether the next exchanges measure what they lose: metrics.py asks for it in steps that it logs."""
-        self.optimizer_seen = False
-        """Whether a step of a Megatron optimizer was seen. From then on a second exchange before the next one
-        is of a backward pass that ran again (PagedStashRunner, or a script of its own)."""
-        self._replaying = False
-        self._warned = False
+        self.ended_steps = 0
+        """Of this object, whatever a checkpoint has said of `steps_seen`."""
+        self._optimizer_seen = False
+        self._passes = 0
+        self._stepped: set[int] = set()
+        self._unseen_steps = 0
+        self._started_unseen = False
+        self.onset = Onset.at(config, 0)
         self.phase = Phase(config.warmup_steps)
         """Of 1-bit Adam."""
 
@@ -101,7 +106,7 @@ class ChunkState:
         """Whether the next exchange is compressed: a method that does, from `start_step` on."""
         if self.config.momentum:
             return self.phase.switch_step is not None and self.steps >= self.phase.switch_step
-        return self.config.compresses and self.steps >= self.config.start_step
+        return self.config.compresses and self.onset.started
 
     @property
     def error_bytes(self) -> int:
@@ -145,27 +150,105 @@ class ChunkState:
         """Count bytes sent to other ranks in this step, compressed or not."""
         self._traffic.add(traffic)
 
-    def replayed(self) -> None:
-        """The backward pass of this step is running again: what its first run remembered must not count."""
-        if self._replaying:
-            return  # another bucket group of the same replay
-        self._replaying = True
-        self.events.replays += 1
-        self.clear_errors()
-        self._traffic, self._used, self._inside_bytes = Traffic(), [], 0.0
+    @property
+    def in_step(self) -> bool:
+        """Whether low-bit gradients were exchanged that no optimizer has used yet."""
+        return self._passes > 0 and not self._sends_momentum
 
-    def exchanged_twice(self) -> None:
-        """A second exchange in one step: the loop's optimizer is not Megatron's. Count the step here."""
-        if not self._warned:
-            self._warned = True
+    @property
+    def _sends_momentum(self) -> bool:
+        """Whether the optimizer's step is the exchange (1-bit Adam after its warm-up)."""
+        return self.config.momentum and self.active
+
+    def exchange_begins(self, passes: int, rerun: bool) -> None:
+        """A bucket group exchanges its gradients for the `passes`-th time since the last optimizer step.
+
+        A second exchange is that of a backward pass that ran again, and what the first one left must not
+        count: Megatron's state machine says so (`rerun`), or optimizer steps were seen before. Else no
+        optimizer of this loop can be seen, and exchanges are counted as steps.
+        """
+        if passes <= self._passes:
+            return  # another bucket group of the same backward pass
+        if passes == 1 or rerun or self._optimizer_seen:
+            self._passes = passes
+            if passes > 1 and not self._sends_momentum:
+                self.events.replays += 1
+                self.clear_errors()
+                self._traffic, self._used, self._inside_bytes = Traffic(), [], 0.0
+            return
+        self.end_unseen_step()
+        self._passes = 1
+
+    def end_unseen_step(self) -> None:
+        """Count an exchange as a step, in a loop whose optimizer cannot be seen. Nothing in other loops."""
+        if self._optimizer_seen or not self._passes:
+            return
+        if not self._unseen_steps:
             logger.warning(
-                "megatron-loco: no Megatron optimizer step was seen between two gradient exchanges; "
+                "megatron-loco: no optimizer step was seen between two gradient exchanges; "
                 "counting exchanges as steps"
             )
+        waited = not self.active
         self.end_step(successful=True)
+        self._unseen_steps += 1
+        self._started_unseen |= waited and self.active
 
-    def end_step(self, successful: bool, loss_scale_factor: float = 1.0) -> None:
-        """The optimizer's step is over. It changed fp16's loss scale by a factor: the errors carry it too."""
+    def optimizer_stepped(
+        self, optimizers: Sequence[object], successful: bool, loss_scale_factor: float, rates: Sequence[float]
+    ) -> bool:
+        """Optimizers have made a step. Returns whether that ends a step of the model.
+
+        A loop may step several optimizers of one model one by one, with the gradients of one exchange:
+        together they make one step, which the first of them ends. The loss scale of fp16 is that one's.
+
+        Args:
+            optimizers: those that stepped, without the chains around them.
+            successful: whether parameters were updated.
+            loss_scale_factor: by which the step changed fp16's loss scale.
+            rates: learning rates of their parameter groups.
+        """
+        if not self._optimizer_seen:
+            self._optimizer_seen = True
+            self._forget_unseen_steps()
+        stepped = {id(optimizer) for optimizer in optimizers}
+        if self.continues_step(optimizers):
+            self._stepped |= stepped
+            if not successful and not self.config.momentum:
+                self.clear_errors()
+            return False
+        self._stepped = stepped
+        self.end_step(successful, loss_scale_factor, rates)
+        return True
+
+    def continues_step(self, optimizers: Sequence[object]) -> bool:
+        """Whether a step of these is part of the step that another optimizer of the model has ended."""
+        stepped = {id(optimizer) for optimizer in optimizers}
+        return not self._passes and bool(self._stepped) and self._stepped.isdisjoint(stepped)
+
+    def _forget_unseen_steps(self) -> None:
+        """What was counted before the first optimizer step were exchanges of gradients thrown away."""
+        self.steps -= self._unseen_steps
+        self.steps_seen -= self._unseen_steps
+        if self._started_unseen:
+            self.onset = Onset.at(self.config, self.steps)
+
+    def restart(self, steps: int) -> None:
+        """Begin as after `steps` optimizer steps, with errors of zero."""
+        self.clear_errors()
+        self.steps = self.steps_seen = steps
+        self.onset = Onset.at(self.config, steps)
+        self.phase = Phase(self.config.warmup_steps)
+        self._passes = self._unseen_steps = 0
+        self._started_unseen = False
+        self.ended_steps += 1
+
+    def end_step(
+        self, successful: bool, loss_scale_factor: float = 1.0, rates: Sequence[float] | None = None
+    ) -> None:
+        """End an optimizer step: report it, count it, clear or rescale the errors.
+
+        The arguments are as in `optimizer_stepped`; `rates` is None where no optimizer was seen.
+        """
         measured = [sender.statistics for sender in self._used if sender.measures]
         self.report = ChunkReport(
             traffic=self._traffic,
@@ -175,13 +258,15 @@ class ChunkState:
             inside_bytes=self._inside_bytes,
             step=self.steps_seen + 1,
         )
-        self._traffic, self._used, self._inside_bytes, self._replaying = Traffic(), [], 0.0, False
+        self._traffic, self._used, self._inside_bytes, self._passes = Traffic(), [], 0.0, 0
         self.workspace.pool.in_flight.clear()  # all chunks' are over when a step is
         self.steps_seen += 1
+        self.ended_steps += 1
+        was_active = self.active
         if successful:
             self.steps += 1
             interval = self.config.reset_interval
-            if interval and self.config.keeps_errors and self.steps % interval == 0:
+            if interval and self.config.keeps_errors and was_active and self.steps % interval == 0:
                 self.events.resets += 1
                 self.clear_errors()
         else:
@@ -192,6 +277,24 @@ class ChunkState:
             for sender in self.senders:
                 if sender.error is not None:
                     sender.error.scale_by(loss_scale_factor)
+        if successful:
+            self.onset.after_step(self.config, self.steps, rates)
+
+    def use_default_method_of(self, optimizer: object) -> bool:
+        """Take the default method that Megatron's optimizer, by its name, has; returns whether it changes.
+
+        The error that is pending stays as it is: e / (1 - beta) (docs/numerics.md).
+        """
+        config = self.config.for_optimizer(optimizer)
+        if config == self.config:
+            return False
+        factor = (1 - config.beta) / (1 - self.config.beta)
+        self.config = config
+        for sender in self.senders:
+            if sender.error is not None:
+                sender.error.beta = config.beta
+                sender.error.scale_by(factor)
+        return True
 
     def clear_errors(self) -> None:
         """e <- 0 in all buckets at once."""

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 
 from megatron_patch.collectives.traffic import Traffic
 from megatron_patch.compensation.compress import STATISTICS
 from megatron_patch.errors import UserError
 from megatron_patch.integration import weight_metrics
-from megatron_patch.integration.attach import attached_chunks, attachment_of
+from megatron_patch.integration.attach import attached_chunks, attachment_of, chunks_of
 from megatron_patch.integration.chunk import ChunkState
 from megatron_patch.step_report import StepReport
 
@@ -50,7 +49,7 @@ def sums(states: Sequence[ChunkState]) -> Sums:
 
 def report(model: Any = None) -> StepReport:
     """megatron_patch.report."""
-    chunks = _chunks_of(model)
+    chunks = attached_chunks() if model is None else chunks_of(model, "report")
     states = [found.state for chunk in chunks if (found := attachment_of(chunk)) is not None]
     if not states:
         what = "no model is" if model is None else "this model is not"
@@ -85,9 +84,3 @@ def report(model: Any = None) -> StepReport:
         non_finite_blocks=int(non_finite) if measured else None,
         compression_seconds=total.compression_seconds,
     )
-
-
-def _chunks_of(model: Any) -> Sequence[Any]:
-    if model is None:
-        return attached_chunks()
-    return [model] if isinstance(model, DistributedDataParallel) else list(model)

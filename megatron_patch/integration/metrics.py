@@ -46,15 +46,13 @@ _WARM_UP_STEPS = 3
 class RunMetrics:
     """Collects what a run shows; `install` hooks it in, `finish` writes summary.json.
 
+    What is attached, and with which options, it sees in the model of each step.
+
     Args:
-        config: the run's compression options.
-        attached: whether compression was attached at all.
         output: folder of metrics.jsonl and summary.json; None: TensorBoard and W&B only.
     """
 
-    def __init__(self, config: CompressionConfig, attached: bool, output: Path | None) -> None:
-        self._config = config
-        self._attached = attached
+    def __init__(self, output: Path | None = None) -> None:
         self._output = output
         self._file: Any = None
         self._model: list[Any] = []
@@ -148,6 +146,11 @@ class RunMetrics:
     def _states(self) -> list[ChunkState]:
         return [c for chunk in self._model if (c := chunk_state_of(chunk)) is not None]
 
+    @property
+    def _config(self) -> CompressionConfig | None:
+        """The options of what is attached; None where nothing is."""
+        return next((state.config for state in self._states()), None)
+
     def _compression_record(self) -> dict[str, Any]:
         weights, coded = weight_metrics.sent(self._model), weight_metrics.coded(self._model)
         states = self._states()
@@ -166,7 +169,7 @@ class RunMetrics:
         ranks = dist.get_world_size()
         self._compression_seconds.append(seconds / ranks)
         return {
-            "compressed": self._config.compresses and compressed > 0,
+            "compressed": compressed > 0,
             "compression_seconds": seconds / ranks,
             "gradient_wire_bytes": grad_bytes / ranks,
             "gradient_intra_node_bytes": inside / ranks,
@@ -181,7 +184,8 @@ class RunMetrics:
 
     def _coded_weights(self, sums: list[float]) -> dict[str, Any]:
         """Of the exact weight gather, from sums over ranks as weight_metrics.coded; nothing without it."""
-        if not (self._attached and self._config.codes_weights):
+        config = self._config
+        if config is None or not config.codes_weights:
             return {}
         weights, same, nbytes = sums
         return {
@@ -216,7 +220,7 @@ class RunMetrics:
 
     def _warm_up(self) -> dict[str, int | None]:
         """Steps after which 1-bit Adam's variance was frozen (None: not yet); nothing for other methods."""
-        if not self._config.momentum:
+        if self._config is None or not self._config.momentum:
             return {}
         return {"warmup_steps": next((c.phase.variance_steps for c in self._states()), None)}
 
@@ -254,10 +258,11 @@ class RunMetrics:
         args = get_args()
         median = _median(self._seconds or [record["step_seconds"] for record in earlier])
         events = [c.describe() for c in self._states()]
+        config = self._config
         summary = {
-            "method": self._config.method if self._attached else "stock",
-            "weight_gather": self._config.weight_gather if self._attached else "stock",
-            "bits": self._config.bits if self._attached and self._config.compresses else None,
+            "method": config.method if config is not None else "stock",
+            "weight_gather": config.weight_gather if config is not None else "stock",
+            "bits": config.bits if config is not None and config.compresses else None,
             "world_size": dist.get_world_size(),
             "steps": self._steps or args.iteration,
             "train_loss": last["loss"],

@@ -57,6 +57,11 @@ def replace(path: str, wrap: Callable[[Any], Any], *, may_be_missing: bool = Fal
         setattr(module, name, after)
 
 
+def is_replaced(path: str) -> bool:
+    """Whether a symbol is replaced, by us."""
+    return path in _replaced
+
+
 def restore(*paths: str) -> None:
     """Put the originals back; nothing for symbols that are not replaced.
 
@@ -74,6 +79,33 @@ def restore(*paths: str) -> None:
         for module, before in done.also:
             if getattr(module, done.name, None) is done.after:
                 setattr(module, done.name, before)
+
+
+@dataclass(frozen=True)
+class Override:
+    """A method that stands on an instance, before its class's."""
+
+    instance: Any
+    name: str
+    before: Any
+    """What stood on the instance; _MISSING where nothing did."""
+    after: Any
+
+    def undo(self) -> None:
+        """Put back what stood there before; nothing, where somebody has overridden it since."""
+        if vars(self.instance).get(self.name, _MISSING) is not self.after:
+            return
+        if self.before is _MISSING:
+            delattr(self.instance, self.name)
+        else:
+            setattr(self.instance, self.name, self.before)
+
+
+def override(instance: Any, name: str, method: Any) -> Override:
+    """Put a method on an instance, until `undo`."""
+    before = vars(instance).get(name, _MISSING)
+    setattr(instance, name, method)
+    return Override(instance, name, before, method)
 
 
 @contextlib.contextmanager

@@ -80,9 +80,8 @@ def _run(script: str, flags: list[str]) -> None:
         cpu_device.install()
     from megatron_patch.integration import patching, symbols
     from megatron_patch.integration.arguments import after_parsing, config_from_arguments
-    from megatron_patch.integration.attach import enable
     from megatron_patch.integration.checkpoint import hooks as checkpoint
-    from megatron_patch.integration.cpu import torch_adam
+    from megatron_patch.integration.doors import enable
     from megatron_patch.integration.metrics import RunMetrics
     from megatron_patch.integration.unsupported import refuse_flags
 
@@ -95,11 +94,9 @@ def _run(script: str, flags: list[str]) -> None:
         config = config_from_arguments(args)
         output = Path(args.compression_output) if args.compression_output else None
         if args.compression_attach:
-            if config.compresses:
-                refuse_flags(args)
-            torch_adam.install()
+            refuse_flags(args)
             enable(config)
-        installed.append(RunMetrics(config, args.compression_attach, output))
+        installed.append(RunMetrics(output))
         installed[0].install()
 
     checkpoint.install()  # before the script imports checkpoint functions by name

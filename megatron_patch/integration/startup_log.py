@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import logging
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopReduceScatter
-from megatron_patch.config import CompressionConfig, lr_warmup_steps
+from megatron_patch.config import AUTO, CompressionConfig
+from megatron_patch.integration import training_flags
+from megatron_patch.integration.chunk import ChunkState
 from megatron_patch.integration.seams.gradients import BucketGroupSeam
 from megatron_patch.integration.seams.weights import WeightSeam
 
@@ -23,32 +25,41 @@ _COSTS_BELOW_BITS = 4
 
 def log_startup(
     chunk: Any,
-    config: CompressionConfig,
+    state: ChunkState,
     seams: Sequence[BucketGroupSeam],
     weight_seams: Sequence[WeightSeam],
 ) -> None:
     """Log the seams of one rank's model chunks, on one rank of each pipeline stage.
 
-    `chunk` is one of the chunks: its groups say where this rank is.
+    `chunk` is one of the chunks: its groups say where this rank is. `state` is its state.
     """
+    config = state.config
     if chunk.dp_cp_group.rank() != 0 or chunk.tp_group.rank() != 0:
         return
     pipeline = chunk.pp_group[0] if isinstance(chunk.pp_group, list) else chunk.pp_group
     stage = f"pipeline stage {pipeline.rank()}: " if pipeline.size() > 1 else ""
-    for level, line in itertools.chain(_lines(config, seams), _weight_lines(config, weight_seams)):
+    for level, line in itertools.chain(_lines(state, seams), _weight_lines(config, weight_seams)):
         logger.log(level, "megatron-loco: %s%s", stage, line)
 
 
-def _lines(config: CompressionConfig, seams: Sequence[BucketGroupSeam]) -> Iterator[tuple[int, str]]:
+def log_start(states: Sequence[ChunkState]) -> None:
+    """Log that compression starts with the next step, in the chunks of these states, if there are any."""
+    if states and dist.get_rank() == 0:
+        logger.info("megatron-loco: compression starts at step %d", states[0].steps_seen + 1)
+
+
+def _lines(state: ChunkState, seams: Sequence[BucketGroupSeam]) -> Iterator[tuple[int, str]]:
+    config = state.config
     if not config.compresses:
         yield logging.INFO, "method none: Megatron's own gradient exchange"
         return
     memory = (
         f"beta {config.beta}, errors in {config.error_dtype}" if config.keeps_errors else "no errors kept"
     )
-    start = f", from step {config.start_step} on" if config.start_step else ""
     code = f"{config.bits} bits ({config.code}{', rotated' if config.rotates else ''})"
-    yield logging.INFO, f"{config.method}, {code}, block {config.block_size}, {memory}{start}"
+    yield logging.INFO, f"{config.method}, {code}, block {config.block_size}, {memory}"
+    if not config.momentum and not state.active:
+        yield logging.INFO, _start_line(config)
     yield from _early_lines(config)
     stages = [(seam, stage) for seam in seams for stage in seam.stages]
     for reason in dict.fromkeys(stage.made.flat_because for _, stage in stages):
@@ -73,30 +84,33 @@ def _lines(config: CompressionConfig, seams: Sequence[BucketGroupSeam]) -> Itera
             yield logging.WARNING, f"{line}, not compressed: the group is a single rank"
 
 
+def _start_line(config: CompressionConfig) -> str:
+    if config.start_step != AUTO:
+        return f"compression starts after {config.start_step} optimizer steps"
+    line = "compression starts when the learning rate has stopped rising"
+    if training_flags.get("optimizer") is None:
+        return line
+    # The rate of step 1 has no warm-up behind it, and the first that is not higher tells it.
+    return f"{line}: expected at step {training_flags.lr_warmup_steps() + 3}, by Megatron's flags"
+
+
 def _early_lines(config: CompressionConfig) -> Iterator[tuple[int, str]]:
     """What compression in the first steps costs Adam, whose second moment is young then."""
-    if config.momentum:
+    if config.momentum or config.start_step == AUTO:
         return
-    warmup = _lr_warmup_steps()
-    if config.start_step < warmup:
+    warmup = training_flags.lr_warmup_steps()
+    if int(config.start_step) < warmup:
         yield (
             logging.WARNING,
             f"compression starts within the learning rate's warm-up of {warmup} steps, where it cost most "
-            f"loss: start_step={warmup} starts after it",
+            "loss: start_step auto, the default, starts after it",
         )
     elif config.keeps_errors and config.bits < _COSTS_BELOW_BITS and config.start_step == 0:
         yield (
             logging.WARNING,
             f"error feedback with {config.bits} bits from the first step on cost Adam 1 to 3 % of validation "
-            "loss in short runs: start_step, the learning rate's warm-up, starts it later",
+            "loss in short runs: start_step auto, the default, starts after the learning rate's warm-up",
         )
-
-
-def _lr_warmup_steps() -> int:
-    """By the flags of Megatron's own training loop; 0 in a job of another."""
-    variables = sys.modules.get("megatron.training.global_vars")
-    flags = getattr(variables, "_GLOBAL_ARGS", None)
-    return 0 if flags is None else lr_warmup_steps(vars(flags))
 
 
 def _fp32_accumulation_lines(

@@ -15,6 +15,7 @@ _CHECKPOINTING = "megatron.training.checkpointing"
 _TRAINING = "megatron.training.training"
 
 INIT = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
+BASE_INIT = "megatron.core.distributed.data_parallel_base:_BaseDataParallel.__init__"
 START_GRAD_SYNC = f"{_BUFFER}:_ParamAndGradBucketGroup.start_grad_sync"
 START_PARAM_SYNC = f"{_BUFFER}:_ParamAndGradBucketGroup.start_param_sync"
 REDUCE_SCATTER = f"{_BUFFER}:dist_reduce_scatter_func"
@@ -60,6 +61,7 @@ class Symbol:
 
 _ATTACHED = "from `enable` or `attach` to `disable`"
 _EXCHANGE = "for the length of `start_grad_sync`"
+_MEASURED = "in Megatron's own training loop, from `enable` or `attach` to `disable`"
 _LAUNCHED = "for a run of `megatron_patch.launch`"
 _ON_CPU = "on CPU (`launch.device: cpu`)"
 _PREFLIGHT = "while a configuration is checked, before any process starts"
@@ -76,9 +78,14 @@ def _checkpoint(why: str) -> Symbol:
 
 SYMBOLS = {
     INIT: Symbol(
-        "attach.py",
+        "doors.py",
         "from `enable` to `disable`",
         "models are wrapped deep inside Megatron's builders; every one passes here",
+    ),
+    BASE_INIT: Symbol(
+        "doors.py",
+        "from `enable` to `disable`",
+        "FSDP's wrappers pass here too, and are refused: nothing would be compressed, silently",
     ),
     START_GRAD_SYNC: Symbol(
         "seams/gradients.py",
@@ -119,10 +126,10 @@ SYMBOLS = {
         _ATTACHED,
         "frameworks write their own checkpoints by it: one line says that error states are not in them",
     ),
-    TRAIN_STEP: Symbol("metrics.py", _LAUNCHED, "when a step begins, and with which model"),
-    TRAINING_LOG: Symbol("metrics.py", _LAUNCHED, "called on every rank after every step, with its losses"),
-    EVALUATE_AND_PRINT: Symbol("metrics.py", _LAUNCHED, "tells the validation set from the test set"),
-    EVALUATE: Symbol("metrics.py", _LAUNCHED, "its result is the validation loss"),
+    TRAIN_STEP: Symbol("metrics.py", _MEASURED, "when a step begins, and with which model"),
+    TRAINING_LOG: Symbol("metrics.py", _MEASURED, "called on every rank after every step, with its losses"),
+    EVALUATE_AND_PRINT: Symbol("metrics.py", _MEASURED, "tells the validation set from the test set"),
+    EVALUATE: Symbol("metrics.py", _MEASURED, "its result is the validation loss"),
     ADD_ARGUMENTS: Symbol(
         "run_script.py", _LAUNCHED, "every script builds its parser with it: --compression-* is added there"
     ),
@@ -136,12 +143,12 @@ SYMBOLS = {
     ),
     STATE_DICT: Symbol(
         "cpu/torch_adam.py",
-        "without Transformer Engine and Apex",
+        f"{_ATTACHED}, without Transformer Engine and Apex",
         "a repair: loading asserts a step count, which torch's Adam has after its first step only",
     ),
     LOAD_STATE_DICT: Symbol(
         "cpu/torch_adam.py",
-        "without Transformer Engine and Apex",
+        f"{_ATTACHED}, without Transformer Engine and Apex",
         "a repair: all parameters of torch's Adam are given one step count, which is then overwritten with 0",
     ),
     NORM: Symbol(

@@ -6,6 +6,7 @@ wrapped model itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from packaging.version import Version
@@ -14,8 +15,8 @@ from megatron_patch.config import MUONS, CompressionConfig
 from megatron_patch.errors import UserError
 
 
-def _refuse(flag: str, value: object, why: str) -> None:
-    raise UserError(f"megatron.{flag}: {value!r} cannot be combined with gradient compression: {why}")
+def _refuse(flag: str, value: object, why: str, what: str = "gradient compression") -> None:
+    raise UserError(f"megatron.{flag}: {value!r} cannot be combined with {what}: {why}")
 
 
 def refuse_flags(args: Any) -> None:
@@ -24,17 +25,21 @@ def refuse_flags(args: Any) -> None:
     Raises:
         UserError: naming the flag, its value and what to change.
     """
-    if getattr(args, "use_megatron_fsdp", False):
-        _refuse("use_megatron_fsdp", True, "Megatron-FSDP does its own exchange; leave it out")
-    if getattr(args, "use_torch_fsdp2", False):
-        _refuse("use_torch_fsdp2", True, "Torch-FSDP2 does its own exchange; leave it out")
     method = getattr(args, "compression_method", None)
+    exact = getattr(args, "compression_weight_gather", None) == "exact"
+    if method == "none" and not exact:
+        return  # all is Megatron's own
+    what = "weight_gather exact" if method == "none" else "gradient compression"
+    for flag, name in (("use_megatron_fsdp", "Megatron-FSDP"), ("use_torch_fsdp2", "Torch-FSDP2")):
+        if getattr(args, flag, False):
+            _refuse(flag, True, f"{name} does its own exchange; leave it out", what)
     _refuse_settings(args)
-    if method != "none":
-        _refuse_weight_shards(args)
     refuse_graphed(args)
-    if getattr(args, "compression_weight_gather", None) == "exact":
+    if exact:
         _refuse_for_exact_gather(args, getattr(args, "overlap_param_gather", False))
+    if method == "none":
+        return
+    _refuse_weight_shards(args)
     optimizer = getattr(args, "optimizer", "adam")
     if method == "onebit_adam":
         _refuse_for_onebit_adam(args)
@@ -55,14 +60,7 @@ def refuse_chunk(chunk: Any, config: CompressionConfig) -> None:
     Raises:
         UserError: naming the option and what to change.
     """
-    from megatron.core.distributed import DistributedDataParallel
-
-    if not isinstance(chunk, DistributedDataParallel):
-        kind = f"{type(chunk).__module__}.{type(chunk).__qualname__}"
-        raise UserError(
-            f"{kind} does not exchange gradients through Megatron's DistributedDataParallel, which gradient "
-            "compression needs (leave out --use-megatron-fsdp and --use-torch-fsdp2)"
-        )
+    refuse_wrapper(chunk)
     _refuse_settings(chunk.config)
     if config.compresses:
         _refuse_weight_shards(chunk.config)
@@ -70,6 +68,22 @@ def refuse_chunk(chunk: Any, config: CompressionConfig) -> None:
         _refuse_for_exact_gather(chunk.config, chunk.ddp_config.overlap_param_gather)
     if config.momentum:
         _refuse_for_onebit_adam(chunk.ddp_config)
+
+
+def refuse_wrapper(chunk: Any) -> None:
+    """Refuse what Megatron wraps a model in, unless it is its DistributedDataParallel.
+
+    Raises:
+        UserError: naming the wrapper and what to change.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+
+    if not isinstance(chunk, DistributedDataParallel):
+        kind = f"{type(chunk).__module__}.{type(chunk).__qualname__}"
+        raise UserError(
+            f"{kind} does not exchange gradients and weights through Megatron's DistributedDataParallel, as "
+            "compression needs (leave out --use-megatron-fsdp and --use-torch-fsdp2)"
+        )
 
 
 def refuse_graphed(settings: Any) -> None:
@@ -81,6 +95,19 @@ def refuse_graphed(settings: Any) -> None:
     if getattr(settings, "optimizer_cuda_graph", False):
         why = "steps that are replayed from a graph are not seen; leave it out"
         _refuse("optimizer_cuda_graph", True, why)
+
+
+def refuse_one_by_one(states: Sequence[Any], optimizers: Sequence[Any]) -> None:
+    """Refuse 1-bit Adam where a loop steps the optimizers of one model one by one.
+
+    Raises:
+        UserError: saying what to call.
+    """
+    if any(state.continues_step(optimizers) for state in states):
+        raise UserError(
+            "onebit_adam exchanges the momentum of all of a model's optimizers at once: call step() of the "
+            "optimizer that get_megatron_optimizer returns, not of those that it chains"
+        )
 
 
 def refuse_stepping(part: Any) -> None:

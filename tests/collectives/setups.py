@@ -12,7 +12,7 @@ from megatron_patch.config import CompressionConfig
 
 def setup_of(stream: int = 0, **options: object) -> Setup:
     """A workspace of its own, and senders with the options of CompressionConfig."""
-    config, device = CompressionConfig(**{"method": "loco"} | options), torch.device("cpu")
+    config, device = CompressionConfig(**{"method": "loco", "start_step": 0} | options), torch.device("cpu")
     return Setup(
         config,
         Workspace(device),

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-LOCO = {"method": "loco", "bits": 4}
+LOCO = {"method": "loco", "bits": 4, "start_step": 0}
 STEPS = 3
 
 # --- hooks and lines: integration/attach.py --------------------------------------------------------------

@@ -30,7 +30,8 @@ def trained(model: Any, compression: dict[str, Any] | None, steps: int) -> dict[
 
     if compression is not None:
         megatron_patch.attach(
-            model.chunks, megatron_patch.CompressionConfig(**{"method": "loco"} | compression)
+            model.chunks,
+            megatron_patch.CompressionConfig(**{"method": "loco", "start_step": 0} | compression),
         )
     for step in range(steps):
         model.backward(step)
@@ -44,7 +45,9 @@ def recorded(model: Any, compression: dict[str, Any], steps: int) -> dict[str, A
     """Train with compression and return the record: see the top of this file."""
     import megatron_patch
 
-    megatron_patch.attach(model.chunks, megatron_patch.CompressionConfig(**{"method": "loco"} | compression))
+    megatron_patch.attach(
+        model.chunks, megatron_patch.CompressionConfig(**{"method": "loco", "start_step": 0} | compression)
+    )
     recorder = _Recorder(model)
     report: dict[str, Any] = {
         "buckets": recorder.describe(),

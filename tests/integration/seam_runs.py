@@ -27,7 +27,7 @@ def built(
         return tiny, None
     if attached:
         megatron_patch.attach(
-            [tiny.ddp], megatron_patch.CompressionConfig(**{"method": "loco"} | compression)
+            [tiny.ddp], megatron_patch.CompressionConfig(**{"method": "loco", "start_step": 0} | compression)
         )
     return tiny, chunk_state_of(tiny.ddp)
 

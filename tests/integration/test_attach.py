@@ -43,7 +43,7 @@ def attach_and_disable() -> dict[str, Any]:
     classes = (ChainedOptimizer, MixedPrecisionOptimizer, FP32Optimizer)
     stock_steps = [cls.step for cls in classes]
     tiny, _ = built(SEVERAL, None)
-    config = CompressionConfig(method="loco", bits=2)
+    config = CompressionConfig(method="loco", bits=2, start_step=0)
     report: dict[str, Any] = {}
     chunks = [tiny.ddp]
     report["returns its argument"] = megatron_patch.attach(chunks, config) is chunks
@@ -54,7 +54,7 @@ def attach_and_disable() -> dict[str, Any]:
     wrapped_steps = [cls.step for cls in classes]
 
     tiny.step(tiny.random_gradients(0))
-    megatron_patch.attach(tiny.ddp, CompressionConfig(method="loco", bits=2))
+    megatron_patch.attach(tiny.ddp, CompressionConfig(method="loco", bits=2, start_step=0))
     report["idempotent"] = (
         chunk_state_of(tiny.ddp) is compressor
         and [group.start_grad_sync for group in tiny.groups] == methods
@@ -62,7 +62,7 @@ def attach_and_disable() -> dict[str, Any]:
         and compressor.steps == 1
     )
     try:
-        megatron_patch.attach([tiny.ddp], CompressionConfig(method="loco", bits=4))
+        megatron_patch.attach([tiny.ddp], CompressionConfig(method="loco", bits=4, start_step=0))
     except UserError as error:
         report["refusal"] = str(error)
     tiny.step(tiny.random_gradients(1))
@@ -87,7 +87,7 @@ def attach_and_disable() -> dict[str, Any]:
         )
     )
     report["counted after"] = compressor.steps
-    megatron_patch.attach(tiny.ddp, CompressionConfig(method="loco", bits=4))
+    megatron_patch.attach(tiny.ddp, CompressionConfig(method="loco", bits=4, start_step=0))
     report["attached anew"] = chunk_state_of(tiny.ddp).config.bits
     megatron_patch.disable()
     return report
@@ -111,8 +111,8 @@ def enable_and_disable() -> dict[str, Any]:
 
     stock = DistributedDataParallel.__init__
     report: dict[str, Any] = {"attached": trained(SEVERAL, {"bits": 2})}
-    megatron_patch.enable(CompressionConfig(bits=8))
-    megatron_patch.enable(CompressionConfig(method="loco", bits=2))
+    megatron_patch.enable(CompressionConfig(bits=8, start_step=0))
+    megatron_patch.enable(CompressionConfig(method="loco", bits=2, start_step=0))
     report["name"] = DistributedDataParallel.__init__.__name__
     report["wrapped once"] = DistributedDataParallel.__init__.__wrapped__ is stock
     tiny, compressor = built(SEVERAL, {}, attached=False)

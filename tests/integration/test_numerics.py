@@ -32,7 +32,9 @@ def train(model: dict[str, Any], compression: dict[str, Any], how: str) -> dict[
     from megatron_patch.integration.attach import chunk_state_of
 
     tiny = build(**model)
-    megatron_patch.attach([tiny.ddp], megatron_patch.CompressionConfig(**{"method": "loco"} | compression))
+    megatron_patch.attach(
+        [tiny.ddp], megatron_patch.CompressionConfig(**{"method": "loco", "start_step": 0} | compression)
+    )
     compressor = chunk_state_of(tiny.ddp)
     sent: dict[int, torch.Tensor] = {}
 

@@ -119,14 +119,17 @@ def whole_way(path: str) -> None:
     """In a process that has Megatron and the stand-ins: switch everything on and off again."""
     import torch
     from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.distributed.data_parallel_base import _BaseDataParallel
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import ChainedOptimizer
     from megatron.training import checkpointing, training
+    from torch.optim.optimizer import _global_optimizer_post_hooks
 
     import megatron_patch
     from megatron_patch.integration.bench import gloo_fixes
     from megatron_patch.integration.cpu import device, torch_adam
     from megatron_patch.integration.metrics import RunMetrics
+    from megatron_patch.integration.seams import optimizer_step
 
     def state() -> dict[str, Any]:
         return {
@@ -136,17 +139,20 @@ def whole_way(path: str) -> None:
             "log": training.training_log,
             "loading": DistributedOptimizer.load_state_dict,
             "all-to-all": torch.distributed.all_to_all_single,
+            "base": _BaseDataParallel.__init__,
+            "torch's hooks": list(_global_optimizer_post_hooks.values()),
         }
 
     torch_adam.uninstall()
     before = state()
     torch_adam.install()
-    config = megatron_patch.CompressionConfig(method="loco")
-    metrics = RunMetrics(config, True, None)
+    config = megatron_patch.CompressionConfig(method="loco", start_step=0)
+    metrics = RunMetrics()
     for _ in range(2):
         megatron_patch.enable(config)
         metrics.install()
         gloo_fixes.install()
+        optimizer_step.listen(lambda *_: None, lambda _, step: step())  # as `attach` does
     during = state()
     assert not [name for name, value in during.items() if value == before[name]]
     megatron_patch.disable()

@@ -55,8 +55,9 @@ def test_the_topology_is_said_and_so_is_why_not_two_hops(pool, name):
     [
         ({"bits": 4}, False),
         ({"bits": 2, "method": "naive"}, False),
-        ({"bits": 2, "method": "loco"}, True),
-        ({"bits": 3, "method": "error_feedback"}, True),
+        ({"bits": 2, "method": "loco", "start_step": "auto"}, False),
+        ({"bits": 2, "method": "loco", "start_step": 0}, True),
+        ({"bits": 3, "method": "error_feedback", "start_step": 0}, True),
         ({"bits": 3, "method": "error_feedback", "start_step": 1}, False),
     ],
 )
@@ -79,7 +80,8 @@ def announced_under(flags: dict[str, Any], compression: dict[str, Any]) -> list[
 @pytest.mark.parametrize(
     ("compression", "warned"),
     [
-        ({"bits": 4}, True),
+        ({"bits": 4, "start_step": "auto"}, False),
+        ({"bits": 4, "start_step": 0}, True),
         ({"bits": 4, "start_step": 119}, True),
         ({"bits": 4, "start_step": 120}, False),
         ({"method": "none"}, False),
@@ -87,7 +89,33 @@ def announced_under(flags: dict[str, Any], compression: dict[str, Any]) -> list[
     ],
 )
 def test_compression_within_the_warm_up_is_warned_of(pool, compression, warned):
-    lines = pool.run(announced_under, {"lr_warmup_fraction": 0.12, "train_iters": 1000}, compression)[0]
+    flags = {"lr_warmup_fraction": 0.12, "train_iters": 1000, "global_batch_size": 8}
+    lines = pool.run(announced_under, flags, compression)[0]
     found = [line for line in lines if "warm-up of 120 steps" in line]
     assert len(found) == warned
-    assert all("start_step=120" in line for line in found)
+    assert all("start_step auto, the default" in line for line in found)
+
+
+AUTO = {"bits": 4, "start_step": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("compression", "line"),
+    [
+        (AUTO, "compression starts when the learning rate has stopped rising: expected at step 123"),
+        ({"bits": 4, "start_step": 120}, "compression starts after 120 optimizer steps"),
+        ({"bits": 4, "start_step": 0}, None),
+        ({"method": "none"}, None),
+        ({"method": "onebit_adam", "warmup_steps": 5}, None),
+    ],
+)
+def test_the_log_says_when_compression_is_expected_to_start(pool, compression, line):
+    flags = {"optimizer": "adam", "lr_warmup_iters": 120, "train_iters": 1000, "global_batch_size": 8}
+    lines, *others = pool.run(announced_under, flags, compression)
+    assert not any(others)
+    starts = [text for text in lines if "compression starts " in text and "within" not in text]
+    assert len(starts) == (line is not None)
+    assert all(line in text for text in starts)
+    without = [text for text in pool.run(announced, compression)[0] if "stopped rising" in text]
+    assert len(without) == (compression == AUTO)
+    assert not any("expected" in text for text in without), "no flags are seen"

@@ -33,7 +33,7 @@ def weight_run(
 
     optimizer = {"optimizer": RATE["optimizer"] | model.get("optimizer", {})}
     gpt = build(**({"learning_rate": RATE["learning_rate"]} | model | optimizer))
-    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**options))
+    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**{"start_step": 0} | options))
     weights = [attachment_of(chunk).weights for chunk in gpt.chunks]
     told, bits = [], []
     other = AROUND[around]

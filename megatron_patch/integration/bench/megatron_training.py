@@ -28,8 +28,9 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from megatron_patch.config import CompressionConfig
-from megatron_patch.integration.attach import attach, attachment_of, chunk_state_of, disable, onebit_of
+from megatron_patch.integration.attach import attachment_of, chunk_state_of, onebit_of
 from megatron_patch.integration.bench.training import Llama, Training
+from megatron_patch.integration.doors import attach, disable
 from megatron_patch.integration.seams import stock_traffic
 
 _MEGATRONS_REDUCE_SCATTER = param_and_grad_buffer.dist_reduce_scatter_func

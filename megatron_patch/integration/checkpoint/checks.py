@@ -34,6 +34,8 @@ def check_manifest(manifest: Any, file_name: Any) -> None:
     _need(_number(manifest.get("loss_scale")) and manifest["loss_scale"] > 0, "loss_scale")
     config = _mapping(manifest.get("config"), "config")
     _need(isinstance(config.get("method"), str) and isinstance(config.get("save_error"), bool), "config")
+    beta = config.get("error_beta", 0.0)
+    _need(_number(beta) and 0 <= beta < 1, "config: error_beta")
     events = _mapping(manifest.get("events"), "events")
     _need(events.keys() <= {field.name for field in dataclasses.fields(Events)}, "events")
     for value in events.values():
@@ -43,6 +45,7 @@ def check_manifest(manifest: Any, file_name: Any) -> None:
     for value in groups.values():
         _count(value, "groups", 1)
     _phase(_mapping(manifest.get("phase", {}), "phase"))
+    _onset(_mapping(manifest.get("onset", {}), "onset"))
     layouts = [_layout(layout) for layout in _list(manifest.get("layouts"), "layouts")]
     ranks = _list(manifest.get("ranks"), "ranks")
     stored = [_file(_mapping(rank, "ranks"), number, file_name) for number, rank in enumerate(ranks)]
@@ -59,6 +62,12 @@ def _phase(phase: Mapping[str, Any]) -> None:
             _count(phase[key], f"phase: {key}")
     numbers = [*_list(phase.get("norms", []), "phase: norms"), phase.get("learning_rate", 0.0)]
     _need(all(map(_number, numbers)), "phase")
+
+
+def _onset(onset: Mapping[str, Any]) -> None:
+    _need(onset.keys() <= {"started", "rates"}, "onset")
+    _need(isinstance(onset.get("started", False), bool), "onset: started")
+    _need(all(map(_number, _list(onset.get("rates", []), "onset: rates"))), "onset: rates")
 
 
 def _file(rank: Mapping[str, Any], number: int, file_name: Any) -> int | None:

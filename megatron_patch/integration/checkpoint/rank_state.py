@@ -11,7 +11,6 @@ from megatron_patch.compensation.sender import Sender
 from megatron_patch.integration.attach import Attachment, attachment_of
 from megatron_patch.integration.checkpoint.element_map import parts_of
 from megatron_patch.integration.checkpoint.files import RankLayout, Storage
-from megatron_patch.integration.onebit_adam.warm_up import Phase
 
 
 class RankState:
@@ -50,9 +49,7 @@ class RankState:
 
     def start_from_zero(self, steps: int) -> None:
         for state in self.states:
-            state.clear_errors()
-            state.steps = state.steps_seen = steps
-            state.phase = Phase(state.config.warmup_steps)
+            state.restart(steps)
         for seam in (seam for attachment in self.attachments for seam in attachment.seams):
             if seam.momentum is not None:
                 seam.momentum.held = None  # it begins from Adam's state

@@ -26,6 +26,7 @@ from megatron_patch.integration.checkpoint.files import Damaged, RankFile, RankL
 from megatron_patch.integration.checkpoint.rank_state import RankState
 from megatron_patch.integration.chunk import Events
 from megatron_patch.integration.onebit_adam.warm_up import Phase
+from megatron_patch.integration.onset import Onset
 from megatron_patch.integration.seams.optimizer_step import loss_scale
 
 logger = logging.getLogger(__name__)
@@ -154,8 +155,11 @@ class Reader:
         for state in rank.states:
             state.steps_seen = manifest["steps_seen"]
             state.events = Events(**manifest["events"])
-        factor = loss_scale / manifest["loss_scale"]
+            state.onset = Onset.of_manifest(manifest, state.config)
         saved = manifest["config"]
+        # What is pending is e / (1 - beta): another beta leaves it as it is.
+        beta = saved.get("error_beta", rank.config.beta)
+        factor = loss_scale / manifest["loss_scale"] * (1 - rank.config.beta) / (1 - beta)
         if saved["method"] != rank.config.method:
             return f"errors start from zero: the checkpoint is of method {saved['method']}"
         for state in rank.states:

@@ -38,11 +38,12 @@ def content_of(rank: RankState, iteration: int, scale: float) -> dict[str, Any]:
         "groups": rank.groups(),
         "world_size": dist.get_world_size(),
         "loss_scale": scale,
-        "mid_step": any(s.exchanged for a in rank.attachments for s in a.seams),
+        "mid_step": any(state.in_step for state in rank.states),
         "steps": counted.steps,
         "steps_seen": counted.steps_seen,
         "events": dataclasses.asdict(counted.events),
         "phase": dataclasses.asdict(counted.phase),
+        "onset": dataclasses.asdict(counted.onset),
     }
 
 

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_patch.errors import UserError
-from megatron_patch.integration.attach import chunk_state_of
+from megatron_patch.integration.attach import chunk_state_of, chunks_of
 from megatron_patch.integration.checkpoint import files
 from megatron_patch.integration.checkpoint.files import Damaged
 from megatron_patch.integration.checkpoint.rank_state import RankState
@@ -66,14 +67,17 @@ def state_dict(model: Any, optimizer: Any = None, reader: Any = None) -> dict[st
         UserError: there is no such state in the reader's checkpoint, or it is damaged.
     """
     global asked_for
-    asked_for = True
-    chunks = compressed(model)
+    chunks = compressed(chunks_of(model, "state_dict"))
     if not chunks:
         return {}
+    asked_for = True
     _refuse_fp16_without(optimizer, chunks)
     rank = RankState(chunks)
     if reader is not None:
         return _room_for(rank, reader)
+    if not isinstance(optimizer, MegatronOptimizer):  # of whose steps nothing may be known
+        for state in rank.states:
+            state.end_unseen_step()
     tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in rank.tensors()}
     everyone = gathered(rank, bool(tensors))
     content = content_of(rank, rank.states[0].steps, loss_scale(optimizer))
@@ -92,7 +96,7 @@ def load_state_dict(model: Any, state: dict[str, Any], optimizer: Any = None) ->
     Raises:
         UserError: no state of `state_dict`, or one that is damaged.
     """
-    chunks = compressed(model)
+    chunks = compressed(chunks_of(model, "load_state_dict"))
     if not chunks:
         return
     _refuse_fp16_without(optimizer, chunks)

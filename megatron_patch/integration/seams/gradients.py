@@ -34,6 +34,7 @@ from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machin
 from megatron_patch.collectives.exchange import Exchange, Handle
 from megatron_patch.collectives.lost_ranks import naming_lost_ranks
 from megatron_patch.collectives.makers import Made, make_all_reduces, make_reduce_scatters
+from megatron_patch.integration import patching
 from megatron_patch.integration.chunk import ChunkState
 from megatron_patch.integration.onebit_adam.momentum_buffers import MomentumBuffers
 from megatron_patch.integration.seams.intercept import CollectiveCalls, intercepted
@@ -137,14 +138,18 @@ class BucketGroupSeam:
             self.momentum = MomentumBuffers(bucket_group, everyone, self.scatter_group)
         self.stages = list(self._stages())
 
-        self._step_of_last_exchange = -1
+        self._step, self._passes = -1, 0
+        self._detached = False
         self._original = bucket_group.start_grad_sync
 
         @functools.wraps(self._original)
         def start_grad_sync(force_all_reduce: bool | None = False) -> None:
-            self._start_grad_sync(force_all_reduce)
+            if self._detached:  # somebody's override still calls this one
+                self._original(force_all_reduce=force_all_reduce)
+            else:
+                self._start_grad_sync(force_all_reduce)
 
-        bucket_group.start_grad_sync = start_grad_sync
+        self._override = patching.override(bucket_group, "start_grad_sync", start_grad_sync)
 
     def _stages(self) -> Iterator[Stage]:
         setup, average = self._state.setup, self.group.ddp_config.average_in_collective
@@ -181,23 +186,19 @@ class BucketGroupSeam:
         """Whether any of this group's gradients leave in low bits (not with method none)."""
         return any(stage.made.exchanges for stage in self.stages)
 
-    @property
-    def exchanged(self) -> bool:
-        """Whether this step's exchange has taken place, though the optimizer has not stepped yet."""
-        return self._step_of_last_exchange == self._state.steps_seen
-
     def detach(self) -> None:
-        """Give the bucket group its own method back."""
-        del self.group.start_grad_sync
+        """Give the bucket group the method back that it had."""
+        self._detached = True
+        self._override.undo()
 
     def _start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         group = self.group
         if group.is_first_batch and group.grad_reduce_handle is not None:
             return  # upstream's own early return: this batch was dispatched already
+        self._note_pass()
         if self.momentum is not None and self._state.active:
             self._leave_unreduced(force_all_reduce)
             return
-        self._notice_repetition()
         if not self.compresses or force_all_reduce or not self._state.active:
             self._state.count(stock_gradients(group, bool(force_all_reduce)))
             if self.compresses:
@@ -277,12 +278,10 @@ class BucketGroupSeam:
                 f"{expected[0]} and {expected[1]}: this release of megatron-core is not supported"
             )
 
-    def _notice_repetition(self) -> None:
-        """Tell the chunk's state of a backward pass that runs again within one optimizer step."""
+    def _note_pass(self) -> None:
+        """Tell the chunk's state which backward pass of this optimizer step the exchange is of."""
         state = self._state
-        if self.exchanged:
-            if state.optimizer_seen or get_rerun_state_machine().state in _REPLAYING:
-                state.replayed()
-            else:
-                state.exchanged_twice()
-        self._step_of_last_exchange = state.steps_seen
+        self._passes = self._passes + 1 if self._step == state.ended_steps else 1
+        state.exchange_begins(self._passes, get_rerun_state_machine().state in _REPLAYING)
+        if self._step != state.ended_steps:  # also where the exchange itself has ended a step
+            self._step, self._passes = state.ended_steps, 1

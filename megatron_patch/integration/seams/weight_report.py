@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -27,3 +27,7 @@ class BucketReport:
     """Of its message, which travels as long as the longest of all ranks'."""
     unchanged: torch.Tensor | None = None
     """How many weights the step left as they were; int64 []."""
+
+    def with_more(self, more: BucketReport) -> BucketReport:
+        """Of a step in which the bucket was gathered again, after another optimizer's step."""
+        return replace(more if more.weights else self, traffic=self.traffic + more.traffic)

@@ -29,6 +29,7 @@ from megatron_patch.collectives.lost_ranks import naming_lost_ranks
 from megatron_patch.collectives.traffic import Traffic
 from megatron_patch.collectives.weight_batch import Batch, BatchHandle, batches
 from megatron_patch.collectives.weight_gather import Agreement, WeightGather, agree
+from megatron_patch.integration import patching
 from megatron_patch.integration.chunk import IN_FLIGHT, ChunkState
 from megatron_patch.integration.seams.intercept import intercepted_all_gathers
 from megatron_patch.integration.seams.stock_traffic import bucket_weights
@@ -86,9 +87,16 @@ class ChunkWeights:
         self.unchecked.append(handle)
         return handle
 
-    def end_step(self) -> None:
-        """The optimizer's step is over: what was sent since the last one is its report."""
-        self.report = [bucket for seam in self.seams for bucket in seam.take_report()]
+    def end_step(self, continues: bool = False) -> None:
+        """The optimizer's step is over: what was sent since the last one is its report.
+
+        Where it `continues` the last step, as another optimizer of the same model, it is added to that
+        report.
+        """
+        new = [bucket for seam in self.seams for bucket in seam.take_report()]
+        if continues:
+            new = [before.with_more(more) for before, more in zip(self.report, new, strict=True)]
+        self.report = new
 
     def check(self) -> None:
         """See that all messages of the last gathers fitted (on CUDA only; on CPU it is known)."""
@@ -126,18 +134,23 @@ class WeightSeam:
         self._behind = False
         """Whether the other ranks' copies are older than this rank's shard."""
         self._why_raw = NOT_CODED
+        self._detached = False
         self._original = bucket_group.start_param_sync
 
         @functools.wraps(self._original)
         def start_param_sync(force_sync: bool = False) -> None:
+            if self._detached:  # somebody's override still calls this one
+                self._original(force_sync=force_sync)
+                return
             with naming_lost_ranks(_WHAT, self.ranks):
                 self._start_param_sync(force_sync)
 
-        bucket_group.start_param_sync = start_param_sync
+        self._override = patching.override(bucket_group, "start_param_sync", start_param_sync)
 
     def detach(self) -> None:
-        """Give the bucket group its own method back."""
-        del self.group.start_param_sync
+        """Give the bucket group the method back that it had."""
+        self._detached = True
+        self._override.undo()
 
     @property
     def _overlaps(self) -> bool:

@@ -56,8 +56,8 @@ def trained(method: str, overlap: bool) -> dict[str, Any]:
     from megatron_patch.integration.bench.training import Llama, Training, initialize
 
     compressions = ONEBIT | {
-        "loco": CompressionConfig(bits=8),
-        "loco_exact": CompressionConfig(bits=8, weight_gather="exact"),
+        "loco": CompressionConfig(bits=8, start_step=0),
+        "loco_exact": CompressionConfig(bits=8, start_step=0, weight_gather="exact"),
         "none_exact": CompressionConfig(method="none", weight_gather="exact"),
     }
     initialize()

@@ -91,7 +91,9 @@ def _build(parallel: dict[str, Any], compression: dict[str, Any]) -> Any:
     import megatron_patch
 
     gpt = build(**parallel)
-    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**{"method": "loco"} | compression))
+    megatron_patch.attach(
+        gpt.chunks, megatron_patch.CompressionConfig(**{"method": "loco", "start_step": 0} | compression)
+    )
     return gpt
 
 

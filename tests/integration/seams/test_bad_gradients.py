@@ -31,7 +31,9 @@ def compressed(model: dict[str, Any], **compression: Any) -> tuple[Any, Any]:
     from megatron_patch.integration.attach import chunk_state_of
 
     tiny = build(**model)
-    megatron_patch.attach([tiny.ddp], megatron_patch.CompressionConfig(**{"method": "loco"} | compression))
+    megatron_patch.attach(
+        [tiny.ddp], megatron_patch.CompressionConfig(**{"method": "loco", "start_step": 0} | compression)
+    )
     return tiny, chunk_state_of(tiny.ddp)
 
 

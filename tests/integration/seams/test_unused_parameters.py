@@ -22,7 +22,9 @@ def trained(model: dict[str, Any], compression: dict[str, Any]) -> list[Any]:
     import megatron_patch
 
     tiny = build(**model)
-    megatron_patch.attach([tiny.ddp], megatron_patch.CompressionConfig(**{"method": "loco"} | compression))
+    megatron_patch.attach(
+        [tiny.ddp], megatron_patch.CompressionConfig(**{"method": "loco", "start_step": 0} | compression)
+    )
     before = [parameter.detach().clone() for parameter in tiny.parameters]
     for step in range(STEPS):
         gradients = tiny.random_gradients(step)

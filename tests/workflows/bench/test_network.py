@@ -266,6 +266,8 @@ def test_all_cells_are_measured_in_every_pass(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(hosts, "Network", Faked)
     monkeypatch.setattr("megatron_patch.workflows.bench.network.ranks.Ranks", Faked)
     flags = ["--methods", "bf16_alltoall,loco4", "--rates", "100,unshaped", "--accumulation", "1"]
+    cells = planned(*flags, "--passes", "2").cells
+    assert cells == 2 * cells[: len(cells) // 2]
     rows, _ = measure(planned(*flags, "--passes", "3"), 1.0)
     one_pass = [None, "bf16_alltoall", 100, None, None, "loco4", 100, None]
     assert asked == [*one_pass * 3, None]
@@ -524,7 +526,7 @@ def untouched(root: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_five_methods_over_two_hosts(tmp_path: Path) -> None:
     flags = (
         "--ranks-per-host 2 --methods bf16_alltoall,loco4,onebit_adam,none_exact,loco4_exact --rates 100 "
-        "--accumulation 2 --steps 2 --settle 5 --learning-rate 1e-3"
+        "--accumulation 2 --steps 1 --passes 2 --settle 5 --learning-rate 1e-3"
     )
     run = subprocess.run(command(tmp_path, *flags.split()), capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
@@ -534,7 +536,8 @@ def test_five_methods_over_two_hosts(tmp_path: Path) -> None:
     assert (tmp_path / "network.png").read_bytes().startswith(b"\x89PNG")
     assert found["versions"]["torch"]
     base, loco, onebit, none_exact, loco_exact = found["rows"]
-    assert (found["learning_rate"], found["settle"]) == (1e-3, 5)
+    assert (found["learning_rate"], found["settle"], found["passes"]) == (1e-3, 5, 2)
+    assert run.stderr.count("onebit_adam, 100 Mbit/s") == 2  # one pass, then the next
     assert "learning rate 0.001" in run.stdout
     elements = base["gradient_bytes"] / 2 / (3 / 4)
     assert elements == pytest.approx(found["model"]["parameters"], rel=0.02)

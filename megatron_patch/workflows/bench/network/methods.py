@@ -118,7 +118,7 @@ class Method:
         options = {name: value for name, value in wanted.items() if name in fields and value is not None}
         if self.method != ONEBIT:
             options["bits"] = self.bits
-        return CompressionConfig(method=self.method, **options)
+        return CompressionConfig(method=self.method, start_step=0, **options)
 
 
 def parse(name: str) -> Method:
