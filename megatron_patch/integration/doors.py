@@ -7,6 +7,7 @@ checkpoints (checkpoint/), and metrics in Megatron's own training loop (metrics.
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -47,6 +48,7 @@ def enable(config: CompressionConfig | None = None) -> None:
 
         return __init__
 
+    show_log()
     checkpoint.install_where_present()
     patching.restore(symbols.INIT, symbols.BASE_INIT)
     patching.replace(symbols.BASE_INIT, refusing)
@@ -60,6 +62,7 @@ def attach(chunks: Any, config: CompressionConfig | None = None) -> None:
         UserError: no such chunks, no CompressionConfig, or a configuration that cannot be served.
     """
     options, found = _options(config, "attach"), seam.chunks_of(chunks, "attach")
+    show_log()
     seam.attach(found, options)
     checkpoint.install_where_present(loaded_only=True)
     _install_helpers()
@@ -88,6 +91,21 @@ def _install_helpers() -> None:
 
         RunMetrics().install()
         _undo.append(RunMetrics.uninstall)
+
+
+def show_log() -> None:
+    """Show what compression logs, a few lines a run, unless the script's own logging shows it already.
+
+    A script that wants less sets a level for the logger "megatron_patch".
+    """
+    logger = logging.getLogger("megatron_patch")
+    shown = logger.isEnabledFor(logging.INFO) and logger.hasHandlers()
+    if not shown and logger.level == logging.NOTSET:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
 
 
 def _options(config: CompressionConfig | None, door: str) -> CompressionConfig:

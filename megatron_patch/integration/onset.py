@@ -17,6 +17,13 @@ from typing import Any
 
 from megatron_patch.config import CompressionConfig
 
+_ROUNDING = 1e-9
+"""Relative: by less a schedule's own arithmetic may differ from one step to the next."""
+
+
+def _rises(before: float, now: float) -> bool:
+    return now > before * (1 + _ROUNDING)
+
 
 @dataclass
 class Onset:
@@ -43,9 +50,7 @@ class Onset:
             self.started = True
         else:
             same_groups = len(before) == len(self.rates) > 0
-            self.started = same_groups and all(
-                now <= then for now, then in zip(self.rates, before, strict=True)
-            )
+            self.started = same_groups and not any(map(_rises, before, self.rates))
 
     @classmethod
     def at(cls, config: CompressionConfig, steps: int) -> Onset:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import logging
 import os
 import runpy
 import sys
@@ -81,11 +80,11 @@ def _run(script: str, flags: list[str]) -> None:
     from megatron_patch.integration import patching, symbols
     from megatron_patch.integration.arguments import after_parsing, config_from_arguments
     from megatron_patch.integration.checkpoint import hooks as checkpoint
-    from megatron_patch.integration.doors import enable
+    from megatron_patch.integration.doors import enable, show_log
     from megatron_patch.integration.metrics import RunMetrics
     from megatron_patch.integration.unsupported import refuse_flags
 
-    _show_log()
+    show_log()
     installed: list[RunMetrics] = []
 
     def switch_on(args: argparse.Namespace) -> None:
@@ -113,17 +112,6 @@ def _run(script: str, flags: list[str]) -> None:
     for metrics in installed:
         metrics.finish()
         metrics.uninstall()
-
-
-def _show_log() -> None:
-    """Have what compression logs appear, whatever the script's own level is: a few lines per run."""
-    logger = logging.getLogger("megatron_patch")
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
 
 
 def _tell(error: UserError) -> int:

@@ -197,13 +197,8 @@ def logged_to_wandb(config: dict[str, Any]) -> tuple[list[tuple[dict[str, float]
 
     import megatron_patch
     from megatron_patch.integration.attach import chunk_state_of
-    from megatron_patch.integration.metrics import RunMetrics
 
-    asked = megatron_patch.CompressionConfig(**config)
     tiny = build()
-    megatron_patch.attach([tiny.ddp], asked)
-    state = chunk_state_of(tiny.ddp)
-    assert state is not None
     calls: list[tuple[dict[str, float], int]] = []
     measured = []
     # The loop around the exchange, with the arguments that tests/compat/test_contract.py finds in Megatron's.
@@ -224,7 +219,9 @@ def logged_to_wandb(config: dict[str, Any]) -> tuple[list[tuple[dict[str, float]
             global_vars._GLOBAL_WANDB_WRITER = SimpleNamespace(
                 log=lambda values, step: calls.append((dict(values), step))
             )
-        RunMetrics(asked, attached=True, output=None).install()
+        megatron_patch.attach([tiny.ddp], megatron_patch.CompressionConfig(**config))
+        state = chunk_state_of(tiny.ddp)
+        assert state is not None
         for step in range(1, STEPS + 1):
             global_vars._GLOBAL_ARGS.curr_iteration = step - 1
             training.train_step(model=[tiny.ddp], step=step)
@@ -233,9 +230,9 @@ def logged_to_wandb(config: dict[str, Any]) -> tuple[list[tuple[dict[str, float]
                 loss_dict={"lm loss": torch.tensor(2.0)}, iteration=step, grad_norm=torch.tensor(1.0)
             )
     finally:
+        megatron_patch.disable()
         vars(training).update(before)
         global_vars._GLOBAL_ARGS, global_vars._GLOBAL_WANDB_WRITER = saved
-        megatron_patch.disable()
     return calls, measured
 
 

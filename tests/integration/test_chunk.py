@@ -197,6 +197,172 @@ def test_a_replayed_backward_pass_forgets_the_errors_and_counts_once(pool, model
         assert report["replayed wire"]
 
 
+def exchanged_often(model: dict[str, Any], times: int) -> dict[str, Any]:
+    """One batch exchanged several times without a step, as by a loop that skips steps with a bad loss."""
+    import megatron_patch
+
+    tiny, state = built(model, {"bits": 4})
+    tiny.step(tiny.random_gradients(0))
+    tiny.step(tiny.random_gradients(1))
+    found = []
+    for _ in range(times):
+        tiny.exchange(tiny.random_gradients(2))
+        found.append(errors_of(state))
+    tiny.optimizer.step()
+    report = {"errors": found, "replays": state.events.replays, "steps": (state.steps, state.steps_seen)}
+    megatron_patch.disable()
+    return report
+
+
+@pytest.mark.parametrize("model", [{}, SEVERAL], ids=["plain", "several groups"])
+def test_every_repetition_begins_with_errors_of_zero(pool, model):
+    times = 5
+    for report in pool.run(exchanged_often, model, times):
+        _, first, *others = report["errors"]
+        for errors in others:
+            for a, b in zip(first, errors, strict=True):
+                assert np.array_equal(a, b)
+        assert report["replays"] == times - 1
+        assert report["steps"] == (3, 3)
+
+
+def before_the_first_step() -> dict[str, Any]:
+    """A loop that throws its first three batches away: nothing has told yet that there is an optimizer."""
+    import megatron_patch
+
+    tiny, state = built({}, {"bits": 4, "start_step": 2})
+    with logged() as messages:
+        for step in range(4):
+            tiny.exchange(tiny.random_gradients(step))
+        tiny.optimizer.step()
+        counted = [(state.steps, state.steps_seen, state.active)]
+        for step in range(4, 6):
+            tiny.step(tiny.random_gradients(step))
+            counted.append((state.steps, state.steps_seen, state.active))
+    report = {"counted": counted, "warnings": len([m for m in messages if "counting exchanges" in m])}
+    megatron_patch.disable()
+    return report
+
+
+def test_batches_thrown_away_before_the_first_step_are_no_steps(pool):
+    for report in pool.run(before_the_first_step):
+        assert report["counted"] == [(1, 1, False), (2, 2, True), (3, 3, True)]
+        assert report["warnings"] == 1
+
+
+def one_by_one(whole: bool) -> dict[str, Any]:
+    """Four steps of a chain of optimizers, of dense and of expert parameters; one of each, or one of all."""
+    import megatron_patch
+
+    tiny, state = built({"experts": (0, 2), "expert_parallel": 2}, {"bits": 4, "start_step": 2})
+    parts = tiny.optimizer.chained_optimizers
+    counted, reports = [], []
+    for step in range(4):
+        tiny.exchange(tiny.random_gradients(step))
+        for optimizer in [tiny.optimizer] if whole else parts:
+            optimizer.step()
+        counted.append((state.steps, state.steps_seen, state.active))
+        report = megatron_patch.report(tiny.ddp)
+        reports.append((report.step, report.compressed, report.gradient_bytes, report.weight_bytes))
+    found = {"parts": len(parts), "counted": counted, "reports": reports, "weights": tiny.weights()}
+    megatron_patch.disable()
+    return found
+
+
+def test_optimizers_stepped_one_by_one_make_one_step(pool):
+    for found, whole in zip(pool.run(one_by_one, False), pool.run(one_by_one, True), strict=True):
+        assert found["parts"] == 2
+        assert found["counted"] == [(1, 1, False), (2, 2, True), (3, 3, True), (4, 4, True)]
+        assert found["counted"] == whole["counted"]
+        assert found["reports"] == whole["reports"]
+        assert [compressed for _, compressed, *_ in found["reports"]] == [False, False, True, True]
+        assert all(nbytes > 0 for _, _, nbytes, _ in found["reports"])
+        assert bool((found["weights"] == whole["weights"]).all())
+
+
+def scaled_one_by_one() -> list[tuple[float, float]]:
+    """By how much a step of two fp16 optimizers changes the loss scale, and the errors."""
+    import megatron_patch
+
+    options = {"initial_loss_scale": 64.0, "min_loss_scale": 1.0, "loss_scale_window": 1, "hysteresis": 1}
+    model = {"dtypes": ("float16",), "experts": (0, 2), "expert_parallel": 2, "optimizer": options}
+    tiny, state = built(model, {"error_dtype": "fp32"})
+    found = []
+    for step in range(2):
+        before = float(tiny.optimizer.get_loss_scale())
+        tiny.exchange([g * before for g in tiny.random_gradients(step)])
+        errors = errors_of(state)
+        for part in tiny.optimizer.chained_optimizers:
+            part.step()
+        after = float(tiny.optimizer.get_loss_scale())
+        ratio = [float(b.abs().sum() / a.abs().sum()) for a, b in zip(errors, errors_of(state), strict=True)]
+        found += [(after / before, each) for each in ratio]
+    megatron_patch.disable()
+    return found
+
+
+def test_errors_follow_the_loss_scale_once_a_step(pool):
+    for found in pool.run(scaled_one_by_one):
+        assert found
+        for scale, errors in found:
+            assert scale == 2.0
+            assert errors == pytest.approx(2.0, rel=1e-6)
+
+
+def resets_before_the_start() -> tuple[int, int]:
+    import megatron_patch
+
+    tiny, state = built({}, {"start_step": 7, "reset_interval": 2})
+    for step in range(7):
+        tiny.step(tiny.random_gradients(step))
+    before = state.events.resets
+    for step in range(7, 11):
+        tiny.step(tiny.random_gradients(step))
+    found = before, state.events.resets
+    megatron_patch.disable()
+    return found
+
+
+def test_resets_are_counted_once_compression_has_started(pool):
+    assert pool.run(resets_before_the_start) == [(0, 2)] * 4
+
+
+def torch_optimizers(several: bool) -> dict[str, Any]:
+    """A loop with optimizers of torch, which step on `main_grad`."""
+    import torch
+
+    import megatron_patch
+
+    tiny, state = built({"ddp": {"use_distributed_optimizer": False}}, {"bits": 4})
+    for parameter in tiny.parameters:
+        parameter.grad = parameter.main_grad
+    cut = 2 if several else len(tiny.parameters)
+    halves = [half for half in (tiny.parameters[:cut], tiny.parameters[cut:]) if half]
+    optimizers = [torch.optim.SGD(half, lr=1e-3) for half in halves]
+    counted = []
+    with logged() as messages:
+        for step in range(4):
+            tiny.exchange(tiny.random_gradients(step))
+            for optimizer in optimizers:
+                optimizer.step()
+            report = megatron_patch.report(tiny.ddp)
+            counted.append((state.steps, state.steps_seen, report.step, report.gradient_bytes > 0))
+    stranger = torch.nn.Linear(2, 2)
+    stranger(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(stranger.parameters(), lr=1.0).step()
+    found = {"counted": counted, "after": state.steps, "warnings": [m for m in messages if "WARN" in m]}
+    megatron_patch.disable()
+    return found
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_steps_of_torch_s_own_optimizers_are_counted_as_they_happen(pool, several):
+    for found in pool.run(torch_optimizers, several):
+        assert found["counted"] == [(n, n, n, True) for n in range(1, 5)]
+        assert found["after"] == 4, "another model's optimizer counts nothing"
+        assert found["warnings"] == []
+
+
 def without_optimizer(model: dict[str, Any], exchanges: int) -> dict[str, Any]:
     import megatron_patch
 

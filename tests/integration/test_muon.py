@@ -19,7 +19,7 @@ from simulation.adam_float64 import AdamOptions
 
 STEPS = 4
 ADAM = AdamOptions(LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY)  # not compared
-LOCO = {"bits": 4, "start_step": 0}
+LOCO = {"bits": 4}
 BF16 = {"dtype": "bf16", "ddp": {"grad_reduce_in_fp32": False}}
 OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 1500}
 GATHERED = OVERLAP | {"overlap_param_gather": True}

@@ -19,7 +19,7 @@ from simulation.adam_float64 import AdamOptions
 
 STEPS = 4
 ADAM = AdamOptions(LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY)  # not compared
-LOCO = {"bits": 4, "reset_interval": 3, "start_step": 0}
+LOCO = {"bits": 4, "reset_interval": 3}
 GATHERED = {"overlap_grad_reduce": True, "bucket_size": 1500, "overlap_param_gather": True}
 PINNED = {"pin_cpu_grads": False, "pin_cpu_params": False}  # pinned memory needs CUDA
 OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, **PINNED}

@@ -195,7 +195,9 @@ def _train(setup: Setup, gpu: Any, recorder: Any, steps: int, order: random.Rand
 
     with gpu.all_made_here():
         chunks, optimizer = _built(setup)
-    config = megatron_patch.CompressionConfig(**{"method": "loco", "topology": "flat"} | setup.compression)
+    config = megatron_patch.CompressionConfig(
+        **{"method": "loco", "topology": "flat", "start_step": 0} | setup.compression
+    )
     megatron_patch.attach([chunk.ddp for chunk in chunks], config)
     states = [chunk_state_of(chunk.ddp) for chunk in chunks]
     for _ in range(steps):

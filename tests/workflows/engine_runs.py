@@ -16,6 +16,7 @@ import sys
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from worker_pool import in_warm_process
 
@@ -72,9 +73,14 @@ class Run:
     """Switches of MODEL to leave out."""
     after: str | None = None
     """The run that has to end first."""
+    door: str | None = None
+    """The way in of a script of the user's, which is not run by `launch`: a name in DOORS."""
 
 
-NONE, LOCO = ["--compression-method", "none"], ["--compression-method", "loco", "--compression-bits", "4"]
+NONE, LOCO = (
+    ["--compression-method", "none"],
+    ["--compression-method", "loco", "--compression-bits", "4", "--compression-start-step", "0"],
+)
 RUNS: dict[str, Run] = {
     "stock": Run(),
     "none": Run(ours=NONE),
@@ -146,6 +152,8 @@ def rank_main(asked: Run, rank: int, port: int, folder: Path) -> int:
         ours = ["--compression-device", "cpu", "--compression-output", str(folder)]
         status = main([SCRIPT, *argv, *asked.ours, *ours])
     else:
+        if asked.door is not None:
+            DOORS[asked.door]()
         sys.argv = [SCRIPT, *argv]
         runpy.run_path(SCRIPT, run_name="__main__")
         status = 0
@@ -154,6 +162,51 @@ def rank_main(asked: Run, rank: int, port: int, folder: Path) -> int:
     if writer := get_tensorboard_writer():
         writer.flush()
     return status
+
+
+OPTIONS = {"bits": 2, "weight_gather": "exact"}
+"""Of the doors; all else is each door's default."""
+
+
+def _by_enable() -> None:
+    import megatron_patch
+
+    megatron_patch.enable(megatron_patch.CompressionConfig(**OPTIONS))
+
+
+def _by_attach() -> None:
+    """A script that attaches what Megatron's set-up returns."""
+    from megatron.training import training
+
+    import megatron_patch
+
+    original = training.setup_model_and_optimizer
+
+    def set_up(*args: Any, **kwargs: Any) -> Any:
+        model, *rest = original(*args, **kwargs)
+        return megatron_patch.attach(model, megatron_patch.CompressionConfig(**OPTIONS)), *rest
+
+    training.setup_model_and_optimizer = set_up
+
+
+def _by_hook() -> None:
+    """A script whose model configuration has the hook."""
+    from megatron.training import argument_utils
+
+    import megatron_patch
+
+    original = argument_utils.gpt_config_from_args
+    hook = functools.partial(megatron_patch.attach, config=megatron_patch.CompressionConfig(**OPTIONS))
+
+    def configuration(*args: Any, **kwargs: Any) -> Any:
+        config = original(*args, **kwargs)
+        config.post_wrap_hooks.append(hook)
+        return config
+
+    argument_utils.gpt_config_from_args = configuration
+
+
+DOORS = {"enable": _by_enable, "attach": _by_attach, "hook": _by_hook}
 
 
 def start(asked: Run, folder: Path) -> dict[int, int]:

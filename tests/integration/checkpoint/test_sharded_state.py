@@ -263,3 +263,105 @@ def test_a_checkpoint_without_the_states_is_noticed_once(pool: Any, tmp_path: Pa
     assert [len(lines) for lines in first] == [0, 1, 0, 0]
     assert [len(lines) for lines in other] == [0, 0, 0, 0]
     assert "megatron_patch.state_dict(model)" in first[1][0]
+
+
+def saved_by_torch_s_loop(folder: str, optimizer: str) -> dict[str, Any]:
+    """5 whole steps of a loop whose optimizer is not Megatron's, saved and loaded in a new one."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from integration.seam_runs import built, errors_of
+
+    import megatron_patch
+
+    model = {"ddp": {"use_distributed_optimizer": False}}
+
+    def update(tiny: Any) -> None:
+        if optimizer == "torch":
+            torch.optim.SGD(tiny.parameters, lr=1e-3).step()
+        else:  # of neither: nothing can tell when it steps
+            with torch.no_grad():
+                for parameter in tiny.parameters:
+                    parameter.sub_(1e-3 * parameter.main_grad)
+
+    tiny, state = built(model, {"bits": 4})
+    for parameter in tiny.parameters:
+        parameter.grad = parameter.main_grad
+    for step in range(5):
+        tiny.exchange(tiny.random_gradients(step))
+        update(tiny)
+    dcp.save({"compression": megatron_patch.state_dict(tiny.ddp)}, checkpoint_id=folder)
+    before, steps = [error.clone() for error in errors_of(state)], (state.steps, state.steps_seen)
+    megatron_patch.disable()
+
+    again, loaded = built(model, {"bits": 4})
+    room = megatron_patch.state_dict(again.ddp, reader=dcp.FileSystemReader(folder))
+    dcp.load({"compression": room}, checkpoint_id=folder)
+    megatron_patch.load_state_dict(again.ddp, room)
+    same = all(torch.equal(a, b) and bool(a.any()) for a, b in zip(before, errors_of(loaded), strict=True))
+    counted = loaded.steps, loaded.steps_seen
+    tiny.exchange(tiny.random_gradients(5))
+    megatron_patch.disable()
+    return {"steps": steps, "loaded": counted, "same": same}
+
+
+@pytest.mark.parametrize("optimizer", ["torch", "unseen"])
+def test_a_loop_with_another_optimizer_keeps_its_errors(pool: Any, tmp_path: Path, optimizer: str) -> None:
+    for found in pool.run(saved_by_torch_s_loop, str(tmp_path), optimizer, world_size=2):
+        assert found == {"steps": (5, 5), "loaded": (5, 5), "same": True}
+
+
+def asked_without_states() -> list[bool]:
+    """Whether a trainer that asks for the states of a model that has none is still warned later."""
+    from integration.tiny_model import build
+
+    import megatron_patch
+    from megatron_patch.integration.checkpoint import sharded_state
+
+    sharded_state.asked_for = False
+    tiny = build()
+    empty = megatron_patch.state_dict(tiny.ddp)
+    before = sharded_state.asked_for
+    megatron_patch.attach(tiny.ddp)
+    found = [empty == {}, before, bool(megatron_patch.state_dict([tiny.ddp])), sharded_state.asked_for]
+    sharded_state.asked_for = False
+    megatron_patch.disable()
+    return found
+
+
+def test_only_a_state_that_holds_something_silences_the_warning(pool: Any) -> None:
+    assert pool.run(asked_without_states, world_size=1) == [[True, False, True, True]]
+
+
+def loaded_with_another_beta(folder: str, old: float, new: float) -> list[tuple[float, float]]:
+    import torch.distributed.checkpoint as dcp
+    from integration.seam_runs import built, errors_of
+
+    import megatron_patch
+
+    def norms(state: Any) -> list[float]:
+        return [float(error.double().norm()) for error in errors_of(state)]
+
+    tiny, state = built({}, {"error_beta": old, "error_dtype": "fp32"})
+    for step in range(3):
+        tiny.step(tiny.random_gradients(step))
+    dcp.save({"c": megatron_patch.state_dict(tiny.ddp, tiny.optimizer)}, checkpoint_id=folder)
+    before = norms(state)
+    megatron_patch.disable()
+    again, loaded = built({}, {"error_beta": new, "error_dtype": "fp32"})
+    room = megatron_patch.state_dict(again.ddp, again.optimizer)
+    dcp.load({"c": room}, checkpoint_id=folder)
+    megatron_patch.load_state_dict(again.ddp, room, again.optimizer)
+    after = norms(loaded)
+    megatron_patch.disable()
+    return list(zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize(("old", "new"), [(0.8, 0.5), (0.5, 0.9), (0.8, 0.8)])
+def test_what_is_pending_stays_the_same_under_another_beta(
+    pool: Any, tmp_path: Path, old: float, new: float
+) -> None:
+    """e is delivered again and again, each time beta of it: e / (1 - beta) in all (docs/numerics.md)."""
+    for norms in pool.run(loaded_with_another_beta, str(tmp_path), old, new):
+        for before, after in norms:
+            assert before > 0
+            assert after / (1 - new) == pytest.approx(before / (1 - old), rel=1e-5)
