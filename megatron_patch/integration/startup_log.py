@@ -43,8 +43,11 @@ def log_startup(
 
 
 def log_start(states: Sequence[ChunkState]) -> None:
-    """Log that compression starts with the next step, in the chunks of these states, if there are any."""
-    if states and dist.get_rank() == 0:
+    """Log that compression starts with the next step, in the chunks of these states, if there are any.
+
+    1-bit Adam has a line of its own.
+    """
+    if any(not state.config.momentum for state in states) and dist.get_rank() == 0:
         logger.info("megatron-loco: compression starts at step %d", states[0].steps_seen + 1)
 
 

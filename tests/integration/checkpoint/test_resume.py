@@ -124,7 +124,8 @@ def test_what_is_restored_matters(runs: Path) -> None:
     whole, without = _records(runs / "dense"), _records(runs / "finetuned")
     assert "errors start from zero: --finetune" in _log(runs / "finetuned")
     assert without[2]["loss"] != whole[22]["loss"]
-    assert without[1]["compensation_norm_ratio"] == 0
+    assert [without[step]["compressed"] for step in (1, 2, 3)] == [False, False, True]  # a start of its own
+    assert without[3]["compensation_norm_ratio"] == 0
 
 
 def test_saving_disturbs_nothing(runs: Path) -> None:

@@ -128,3 +128,60 @@ def test_formulas_over_the_switch(pool: Any, model: dict[str, Any], compression:
             off = np.sqrt(np.mean(apart[~forked] ** 2))
             assert off < 1e-5, f"step {step}: {off}"
     assert first["phase"].variance_steps == WARMUP
+
+
+def freed(active: bool) -> list[bool]:
+    """Whether a model and its optimizer are freed, in the warm-up or after it, without `disable`."""
+    import gc
+    import weakref
+
+    from integration.tiny_model import build
+
+    import megatron_patch
+    from megatron_patch.integration.attach import attached_chunks, onebit_of
+
+    tiny = build(optimizer=OPTIMIZER)
+    config = megatron_patch.CompressionConfig(method="onebit_adam", warmup_steps=1 if active else 9)
+    megatron_patch.attach(tiny.ddp, config)
+    for step in range(3):
+        tiny.ddp.zero_grad_buffer()
+        tiny.step(tiny.random_gradients(step))
+    found = [onebit_of(tiny.optimizer) is not None]
+    references = [weakref.ref(tiny.ddp), weakref.ref(tiny.optimizer), weakref.ref(tiny.parameters[0])]
+    del tiny
+    for _ in range(3):  # cycles that go through autograd's nodes are found one after the other
+        gc.collect()
+    found += [reference() is None for reference in references]
+    found.append(attached_chunks() == [])
+    megatron_patch.disable()
+    return found
+
+
+@pytest.mark.parametrize("active", [False, True])
+def test_a_model_that_is_thrown_away_is_freed(pool: Any, active: bool) -> None:
+    assert pool.run(freed, active, world_size=2) == [[True] * 5] * 2
+
+
+def stepped_one_by_one() -> str:
+    from integration.tiny_model import build
+
+    import megatron_patch
+
+    tiny = build(experts=(0, 2), expert_parallel=2, optimizer=OPTIMIZER)
+    config = megatron_patch.CompressionConfig(method="onebit_adam", warmup_steps=2)
+    megatron_patch.attach(tiny.ddp, config)
+    try:
+        tiny.exchange(tiny.random_gradients(0))
+        for part in tiny.optimizer.chained_optimizers:
+            part.step()
+    except megatron_patch.UserError as error:
+        return str(error)
+    finally:
+        megatron_patch.disable()
+    return "nothing"
+
+
+def test_a_loop_that_steps_chained_optimizers_one_by_one_is_told_what_to_call(pool: Any) -> None:
+    for line in pool.run(stepped_one_by_one, world_size=4):
+        assert line.startswith("onebit_adam exchanges the momentum of all of a model's optimizers at once")
+        assert "get_megatron_optimizer" in line

@@ -100,6 +100,13 @@ def test_a_replicated_optimizer_is_not_refused(parser: argparse.ArgumentParser) 
         (["megatron.tensor_model_parallel_size=3"], ["4 ranks", "3"]),
         (["megatron.use_megatron_fsdp=true"], ["use_megatron_fsdp", "compression", "leave it out"]),
         (["megatron.use_torch_fsdp2=true"], ["use_torch_fsdp2", "compression"]),
+        *(
+            (
+                [f"megatron.{fsdp}=true", "compression.method=none", "compression.weight_gather=exact"],
+                [fsdp, "cannot be combined with weight_gather exact"],
+            )
+            for fsdp in ("use_megatron_fsdp", "use_torch_fsdp2")
+        ),
         (
             ["megatron.tensor_parallel_num_weight_shards=2"],
             ["tensor_parallel_num_weight_shards: 2", "compression", "leave it out"],
