@@ -8,15 +8,19 @@ arrives as zero.
     parameter of 3 rows of 200, b = 128   |128|72||128|72||128|72|
     with a shard's end in it              |128|72||30 ¦ 98|72||128|72|
 
-A table lists the blocks of every shard. On the wire a block's codes begin at a whole word, so that no two
-blocks share a byte.
+A table holds every shard's blocks as runs of equal rows, of which a model has some thousands. They are listed
+one by one, in 12 bytes each, when an exchange first runs. On the wire a block's codes begin at a whole word,
+so that no two blocks share a byte.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, overload
 
 import torch
 
@@ -56,14 +60,6 @@ class Span:
             row *= size if axis or len(shape) == 1 else 1
         return Span(start, length, row if row >= SHORTEST_ROW else max(length, 1), exact)
 
-    def blocks(self, block: int) -> torch.Tensor:
-        """(first element, end) of every block, int64 [n, 2]."""
-        rows = torch.arange(0, self.length, self.row)[:, None]
-        starts = rows + torch.arange(0, self.row, block)
-        ends = torch.minimum(starts + block, (rows + self.row).clamp(max=self.length))
-        found = torch.stack([starts, ends], dim=-1).view(-1, 2) + self.start
-        return found[found[:, 0] < found[:, 1]]
-
 
 @dataclass(frozen=True)
 class Contents:
@@ -85,13 +81,69 @@ class Contents:
         return Contents(numel, tuple(replace(span, start=span.start - start) for span in inside))
 
 
+@dataclass(frozen=True)
+class Run:
+    """`rows` stretches of `length` elements, end to end from element `place` of a shard on.
+
+    Blocks are counted from `lead` elements before each stretch, which are in another shard.
+    """
+
+    place: int
+    length: int
+    lead: int = 0
+    rows: int = 1
+
+    def row_blocks(self, block: int) -> list[tuple[int, int]]:
+        """(elements, how many) of the blocks of one stretch, in their order."""
+        first = min(block - self.lead, self.length)
+        whole, last = divmod(self.length - first, block)
+        return [(first, 1), (block, whole), (last, 1 if last else 0)]
+
+    def blocks(self, block: int) -> int:
+        """How many there are in all stretches."""
+        return self.rows * sum(count for _, count in self.row_blocks(block))
+
+    def words(self, block: int, bits: int) -> int:
+        """Words of all stretches' codes."""
+        return self.rows * sum(count * words_of(n, block, bits) for n, count in self.row_blocks(block))
+
+    def is_regular(self, block: int, end: int) -> bool:
+        """Whether its blocks are some of those that are counted from the beginning of a shard with `end`
+        elements."""
+        if self.place % block:
+            return False
+        if self.place + self.length == end:
+            return self.lead == 0 or self.lead + self.length <= block
+        return self.lead == 0 and self.length % block == 0
+
+    def multiples_of(self, number: int, block: int) -> bool:
+        """Whether all its blocks begin at multiples of `number`, and have such a number of elements."""
+        places = [n for n, count in self.row_blocks(block) if count]
+        return not any(n % number for n in (self.place, self.length, *places))
+
+    def write(self, table: torch.Tensor, word: int, block: int, bits: int) -> None:
+        """Write its rows of BlockTable.on, int32 [blocks, 3] on CPU; its codes begin with number `word`."""
+        begins = torch.arange(-self.lead, self.length, block, device="cpu")
+        ends = (begins + block).clamp(max=self.length)
+        begins = begins.clamp(min=0)
+        needed = words_of(ends - begins, block, bits)
+        row = torch.arange(self.rows, device="cpu")[:, None]
+        of_rows = table.view(self.rows, len(begins), 3)
+        of_rows[..., 0] = self.place + row * self.length + begins
+        of_rows[..., 1] = ends - begins
+        of_rows[..., 2] = word + row * needed.sum() + needed.cumsum(0) - needed
+
+
 @dataclass(frozen=True, eq=False)
 class BlockTable:
     """The blocks of N shards, in their order."""
 
-    places: torch.Tensor
-    """int32 [N, blocks, 3], on CPU: where in its shard a block begins, its number of elements, and where in
-    the shard's codes its own begin, in words. A shard with less blocks than others ends with empty ones."""
+    runs: tuple[tuple[Run, ...], ...]
+    """Of each shard."""
+    block: int
+    bits: int
+    blocks: int
+    """Of the shard with most of them."""
     words: int
     """Of codes in one payload: as many as the shard with most of them needs."""
     _copies: dict[torch.device, torch.Tensor] = field(default_factory=dict, repr=False)
@@ -104,54 +156,78 @@ class BlockTable:
         """The table of shards, each of the tensor's elements in some ranges, one after the other.
 
         `blocks` is the least number of blocks that every shard is given.
+
+        Raises:
+            UserError: a shard has more elements than a table can tell apart.
         """
-        coded = [span.blocks(block) for span in spans if not span.exact]
-        every = torch.cat([torch.empty(0, 2, dtype=torch.int64), *coded])
-        every = every[every[:, 0].argsort()]
-        starts, ends = every[:, 0].contiguous(), every[:, 1].contiguous()
-        cut = [_cut(starts, ends, ranges) for ranges in shards]
-        most = max(blocks, *(len(found) for found in cut))
-        places = torch.zeros(len(cut), most, 3, dtype=torch.int64)
-        for row, found in zip(places, cut, strict=True):
-            row[: len(found), :2] = found
         if (longest := max(sum(high - low for low, high in ranges) for ranges in shards)) > _MOST:
             raise UserError(
                 f"a shard of {longest:,} gradients is longer than {_MOST:,}, the most for blocks that follow "
                 "parameters: set megatron.ddp_bucket_size, or use more data-parallel ranks"
             )
-        needed = words_of(places[..., 1], block, bits)
-        places[..., 2] = needed.cumsum(1) - needed
-        return BlockTable(places.to(torch.int32), int(needed.sum(1).max()))
+        coded = [span for span in spans if not span.exact]
+        runs = tuple(
+            tuple(run for part in within(coded, ranges) for run in _runs(*part, block)) for ranges in shards
+        )
+        return BlockTable(
+            runs,
+            block,
+            bits,
+            max(blocks, *(sum(run.blocks(block) for run in of_shard) for of_shard in runs)),
+            max(sum(run.words(block, bits) for run in of_shard) for of_shard in runs),
+        )
 
     def shards(self, first: int, count: int, step: int) -> BlockTable:
         """The table of `count` of the shards, each `step`-th."""
         chosen = slice(first, first + step * count, step)
         source = (self, chosen) if step == 1 else None  # whose copies serve this one too
-        return BlockTable(self.places[chosen].contiguous(), self.words, _source=source)
+        return replace(self, runs=self.runs[chosen], _copies={}, _source=source)
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """`places` on a device; copied there once."""
+        """int32 [N, blocks, 3] on a device: where in its shard a block begins, its number of elements, and
+        where in the shard's codes its own begin, in words. A shard with less blocks than others ends with
+        empty ones. Listed and copied there once, shard by shard: the host holds one of them at a time."""
         if device not in self._copies:
             if self._source is None:
-                self._copies[device] = self.places.to(device)
+                shape = len(self.runs), self.blocks, 3
+                listed = torch.empty(shape, dtype=torch.int32, device=device)
+                for shard, runs in zip(listed, self.runs, strict=True):
+                    self._list(runs, shard)
+                self._copies[device] = listed
             else:
                 table, chosen = self._source
                 self._copies[device] = table.on(device)[chosen]
         return self._copies[device]
+
+    def _list(self, runs: Sequence[Run], shard: torch.Tensor) -> None:
+        listed = shard if shard.device.type == "cpu" else torch.empty_like(shard, device="cpu")
+        at = word = 0
+        for run in runs:
+            count = run.blocks(self.block)
+            run.write(listed[at : at + count], word, self.block, self.bits)
+            at, word = at + count, word + run.words(self.block, self.bits)
+        listed[at:, :2] = 0
+        listed[at:, 2] = word
+        if listed is not shard:
+            shard.copy_(listed)
+
+    @property
+    def places(self) -> torch.Tensor:
+        """`on` the CPU."""
+        return self.on(torch.device("cpu"))
 
     @functools.cached_property
     def multiples_of_16(self) -> bool:
         """Whether every block begins at a multiple of 16 elements of its shard, and has such a number."""
         if self._source is not None:
             return self._source[0].multiples_of_16
-        return not bool((self.places[..., :2] & 15).any())
+        return all(run.multiples_of(16, self.block) for runs in self.runs for run in runs)
 
-    def is_regular(self, lengths: Sequence[int], block: int) -> bool:
+    def is_regular(self, lengths: Sequence[int]) -> bool:
         """Whether the blocks are those that are counted from each shard's beginning, `lengths` being the
         shards'; what is in no block may only be whole ones."""
-        start, length = self.places[..., 0], self.places[..., 1]
-        whole = (length == block) | (start + length == torch.tensor(lengths)[:, None])
-        return bool(((length == 0) | (start % block == 0) & whole).all())
+        shards = zip(self.runs, lengths, strict=True)
+        return all(run.is_regular(self.block, end) for runs, end in shards for run in runs)
 
     def elements(self, block: int, size: int, device: torch.device) -> torch.Tensor:
         """Which of its shard's `size` elements is each of a block's, int64 [N, blocks, b]; fill: `size`."""
@@ -178,34 +254,49 @@ def word_bytes(block: int, bits: int) -> int:
     return min(4, block * min(width for _, width in planes(bits)) // 8)
 
 
-def words_of(lengths: torch.Tensor, block: int, bits: int) -> torch.Tensor:
+@overload
+def words_of(lengths: int, block: int, bits: int) -> int: ...
+
+
+@overload
+def words_of(lengths: torch.Tensor, block: int, bits: int) -> torch.Tensor: ...
+
+
+def words_of(lengths: int | torch.Tensor, block: int, bits: int) -> int | torch.Tensor:
     """How many words the codes of blocks of `lengths` elements take; each plane of them begins a word."""
     width = word_bytes(block, bits)
-    return torch.stack([_words(lengths, plane, width) for _, plane in planes(bits)]).sum(0)
+    return sum(_words(lengths, plane, width) for _, plane in planes(bits))
 
 
-def _words(lengths: torch.Tensor, bits: int, width: int) -> torch.Tensor:
+def _words(lengths: Any, bits: int, width: int) -> Any:
     return -(-lengths * bits // (8 * width))
 
 
-def _cut(starts: torch.Tensor, ends: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:
-    """(place, length) of the blocks' parts within the ranges, which lie one after the other, int64 [n, 2]."""
-    found, before = [starts.new_empty(0, 2)], 0
-    for low, high in ranges:
-        first = int(torch.searchsorted(ends, low, right=True))
-        last = int(torch.searchsorted(starts, high))
-        start, end = starts[first:last].clamp(min=low), ends[first:last].clamp(max=high)
-        found.append(torch.stack([start - low + before, end - start], dim=1))
-        before += high - low
-    blocks = torch.cat(found)
-    return blocks[blocks[:, 1] > 0]
-
-
-def ranges_within(whole: Sequence[Range], ranges: Sequence[Range]) -> Iterator[Range]:
-    """The parts of `whole` within a shard of some ranges, counted from the shard's beginning."""
+def within(spans: Sequence[Span], ranges: Sequence[Range]) -> Iterator[tuple[Span, int, int, int]]:
+    """The parts of spans that lie in a shard of some ranges, one after the other: (the span, the part's first
+    element and the one behind its last, counted from the span's, and where in the shard it begins)."""
+    in_order = sorted((span for span in spans if span.length), key=lambda span: span.start)
+    ends = [span.start + span.length for span in in_order]
     before = 0
     for low, high in ranges:
-        for start, end in whole:
-            if max(start, low) < min(end, high):
-                yield max(start, low) - low + before, min(end, high) - low + before
+        for span in itertools.islice(in_order, bisect.bisect_right(ends, low), None):
+            if span.start >= high:
+                break
+            first, last = max(low, span.start), min(high, span.start + span.length)
+            if first < last:
+                yield span, first - span.start, last - span.start, first - low + before
         before += high - low
+
+
+def _runs(span: Span, first: int, last: int, place: int, block: int) -> Iterator[Run]:
+    """The elements of a span from `first` to before `last`, which begin at `place` of their shard."""
+    inside = first % span.row
+    if inside:
+        length = min(span.row - inside, last - first)
+        yield Run(place, length, inside % block)
+        first, place = first + length, place + length
+    rows, rest = divmod(last - first, span.row)
+    if rows:
+        yield Run(place, span.row, rows=rows)
+    if rest:
+        yield Run(place + rows * span.row, rest)

@@ -7,12 +7,13 @@ asked for the average, and rounds once. No error is kept of them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from megatron_patch.quantization.blocks import Range, Span, ranges_within
+from megatron_patch.quantization.blocks import Range, Span, within
 from megatron_patch.quantization.scales import over
 
 NONE_HERE = -1
@@ -27,8 +28,8 @@ _Key = tuple[torch.device, int, int]
 class ExactElements:
     """Where they are in each of N shards of S elements."""
 
-    places: torch.Tensor
-    """int64 [N, n], on CPU: which elements of its shard, NONE_HERE behind a shard's last."""
+    parts: tuple[tuple[Range, ...], ...]
+    """Of each shard."""
     shard_size: int
     _copies: dict[_Key, Sequence[torch.Tensor]] = field(default_factory=dict, repr=False)
 
@@ -36,30 +37,33 @@ class ExactElements:
     def of(spans: Sequence[Span], shards: Sequence[Sequence[Range]], shard_size: int) -> ExactElements | None:
         """Those of the spans that are `exact`, in shards that are some ranges of a tensor; None: there are
         none."""
-        exact = [(span.start, span.start + span.length) for span in spans if span.exact]
-        found = [
-            torch.cat([torch.arange(0), *(torch.arange(*part) for part in ranges_within(exact, ranges))])
+        exact = [span for span in spans if span.exact]
+        parts = tuple(
+            tuple((place, place + last - first) for _, first, last, place in within(exact, ranges))
             for ranges in shards
-        ]
-        most = max(map(len, found))
-        if most == 0:
-            return None
-        places = torch.full((len(found), most), NONE_HERE)
-        for row, here in zip(places, found, strict=True):
-            row[: len(here)] = here
-        return ExactElements(places, shard_size)
+        )
+        return ExactElements(parts, shard_size) if any(parts) else None
 
     def shards(self, first: int, count: int, step: int) -> ExactElements | None:
         """Those of `count` of the shards, each `step`-th; None: there are none."""
-        places = self.places[first::step][:count]
-        most = int((places != NONE_HERE).sum(dim=1).max())
-        return ExactElements(places[:, :most], self.shard_size) if most else None
+        parts = self.parts[first::step][:count]
+        return ExactElements(parts, self.shard_size) if any(parts) else None
 
     @property
     def nbytes(self) -> list[int]:
         """Bytes of each shard's payload that they take."""
-        counts: list[int] = (self.places != NONE_HERE).sum(dim=1).tolist()
-        return [4 * count for count in counts]
+        return [4 * sum(high - low for low, high in parts) for parts in self.parts]
+
+    @functools.cached_property
+    def places(self) -> torch.Tensor:
+        """int64 [N, n], on CPU: which elements of its shard, NONE_HERE behind a shard's last."""
+        found = torch.full((len(self.parts), max(self.nbytes) // 4), NONE_HERE, device="cpu")
+        for row, parts in zip(found, self.parts, strict=True):
+            at = 0
+            for low, high in parts:
+                row[at : at + high - low] = torch.arange(low, high, device="cpu")
+                at += high - low
+        return found
 
     def _kept(self, key: _Key, made: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
         """What `made` returns, on the key's device; made and copied there once."""
@@ -71,8 +75,8 @@ class ExactElements:
         """(which elements of the tensor, which words they are sent in), where each shard's begin with the
         words `firsts` [N]; int64."""
         there = self.places != NONE_HERE
-        shard = torch.arange(len(self.places))[:, None]
-        slots = firsts[:, None] + torch.arange(self.places.shape[1])
+        shard = torch.arange(len(self.places), device="cpu")[:, None]
+        slots = firsts[:, None] + torch.arange(self.places.shape[1], device="cpu")
         return (self.places + shard * self.shard_size)[there], slots[there]
 
     def write(self, tensor: torch.Tensor, payload: torch.Tensor, start: int, starts: torch.Tensor) -> None:
@@ -86,7 +90,8 @@ class ExactElements:
             firsts = (starts[:-1] + start) // 4
             ends = firsts + (self.places != NONE_HERE).sum(1)
             behind = torch.stack([ends, starts[1:] // 4], dim=1).tolist()
-            return *self._slots(firsts), torch.cat([torch.arange(*part) for part in behind])
+            fill = [torch.arange(*part, device="cpu") for part in behind]
+            return *self._slots(firsts), torch.cat(fill)
 
         words = payload.view(-1).view(torch.float32)
         elements, slots, fill = self._kept((tensor.device, start, 0), made)
@@ -100,7 +105,8 @@ class ExactElements:
         words = payloads.view(torch.float32)
         _, rows, row = words.shape
         elements, slots = self._kept(
-            (output.device, start, row), lambda: self._slots(torch.arange(rows) * row + start // 4)
+            (output.device, start, row),
+            lambda: self._slots(torch.arange(rows, device="cpu") * row + start // 4),
         )
         values = words.reshape(len(words), -1).index_select(1, slots)
         total = over(values.sum(dim=0, dtype=torch.float64), divisor)

@@ -78,14 +78,13 @@ class BlockLayout:
         table = exact = None
         if spans is not None and block_size != "shard":
             length = size // pieces
-            numbers = torch.arange(pieces * shards)
-            numbers = numbers.view(shards, pieces) if in_order else numbers.view(pieces, shards).T
-            firsts = (numbers * length).tolist()
+            across, along = (pieces, 1) if in_order else (1, shards)
+            firsts = [[length * (j * across + k * along) for k in range(pieces)] for j in range(shards)]
             ranges = [[(at, max(at, min(at + length, numel))) for at in row] for row in firsts]
             found = BlockTable.of(spans, ranges, block, bits)
             exact = ExactElements.of(spans, ranges, size)
             lengths = [sum(high - low for low, high in row) for row in ranges]
-            if exact is not None or not found.is_regular(lengths, block):
+            if exact is not None or not found.is_regular(lengths):
                 table = found
         return BlockLayout(numel, shards, size, bits, block, table, exact)
 
@@ -100,7 +99,7 @@ class BlockLayout:
     @functools.cached_property
     def blocks(self) -> int:
         """Blocks, and so scales, of one shard."""
-        return -(-self.shard_size // self.block) if self.table is None else self.table.places.shape[1]
+        return -(-self.shard_size // self.block) if self.table is None else self.table.blocks
 
     @functools.cached_property
     def code_bytes(self) -> int:
@@ -131,7 +130,7 @@ class BlockLayout:
     def payload_starts(self) -> torch.Tensor:
         """Where each shard's payload begins among those of all shards, end to end, and where the last one
         ends: bytes, int64 [N + 1], on CPU."""
-        return torch.tensor([0, *self.payload_sizes]).cumsum(0)
+        return torch.tensor([0, *self.payload_sizes], device="cpu").cumsum(0)
 
     def payload_starts_on(self, device: torch.device) -> torch.Tensor:
         """`payload_starts` on a device, in units of 16 bytes, int32; copied there once."""

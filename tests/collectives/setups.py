@@ -10,9 +10,9 @@ from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 
 
-def setup_of(stream: int = 0, **options: object) -> Setup:
+def setup_of(stream: int = 0, device: str | torch.device = "cpu", **options: object) -> Setup:
     """A workspace of its own, and senders with the options of CompressionConfig."""
-    config, device = CompressionConfig(**{"method": "loco", "start_step": 0} | options), torch.device("cpu")
+    config, device = CompressionConfig(**{"method": "loco"} | options), torch.device(device)
     return Setup(
         config,
         Workspace(device),
