@@ -37,7 +37,7 @@ class Batch:
         for gather in gathers:
             places.append(list(zip(starts, gather.sizes, strict=True)))
             starts = [start + length for start, length in zip(starts, gather.lengths, strict=True)]
-        self.places = torch.tensor(places)
+        self.places = torch.tensor(places, device="cpu")
         """int64 [buckets, ranks, 2]: where a rank's message of a bucket begins, and its bytes."""
 
     def nbytes_of(self, gather: WeightGather) -> float:

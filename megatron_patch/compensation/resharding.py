@@ -135,8 +135,8 @@ def reshard(new: Sequence[Part], saved: Iterable[SavedState]) -> Iterator[tuple[
 def _reshard_one(
     new: Part, saved: Sequence[SavedState], kinds: dict[str, set[str]]
 ) -> tuple[torch.Tensor, int]:
-    total = torch.zeros(new.bucket_numel)
-    found = torch.zeros(new.bucket_numel, dtype=torch.bool)
+    total = torch.zeros(new.bucket_numel, dtype=torch.float32, device="cpu")
+    found = torch.zeros_like(total, dtype=torch.bool)
     for kind in dict.fromkeys(old.kind for old, _ in saved):
         of_kind = [(old, read) for old, read in saved if old.kind == kind]
         sums, holders = torch.zeros_like(total), torch.zeros_like(total)
@@ -147,7 +147,7 @@ def _reshard_one(
             if not pairs:
                 continue
             values = old.in_bucket(read() * (old.share / new.share))
-            held = old.in_bucket(torch.ones(old.position.numel))
+            held = old.in_bucket(torch.ones_like(values[: old.position.numel]))
             for (piece, here), (other, there) in pairs:
                 piece.of(sums)[here] += other.of(values)[there]
                 piece.of(holders)[here] += other.of(held)[there]

@@ -87,7 +87,9 @@ class Sender:
             total = torch.zeros_like(self.statistics)
             for chosen, where, part in self._pieces:
                 shape = (part.shards, part.blocks, part.block)
-                noise = torch.rand(shape, generator=self.generator, device=gradient.device)
+                noise = torch.rand(
+                    shape, generator=self.generator, dtype=torch.float32, device=gradient.device
+                )
                 g = gradient[chosen.start * part.shard_size : chosen.stop * part.shard_size]
                 e = {name: tensor[chosen] for name, tensor in tensors.items()}
                 p = payload.view(-1)[where]

@@ -48,7 +48,7 @@ HADAMARD = Rotation(True, True, True)
 def signs(block: int) -> torch.Tensor:
     """The signs of d for a block's elements, fp32 [b] of +1 and -1 (Murmur's hash of the place, its top
     bit)."""
-    hashed = torch.arange(block, dtype=torch.int64) * 0x9E3779B1 & 0xFFFFFFFF
+    hashed = torch.arange(block, dtype=torch.int64, device="cpu") * 0x9E3779B1 & 0xFFFFFFFF
     hashed ^= hashed >> 15
     hashed = hashed * 0x85EBCA6B & 0xFFFFFFFF
     hashed ^= hashed >> 13

@@ -14,7 +14,8 @@ _FP32_MAX = torch.finfo(torch.float32).max
 @functools.cache
 def largest_scale(levels: int) -> float:
     """The largest bf16 s for which levels*s is a finite fp32."""
-    as_integer = torch.tensor(_FP32_MAX / levels, dtype=torch.float64).float().view(torch.int32)
+    largest = torch.tensor(_FP32_MAX / levels, dtype=torch.float64, device="cpu")
+    as_integer = largest.float().view(torch.int32)
     scale = (as_integer & -65536).view(torch.float32)
     return float(scale)
 

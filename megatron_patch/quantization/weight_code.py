@@ -88,7 +88,7 @@ def _encode(old: torch.Tensor, new: torch.Tensor, message: torch.Tensor) -> int:
     difference = _padded(_line(new) - _line(old))
     first = _first_codes(difference)
     changed = (first > 0).sum(1)
-    bitmap = changed < _lengths(n) / 2
+    bitmap = 2 * changed < _lengths(n)
     escaped = first == 3
     z = _zigzag(difference)
     fours, eights = torch.where(escaped, z.clamp(max=15), -1), torch.where(escaped & (z >= 15), z - 15, -1)

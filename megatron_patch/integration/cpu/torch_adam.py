@@ -43,7 +43,7 @@ def _with_step_counts(state_dict: Callable[..., Any]) -> Callable[..., Any]:
         if not self.optimizer.state:
             self.init_state_fn(self.optimizer, self.config)
             for state in self.optimizer.state.values():
-                state["step"] = torch.tensor(0.0)
+                state["step"] = torch.tensor(0.0, dtype=torch.float32)
         return state_dict(self)
 
     return with_step_counts
@@ -56,6 +56,8 @@ def _with_saved_step_counts(load_state_dict: Callable[..., Any]) -> Callable[...
             load_state_dict(self, loaded)
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                self.optimizer.state[parameter]["step"] = torch.tensor(float(group["step"]))
+                self.optimizer.state[parameter]["step"] = torch.tensor(
+                    float(group["step"]), dtype=torch.float32
+                )
 
     return with_saved_step_counts

@@ -78,7 +78,7 @@ class NormSketch:
 
 def fold(pieces: list[Piece], table: torch.Tensor) -> torch.Tensor:
     """The sketch of pieces, fp32 [COLUMNS]."""
-    values = torch.zeros(COLUMNS, device=table.device)
+    values = torch.zeros(COLUMNS, dtype=torch.float32, device=table.device)
     for part, factor, start in _stretches(pieces):
         signed = part * table[start : start + part.numel()]
         whole = part.numel() // COLUMNS * COLUMNS
@@ -96,5 +96,6 @@ def _stretches(pieces: list[Piece]) -> Iterator[tuple[torch.Tensor, float, int]]
 @functools.cache
 def signs(device: torch.device) -> torch.Tensor:
     """Random +1 and -1, int8 [_TABLE]."""
-    generator = torch.Generator().manual_seed(20_210_202)
-    return torch.randint(2, (_TABLE,), generator=generator, dtype=torch.int8).mul_(2).sub_(1).to(device)
+    generator = torch.Generator("cpu").manual_seed(20_210_202)
+    drawn = torch.randint(2, (_TABLE,), generator=generator, dtype=torch.int8, device="cpu")
+    return drawn.mul_(2).sub_(1).to(device)

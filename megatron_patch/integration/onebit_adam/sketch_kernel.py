@@ -19,13 +19,13 @@ _POINTED_AT = {torch.float32: tl.float32, torch.bfloat16: tl.int16, torch.float1
 
 def fold(pieces: list[Piece], table: torch.Tensor) -> torch.Tensor:
     """norm_sketch.fold, for contiguous pieces on the GPU that is current."""
-    found = torch.zeros(COLUMNS, device=table.device)
+    found = torch.zeros(COLUMNS, dtype=torch.float32, device=table.device)
     for dtype, pointed_at in _POINTED_AT.items():
         rows = _table([piece for piece in pieces if piece.values.dtype == dtype])
         if not len(rows):
             continue
         programs = min(len(rows), _PROGRAMS)
-        sums = torch.empty(programs, COLUMNS, device=table.device)
+        sums = torch.empty(programs, COLUMNS, dtype=torch.float32, device=table.device)
         _fold_kernel[(programs,)](
             rows.to(table.device),
             table,
@@ -43,14 +43,14 @@ def fold(pieces: list[Piece], table: torch.Tensor) -> torch.Tensor:
 
 def _table(pieces: list[Piece]) -> torch.Tensor:
     """int64 [stretches, 4]: address, number of elements, where its signs begin, the bits of its factor."""
-    rows = [torch.empty(0, 4, dtype=torch.int64)]
+    rows = [torch.empty(0, 4, dtype=torch.int64, device="cpu")]
     for piece in pieces:
-        at = torch.arange(len(piece.starts)) * STRETCH
-        row = torch.empty(len(piece.starts), 4, dtype=torch.int64)
+        at = torch.arange(len(piece.starts), device="cpu") * STRETCH
+        row = torch.empty(len(piece.starts), 4, dtype=torch.int64, device="cpu")
         row[:, 0] = piece.values.data_ptr() + at * piece.values.element_size()
         row[:, 1] = (piece.values.numel() - at).clamp(max=STRETCH)
-        row[:, 2] = torch.tensor(piece.starts)
-        row[:, 3] = torch.tensor(piece.factor, dtype=torch.float32).view(torch.int32)
+        row[:, 2] = torch.tensor(piece.starts, device="cpu")
+        row[:, 3] = torch.tensor(piece.factor, dtype=torch.float32, device="cpu").view(torch.int32)
         rows.append(row)
     return torch.cat(rows)
 

@@ -37,7 +37,7 @@ def _serves(tensors: Tensors) -> bool:
 
 def _rows(tensors: Tensors) -> torch.Tensor:
     """int64 [chunks, 5]: the addresses of x, m, v and exp_avg, and the number of elements."""
-    at = torch.arange(0, tensors[0].numel(), _CHUNK)
+    at = torch.arange(0, tensors[0].numel(), _CHUNK, device="cpu")
     addresses = [tensor.data_ptr() + 4 * at for tensor in tensors]
     return torch.stack([*addresses, (tensors[0].numel() - at).clamp(max=_CHUNK)], dim=1)
 

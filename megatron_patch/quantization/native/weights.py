@@ -34,7 +34,7 @@ def _decode_one(message: torch.Tensor, weights: torch.Tensor) -> int:
 
 def sums(weights: torch.Tensor) -> torch.Tensor:
     """weight_code.sums."""
-    found = torch.empty(2, dtype=torch.int64)
+    found = torch.empty(2, dtype=torch.int64, device="cpu")
     run = native.loaded().megatron_loco_weight_sums
     run(native.variant(), native.pointer(weights), weights.numel(), native.pointer(found))
     return found

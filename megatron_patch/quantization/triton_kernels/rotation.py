@@ -21,7 +21,7 @@ from megatron_patch.quantization import rotation
 def diagonal(block: int, whole: bool, device: torch.device) -> torch.Tensor:
     """fp32 [b] on a device: d of a whole block, or its signs alone."""
     scale = 2.0 ** (-(block.bit_length() - 1) / 2) if whole else 1.0
-    return (rotation.signs(block) * torch.tensor(scale, dtype=torch.float32)).to(device)
+    return (rotation.signs(block) * torch.tensor(scale, dtype=torch.float32, device="cpu")).to(device)
 
 
 @triton.jit

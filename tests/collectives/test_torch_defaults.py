@@ -1,0 +1,222 @@
+"""No number depends on torch's default dtype, and no table lands on torch's default device.
+
+Scripts set both: `torch.set_default_dtype(torch.bfloat16)` while a model is built, or for all of a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from quantization.backend_agreement import gradient_of, only_torch, random_spans
+from seeds import seeded
+
+from megatron_patch.compensation.resharding import REDUCE_SCATTER, Part, Piece, Position, reshard
+from megatron_patch.compensation.sender import Sender
+from megatron_patch.config import CompressionConfig
+from megatron_patch.integration.onebit_adam import norm_sketch
+from megatron_patch.quantization import backends, rotation, scales, weight_code
+from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.quantization.native import weights as native_weights
+
+CPU = torch.device("cpu")
+DTYPES = [torch.bfloat16, torch.float16, torch.float64]
+META = "meta"
+"""As a default device: whatever is allocated there cannot be read."""
+CODES = [
+    *({"bits": bits, "rounding": rounding, "codec": "uniform"} for bits in (8, 4, 3, 2) for rounding in
+      ("nearest", "stochastic")),
+    *({"bits": bits, "rotation": rotation} for bits in (4, 3, 2) for rotation in ("none", "hadamard")),
+    {"bits": 1},
+]  # fmt: skip
+ERRORS = ("int8", "bf16", "fp32")
+
+
+@contextmanager
+def defaults(dtype: torch.dtype | None, device: str | None) -> Iterator[None]:
+    """Within the block torch has these defaults, and nothing is cached that was computed under others."""
+    for cached in (rotation.signs, scales.largest_scale, norm_sketch.signs):
+        cached.cache_clear()
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype or before)
+        torch.set_default_device(device)
+        yield
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_default_device(None)
+
+
+def fingerprint(tensors: list[torch.Tensor]) -> str:
+    raw = b"".join(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
+    return hashlib.sha256(raw).hexdigest()
+
+
+def same_under_all_defaults(work: Callable[[], Any], devices: bool = True) -> None:
+    with defaults(torch.float32, None):
+        wanted = work()
+    for dtype in DTYPES:
+        with defaults(dtype, None):
+            assert work() == wanted, dtype
+    if devices:
+        with defaults(None, META):
+            assert work() == wanted
+
+
+def exchanged(options: dict[str, Any], error: str, gradients: list[torch.Tensor], spans: Any) -> str:
+    """Two gradients through a sender: payloads, errors, statistics, and what the owners make of them."""
+    numel, shards = gradients[0].numel(), 3
+    found = [torch.full_like(gradient, 7.0) for gradient in gradients]
+    config = CompressionConfig(**{"error_dtype": error, "block_size": 64} | options)
+    layout = BlockLayout.of(numel, shards, config.bits, config.block_size, spans=spans)
+    sender = Sender(config, layout, CPU)
+    kept = []
+    for gradient, output in zip(gradients, found, strict=True):
+        payload = torch.zeros(1, sum(layout.payload_sizes), dtype=torch.uint8, device=CPU)
+        sender.compress(gradient, payload)
+        starts = layout.payload_starts.tolist()
+        for shard, part in enumerate(output.split(layout.shard_size)):
+            own = layout.part(shard)
+            received = payload[:, starts[shard] : starts[shard] + own.payload_bytes].clone()
+            backends.decompress_reduce(received, sender.codec, own, part, 2)
+        kept += [payload, output.clone(), sender.statistics.clone()]
+    return fingerprint([*kept, *sender.state().values()])
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("options", CODES, ids=str)
+def test_a_sender_s_bits_do_not_depend_on_torch_s_defaults(kernels, options):
+    spans = random_spans(3000, seeded(3), exact=True)
+    gradients = [gradient_of(3000, seeded(step), torch.float32, "plain") for step in range(2)]
+
+    def work() -> list[str]:
+        return [exchanged(options, error, gradients, spans) for error in ERRORS]
+
+    if kernels == "torch":
+        with only_torch():
+            same_under_all_defaults(work)
+    else:
+        same_under_all_defaults(work)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *DTYPES])
+def test_stochastic_codes_are_unbiased_under_any_default_dtype(dtype):
+    """A gradient of one value in every element: the mean of what it decodes to, beside one step of a code."""
+    numel = 1 << 16
+    value, largest = 0.3, 7.0
+    gradient = torch.full((numel,), value, dtype=torch.float32)
+    gradient[::128] = largest  # so that a block's scale is 1, and 0.3 is between codes
+    config = CompressionConfig(method="naive", bits=4, rounding="stochastic")
+    layout = BlockLayout.of(numel, 1, 4, 128)
+    with defaults(dtype, None):
+        sender = Sender(config, layout, CPU)
+        payload = torch.zeros(1, layout.payload_bytes, dtype=torch.uint8)
+        sender.compress(gradient, payload)
+    decoded = layout.flat(sender.codec.decode(payload, layout)).view(-1, 128)[:, 1:]
+    deviation = (value * (1 - value) / decoded.numel()) ** 0.5
+    assert abs(float(decoded.double().mean()) - value) < 5 * deviation
+
+
+@pytest.mark.parametrize("coder", [weight_code, native_weights], ids=["reference", "native"])
+def test_the_weight_code_does_not_depend_on_torch_s_defaults(coder):
+    """Tiles on both sides of a half that changed, where a rounded half would choose another plane."""
+
+    def work() -> list[str]:
+        found = []
+        for numel, changed in itertools.product((2047, 2048, 4095), (511, 1023, 1024, 1025)):
+            old = torch.arange(numel, dtype=torch.int16, device=CPU)
+            new = old.clone()
+            new[:changed] += 1
+            message = torch.zeros(weight_code.bound(numel), dtype=torch.uint8, device=CPU)
+            size = coder.encode(old, new, message)
+            shards, verdict = old[None].clone(), torch.zeros(1, dtype=torch.int32, device=CPU)
+            coder.decode(message[None], torch.tensor([[0, size]], device=CPU), shards, -1, verdict)
+            found.append(fingerprint([message[:size], shards, verdict, coder.sums(new)]))
+        return found
+
+    same_under_all_defaults(work)
+
+
+def test_the_norm_s_sketch_does_not_depend_on_torch_s_defaults():
+    kernel = pytest.importorskip("megatron_patch.integration.onebit_adam.sketch_kernel")
+    values = gradient_of(5000, seeded(4), torch.float32, "plain")
+
+    def folded(by_kernel: bool) -> str:
+        sketch = norm_sketch.NormSketch(3, CPU)
+        sketch.add(values, 0.5)
+        table = norm_sketch.signs(CPU)
+        fold = kernel.fold if by_kernel else norm_sketch.fold
+        return fingerprint([fold(sketch._pieces, table)])
+
+    same_under_all_defaults(lambda: folded(False))
+    same_under_all_defaults(lambda: folded(True), devices=False)  # Triton's interpreter allocates its own
+
+
+def test_resharded_errors_do_not_depend_on_torch_s_defaults():
+    piece = Piece("w", "w", (0, 0), (4, 60), 2, (60, 1))
+    old, new = ([Part(REDUCE_SCATTER, (piece,), 250, Position(0, 250), index, n, 1.0) for index in range(n)]
+                for n in (3, 2))  # fmt: skip
+    errors = [gradient_of(250, seeded(index), torch.float32, "plain") for index in range(3)]
+
+    def work() -> str:
+        saved = [(part, lambda error=error: error) for part, error in zip(old, errors, strict=True)]
+        return fingerprint([values for values, _ in reshard(new, saved)])
+
+    same_under_all_defaults(work)
+
+
+# --- over process groups ---------------------------------------------------------------------------------
+
+
+def exchanges(dtype: str, device: str | None) -> list[str]:
+    """In a worker: every exchange, and an exact weight gather, under these defaults."""
+    import torch.distributed as dist
+    from collectives.setups import setup_of
+
+    from megatron_patch.collectives.all_reduce import AllReduce
+    from megatron_patch.collectives.reduce_scatter import ReduceScatter
+    from megatron_patch.collectives.topology import two_hops
+    from megatron_patch.collectives.two_hop_all_reduce import TwoHopAllReduce
+    from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopReduceScatter
+    from megatron_patch.collectives.weight_batch import Batch
+    from megatron_patch.collectives.weight_gather import WeightGather, agree
+    from megatron_patch.collectives.workspace import Workspace
+    from megatron_patch.quantization.blocks import Contents
+
+    group, rank, numel = dist.group.WORLD, dist.get_rank(), 1600
+    contents = Contents(numel, random_spans(numel, seeded(5), exact=True))
+    hops, found = two_hops(group, 2), []
+    weights = gradient_of(numel, seeded(9), torch.bfloat16, "plain")
+    gradients = [gradient_of(numel, seeded(10 * step + rank), torch.float32, "plain") for step in range(2)]
+    with defaults(getattr(torch, dtype), device):
+        for kind in (ReduceScatter, AllReduce, TwoHopReduceScatter, TwoHopAllReduce):
+            for intra_bits in (None, 8):
+                setup = setup_of(bits=4, intra_bits=intra_bits)
+                exchange = kind(contents, hops if kind.__name__.startswith("Two") else group, setup)
+                for gradient in gradients:
+                    tensor = gradient.clone()
+                    whole = kind.__name__.endswith("AllReduce")
+                    output = tensor if whole else tensor.view(group.size(), -1)[rank]
+                    exchange.start(tensor, output, average=True).wait()
+                    found.append(output.clone())
+                found += [t for state in exchange.states() for t in state.sender.state().values()]
+        gather = WeightGather(weights, group, Workspace(CPU), "bucket 0")
+        gather.remember()
+        gather._own[::3] += 1
+        (agreed,) = agree([gather])
+        assert agreed.saves
+        assert agreed.difference is None
+        Batch([gather]).start(gather._workspace, own_may_have_changed=True).wait()
+        found.append(weights)
+    return [fingerprint([tensor]) for tensor in found]
+
+
+def test_exchanges_do_not_depend_on_torch_s_defaults(pool):
+    wanted = pool.run(exchanges, "float32", None, world_size=4)
+    for dtype, device in [("bfloat16", None), ("float64", None), ("float32", META)]:
+        assert pool.run(exchanges, dtype, device, world_size=4) == wanted
