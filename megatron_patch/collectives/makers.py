@@ -10,10 +10,9 @@ import torch.distributed as dist
 from megatron_patch.collectives.all_reduce import AllReduce
 from megatron_patch.collectives.exchange import Exchange, Setup
 from megatron_patch.collectives.reduce_scatter import ReduceScatter
-from megatron_patch.collectives.topology import NoTwoHops, TwoHops, ranks_per_node, two_hops
+from megatron_patch.collectives.topology import NoTwoHops, TwoHops, agreed_ranks_per_node, two_hops
 from megatron_patch.collectives.two_hop_all_reduce import TwoHopAllReduce
 from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopReduceScatter
-from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization.blocks import Contents
 
 
@@ -30,7 +29,7 @@ def make_reduce_scatters(tensors: Sequence[Contents], group: dist.ProcessGroup, 
     """The reduce-scatters of buckets. Every rank of `group` must call it."""
     if group.size() == 1:
         return Made()
-    hops, flat_because = _hops(group, setup.config)
+    hops, flat_because = _hops(group, setup)
     if hops is None:
         return Made([ReduceScatter(tensor, group, setup) for tensor in tensors], flat_because)
     return Made([TwoHopReduceScatter(tensor, hops, setup) for tensor in tensors])
@@ -42,17 +41,18 @@ def make_all_reduces(
     """The all-reduces of tensors. Every rank of `group` must call it."""
     if group.size() == 1:
         return Made()
-    hops, flat_because = (None, None) if one_hop else _hops(group, setup.config)
+    hops, flat_because = (None, None) if one_hop else _hops(group, setup)
     if hops is None:
         return Made([AllReduce(tensor, group, setup) for tensor in tensors], flat_because)
     return Made([TwoHopAllReduce(tensor, hops, setup) for tensor in tensors])
 
 
-def _hops(group: dist.ProcessGroup, config: CompressionConfig) -> tuple[TwoHops | None, str | None]:
+def _hops(group: dist.ProcessGroup, setup: Setup) -> tuple[TwoHops | None, str | None]:
+    config = setup.config
     if config.topology == "flat":
         return None, None
     try:
-        return two_hops(group, ranks_per_node(config.ranks_per_node)), None
+        return two_hops(group, agreed_ranks_per_node(group, config.ranks_per_node, setup.device)), None
     except NoTwoHops as reason:
         told = reason.irregular or config.topology == "two_hop"
         return None, str(reason) if told else None

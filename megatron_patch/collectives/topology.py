@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
@@ -52,7 +53,7 @@ class NoTwoHops(Exception):
 def ranks_per_node(configured: int | None) -> int | None:
     """Ranks on a node: as configured, else as torchrun, Slurm's srun or Open MPI says; None: unknown.
 
-    All ranks get the same answer. srun and mpirun may have started one process a node, which then starts the
+    Ranks read their own environments, and may find unlike answers (`agreed_ranks_per_node`). srun and mpirun may have started one process a node, which then starts the
     ranks: they are asked only where they started as many as the job has ranks (WORLD_SIZE, if it is set).
     """
     if configured is not None:
@@ -66,6 +67,34 @@ def ranks_per_node(configured: int | None) -> int | None:
     if found is None and _started_all("OMPI_COMM_WORLD_SIZE"):
         found = _number("OMPI_COMM_WORLD_LOCAL_SIZE")
     return found
+
+
+def agreed_ranks_per_node(
+    group: dist.ProcessGroup, configured: int | None, device: torch.device
+) -> int | None:
+    """`ranks_per_node`, the same on all ranks of `group`. Every one of them must call it.
+
+    Args:
+        device: of tensors that the group's collectives take.
+
+    Raises:
+        NoTwoHops: on every rank, where their environments do not say the same.
+    """
+    mine = ranks_per_node(configured)
+    if configured is not None or dist.get_backend(group) == "fake":
+        return mine  # the fake one stands for ranks that do not exist
+    answers = torch.empty(group.size(), dtype=torch.int64, device=device)
+    own = torch.full((1,), mine or 0, dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(answers, own, group=group)
+    found = sorted(set(answers.tolist()))
+    if len(found) > 1:
+        told = ", ".join(str(number) if number else "unknown" for number in found)
+        raise NoTwoHops(
+            f"its ranks have unlike numbers of ranks on their nodes ({told}), by LOCAL_WORLD_SIZE or Slurm's "
+            "or Open MPI's variables; set ranks_per_node if they lie regularly",
+            irregular=True,
+        )
+    return mine
 
 
 def _number(variable: str) -> int | None:

@@ -1,7 +1,7 @@
 """Messages of the exact weight gather on their way: those of several buckets travel in one piece.
 
-What longest messages exceed others by evens out over buckets, and all ranks send as many bytes as the one
-that has most to send: so the fewer pieces the better, as far as memory goes.
+All ranks send as many bytes as the one that has most to send. Over several buckets this padding averages
+out: the fewer pieces the better, as far as memory goes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -28,21 +29,18 @@ class Batch:
     def __init__(self, gathers: Sequence[WeightGather]) -> None:
         self.gathers = gathers
         self.group = gathers[0].group
-        totals = [sum(gather.lengths[rank] for gather in gathers) for rank in range(self.group.size())]
-        self.width = max(totals)
+        lengths = np.stack([gather.lengths for gather in gathers])
+        totals = lengths.sum(axis=0)
+        self.width = int(totals.max())
         """Bytes that every rank sends: as many as the one with the longest messages has."""
-        self._mean = sum(totals) / len(totals)
-        starts = [0] * len(totals)
-        places = []
-        for gather in gathers:
-            places.append(list(zip(starts, gather.sizes, strict=True)))
-            starts = [start + length for start, length in zip(starts, gather.lengths, strict=True)]
-        self.places = torch.tensor(places, device="cpu")
+        self._mean = float(totals.mean())
+        starts = lengths.cumsum(axis=0) - lengths
+        self.places = torch.from_numpy(np.stack([starts, [gather.sizes for gather in gathers]], axis=2))
         """int64 [buckets, ranks, 2]: where a rank's message of a bucket begins, and its bytes."""
 
     def nbytes_of(self, gather: WeightGather) -> float:
         """A bucket's part of what this rank sends: the padding is shared out by the messages' lengths."""
-        share = sum(gather.lengths) / len(gather.lengths) / self._mean
+        share = float(gather.lengths.mean()) / self._mean
         return (self.group.size() - 1) * self.width * share
 
     @torch.no_grad()
@@ -55,7 +53,7 @@ class Batch:
         ranks, rank = self.group.size(), self.group.rank()
         messages = workspace.take(ranks, self.width, "weights")
         for gather, place in zip(self.gathers, self.places[:, rank].tolist(), strict=True):
-            room = messages[rank, place[0] : place[0] + gather.lengths[rank]]
+            room = messages[rank, place[0] : place[0] + int(gather.lengths[rank])]
             gather.write(room, own_may_have_changed)
         work = dist.all_gather_into_tensor(messages.view(-1), messages[rank], group=self.group, async_op=True)
         return BatchHandle(self, messages, work, workspace)
@@ -124,9 +122,11 @@ def batches(gathers: Sequence[WeightGather]) -> Iterator[Batch]:
     """
     room = max(gather.shard_nbytes for gather in gathers)
     batch: list[WeightGather] = []
+    taken = 0
     for gather in gathers:
-        if batch and sum(max(one.lengths) for one in [*batch, gather]) > room:
+        if batch and taken + gather.longest > room:
             yield Batch(batch)
-            batch = []
+            batch, taken = [], 0
         batch.append(gather)
+        taken += gather.longest
     yield Batch(batch)

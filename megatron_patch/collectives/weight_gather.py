@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -34,9 +35,8 @@ from megatron_patch.quantization.weight_code import (
 )
 
 
-def _aligned(nbytes: int) -> int:
-    """So that every message begins where its header's numbers may."""
-    return -(-nbytes // 8) * 8
+_ALIGNMENT = 8
+"""Bytes: every message begins where the numbers of its header may."""
 
 
 class WeightGather:
@@ -59,10 +59,12 @@ class WeightGather:
         self._own = self._shards[group.rank()]
         self._old = self._own.clone()
         self._message = self._own.new_empty(0, dtype=torch.uint8)
-        self.sizes: list[int] = []
+        self.sizes = np.zeros(0, np.int64)
         """Of all ranks' messages, agreed on, in bytes."""
-        self.lengths: list[int] = []
+        self.lengths = self.sizes
         """The same, aligned."""
+        self.longest = 0
+        """Of `lengths`."""
 
     @property
     def shard_size(self) -> int:
@@ -86,8 +88,9 @@ class WeightGather:
 
     @property
     def unchanged(self) -> torch.Tensor:
-        """How many weights of the own shard the last step left as they were, int64 []."""
-        return self._header[UNCHANGED]
+        """How many weights of the own shard the last step left as they were, int64 []: a copy, so that whoever
+        keeps it does not keep the message."""
+        return self._header[UNCHANGED].clone()
 
     @property
     def _header(self) -> torch.Tensor:
@@ -127,11 +130,12 @@ class WeightGather:
         found[self.group.rank()] = self._coder.sums(self._old)
         return torch.stack(found)
 
-    def agreed(self, sizes: Sequence[int]) -> bool:
-        """Take the lengths of all ranks' messages; whether the longest of them saves anything."""
-        self.lengths = [_aligned(size) for size in sizes]
-        self.sizes = list(sizes)
-        return max(self.lengths) < self._own.nbytes
+    def agreed(self, sizes: np.ndarray) -> bool:
+        """Take the lengths of all ranks' messages, int64 [N]; whether the longest of them saves anything."""
+        self.sizes = sizes
+        self.lengths = -(-sizes // _ALIGNMENT) * _ALIGNMENT
+        self.longest = int(self.lengths.max())
+        return self.longest < self._own.nbytes
 
     def write(self, room: torch.Tensor, own_may_have_changed: bool) -> None:
         """Write the message into `room`, uint8 [its length, zeros behind it].
@@ -172,13 +176,13 @@ def agree(gathers: Sequence[WeightGather]) -> list[Agreement]:
     Every rank of the group must call it, with the same buckets in the same order.
     """
     offers = torch.stack([gather.encode() for gather in gathers])
-    table = _all_gather(offers, gathers[0].group).tolist()
-    agreed = []
-    for gather, rows in zip(gathers, zip(*table, strict=True), strict=True):
-        saves = gather.agreed([row[0] for row in rows])
-        same = all(row[1:] == rows[0][1:] for row in rows)
-        agreed.append(Agreement(None if same else _differences(gather), saves))
-    return agreed
+    table = _all_gather(offers, gathers[0].group).cpu().numpy()
+    by_bucket = np.ascontiguousarray(table.transpose(1, 2, 0))  # [buckets, 3, N]
+    same = (by_bucket[:, 1:] == by_bucket[:, 1:, :1]).all(axis=(1, 2)).tolist()
+    return [
+        Agreement(None if copies_agree else _differences(gather), gather.agreed(of_ranks[0]))
+        for gather, of_ranks, copies_agree in zip(gathers, by_bucket, same, strict=True)
+    ]
 
 
 def _all_gather(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -190,12 +194,9 @@ def _all_gather(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def _differences(gather: WeightGather) -> str:
     """Which ranks' copies of which shards are not their owners'. Every rank of the group must call it."""
     ranks = dist.get_process_group_ranks(gather.group)
-    table = _all_gather(gather.shard_sums(), gather.group).tolist()
-    wrong = [
-        f"rank {ranks[holder]}'s copy of rank {ranks[owner]}'s shard"
-        for owner in range(len(ranks))
-        for holder in range(len(ranks))
-        if table[holder][owner] != table[owner][owner]
-    ]
+    table = _all_gather(gather.shard_sums(), gather.group).cpu().numpy()  # [holder, owner, 2]
+    owners = np.arange(len(ranks))
+    wrong = np.argwhere((table != table[owners, owners]).any(axis=2).T).tolist()
+    named = [f"rank {ranks[holder]}'s copy of rank {ranks[owner]}'s shard" for owner, holder in wrong[:4]]
     more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-    return f"{gather.name}: {', '.join(wrong[:4])}{more}"
+    return f"{gather.name}: {', '.join(named)}{more}"

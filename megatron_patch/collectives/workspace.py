@@ -52,14 +52,15 @@ class Pool:
         else:
             if free:
                 self.nbytes -= free.pop().numel()
-            self.nbytes += size
-            whole = torch.empty(size, dtype=torch.uint8, device=self.device)
-        self._taken[whole.data_ptr()] = key, whole
+            with torch.inference_mode(False):  # the user's evaluation may be the first to need it
+                whole = torch.empty(max(size, 1), dtype=torch.uint8, device=self.device)
+            self.nbytes += whole.numel()
+        self._taken[whole.untyped_storage().data_ptr()] = key, whole
         return whole[:size].view(rows, columns)
 
     def give(self, buffer: torch.Tensor) -> None:
         """Hand a buffer back; its last work must be on the stream that it was taken on."""
-        key, whole = self._taken.pop(buffer.data_ptr())
+        key, whole = self._taken.pop(buffer.untyped_storage().data_ptr())
         self._free[key].append(whole)
 
     def _stream(self) -> int:

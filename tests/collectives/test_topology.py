@@ -85,6 +85,51 @@ def test_without_torchrun_srun_or_mpirun_says_it(
         assert ranks_per_node(None) == expected
 
 
+def with_unlike_environments(per_node: list[str | None]) -> list[str]:
+    """Exchanges of ranks that read another LOCAL_WORLD_SIZE each: what they are, and why."""
+    import torch
+    import torch.distributed as dist
+    from collectives.setups import setup_of
+
+    from megatron_patch.collectives.makers import make_all_reduces, make_reduce_scatters
+    from megatron_patch.quantization.blocks import Contents
+
+    rank = dist.get_rank()
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    if per_node[rank] is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = per_node[rank]
+    found = []
+    for make in (make_reduce_scatters, make_all_reduces):
+        made = make([Contents(1024)], dist.group.WORLD, setup_of(method="naive", bits=8))
+        (exchange,) = made.exchanges
+        values = torch.full((1024,), float(rank))
+        whole = make is make_all_reduces
+        output = values if whole else values.view(4, -1)[rank]
+        exchange.start(values, output, average=False).wait()
+        assert torch.allclose(output, torch.full_like(output, 6.0), rtol=0.1)
+        found.append(f"{exchange.describe()}: {made.flat_because}")
+    return found
+
+
+@pytest.mark.parametrize("per_node", [["2", "2", "1", "1"], ["2", "2", "2", None]])
+def test_ranks_that_read_unlike_environments_all_go_flat_and_say_why(
+    pool: Any, per_node: list[str | None]
+) -> None:
+    unlike = "(1, 2)" if per_node[-1] else "(unknown, 2)"
+    reports = pool.run(with_unlike_environments, per_node, world_size=4, timeout=60)
+    for scatter, reduce in reports:
+        assert scatter.startswith("reduce-scatter over 4 ranks: its ranks have unlike numbers of ranks")
+        assert reduce.startswith("all-reduce over 4 ranks: its ranks have unlike numbers of ranks")
+        assert unlike in scatter
+        assert "set ranks_per_node" in scatter
+
+
+def test_ranks_that_read_the_same_take_two_hops(pool: Any) -> None:
+    for told in pool.run(with_unlike_environments, ["2"] * 4, world_size=4):
+        assert told == ["reduce-scatter in two hops over 2 nodes of 2 ranks: None",
+                        "all-reduce in two hops over 2 nodes of 2 ranks: None"]  # fmt: skip
+
+
 def made_while_bound() -> list[object]:
     """The device that the default group has while groups are made, and afterwards."""
     import torch

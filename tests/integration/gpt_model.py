@@ -101,6 +101,23 @@ class GPT:
             )
         self.losses.extend(float(loss / tokens) for loss, tokens in reduced)
 
+    def evaluate(self, step: int) -> None:
+        """The forward passes of a step alone; their losses count with the others."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        iterators = [self.batches(step) for _ in self.chunks]
+        with self._hooked():
+            reduced = get_forward_backward_func()(
+                forward_step_func=_forward_step,
+                data_iterator=_one_or_all(iterators),
+                model=_one_or_all(self.chunks),
+                num_microbatches=self.microbatches,
+                seq_length=SEQUENCE,
+                micro_batch_size=MICROBATCH,
+                forward_only=True,
+            )
+        self.losses.extend(float(loss / tokens) for loss, tokens in reduced)
+
     def update(self) -> bool:
         """The optimizer's step on those gradients; returns whether it succeeded."""
         successful, _, _ = self.optimizer.step()

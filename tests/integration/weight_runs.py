@@ -168,6 +168,15 @@ def evaluations(gpt: Any, step: int) -> None:
         chunk.enable_forward_pre_hook()
 
 
+def evaluations_in_inference_mode(gpt: Any, step: int) -> None:
+    """Forward passes under torch.inference_mode after the first step and later ones: with overlap, they gather
+    what the step has updated, into buffers that they may be the first to need."""
+    if step < 0 or step % 3:
+        return
+    with torch.inference_mode():
+        gpt.evaluate(step)
+
+
 def forced_twice(gpt: Any, step: int) -> None:
     """Weights are gathered by force after every third step, twice."""
     if step % 3 == 2:
@@ -209,7 +218,15 @@ def precision_aware(gpt: Any, step: int) -> None:
 
 AROUND = {
     one.__name__: one
-    for one in (nothing, evaluations, forced_twice, user_edits, one_copy_changes, precision_aware)
+    for one in (
+        nothing,
+        evaluations,
+        evaluations_in_inference_mode,
+        forced_twice,
+        user_edits,
+        one_copy_changes,
+        precision_aware,
+    )
 }
 
 

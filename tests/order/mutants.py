@@ -164,13 +164,13 @@ MUTANTS = {
         f"{_COLLECTIVES}.workspace:Pool.take",
         (
             (
-                "            whole = torch.empty(size, dtype=torch.uint8, device=self.device)\n",
-                "            with torch.cuda.stream(torch.cuda.default_stream()):\n"
-                "                whole = torch.empty(size, dtype=torch.uint8, device=self.device)\n",
+                "                whole = torch.empty(max(size, 1), dtype=torch.uint8, device=self.device)\n",
+                "                with torch.cuda.stream(torch.cuda.default_stream()):\n"
+                "                    whole = torch.empty(max(size, 1), dtype=torch.uint8, device=self.device)\n",
             ),
             (
-                "        self._taken[whole.data_ptr()] = key, whole\n",
-                "        self._taken[whole.data_ptr()] = key, whole[:0].clone()\n",
+                "] = key, whole\n",
+                "] = key, whole[:0].clone()\n",
             ),
         ),
         "flat",

@@ -40,6 +40,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
     "dp4-fp32-gradients": (4, bf16(grad_reduce_in_fp32=True), {}, "nothing"),
     "dp4-overlap": (4, bf16(**OVERLAP), {}, "nothing"),
     "dp4-overlap-evaluations": (4, bf16(**OVERLAP), {}, "evaluations"),
+    "dp4-overlap-inference-mode": (4, bf16(**OVERLAP), {}, "evaluations_in_inference_mode"),
     "dp4-overlap-forced": (4, bf16(**OVERLAP), {}, "forced_twice"),
     "dp4-forced": (4, bf16(), {}, "forced_twice"),
     "dp4-user-edits": (4, bf16(), {}, "user_edits"),
