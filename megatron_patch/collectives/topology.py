@@ -53,8 +53,9 @@ class NoTwoHops(Exception):
 def ranks_per_node(configured: int | None) -> int | None:
     """Ranks on a node: as configured, else as torchrun, Slurm's srun or Open MPI says; None: unknown.
 
-    Ranks read their own environments, and may find unlike answers (`agreed_ranks_per_node`). srun and mpirun may have started one process a node, which then starts the
-    ranks: they are asked only where they started as many as the job has ranks (WORLD_SIZE, if it is set).
+    Ranks read their own environments, and may find unlike answers (`agreed_ranks_per_node`). srun and mpirun
+    may have started one process a node, which then starts the ranks: they are asked only where they started
+    as many as the job has ranks (WORLD_SIZE, if it is set).
     """
     if configured is not None:
         return configured

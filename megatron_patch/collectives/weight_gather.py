@@ -34,7 +34,6 @@ from megatron_patch.quantization.weight_code import (
     UNCHANGED,
 )
 
-
 _ALIGNMENT = 8
 """Bytes: every message begins where the numbers of its header may."""
 
@@ -88,8 +87,8 @@ class WeightGather:
 
     @property
     def unchanged(self) -> torch.Tensor:
-        """How many weights of the own shard the last step left as they were, int64 []: a copy, so that whoever
-        keeps it does not keep the message."""
+        """How many weights of the own shard the last step left as they were, int64 []: a copy,
+        which does not keep the message in memory."""
         return self._header[UNCHANGED].clone()
 
     @property
@@ -113,22 +112,16 @@ class WeightGather:
 
     def _digest(self) -> torch.Tensor:
         """The two sums of the whole bucket before the step, int64 [2]."""
-        bits, start = self._shards.view(-1), self.group.rank() * self.shard_size
-        end = start + self.shard_size
-        parts = (
-            (0, self._coder.sums(bits[:start])),
-            (start, self._header[OLD_SUMS]),
-            (end, self._coder.sums(bits[end:])),
-        )
-        return torch.stack(
-            [sum(s[0] for _, s in parts), sum(s[1] + first * s[0] for first, s in parts)]  # type: ignore[list-item]
-        )
+        return weight_code.combined(self._all_sums(self._header[OLD_SUMS]))
 
     def shard_sums(self) -> torch.Tensor:
         """The two sums of every shard before the step, int64 [N, 2]: which of them differs?"""
-        found = [self._coder.sums(shard) for shard in self._shards]
-        found[self.group.rank()] = self._coder.sums(self._old)
-        return torch.stack(found)
+        return self._all_sums(self._coder.sums(self._old))
+
+    def _all_sums(self, own: torch.Tensor) -> torch.Tensor:
+        """The sums of every shard, int64 [N, 2], those of the own one given."""
+        rank, sums = self.group.rank(), self._coder.sums
+        return torch.cat([sums(self._shards[:rank]), own[None], sums(self._shards[rank + 1 :])])
 
     def agreed(self, sizes: np.ndarray) -> bool:
         """Take the lengths of all ranks' messages, int64 [N]; whether the longest of them saves anything."""

@@ -169,8 +169,8 @@ def evaluations(gpt: Any, step: int) -> None:
 
 
 def evaluations_in_inference_mode(gpt: Any, step: int) -> None:
-    """Forward passes under torch.inference_mode after the first step and later ones: with overlap, they gather
-    what the step has updated, into buffers that they may be the first to need."""
+    """Forward passes under torch.inference_mode after some steps: with overlap, they gather what the step has
+    updated, into buffers that they may be the first to need."""
     if step < 0 or step % 3:
         return
     with torch.inference_mode():

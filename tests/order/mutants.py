@@ -164,9 +164,8 @@ MUTANTS = {
         f"{_COLLECTIVES}.workspace:Pool.take",
         (
             (
-                "                whole = torch.empty(max(size, 1), dtype=torch.uint8, device=self.device)\n",
-                "                with torch.cuda.stream(torch.cuda.default_stream()):\n"
-                "                    whole = torch.empty(max(size, 1), dtype=torch.uint8, device=self.device)\n",
+                "            with torch.inference_mode(False):",
+                "            with torch.cuda.stream(torch.cuda.default_stream()):",
             ),
             (
                 "] = key, whole\n",

@@ -6,8 +6,10 @@ The bytes are those of `by_hand`, written from the description in weight_code.py
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
+import random
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import seeded
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_patch.quantization import native, weight_code
@@ -114,6 +117,34 @@ def changed(numel: int, seed: int, spread: int, share: float) -> tuple[torch.Ten
     return as_bits(old.tolist()), as_bits(new)
 
 
+def hashed(number: int, rounds: list[tuple[int, int]], bits: int) -> int:
+    """A number's bits mixed: of each round a shift to the right, xor, and a factor."""
+    for shift, factor in rounds:
+        number = (number ^ number >> shift) * factor % (1 << bits)
+    return number
+
+
+KEYS = [
+    hashed((j + 1) * 0x9E3779B1 % (1 << 32), [(15, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)], 32)
+    for j in range(1024)
+]
+MIX = [(30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)]
+
+
+def sums_by_hand(patterns: list[int]) -> list[int]:
+    """The two sums of a shard, as their description says."""
+    found = []
+    for keys in (KEYS, [(key << 16 | key >> 16) % (1 << 32) for key in KEYS]):
+        total = 0
+        for tile, start in enumerate(range(0, len(patterns), 2048)):
+            x = patterns[start : start + 2048] + [0] * 2048
+            w = [(x[2 * j] + (x[2 * j + 1] << 16) + keys[j]) % (1 << 32) for j in range(1024)]
+            a = sum(w[j] * w[j + 1] for j in range(0, 1024, 2))
+            total += hashed((a + (tile + 1) * 0x9E3779B97F4A7C15) % (1 << 64), MIX, 64)
+        found.append(total % (1 << 64))
+    return found
+
+
 def by_hand(old: torch.Tensor, new: torch.Tensor) -> list[int]:
     """The message as its description says."""
     x, y = ([n & 0xFFFF for n in one.tolist()] for one in (old, new))
@@ -140,7 +171,7 @@ def by_hand(old: torch.Tensor, new: torch.Tensor) -> list[int]:
         put(planes[4], [n & 0xFFFF for n in sixteens], 16)
         counts = (len(moved) if bitmap else 0xFFFF, len(far), len(eights), len(sixteens))
         tiles += [byte for count in counts for byte in count.to_bytes(2, "little")]
-    sums = [value for one in (x, y) for value in (sum(one), sum((i + 1) * n for i, n in enumerate(one)))]
+    sums = [value for one in (x, y) for value in sums_by_hand(one)]
     body = [*tiles, *(byte for plane in planes for byte in plane)]
     kind = 1 if HEADER_BYTES + len(body) < bound(len(x)) else 2
     if kind == 2:
@@ -257,9 +288,69 @@ def test_sums_are_those_of_the_description(name):
     for numel in (0, 1, 255, 5000, 70_001):
         x = changed(max(numel, 1), numel, 9, 0.5)[1][:numel]
         numbers = [n & 0xFFFF for n in x.tolist()]
-        wanted = [sum(numbers), sum((i + 1) * n for i, n in enumerate(numbers))]
+        wanted = [n - (1 << 64) if n >> 63 else n for n in sums_by_hand(numbers)]
         with one.chosen():
             assert one.coder.sums(x.to(one.device)).tolist() == wanted
+            rows = x.to(one.device).expand(3, -1).contiguous()
+            assert one.coder.sums(rows).tolist() == [wanted] * 3
+
+
+def structured(draw: random.Random, numel: int) -> list[tuple[int, int]]:
+    """(place, move) of weights that move by as much up as down, in a pattern."""
+    at, size = draw.randrange(numel - 64), draw.choice([1, 1, 2, 16, 0x100, 0x7FFF])
+    gap = draw.choice([1, 1, 2, 4, 7, 16])
+    kind = draw.randrange(4)
+    if kind == 0:  # +1 -1 -1 +1, and such patterns of them
+        signs = [1, -1, -1, 1, -1, 1, 1, -1][: draw.choice([4, 8])]
+    elif kind == 1:  # binomials: the sums of x, i*x and i^2*x stay
+        signs = draw.choice([[1, -3, 3, -1], [1, -4, 6, -4, 1], [1, -2, 1]])
+    elif kind == 2:  # equal moves far apart
+        return [(at, size), (draw.randrange(numel - 64), -size)]
+    else:
+        signs = [draw.choice([1, -1]) for _ in range(4)]
+    return [(at + gap * place, size * sign) for place, sign in enumerate(signs)]
+
+
+@every_coder
+def test_structured_differences_change_both_sums(name):
+    """Differences that cancel in sums of the weights, and of the weights times their places."""
+    one, draw, numel = CODERS[name], random.Random(seeded(11)), 5000
+    whole = changed(numel, 7, 9, 0.5)[1]
+    differences = [[(100 + k, sign) for k, sign in enumerate(signs)]
+                   for signs in itertools.product([1, -1], repeat=4)]  # fmt: skip
+    differences += [structured(draw, numel) for _ in range(examples(name, 1000))]
+    rows = [whole]
+    for moves in differences:
+        row = whole.clone()
+        for place, move in moves:
+            row[place] = as_bits([(int(row[place]) + move) % 0x10000])[0]
+        if not torch.equal(row, whole):
+            rows.append(row)
+    for _ in range(examples(name, 300)):  # permutations
+        low = draw.randrange(numel - 64)
+        length = draw.choice([2, 4, 32])
+        row = whole.clone()
+        row[low : low + length] = row[low : low + length].roll(draw.randrange(1, length))
+        if not torch.equal(row, whole):
+            rows.append(row)
+    rows += [whole.roll(shift) for shift in (1, 2, 2048, -1)]
+    tiles = whole.clone()
+    tiles[:2048], tiles[2048:4096] = whole[2048:4096], whole[:2048].clone()
+    rows.append(tiles)
+    with one.chosen():
+        found = one.coder.sums(torch.stack(rows).to(one.device)).cpu()
+    for column in found.T:
+        assert len(set(column.tolist())) == len({tuple(row.tolist()) for row in rows})
+
+
+@every_coder
+def test_every_nan_comes_back_with_its_payload(name):
+    """Quiet and signalling ones of both signs and all payloads, in bf16 and fp16, old and new."""
+    nans = [n for n in range(0x10000) if (n & 0x7FFF) > 0x7F80 or (n & 0x7FFF) > 0x7C00]
+    draw = random.Random(seeded(12))
+    old = as_bits([*nans, *draw.choices(range(0x10000), k=2000)])
+    new = as_bits([*draw.sample(nans, len(nans)), *draw.choices(nans, k=2000)])
+    assert torch.equal(decoded(name, coded(name, old, new), old), new)
 
 
 @every_coder

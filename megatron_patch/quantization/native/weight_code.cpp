@@ -6,7 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
-#ifdef __AVX2__
+#ifdef __SSE2__
 #include <immintrin.h>
 #endif
 
@@ -20,24 +20,98 @@ constexpr int64_t SLACK = 64;  // behind the arrays of a tile: loops may touch s
 // Bit patterns on a line, -0 beside +0; its own inverse.
 inline uint16_t line(uint16_t bits) { return bits ^ (static_cast<int16_t>(bits) >> 15 & 0x7fff); }
 
-struct Sums {
-  uint64_t plain = 0, weighted = 0;
-
-  // Adds n weights, the first of which is number `first` of the shard.
-  void add(const uint16_t *weights, int64_t n, int64_t first) {
-    constexpr int64_t PIECE = 256;  // (i + 1) * x fits 32 bits, and so do 256 of them
-    for (int64_t start = 0; start < n; start += PIECE) {
-      uint32_t sum = 0, by_place = 0;
-      int64_t end = std::min(n - start, PIECE);
-      const uint16_t *x = weights + start;
-#pragma omp simd reduction(+ : sum, by_place)
-      for (int64_t i = 0; i < end; ++i) {
-        sum += x[i];
-        by_place += static_cast<uint32_t>(i + 1) * x[i];
-      }
-      plain += sum;
-      weighted += by_place + static_cast<uint64_t>(first + start) * sum;
+// The keys of a tile's words, for each of two sums.
+struct Keys {
+  alignas(64) uint32_t of[2][TILE / 2] = {};
+  constexpr Keys() {
+    for (uint32_t j = 0; j < TILE / 2; ++j) {
+      uint32_t key = (j + 1) * 0x9e3779b1u;
+      key = (key ^ key >> 15) * 0x85ebca6bu;
+      key = (key ^ key >> 13) * 0xc2b2ae35u;
+      key ^= key >> 16;
+      of[0][j] = key;
+      of[1][j] = key >> 16 | key << 16;
     }
+  }
+};
+constexpr Keys keys;
+
+// The sum of products of a tile's words, two by two, each with its key added. It is associative, so vectors may add.
+inline void products(const uint16_t *tile, uint64_t *sums) {
+#if defined(__AVX512F__)
+  __m512i a = _mm512_setzero_si512(), b = a;
+  for (int64_t j = 0; j < TILE / 2; j += 16) {
+    const __m512i words = _mm512_loadu_si512(tile + 2 * j);
+    const __m512i x = _mm512_add_epi32(words, _mm512_load_si512(keys.of[0] + j));
+    const __m512i y = _mm512_add_epi32(words, _mm512_load_si512(keys.of[1] + j));
+    a = _mm512_add_epi64(a, _mm512_mul_epu32(x, _mm512_srli_epi64(x, 32)));
+    b = _mm512_add_epi64(b, _mm512_mul_epu32(y, _mm512_srli_epi64(y, 32)));
+  }
+  sums[0] = static_cast<uint64_t>(_mm512_reduce_add_epi64(a));
+  sums[1] = static_cast<uint64_t>(_mm512_reduce_add_epi64(b));
+#elif defined(__AVX2__)
+  __m256i a = _mm256_setzero_si256(), b = a;
+  for (int64_t j = 0; j < TILE / 2; j += 8) {
+    const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(tile + 2 * j));
+    const __m256i x = _mm256_add_epi32(words, _mm256_load_si256(reinterpret_cast<const __m256i *>(keys.of[0] + j)));
+    const __m256i y = _mm256_add_epi32(words, _mm256_load_si256(reinterpret_cast<const __m256i *>(keys.of[1] + j)));
+    a = _mm256_add_epi64(a, _mm256_mul_epu32(x, _mm256_srli_epi64(x, 32)));
+    b = _mm256_add_epi64(b, _mm256_mul_epu32(y, _mm256_srli_epi64(y, 32)));
+  }
+  alignas(32) uint64_t lanes[2][4];
+  _mm256_store_si256(reinterpret_cast<__m256i *>(lanes[0]), a);
+  _mm256_store_si256(reinterpret_cast<__m256i *>(lanes[1]), b);
+  for (int k = 0; k < 2; ++k) sums[k] = lanes[k][0] + lanes[k][1] + lanes[k][2] + lanes[k][3];
+#elif defined(__SSE2__)
+  __m128i a = _mm_setzero_si128(), b = a;
+  for (int64_t j = 0; j < TILE / 2; j += 4) {
+    const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i *>(tile + 2 * j));
+    const __m128i x = _mm_add_epi32(words, _mm_load_si128(reinterpret_cast<const __m128i *>(keys.of[0] + j)));
+    const __m128i y = _mm_add_epi32(words, _mm_load_si128(reinterpret_cast<const __m128i *>(keys.of[1] + j)));
+    a = _mm_add_epi64(a, _mm_mul_epu32(x, _mm_srli_epi64(x, 32)));
+    b = _mm_add_epi64(b, _mm_mul_epu32(y, _mm_srli_epi64(y, 32)));
+  }
+  alignas(16) uint64_t lanes[2][2];
+  _mm_store_si128(reinterpret_cast<__m128i *>(lanes[0]), a);
+  _mm_store_si128(reinterpret_cast<__m128i *>(lanes[1]), b);
+  for (int k = 0; k < 2; ++k) sums[k] = lanes[k][0] + lanes[k][1];
+#else
+  sums[0] = sums[1] = 0;
+  for (int64_t j = 0; j < TILE / 2; j += 2) {
+    uint32_t words[2];
+    std::memcpy(words, tile + 2 * j, 8);
+    for (int k = 0; k < 2; ++k) {
+      const uint32_t even = words[0] + keys.of[k][j], odd = words[1] + keys.of[k][j + 1];
+      sums[k] += static_cast<uint64_t>(even) * odd;
+    }
+  }
+#endif
+}
+
+// The two sums of a shard, tile by tile.
+struct Sums {
+  uint64_t of[2] = {0, 0};
+
+  // Adds the n weights of tile number `tile`.
+  void add(const uint16_t *weights, int64_t n, int64_t tile) {
+    uint64_t found[2];
+    if (n == TILE) {
+      products(weights, found);
+    } else {
+      uint16_t filled[TILE] = {};
+      std::memcpy(filled, weights, 2 * n);
+      products(filled, found);
+    }
+    for (int k = 0; k < 2; ++k) {
+      uint64_t z = found[k] + (static_cast<uint64_t>(tile) + 1) * 0x9e3779b97f4a7c15u;
+      z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+      z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+      of[k] += z ^ z >> 31;
+    }
+  }
+
+  void add_all(const uint16_t *weights, int64_t n) {
+    for (int64_t start = 0; start < n; start += TILE) add(weights + start, std::min(TILE, n - start), start / TILE);
   }
 };
 
@@ -325,18 +399,19 @@ int64_t weight_encode(const uint16_t *old, const uint16_t *now, int64_t n, uint8
   Tile t;
   int64_t tiles = (n + TILE - 1) / TILE, bound = HEADER + 2 * n;
   Sums before, after;
-  before.add(old, n, 0);
-  after.add(now, n, 0);
   int64_t header[7] = {RAW, n, n};
-  std::memcpy(header + 3, &before, 16);
-  std::memcpy(header + 5, &after, 16);
   uint8_t *at = message + HEADER;
   bool room = HEADER + 8 * tiles < bound;
   for (int64_t tile = 0; tile < tiles; ++tile) {
     uint16_t counts[4];
-    header[2] -= count(old + tile * TILE, now + tile * TILE, std::min(TILE, n - tile * TILE), counts);
+    int64_t start = tile * TILE, length = std::min(TILE, n - start);
+    header[2] -= count(old + start, now + start, length, counts);
+    before.add(old + start, length, tile);  // while they are in the cache
+    after.add(now + start, length, tile);
     if (room) std::memcpy(at + 8 * tile, counts, 8);
   }
+  std::memcpy(header + 3, &before, 16);
+  std::memcpy(header + 5, &after, 16);
   if (room) {
     auto counts = [at](int64_t tile, uint16_t *c) { std::memcpy(c, at + 8 * tile, 8); };
     Planes planes = Planes::behind(at + 8 * tiles, n, counts);
@@ -365,7 +440,7 @@ int64_t weight_decode(const uint8_t *message, int64_t size, uint16_t *weights, i
   std::memcpy(&told, header + 5, 16);
   if (header[0] == RAW) {
     std::memcpy(weights, message + HEADER, 2 * n);
-    sums.add(weights, n, 0);
+    sums.add_all(weights, n);
     return std::memcmp(&sums, &told, 16) ? MESSAGE_CHANGED : 0;
   }
   uint8_t *at = const_cast<uint8_t *>(message) + HEADER;  // Planes serve both directions; nothing is written
@@ -387,14 +462,14 @@ int64_t weight_decode(const uint8_t *message, int64_t size, uint16_t *weights, i
     if (!read_tile(length, c, planes, t)) return MESSAGE_CHANGED;
     uint16_t *of_tile = weights + start;
     for (int64_t i = 0; i < length; ++i) of_tile[i] = line(static_cast<uint16_t>(line(of_tile[i]) + t.d[i]));
-    sums.add(of_tile, length, start);
+    sums.add(of_tile, length, tile);
   }
   return std::memcmp(&sums, &told, 16) ? WEIGHTS_DIFFER : 0;
 }
 
 void weight_sums(const uint16_t *weights, int64_t n, int64_t *sums) {
   Sums found;
-  found.add(weights, n, 0);
+  found.add_all(weights, n);
   std::memcpy(sums, &found, 16);
 }
 

@@ -34,7 +34,9 @@ def _decode_one(message: torch.Tensor, weights: torch.Tensor) -> int:
 
 def sums(weights: torch.Tensor) -> torch.Tensor:
     """weight_code.sums."""
-    found = torch.empty(2, dtype=torch.int64, device="cpu")
+    found = torch.empty(*weights.shape[:-1], 2, dtype=torch.int64, device="cpu")
     run = native.loaded().megatron_loco_weight_sums
-    run(native.variant(), native.pointer(weights), weights.numel(), native.pointer(found))
+    rows = weights if weights.dim() == 2 else weights[None]
+    for row, of_row in zip(rows, found.view(-1, 2), strict=True):
+        run(native.variant(), native.pointer(row), row.numel(), native.pointer(of_row))
     return found

@@ -194,9 +194,9 @@ def apply_kernel(
             tl.store(weights + start + i, after.to(tl.int16))
         else:
             tl.store(weights + start + i, after.to(tl.int16), mask=i < length)
-        plain, by_place = sums_of(after, start)  # what is behind the last weight is 0
-        tl.store(sums + tile, plain)
-        tl.store(sums + tiles + tile, by_place)
+        one, other = sums_of(after, tile)  # what is behind the last weight is 0
+        tl.store(sums + tile, one)
+        tl.store(sums + tiles + tile, other)
 
 
 @triton.jit(do_not_specialize=["row", "n", "tiles", "own"], do_not_specialize_on_alignment=["messages"])
@@ -219,9 +219,9 @@ def verdict_kernel(
     wrong += 2 * sender
     raw = _is_raw(message, n, size)
     whole = _is_whole(message, wrong, end, n, size) & (tl.load(wrong + 1) == 0)
-    plain = _number(message, 5, size) == tl.load(sums + 2 * sender)
-    by_place = _number(message, 6, size) == tl.load(sums + 2 * sender + 1)
-    verdict = tl.where(plain & by_place, 0, tl.where(raw, _MESSAGE_CHANGED, _WEIGHTS_DIFFER))
+    one = _number(message, 5, size) == tl.load(sums + 2 * sender)
+    other = _number(message, 6, size) == tl.load(sums + 2 * sender + 1)
+    verdict = tl.where(one & other, 0, tl.where(raw, _MESSAGE_CHANGED, _WEIGHTS_DIFFER))
     verdict = tl.where(raw | whole, verdict, _MESSAGE_CHANGED)
     verdict = tl.where(sender == own, 0, verdict)
     tl.store(found + sender, tl.where(_number(message, 0, size) == _STALE, _OWNER_CHANGED, verdict))

@@ -89,13 +89,13 @@ def count_kernel(
     tl.store(counts + 2, farther.to(tl.int16))
     tl.store(counts + 3, farthest.to(tl.int16))
     sums += tile
-    old_plain, old_by_place = sums_of(before, start)
-    new_plain, new_by_place = sums_of(after, start)
+    old_one, old_other = sums_of(before, tile)
+    new_one, new_other = sums_of(after, tile)
     tl.store(sums, (length - changed).to(tl.int64))
-    tl.store(sums + tiles, old_plain)
-    tl.store(sums + 2 * tiles, old_by_place)
-    tl.store(sums + 3 * tiles, new_plain)
-    tl.store(sums + 4 * tiles, new_by_place)
+    tl.store(sums + tiles, old_one)
+    tl.store(sums + 2 * tiles, old_other)
+    tl.store(sums + 3 * tiles, new_one)
+    tl.store(sums + 4 * tiles, new_other)
 
 
 @triton.jit(do_not_specialize=["n", "tiles", "first_tile"], do_not_specialize_on_alignment=["message"])

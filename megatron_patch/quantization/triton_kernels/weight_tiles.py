@@ -13,6 +13,9 @@ from megatron_patch.quantization import weight_code
 
 TILE = tl.constexpr(weight_code.TILE)
 NO_BITMAP = tl.constexpr(weight_code.NO_BITMAP)
+_STEP = tl.constexpr(weight_code.STEP)
+_SHIFT_1, _SHIFT_2, _SHIFT_3 = (tl.constexpr(shift) for shift, _ in weight_code.MIX)
+_FACTOR_1, _FACTOR_2 = (tl.constexpr(factor) for _, factor in weight_code.MIX[:2])
 TILES_AT_ONCE = tl.constexpr(256)  # of sizes_kernel
 
 
@@ -34,33 +37,60 @@ def load_tile(weights, length):
 
 
 @triton.jit
-def sums_of(bits, start):
-    """The two sums of a tile, int64, the first weight of which is number `start` of the shard."""
-    x = tl.reshape(bits & 0xFFFF, (TILE // 8, 8))  # neighbours, in one thread
-    plain = tl.sum(x, axis=1)
-    # Less than 2^31: at most 8 * 255 times `plain`, of 8 * 65535, and 36 * 65535.
-    by_place = tl.sum(x * (tl.arange(0, 8) + 1)[None, :], axis=1) + tl.arange(0, TILE // 8) * 8 * plain
-    total = tl.sum(plain).to(tl.int64)  # less than 2^27
-    return total, tl.sum(by_place.to(tl.int64)) + start * total
+def _keys(j):
+    """The keys of a tile's words, uint32, for the first sum."""
+    key = (j + 1).to(tl.uint32) * 0x9E3779B1
+    key = (key ^ (key >> 15)) * 0x85EBCA6B
+    key = (key ^ (key >> 13)) * 0xC2B2AE35
+    return key ^ (key >> 16)
+
+
+@triton.jit
+def _products(keyed):
+    """The sum of products of uint32 [words, 2], modulo 2^64."""
+    even, odd = tl.split(keyed)
+    return tl.sum((even.to(tl.uint64) * odd.to(tl.uint64)).to(tl.int64, bitcast=True))
+
+
+@triton.jit
+def _mixed(found, tile):
+    """What a tile's sum of products, int64, adds to a sum of its shard."""
+    place = (tl.full([], 1, tl.int64) + tile).to(tl.uint64, bitcast=True)
+    z = found.to(tl.uint64, bitcast=True) + place * _STEP
+    z = (z ^ (z >> _SHIFT_1)) * _FACTOR_1
+    z = (z ^ (z >> _SHIFT_2)) * _FACTOR_2
+    return (z ^ (z >> _SHIFT_3)).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def sums_of(bits, tile):
+    """What a tile, the `tile`-th of its shard, adds to the shard's two sums, int64."""
+    low, high = tl.split(tl.reshape(bits & 0xFFFF, (TILE // 4, 2, 2)))  # neighbours, in one thread
+    words = (low | (high << 16)).to(tl.uint32, bitcast=True)
+    keys = _keys(tl.arange(0, TILE // 4)[:, None] * 2 + tl.arange(0, 2)[None, :])
+    one = _products(words + keys)
+    other = _products(words + ((keys >> 16) | (keys << 16)))
+    return _mixed(one, tile), _mixed(other, tile)
 
 
 @triton.jit(do_not_specialize=["n"])
 def sums_kernel(
-    weights,  # int16 [n]
-    sums,  # int64 [2], zeros
+    weights,  # int16 [rows, n]
+    sums,  # int64 [rows, 2], zeros
     n: tl.int64,
 ):
+    row = tl.program_id(1).to(tl.int64)
     tiles = (n + TILE - 1) // TILE
-    plain = tl.zeros([], tl.int64)
-    by_place = tl.zeros([], tl.int64)
+    one = tl.zeros([], tl.int64)
+    other = tl.zeros([], tl.int64)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         start = tile * TILE
         length = tl.minimum(n - start, TILE).to(tl.int32)
-        one, other = sums_of(load_tile(weights + start, length), start)
-        plain += one
-        by_place += other
-    tl.atomic_add(sums + 0, plain, sem="relaxed")
-    tl.atomic_add(sums + 1, by_place, sem="relaxed")
+        of_one, of_other = sums_of(load_tile(weights + row * n + start, length), tile)
+        one += of_one
+        other += of_other
+    tl.atomic_add(sums + 2 * row, one, sem="relaxed")
+    tl.atomic_add(sums + 2 * row + 1, other, sem="relaxed")
 
 
 @triton.jit

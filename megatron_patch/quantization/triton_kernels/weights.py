@@ -90,10 +90,11 @@ def decode(
 
 def sums(weights: torch.Tensor) -> torch.Tensor:
     """weight_code.sums."""
-    found = torch.zeros(2, dtype=torch.int64, device=weights.device)
-    programs = min(tiles_of(weights.numel()), 2 if _interpreted(weights) else _PROGRAMS)
-    if programs:
-        launch(sums_kernel, (programs,), weights, found, weights.numel(), **_PLAIN)
+    rows, n = weights.shape[:-1].numel(), weights.shape[-1]
+    found = torch.zeros(*weights.shape[:-1], 2, dtype=torch.int64, device=weights.device)
+    programs = min(tiles_of(n), 2 if _interpreted(weights) else _PROGRAMS)
+    if programs and rows:
+        launch(sums_kernel, (programs, rows), weights, found, n, **_PLAIN)
     return found
 
 
