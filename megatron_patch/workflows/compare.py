@@ -19,7 +19,7 @@ from megatron_patch.errors import UserError
 from megatron_patch.files import write_whole
 from megatron_patch.workflows import train
 from megatron_patch.workflows.plots import draw_comparison
-from megatron_patch.workflows.run import configuration, launcher, recipes, run_folder
+from megatron_patch.workflows.run import checkpoints, configuration, launcher, recipes, run_folder
 from megatron_patch.workflows.run.prepare import PreparedRun, prepare_run
 from megatron_patch.workflows.run.run_folder import State
 
@@ -57,11 +57,12 @@ def run(args: argparse.Namespace) -> int:
     runs = {
         name: configuration.load(path, args.overrides, and_files=[recipe]) for name, recipe in chosen.items()
     }
+    checkpoints.refuse_shared(runs.values())
     for name, one in runs.items():
         if args.resume:
             run_folder.check_unchanged(out / name, one)
         else:
-            run_folder.check_folder(out / name, args.overwrite)
+            run_folder.check_folder(out / name, checkpoints.place(one, out / name), args.overwrite)
     prepared = {name: prepare_run(one, out / name) for name, one in runs.items()}
     width = max(map(len, names))
     try:
@@ -80,7 +81,7 @@ def _summary(one: PreparedRun, label: str, args: argparse.Namespace) -> dict[str
         return train.execute(one, label, args.overwrite)
     if run_folder.look(one.folder, one.run) is State.DONE:
         return run_folder.summary(one.folder) or {}
-    return train.go_on(one, label)
+    return train.resume_or_start(one, label)
 
 
 def write_comparison(out: Path, summaries: dict[str, dict[str, Any]]) -> None:

@@ -6,6 +6,8 @@ FOLDER/tensorboard/    Megatron's own and ours             FOLDER/logs/         
 FOLDER/checkpoints/    where megatron.save_interval asks for them
 
 A run that was ended resumes from its last checkpoint with --resume; launch.max_restarts does so by itself.
+A scheduler that gives the same command again gives it --resume-or-start, which needs megatron.save_interval.
+megatron.save puts the checkpoints elsewhere; they are looked for there, too.
 --with adds recipes, e.g. of a cluster: --with configs/clusters/slurm.yaml. On several nodes every node runs
 this command, with the same FOLDER (shared) and a launch.node_rank of its own; node 0 looks after the folder.
 """
@@ -13,19 +15,27 @@ this command, with the same FOLDER (shared) and a launch.node_rank of its own; n
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_patch.errors import UserError
+from megatron_patch.integration.checkpoint import tracker
 from megatron_patch.workflows.plan import hint
-from megatron_patch.workflows.run import checkpoints, configuration, dry_run, launcher, recipes, run_folder
+from megatron_patch.workflows.run import configuration, dry_run, launcher, recipes, run_folder
+from megatron_patch.workflows.run.checkpoints import check_restartable, latest_step, place
+from megatron_patch.workflows.run.claim import Claim
+from megatron_patch.workflows.run.only_one import only_one
 from megatron_patch.workflows.run.prepare import PreparedRun, prepare_run
 from megatron_patch.workflows.run.progress import Board, StepProgress
 
 _SHARED_SECONDS = 60
 """How long a file that another node has written may take to be seen on a shared file system."""
+_DYING_SECONDS = 120
+"""How long a job that was started again waits for the end of its predecessor, whose node may be lost."""
 
 
 def execute(
@@ -41,28 +51,55 @@ def execute(
 
     Raises:
         launcher.RankFailed: a rank failed; what it wrote is in FOLDER/logs.
-        UserError: a mistake of the user's that only a rank could find.
+        UserError: a mistake of the user's that only a rank could find; the folder is as it was before.
     """
-    folder, first = prepared.folder, prepared.run.launch.node_rank == 0
-    if first:
-        run_folder.claim_folder(folder, overwrite, resume)
-        (folder / "config.yaml").write_text(prepared.run.as_yaml(), encoding="utf-8")
-        (folder / "command.txt").write_text(prepared.job.command_text(), encoding="utf-8")
-    done = checkpoints.latest_step(folder) or 0
+    if prepared.run.launch.node_rank:
+        return _finish(prepared, _start(prepared, label, board, None), 0)
+    with only_one(prepared.folder, "train"):
+        claim = Claim(
+            prepared.folder,
+            prepared.checkpoints,
+            {"config.yaml": prepared.run.as_yaml(), "command.txt": prepared.job.command_text()},
+            overwrite=overwrite,
+            resume=resume,
+            shared=prepared.run.launch.nnodes > 1,
+        )
+        try:
+            stopped = _start(prepared, label, board, claim)
+        except BaseException as error:
+            claim.give_up(refused=isinstance(error, UserError))
+            raise
+        claim.begin()
+        return _finish(prepared, stopped, _SHARED_SECONDS if prepared.run.launch.nnodes > 1 else 0)
+
+
+def _start(prepared: PreparedRun, label: str, board: Board | None, claim: Claim | None) -> str | None:
+    """Run the ranks to their end; returns the signal that stopped them, if one did."""
+    metrics, done = prepared.folder / "metrics.jsonl", tracker.latest(prepared.checkpoints) or 0
     try:
-        with StepProgress(label, prepared.steps, folder / "metrics.jsonl", done, board) as progress:
-            stopped = launcher.start(prepared.job, progress.tick, progress.say)
+        with StepProgress(label, prepared.steps, metrics, done, board) as progress:
+
+            def tick() -> None:
+                progress.tick()
+                if claim:
+                    claim.look()
+
+            return launcher.start(prepared.job, tick, progress.say)
     except launcher.Stopped as error:
         raise _stopped(prepared, str(error)) from error
-    written = folder / "summary.json"
-    deadline = time.monotonic() + (_SHARED_SECONDS if first and prepared.run.launch.nnodes > 1 else 0)
+
+
+def _finish(prepared: PreparedRun, stopped: str | None, patience: float) -> dict[str, Any]:
+    """summary.json of a run whose ranks here have ended; on several nodes the last rank may be writing it."""
+    written, first = prepared.folder / "summary.json", prepared.run.launch.node_rank == 0
+    deadline = time.monotonic() + patience
     while not written.exists() and not stopped and time.monotonic() < deadline:
         time.sleep(1)
     if not written.exists() and first and not stopped:  # e.g. megatron.exit_interval
         raise launcher.RankFailed(
             f"the run left no summary: Megatron ended before it did (see {prepared.job.logs})"
         )
-    # Other nodes have one where the folder is shared, and the last rank may still be writing it.
+    # Nodes other than the first have one where the folder is shared.
     summary: dict[str, Any] = {"steps": 0, "train_loss": None, "valid_loss": None}
     if written.exists():
         summary = json.loads(written.read_text(encoding="utf-8"))
@@ -71,14 +108,15 @@ def execute(
     return summary
 
 
-def go_on(prepared: PreparedRun, label: str, board: Board | None = None) -> dict[str, Any]:
-    """`execute` a run that was interrupted, or not begun: from its last checkpoint if there is one."""
-    resume = checkpoints.latest_step(prepared.folder) is not None
-    return execute(prepared, label, overwrite=not resume, resume=resume, board=board)
+def resume_or_start(prepared: PreparedRun, label: str, board: Board | None = None) -> dict[str, Any]:
+    """`execute` a run that was interrupted, or never started: from its last checkpoint if there is one."""
+    with only_one(prepared.folder, "train"):
+        resume = latest_step(prepared.checkpoints) is not None
+        return execute(prepared, label, overwrite=not resume, resume=resume, board=board)
 
 
 def _stopped(prepared: PreparedRun, why: str) -> launcher.Stopped:
-    step = checkpoints.latest_step(prepared.folder)
+    step = tracker.latest(prepared.checkpoints)
     if step is None:
         return launcher.Stopped(
             f"{why} before a checkpoint was written (megatron.save_interval, megatron.exit_signal_handler)"
@@ -88,8 +126,14 @@ def _stopped(prepared: PreparedRun, why: str) -> launcher.Stopped:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megatron-loco train`."""
-    add_run_arguments(parser).add_argument(
+    group = add_run_arguments(parser)
+    group.add_argument(
         "--resume", action="store_true", help="resume from the last checkpoint of the run in that folder"
+    )
+    group.add_argument(
+        "--resume-or-start",
+        action="store_true",
+        help="for schedulers, which repeat the command: resume, or start where there is no checkpoint",
     )
     parser.add_argument(
         "--with",
@@ -124,19 +168,31 @@ def run(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
     extra = [recipes.find(name) for name in args.and_files]
     configured = configuration.load(path, args.overrides, and_files=extra)
     folder = args.out or Path("runs") / path.stem
+    first = configured.launch.node_rank == 0
+    if args.resume_or_start:
+        check_restartable(configured, folder)
     if args.dry_run:
         planned = prepare_run(configured, folder, dry=True)
         said = hint.line(configured, planned.args, args.config)
         say(dry_run.shown(configured, planned.job, [said] if said else []))
         return 0
-    if configured.launch.node_rank == 0:
-        run_folder.check_folder(folder, args.overwrite, args.resume)  # before Megatron is imported
-    prepared = prepare_run(configured, folder)
-    if configured.launch.node_rank == 0 and (said := hint.line(configured, prepared.args, args.config)):
-        say(said)
-    summary = execute(prepared, path.stem, args.overwrite, args.resume)
-    if configured.launch.node_rank:
-        say(f"node {configured.launch.node_rank} has ended; see {folder}")
-    else:
+    with contextlib.ExitStack() as held:
+        if first and folder.is_dir():  # else nobody is at work there, and a mistake leaves no folder
+            held.enter_context(only_one(folder, "train", _DYING_SECONDS if args.resume_or_start else 0))
+        overwrite, resume = args.overwrite, args.resume
+        if first:
+            if args.resume_or_start:
+                resume = latest_step(place(configured, folder)) is not None
+                # What was stopped before its first checkpoint is run again; what ended is kept.
+                overwrite = not resume and run_folder.summary(folder) is None
+            # Before Megatron is imported.
+            run_folder.check_folder(folder, place(configured, folder), overwrite, resume)
+        prepared = prepare_run(configured, folder)
+        if first and (said := hint.line(configured, prepared.args, args.config)):
+            say(said)
+        summary = execute(prepared, path.stem, overwrite, resume)
+    if first:
         say(f"validation loss {summary['valid_loss']}, training loss {summary['train_loss']}; see {folder}")
+    else:
+        say(f"node {configured.launch.node_rank} has ended; see {folder}")
     return 0

@@ -42,7 +42,8 @@ def _metrics(folder: Path) -> list[tuple[int, float, float]]:
 
 def _checkpoint(folder: Path) -> dict[str, Any]:
     """The tensors of the last checkpoint: weights and optimizer state."""
-    path = checkpoints.checkpoints(folder) / f"iter_{checkpoints.latest_step(folder):07d}"
+    saved = folder / "checkpoints"
+    path = saved / f"iter_{checkpoints.latest_step(saved):07d}"
     reader = FileSystemReader(path)
     entries = reader.read_metadata().state_dict_metadata.items()
     state = {

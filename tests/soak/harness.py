@@ -153,7 +153,7 @@ class Runs:
         restarts = self._random.randint(len(plan) // 2, len(plan))
         try:
             while True:
-                before, resume = board.killed, checkpoints.latest_step(folder) is not None
+                before, resume = board.killed, checkpoints.latest_step(folder / "checkpoints") is not None
                 tally.resumed += resume
                 try:
                     self._execute(folder, restarts, resume)

@@ -17,11 +17,9 @@ A Slurm array makes one run per task: pretrain_scripts/slurm/ablate.sbatch; --co
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -32,7 +30,8 @@ from megatron_patch.workflows import train
 from megatron_patch.workflows.ablation import curves, definition, plots, records
 from megatron_patch.workflows.ablation.definition import Ablation, Run
 from megatron_patch.workflows.ablation.results import Results, outcome
-from megatron_patch.workflows.run import launcher, progress, run_folder
+from megatron_patch.workflows.run import checkpoints, launcher, progress, run_folder
+from megatron_patch.workflows.run.only_one import only_one
 from megatron_patch.workflows.run.prepare import prepare_run
 from megatron_patch.workflows.run.run_folder import State
 
@@ -68,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     ablation = definition.read(path, args.overrides, args.base, _seeds(args.seeds))
     out = args.out or Path("runs/ablations") / ablation.name / ablation.base.stem
     runs = ablation.runs(out)
+    checkpoints.refuse_shared(one.configured for one in runs)
     known = _known(out, args.results)
     if args.dry_run:
         return _list(ablation, runs, known)
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
             )
         _make(ablation, [runs[args.task]], out, args, known, alone=True)
         return int(run_folder.failure(runs[args.task].folder) is not None)
-    with _only_one(out):
+    with only_one(out, "ablate"):
         _make(ablation, runs, out, args, known)
         return _show(Results(ablation, runs, *known), out)
 
@@ -152,7 +152,7 @@ def _make_one(one: Run, board: progress.Board, cache: Path | None) -> str:
     run_folder.forget_failure(one.folder)
     try:
         prepared = prepare_run(one.configured, one.folder, cache=cache)
-        summary = train.go_on(prepared, one.label, board)
+        summary = train.resume_or_start(prepared, one.label, board)
     except launcher.Stopped:
         raise
     except (launcher.RankFailed, UserError) as error:
@@ -201,15 +201,3 @@ def _list(ablation: Ablation, runs: Sequence[Run], known: Known) -> int:
     for number, one in enumerate(runs):
         print(f"{number:4d}  {outcome(one, known[0]).state.value:11s}  {one.label}")
     return 0
-
-
-@contextlib.contextmanager
-def _only_one(out: Path) -> Iterator[None]:
-    """Hold the folder against a second ablation, which would make the same runs."""
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / ".lock").open("w") as lock:
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by the ranks, unlike flock's
-        except OSError:
-            raise UserError(f"out: another `ablate` is at work in {out}") from None
-        yield

@@ -36,6 +36,11 @@ class PreparedRun:
     def folder(self) -> Path:
         return self.job.folder
 
+    @property
+    def checkpoints(self) -> Path:
+        """Where the run saves, and resumes from."""
+        return checkpoints.place(self.run, self.folder)
+
 
 def prepare_run(run: RunConfig, folder: Path, *, dry: bool = False, cache: Path | None = None) -> PreparedRun:
     """Prepare the data, resolve and check the flags. Imports Megatron (on CPU with its stand-ins).
@@ -52,14 +57,7 @@ def prepare_run(run: RunConfig, folder: Path, *, dry: bool = False, cache: Path 
     script = recipes.find(run.launch.script)
     if not recipes.is_file(script):
         raise UserError(f"launch.script: {run.launch.script!r}: no such file")
-    # A dry run does not repair a torn tracker file.
-    step = tracker.latest(checkpoints.checkpoints(folder)) if dry else checkpoints.latest_step(folder)
-    for key in ("load", "finetune"):
-        if step is not None and run.megatron.get(key):
-            raise UserError(
-                f"megatron.{key}: {run.megatron[key]!r}: the run in {folder} resumes from checkpoints of its "
-                f"own; leave it out: megatron.{key}=null"
-            )
+    checkpoints.refuse_other_checkpoints(run, folder)
     on_cpu = run.launch.device == "cpu"
     if on_cpu:
         from megatron_patch.integration.cpu import device as cpu_device
@@ -74,7 +72,7 @@ def prepare_run(run: RunConfig, folder: Path, *, dry: bool = False, cache: Path 
     # The user's own keys are looked at before minutes go into preparing data.
     megatron_flags.flags_of(settings, parser)
     data = dry_run.data_settings(run) if dry else _data_settings(run)
-    settings = {**data, **_folder_settings(run, folder, step, cache), **settings}
+    settings = {**data, **_folder_settings(run, folder, cache), **settings}
     flags = [
         *megatron_flags.flags_of(settings, parser),
         *megatron_flags.compression_flags(run.compression, run.attach),
@@ -152,12 +150,13 @@ def _data_settings(run: RunConfig) -> dict[str, Any]:
     return {**data.path_flags, **(found.megatron_flags if found else {})}
 
 
-def _folder_settings(run: RunConfig, folder: Path, step: int | None, cache: Path | None) -> dict[str, Any]:
+def _folder_settings(run: RunConfig, folder: Path, cache: Path | None) -> dict[str, Any]:
     settings: dict[str, Any] = {"tensorboard_dir": str(folder / "tensorboard")}
+    own = checkpoints.place(run, folder)
     if run.megatron.get("save_interval") is not None:
-        settings["save"] = str(checkpoints.checkpoints(folder))
-    if "save" in settings or step is not None:
-        settings["load"] = str(checkpoints.checkpoints(folder))
+        settings["save"] = str(own)
+    if "save" in settings or tracker.latest(own) is not None:
+        settings["load"] = str(own)
     if run.data.path is not None:
         settings["data_cache_path"] = str(cache or f"{run.data.path}-cache")
     return settings

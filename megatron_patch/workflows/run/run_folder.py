@@ -15,18 +15,27 @@ from __future__ import annotations
 
 import enum
 import functools
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
+from megatron_patch import untrusted
 from megatron_patch.errors import UserError
 from megatron_patch.files import write_whole
-from megatron_patch.workflows.run import checkpoints, configuration
+from megatron_patch.workflows.report import checks
+from megatron_patch.workflows.run import configuration
+from megatron_patch.workflows.run.checkpoints import latest_step, place
 from megatron_patch.workflows.run.configuration import RunConfig
 
-_OWN_FILES = ("config.yaml", "command.txt", "metrics.jsonl", "summary.json")
-_OWN_FOLDERS = ("tensorboard", "logs", "failures")
+_REMOVE = "remove it to have the run made again"
+_NEEDED = (
+    *(("steps",), ("world_size",), ("valid_loss",), ("step_seconds", "median"), ("compensation_bytes",)),
+    *(
+        (wire, what)
+        for wire in ("gradient_wire", "weight_wire")
+        for what in ("bits_per_element", "bytes_per_step")
+    ),
+)
+"""Numbers that comparisons and ablations read."""
 
 
 class State(enum.Enum):
@@ -45,7 +54,7 @@ def look(folder: Path, wanted: RunConfig) -> State:
     if not path.exists():
         return State.NEW
     if _loaded(path, path.stat().st_mtime_ns) != wanted:
-        begun = summary(folder) or failure(folder) or checkpoints.latest_step(folder) is not None
+        begun = summary(folder) or failure(folder) or latest_step(place(wanted, folder)) is not None
         return State.CHANGED if begun else State.NEW
     if failure(folder) is not None:
         return State.FAILED
@@ -55,7 +64,7 @@ def look(folder: Path, wanted: RunConfig) -> State:
 
 
 def check_unchanged(folder: Path, wanted: RunConfig) -> None:
-    """Look whether the run in `folder` may be gone on with.
+    """Look whether the run in `folder` may be resumed.
 
     Raises:
         UserError: it has another configuration.
@@ -63,49 +72,30 @@ def check_unchanged(folder: Path, wanted: RunConfig) -> None:
     if look(folder, wanted) is State.CHANGED:
         raise UserError(
             f"out: {folder} holds a run of another configuration; choose another folder, or add --overwrite "
-            "to make it anew"
+            "to run it again"
         )
 
 
-def check_folder(folder: Path, overwrite: bool, resume: bool = False) -> None:
-    """Look whether a run may start in `folder`, or be resumed there.
+def check_folder(folder: Path, checkpoints: Path, overwrite: bool, resume: bool = False) -> None:
+    """Look whether a run that saves in `checkpoints` may start in `folder`, or be resumed there.
 
     Raises:
-        UserError: it holds a run already, and neither `overwrite` nor `resume` was asked for; it holds
-            checkpoints, which only `resume` may use; or it holds none to resume from.
+        UserError: it holds a run already, and neither `overwrite` nor `resume` was asked for; there are
+            checkpoints, which only `resume` may use; or none to resume from.
     """
-    step = checkpoints.latest_step(folder)
+    step = latest_step(checkpoints)
     if resume and step is None:
         raise UserError(
-            f"resume: {folder} holds no checkpoint to resume from; start anew (--overwrite replaces a run), "
-            "with megatron.save_interval=STEPS to have checkpoints written"
+            f"resume: {checkpoints} holds no checkpoint to resume from; start anew (--overwrite replaces a "
+            "run), with megatron.save_interval=STEPS to have checkpoints written"
         )
     if step is not None and not resume:
         raise UserError(
-            f"out: {folder} holds a run with checkpoints; add --resume to resume it "
-            f"from step {step}, choose another folder, or remove {checkpoints.checkpoints(folder)} for a new "
-            "start"
+            f"out: {checkpoints} holds a run's checkpoints; add --resume to resume it from step {step}, "
+            "choose another folder, or remove them for a new start"
         )
     if (folder / "config.yaml").exists() and not overwrite and not resume:
         raise UserError(f"out: {folder} holds a run already; choose another folder or add --overwrite")
-
-
-def claim_folder(folder: Path, overwrite: bool, resume: bool = False) -> None:
-    """Make `folder` ready for a new run, or for one that resumes with its metrics, logs and TensorBoard.
-
-    Raises:
-        UserError: as `check_folder` does, or the folder cannot be written.
-    """
-    check_folder(folder, overwrite, resume)
-    files, folders = (("summary.json",), ("failures",)) if resume else (_OWN_FILES, _OWN_FOLDERS)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in files:
-            (folder / name).unlink(missing_ok=True)
-        for name in folders:
-            shutil.rmtree(folder / name, ignore_errors=True)
-    except OSError as error:
-        raise UserError(f"out: {folder} cannot be written: {error.strerror}") from error
 
 
 @functools.cache  # an ablation asks after every run for all of them
@@ -118,9 +108,33 @@ def _loaded(path: Path, written: int) -> RunConfig | None:
 
 
 def summary(folder: Path) -> dict[str, Any] | None:
-    """summary.json of a run that is done."""
+    """summary.json of a run that has ended; None without one.
+
+    Raises:
+        UserError: it is not what a run leaves, which writes it whole.
+    """
     path = folder / "summary.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    try:
+        content = untrusted.load_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except untrusted.Unfit as error:
+        raise UserError(f"{path} is no JSON: {error}; {_REMOVE}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is no summary of a run; {_REMOVE}")
+    checks.check_summary(content, str(path))
+    for keys in _NEEDED:
+        value: Any = content
+        for key in keys:
+            value = value.get(key)
+        if not (checks.is_number(value) or (value is None and keys == ("valid_loss",))):
+            raise UserError(f"{path}: {'.'.join(keys)}: {value!r:.60} is no number; {_REMOVE}")
+    for name in ("device", "versions"):
+        if not content.get(name):
+            raise UserError(f"{path}: {name}: missing; {_REMOVE}")
+    return content
 
 
 def failure(folder: Path) -> str | None:

@@ -9,8 +9,8 @@ import pytest
 from megatron_patch.errors import UserError
 from megatron_patch.workflows.cli import main
 from megatron_patch.workflows.run import configuration
+from megatron_patch.workflows.run.claim import Claim
 from megatron_patch.workflows.run.recipes import shipped
-from megatron_patch.workflows.run.run_folder import claim_folder
 
 LLAMA = shipped("configs/models/llama_tiny.yaml")
 RECIPES = sorted(path for path in shipped("configs").glob("*/*.yaml") if path.parent.name != "ablations")
@@ -159,7 +159,7 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.C
 def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
     write(tmp_path, "taken", "a file")
     with pytest.raises(UserError, match="taken cannot be written"):
-        claim_folder(tmp_path / "taken", overwrite=True)
+        Claim(tmp_path / "taken", tmp_path / "taken/checkpoints", {"config.yaml": ""}, overwrite=True)
 
 
 def test_method_is_a_user_error() -> None:

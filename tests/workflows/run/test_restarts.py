@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from workflows.engine_runs import MODEL, ROOT, SCRIPT, cpu_flags
-from workflows.test_train import CONFIG, SMALL, children, command, megatron_loco
+from workflows.test_train import CONFIG, SMALL, children, command, megatron_loco, warm_megatron_loco
 
 from megatron_patch.errors import UserError
+from megatron_patch.workflows import train
 from megatron_patch.workflows.cli import main
-from megatron_patch.workflows.run import checkpoints, launcher, run_folder
+from megatron_patch.workflows.run import checkpoints, configuration, launcher
+from megatron_patch.workflows.run.claim import Claim
 from megatron_patch.workflows.run.configuration import Launch
+from megatron_patch.workflows.run.only_one import only_one
+from megatron_patch.workflows.run.prepare import PreparedRun, prepare_run
 
 STEPS = 60
+FILES = ("config.yaml", "command.txt", "metrics.jsonl", "summary.json")
+WIRE = {"bits_per_element": 4.1, "bytes_per_step": 10}
+SUMMARY = {
+    **{
+        "steps": 5,
+        "world_size": 2,
+        "valid_loss": 1.0,
+        "train_loss": 1.0,
+        "device": "cpu",
+        "versions": {"a": "1"},
+    },
+    **{"step_seconds": {"median": 0.1}, "compensation_bytes": 5, "gradient_wire": WIRE, "weight_wire": WIRE},
+}
 
 
 def records(folder: Path) -> list[tuple[int, float]]:
@@ -35,7 +56,7 @@ def test_a_killed_rank_is_started_again_and_a_finished_run_resumed(tmp_path: Pat
         command(*arguments), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 600
-    while not checkpoints.latest_step(out) and time.monotonic() < deadline:
+    while not checkpoints.latest_step(out / "checkpoints") and time.monotonic() < deadline:
         time.sleep(0.05)
     os.kill(int(children(process.pid)[0]), signal.SIGKILL)
     _, err = process.communicate(timeout=600)
@@ -140,8 +161,8 @@ def test_a_mistake_of_the_users_and_an_interrupt_start_nothing_again(
 
 
 def write_checkpoint(folder: Path, step: int) -> None:
-    (checkpoints.checkpoints(folder) / f"iter_{step:07d}").mkdir(parents=True)
-    (checkpoints.checkpoints(folder) / "latest_checkpointed_iteration.txt").write_text(str(step))
+    (folder / "checkpoints" / f"iter_{step:07d}").mkdir(parents=True)
+    (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(str(step))
 
 
 @pytest.mark.parametrize(
@@ -149,8 +170,8 @@ def write_checkpoint(folder: Path, step: int) -> None:
     [
         ("a run", ["--resume"], ["resume: ", "no checkpoint", "--overwrite", "megatron.save_interval"]),
         ("nothing", ["--resume"], ["resume: ", "no checkpoint"]),
-        ("checkpoints", [], ["holds a run with checkpoints", "--resume", "from step 20"]),
-        ("checkpoints", ["--overwrite"], ["--resume", "step 20", "remove ", "run/checkpoints"]),
+        ("checkpoints", [], ["run/checkpoints holds a run's checkpoints", "--resume", "from step 20"]),
+        ("checkpoints", ["--overwrite"], ["--resume", "step 20", "remove them", "run/checkpoints"]),
         ("checkpoints", ["--overwrite", "--resume"], ["--resume", "not allowed with", "--overwrite"]),
         ("checkpoints", ["--resume", "megatron.finetune=true"], ["megatron.finetune: True", "leave it out"]),
     ],
@@ -175,20 +196,241 @@ def test_what_a_folder_holds_decides(
 def test_compare_overwrites_no_checkpoints_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_checkpoint(tmp_path / "loco", 20)
     assert main(["compare", CONFIG, "--overwrite", "--out", str(tmp_path)]) == 2
-    assert f"{tmp_path / 'loco'} holds a run with checkpoints" in capsys.readouterr().err
+    assert f"{tmp_path / 'loco/checkpoints'} holds a run's checkpoints" in capsys.readouterr().err
 
 
-def test_what_resume_keeps(tmp_path: Path) -> None:
+def record_of_a_run(folder: Path) -> None:
+    for name in (*FILES, "logs/rank-0.log", "tensorboard/events", "failures/rank-1.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"old {name}")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files below `folder`, without the lock's."""
+    found = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+def claimed(folder: Path, **how: bool) -> Claim:
+    return Claim(folder, folder / "checkpoints", {"config.yaml": "new"}, **how)
+
+
+def first_step(folder: Path) -> None:
+    """As ranks do it: metrics.jsonl is replaced by another file."""
+    (folder / "partial").write_text("new\n")
+    (folder / "partial").replace(folder / "metrics.jsonl")
+
+
+def test_what_a_resumed_run_keeps(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 20)
-    kept = ["metrics.jsonl", "logs/rank-0.log", "tensorboard/events"]
-    for name in [*kept, "failures/rank-0.json", "summary.json"]:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-    run_folder.claim_folder(tmp_path, overwrite=False, resume=True)
-    for name in kept:
-        assert (tmp_path / name).read_text() == name
+    record_of_a_run(tmp_path)
+    claim = claimed(tmp_path, resume=True)
     assert not (tmp_path / "failures").exists()
-    assert not (tmp_path / "summary.json").exists()
+    claim.look()
+    assert (tmp_path / "config.yaml").read_text() == "old config.yaml"
+    first_step(tmp_path)
+    claim.look()
+    kept = {"logs/rank-0.log", "tensorboard/events", "command.txt"}
+    found = contents(tmp_path)
+    assert {name for name, text in found.items() if text == f"old {name}".encode()} == kept
+    assert found["config.yaml"] == b"new"
+    assert "summary.json" not in found
+    claim.give_up(refused=True)  # too late: nothing comes back
+    assert contents(tmp_path) == found
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_refused_by_the_ranks_everything_is_as_it_was(tmp_path: Path, resume: bool) -> None:
+    record_of_a_run(tmp_path)
+    if resume:
+        write_checkpoint(tmp_path, 20)
+    before = contents(tmp_path)
+    claim = claimed(tmp_path, resume=resume, overwrite=not resume)
+    for name in ("logs/rank-0.log", "logs/node/rank-1.log", "tensorboard/more", "failures/rank-0.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        with (tmp_path / name).open("a") as file:
+            file.write("refused")
+    claim.give_up(refused=True)
+    assert contents(tmp_path) == before
+
+
+def test_a_run_that_dies_before_its_first_step_leaves_its_logs_and_the_earlier_results(
+    tmp_path: Path,
+) -> None:
+    record_of_a_run(tmp_path)
+    before = contents(tmp_path)
+    claim = claimed(tmp_path, overwrite=True)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/rank-0.log").write_text("why")
+    claim.give_up(refused=False)
+    after = contents(tmp_path)
+    assert after.pop("logs/rank-0.log") == b"why"
+    assert after == {name: text for name, text in before.items() if not name.startswith(("logs", "failures"))}
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_launcher_that_was_killed_loses_no_results(tmp_path: Path, begun: bool) -> None:
+    record_of_a_run(tmp_path)
+    before = contents(tmp_path)
+    claimed(tmp_path, overwrite=True)
+    if begun:
+        first_step(tmp_path)
+    claim = claimed(tmp_path, overwrite=True)  # of the next start
+    claim.give_up(refused=True)
+    assert contents(tmp_path) == ({"config.yaml": b"new", "metrics.jsonl": b"new\n"} if begun else before)
+
+
+def hold(folder: Path, held: Any, leave: Any) -> None:
+    with only_one(folder, "train"):
+        held.set()
+        leave.wait()
+
+
+@pytest.mark.parametrize("flags", [["--resume"], ["--overwrite"], []])
+def test_a_second_run_in_a_folder_is_refused(
+    tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint(tmp_path, 20)
+    record_of_a_run(tmp_path)
+    (tmp_path / ".lock").touch()
+    before = contents(tmp_path)
+    context = multiprocessing.get_context("fork")
+    held, leave = context.Event(), context.Event()
+    other = context.Process(target=hold, args=(tmp_path, held, leave))
+    other.start()
+    try:
+        assert held.wait(60)
+        assert main(["train", CONFIG, *flags, "--out", str(tmp_path)]) == 2
+        assert capsys.readouterr().err == (
+            f"megatron-loco: error: out: another `train` is at work in {tmp_path}\n"
+        )
+        assert contents(tmp_path) == before
+        with pytest.raises(UserError, match="at work"), only_one(tmp_path, "train", wait=0.5):
+            pass
+        os.kill(other.pid, signal.SIGKILL)  # the lock goes with its process
+        with only_one(tmp_path, "train", wait=60), only_one(tmp_path, "train"):
+            pass
+    finally:
+        other.kill()
+        other.join()
+
+
+def test_a_file_system_without_locks_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", none)
+    with only_one(tmp_path, "train"):
+        assert "has no locks" in capsys.readouterr().err
+
+
+SAVED_ELSEWHERE = ["megatron.save=elsewhere", "megatron.save_interval=5"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "flags", "words"),
+    [
+        (None, [*SAVED_ELSEWHERE, "--resume"], ["resume: elsewhere holds no checkpoint"]),
+        (20, SAVED_ELSEWHERE, ["elsewhere holds a run's checkpoints", "--resume", "step 20"]),
+        (20, [*SAVED_ELSEWHERE, "--overwrite"], ["elsewhere holds a run's checkpoints"]),
+        (20, [*SAVED_ELSEWHERE, "--resume", "megatron.load=other"], ["megatron.load: 'other'", "of its own"]),
+        (None, [*SAVED_ELSEWHERE, "launch.max_restarts=1", "megatron.load=other"], ["pretrained_checkpoint"]),
+        (None, ["--resume-or-start"], ["megatron.save_interval: not set", "step 0"]),
+        (None, ["--resume-or-start", "--resume"], ["not allowed with"]),
+        (None, ["--resume-or-start", *SAVED_ELSEWHERE, "megatron.load=other"], ["pretrained_checkpoint"]),
+        (None, ["--resume-or-start", *SAVED_ELSEWHERE, "megatron.finetune=true"], ["megatron.finetune"]),
+    ],
+)
+def test_checkpoints_are_looked_for_where_they_are_saved(
+    saved: int | None,
+    flags: list[str],
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if saved:
+        write_checkpoint(tmp_path, saved)
+        (tmp_path / "checkpoints").rename("elsewhere")
+    assert main(["train", CONFIG, *flags, "--out", "run"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    for word in words:
+        assert word in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_megatron_saves_and_loads_in_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for load in ([], ["megatron.load=elsewhere"]):
+        configured = configuration.load(Path(CONFIG), [*SMALL, *SAVED_ELSEWHERE, *load])
+        args = prepare_run(configured, tmp_path / "run", dry=True).args
+        assert (args.save, args.load) == ("elsewhere", "elsewhere")
+
+
+@pytest.mark.parametrize(
+    "command", [["compare", CONFIG], ["ablate", "bits"], ["ablate", "bits", "--task", "0"]], ids=str
+)
+def test_several_runs_do_not_save_in_one_place(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, *SAVED_ELSEWHERE, "--out", str(tmp_path / "out")]) == 2
+    assert "megatron.save: 'elsewhere': several runs" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("state", "how"), [("checkpoint", "resume"), ("stopped", "overwrite"), ("new", "")])
+def test_resume_or_start_does_what_the_folder_asks_for(
+    state: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    if state != "new":
+        out.mkdir()
+        (out / "config.yaml").write_text("old")
+    if state == "checkpoint":
+        write_checkpoint(out, 20)
+    asked: list[tuple[bool, bool]] = []
+
+    def execute(prepared: PreparedRun, label: str, overwrite: bool, resume: bool) -> dict[str, None]:
+        asked.append((overwrite, resume))
+        return {"valid_loss": None, "train_loss": None}
+
+    monkeypatch.setattr(train, "execute", execute)
+    settings = [*SMALL, "megatron.save_interval=5", "--resume-or-start", "--out", str(out)]
+    assert main(["train", CONFIG, *settings]) == 0
+    (found,) = asked
+    assert found[1] == (how == "resume")
+    assert found[0] or how != "overwrite"
+
+
+def test_resume_or_start_keeps_a_run_that_has_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("old")
+    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
+    arguments = ["train", CONFIG, *SMALL, "megatron.save_interval=5", "--resume-or-start"]
+    assert main([*arguments, "--out", str(tmp_path)]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+
+
+def test_a_resume_that_the_ranks_refuse_changes_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    settings = [*SMALL, "megatron.save_interval=2", "compression.strict_load=true"]
+    arguments = ("train", CONFIG, *settings, "--out", str(out))
+    done = warm_megatron_loco(*arguments, "megatron.train_iters=2", folder=tmp_path / "a", trains=True)
+    assert done.returncode == 0, done.stderr
+    (error_states,) = (out / "checkpoints").glob("iter_*/compression/rank-00001.safetensors")
+    error_states.write_bytes(error_states.read_bytes()[:-1] + b"?")
+    before = contents(out)
+    more = ("megatron.train_iters=4", "megatron.lr=2e-3", "megatron.override_opt_param_scheduler=true")
+    for _ in range(2):
+        done = warm_megatron_loco(*arguments, *more, "--resume", folder=tmp_path / f"{_}", trains=True)
+        assert done.returncode == 2, done.stderr
+        assert "is damaged" in done.stderr.splitlines()[-1]
+        assert contents(out) == before
 
 
 @pytest.mark.slow
@@ -209,7 +451,7 @@ def test_torchrun_starts_ranks_again_with_the_same_losses(tmp_path: Path) -> Non
     ranks: list[int] = []
 
     def kill_once() -> None:
-        if not ranks and (checkpoints.latest_step(killed.folder) or 0) >= 10:
+        if not ranks and (checkpoints.latest_step(killed.folder / "checkpoints") or 0) >= 10:
             torchrun = int(children(os.getpid())[-1])
             ranks.extend(int(pid) for pid in children(torchrun))
             os.kill(ranks[1], signal.SIGKILL)
