@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -48,11 +49,13 @@ def records(folder: Path) -> list[tuple[int, float]]:
     return [(record["step"], record["loss"]) for record in map(json.loads, lines)]
 
 
-def submit(cluster: Cluster, out: Path, *flags: str, **variables: str) -> str:
+def submit(
+    cluster: Cluster, out: Path, *flags: str, settings: tuple[str, ...] = (), **variables: str
+) -> str:
     command = str(Path(sys.executable).with_name("megatron-loco"))
     printed = cluster.run(
         *("sbatch", "--parsable", "--signal=B:USR1@5", f"--output={out}.log", *flags),
-        *(SCRIPT, CONFIG, *SETTINGS, f"launch.nproc_per_node={variables['NPROC_PER_NODE']}"),
+        *(SCRIPT, CONFIG, *SETTINGS, *settings, f"launch.nproc_per_node={variables['NPROC_PER_NODE']}"),
         cwd=ROOT,
         **{"OUT": str(out), "MEGATRON_LOCO": command, **variables},
     )
@@ -112,8 +115,11 @@ def test_two_nodes_meet_are_stopped_and_go_on(
 ) -> None:
     """One rank on each of two nodes, over torchrun's rendezvous: the same losses as two ranks on one node."""
     out = tmp_path / "run"
-    variables = {"NPROC_PER_NODE": "1", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
-    job = submit(cluster, out, "--nodes=2", **variables)
+    variables = {"NPROC_PER_NODE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with socket.socket() as probe:  # the nodes' names n1 and n2 are no machine's
+        probe.bind(("127.0.0.1", 0))
+        meeting = (f"launch.rdzv_endpoint=127.0.0.1:{probe.getsockname()[1]}",)
+    job = submit(cluster, out, "--nodes=2", settings=meeting, **variables)
     wait(reached(out, 20), "a first checkpoint", out)
     cluster.run("scancel", "--signal=USR1", "--batch", job)
     wait(lambda: cluster.job(job)["Restarts"] == "1", "back in the queue", out)
