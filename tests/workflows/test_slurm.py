@@ -49,9 +49,7 @@ def records(folder: Path) -> list[tuple[int, float]]:
     return [(record["step"], record["loss"]) for record in map(json.loads, lines)]
 
 
-def submit(
-    cluster: Cluster, out: Path, *flags: str, settings: tuple[str, ...] = (), **variables: str
-) -> str:
+def submit(cluster: Cluster, out: Path, *flags: str, settings: tuple[str, ...] = (), **variables: str) -> str:
     command = str(Path(sys.executable).with_name("megatron-loco"))
     printed = cluster.run(
         *("sbatch", "--parsable", "--signal=B:USR1@5", f"--output={out}.log", *flags),
