@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_patch.collectives.workspace import Workspace
-from megatron_patch.quantization import weight_code
+from megatron_patch.quantization import weight_code, weight_sums
 from megatron_patch.quantization.backends import weight_coder
 from megatron_patch.quantization.weight_code import (
     HEADER_BYTES,
@@ -112,7 +112,7 @@ class WeightGather:
 
     def _digest(self) -> torch.Tensor:
         """The two sums of the whole bucket before the step, int64 [2]."""
-        return weight_code.combined(self._all_sums(self._header[OLD_SUMS]))
+        return weight_sums.combined(self._all_sums(self._header[OLD_SUMS]))
 
     def shard_sums(self) -> torch.Tensor:
         """The two sums of every shard before the step, int64 [N, 2]: which of them differs?"""

@@ -121,8 +121,8 @@ def flips_before(which: str) -> list[tuple[int, int, str | None, bool]]:
 
 
 def balanced_before() -> list[tuple[str | None, bool, bool]]:
-    """Before a step rank 2's copies move by as much up as down, or change places: whether anything changed,
-    what is said, and whether the weights are right after the next gather."""
+    """Before a step rank 2's copies move up and down, or change places: what is said, whether anything changed,
+    and whether the weights are right after the next gather."""
     import itertools
 
     import torch
@@ -261,7 +261,7 @@ def test_a_bit_flipped_before_the_step_is_found_and_named_by_all_and_healed(pool
 
 
 def test_moves_that_cancel_in_a_plain_sum_are_found_and_healed(pool):
-    """Every pattern of +-1 on four neighbours, and on the same place of four shards; swapped shards."""
+    """Every pattern of +-1 on four neighbours, and on one place of four shards; swapped shards."""
     for told in pool.run(balanced_before, world_size=RANKS):
         assert len(told) == 35
         assert sum(changed for _, changed, _ in told) >= 33

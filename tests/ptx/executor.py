@@ -429,7 +429,10 @@ class _State:
         roundings = set(parts[1:-2]) - {"ftz"}
         if "ftz" in parts:
             value = np.where(np.abs(value) < np.finfo(np.float32).tiny, np.copysign(0, value), value)
-        if roundings == {"rmi"}:
+        if roundings == {"rzi"} and to.kind in "iu" and source.kind == "f":  # toward zero; NaN is 0
+            limits, whole = np.iinfo(to), np.trunc(np.nan_to_num(value.astype(np.float64), nan=0.0))
+            value = np.clip(whole, limits.min, limits.max)
+        elif roundings == {"rmi"}:
             value = np.floor(value)
         elif roundings - {"rn"} or (to.kind != "f" and source.kind == "f"):
             raise Fault("a conversion that is not known")

@@ -56,7 +56,7 @@ def codec_of(draw: random.Random, bits: int) -> Codec:
 
 def layout_of(draw: random.Random, bits: int) -> BlockLayout:
     """Up to some tiles, in all kinds of cuts: aligned, odd, and with blocks that begin anywhere."""
-    shards, block = draw.choice([1, 2, 3]), draw.choice([64, 128, 128, 256])
+    shards, block = draw.choice([1, 2, 3]), draw.choice([16, 32, 64, 128, 128, 256, 512, 1024])
     kind = draw.choice(["aligned", "odd", "rows", "even rows"])
     even = kind in ("aligned", "even rows")
     numel = 16 * shards * draw.randint(1, 200) if even else draw.randint(1, 5000)

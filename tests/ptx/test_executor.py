@@ -53,6 +53,15 @@ def test_threads_compute_and_branch_apart() -> None:
         ("redux.sync.max.s32 %r4, %r1, -1", lambda t: t // 32 * 32 + 31),
         ("prmt.b32 %r4, %r1, 0x80, 0x7740U", lambda t: (t & 255) | 0x80 << 8),
         ("bfe.u32 %r4, %r1, 2, 3", lambda t: t >> 2 & 7),
+        (
+            "cvt.rn.f32.u32 %r5, %r1; mul.rn.f32 %r5, %r5, 0fBFC00000; cvt.rzi.s32.f32 %r4, %r5",
+            lambda t: -(3 * t // 2) & 0xFFFFFFFF,
+        ),
+        (
+            "cvt.rn.f32.u32 %r5, %r1; mul.rn.f32 %r5, %r5, 0f7F000000; cvt.rzi.s32.f32 %r4, %r5",
+            lambda t: np.where(t > 0, 2**31 - 1, 0),
+        ),
+        ("mov.b32 %r5, 0x7FC00000; cvt.rzi.s32.f32 %r4, %r5", lambda t: 0 * t),
         ("max.u32 %r4, %r1, 60, 90", lambda t: np.maximum(t, 90)),
         ("add.s16x2 %r4, %r1, 0x1FFFF", lambda t: 1 << 16 | (t - 1) & 0xFFFF),
         (

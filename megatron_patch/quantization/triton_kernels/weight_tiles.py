@@ -9,13 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_patch.quantization import weight_code
+from megatron_patch.quantization import weight_code, weight_sums
 
 TILE = tl.constexpr(weight_code.TILE)
 NO_BITMAP = tl.constexpr(weight_code.NO_BITMAP)
-_STEP = tl.constexpr(weight_code.STEP)
-_SHIFT_1, _SHIFT_2, _SHIFT_3 = (tl.constexpr(shift) for shift, _ in weight_code.MIX)
-_FACTOR_1, _FACTOR_2 = (tl.constexpr(factor) for _, factor in weight_code.MIX[:2])
+_STEP = tl.constexpr(weight_sums.STEP)
+_SHIFT_1, _SHIFT_2, _SHIFT_3 = (tl.constexpr(shift) for shift, _ in weight_sums.MIX)
+_FACTOR_1, _FACTOR_2 = (tl.constexpr(factor) for _, factor in weight_sums.MIX[:2])
 TILES_AT_ONCE = tl.constexpr(256)  # of sizes_kernel
 
 
