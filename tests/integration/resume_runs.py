@@ -31,6 +31,7 @@ CASES: dict[str, tuple[Run, int]] = {
     "two-instances": (Run(TWO_INSTANCES, [*LOCO, *STOCHASTIC], ranks=4), 8),
     "two-hops": (Run(OVERLAP, [*LOCO, *STOCHASTIC, "--compression-ranks-per-node", "2"], ranks=4), 8),
     "replicated": (Run(REPLICATED, LOCO, without=DISTRIBUTED), 8),
+    "sgd": (Run([*REPLICATED, "--optimizer", "sgd", "--ckpt-format", "torch"], LOCO, without=DISTRIBUTED), 8),
     "late": (Run(ours=["--compression-method", "naive", *STOCHASTIC, "--compression-start-step", "6"]), 8),
     "onebit": (Run(OVERLAP, [*ONEBIT, "2"]), 8),
     "onebit-replicated-bf16": (Run([*REPLICATED, "--bf16"], [*ONEBIT, "6"], without=DISTRIBUTED), 8),

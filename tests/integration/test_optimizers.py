@@ -67,6 +67,14 @@ def gathered(model: dict[str, Any], *arguments: Any) -> Any:
         return both(model, *arguments)
 
 
+def resumed(folder: str, model: dict[str, Any], how: str) -> Any:
+    """In a worker: test_sharded_state.interrupted."""
+    from integration.checkpoint.test_sharded_state import interrupted
+
+    with stands_in(model):
+        return interrupted(folder, model, {"method": "loco", "start_step": 0} | LOCO, how)
+
+
 @pytest.fixture(autouse=True)
 def _stand_in_is_accepted(name: str) -> None:
     """Before 0.19 the distributed optimizer takes Transformer Engine's own Adam only, or torch's."""
@@ -97,3 +105,17 @@ def test_the_exact_weight_gather_changes_no_bit(pool, name):
         assert set(exact["stock"]) == {None}
         assert set(exact["raw"]) <= {"not_coded"}
         assert min(bits for bits in exact["bits"] if bits) < 8
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_resumed_run_is_the_undisturbed_one(pool, tmp_path, name):
+    runs = {
+        how: pool.run(resumed, str(tmp_path / how), CASES[name], how, world_size=2)
+        for how in ("whole", "by reader", "forgotten")
+    }
+    differs = False
+    for whole, by_reader, forgotten in zip(*runs.values(), strict=True):
+        for parameter, value in whole.items():
+            assert np.array_equal(value, by_reader[parameter]), parameter
+            differs |= not np.array_equal(value, forgotten[parameter])
+    assert differs, "the comparison can fail"
