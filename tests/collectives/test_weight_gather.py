@@ -121,8 +121,8 @@ def flips_before(which: str) -> list[tuple[int, int, str | None, bool]]:
 
 
 def balanced_before() -> list[tuple[str | None, bool, bool]]:
-    """Before a step rank 2's copies move up and down, or change places: what is said, whether anything changed,
-    and whether the weights are right after the next gather."""
+    """Before a step rank 2's copies move up and down, or change places: what is said, whether anything
+    changed, and whether the weights are right after the next gather."""
     import itertools
 
     import torch
