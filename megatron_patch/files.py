@@ -1,10 +1,13 @@
-"""Files that are whole at every moment: written beside their place, then moved into it."""
+"""Files that are whole at every moment: written beside their place, then moved into it; results' folders."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from pathlib import Path
+
+from megatron_patch.errors import UserError
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -21,3 +24,17 @@ def write_whole(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
+
+
+def output_folder(folder: Path, option: str = "--out") -> None:
+    """Create the folder of a command's results, before the command computes them.
+
+    Raises:
+        UserError: it cannot be created, or nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(f"{option}: {folder} cannot be written: {error.strerror}") from error

@@ -128,6 +128,16 @@ def test_the_dependencies_are_the_project_s(dockerfile: Path) -> None:
     assert told.stdout.splitlines() == project["dependencies"]
 
 
+@DOCKERFILES
+def test_the_images_have_muon(dockerfile: Path) -> None:
+    """In the lock's version: both constraint files have it."""
+    (run,) = [
+        run for run in text_of(last_stage(dockerfile), "RUN") if "--requirement requirements.txt" in run
+    ]
+    assert re.search(r"pip install [^&]*--requirement requirements.txt\s+(\\\s+)?emerging-optimizers", run)
+    assert re.search(r"^emerging-optimizers==", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+
+
 # --- the context -------------------------------------------------------------------------------------------
 
 
@@ -238,9 +248,10 @@ def test_the_build_fails_if_pip_replaces_what_nvidia_built(
     assert (done.returncode == 0) is passes, done.stdout + done.stderr
     if passes:
         seen = (tmp_path / "seen").read_text().splitlines()
-        (core,) = re.findall(r"^megatron-core==.*$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+        wanted = r"^(?:emerging-optimizers|megatron-core)==.*$"
+        muon, core = re.findall(wanted, (ROOT / "requirements.lock").read_text(), re.MULTILINE)
         assert seen == [
             *("apex==0.1", "numpy==1.26.4", "nvidia-dali-cuda130==1.51.2"),
-            *("torch==2.9.0a0+50eac811a6.nv25.9", "transformer-engine==2.7.0+fedd9dd", core),
+            *("torch==2.9.0a0+50eac811a6.nv25.9", "transformer-engine==2.7.0+fedd9dd", muon, core),
             "[]",  # the image's own constraint file is set aside
         ]

@@ -7,6 +7,7 @@ fails is status 1, Ctrl-C is 130.
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 import warnings
 from typing import NoReturn
@@ -33,6 +34,30 @@ _COMMANDS = {
     "gpu-report": (gpu_report, "measure and check everything on this machine's GPUs: one page, one JSON"),
     "doctor": (doctor, "print what is installed, and what is missing for what"),
 }
+
+
+_FILE_ERRORS = {
+    *(
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.EEXIST,
+        errno.ENOTEMPTY,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+    ),
+    *(
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+        errno.EIO,
+        errno.ESTALE,
+    ),
+}
+"""What the user's files and disks refuse; any other error of the operating system is one of this program."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -91,6 +116,12 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 1
+    except OSError as error:
+        if error.errno not in _FILE_ERRORS:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"megatron-loco: error: {where}{error.strerror}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

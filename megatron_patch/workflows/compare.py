@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_patch.errors import UserError
-from megatron_patch.files import write_whole
+from megatron_patch.files import output_folder, write_whole
 from megatron_patch.workflows import train
 from megatron_patch.workflows.plots import draw_comparison
 from megatron_patch.workflows.run import checkpoints, configuration, launcher, recipes, run_folder
@@ -58,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
         name: configuration.load(path, args.overrides, and_files=[recipe]) for name, recipe in chosen.items()
     }
     checkpoints.refuse_shared(runs.values())
+    if out.exists():  # else the runs' folders are created below it
+        output_folder(out)
     for name, one in runs.items():
         if args.resume:
             run_folder.check_unchanged(out / name, one)

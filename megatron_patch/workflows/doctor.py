@@ -19,6 +19,7 @@ _WANTED_FOR = {
     "transformer-engine": "--transformer-impl transformer_engine on GPUs: pip install 'megatron-loco[gpu]'",
     "apex": "fused GPU optimizers and gradient accumulation (built in the container)",
     "triton": "fused GPU kernels",
+    "emerging-optimizers": "Muon (megatron.optimizer=muon): pip install emerging-optimizers",
     "tensorboard": "TensorBoard logs",
     "wandb": "Weights & Biases logs",
 }

@@ -33,3 +33,12 @@ def test_the_last_line_says_what_can_be_run(monkeypatch, capsys, versions, devic
     monkeypatch.setattr(doctor, "_devices", lambda: [(name, found, "") for name, found in devices.items()])
     assert doctor.run(argparse.Namespace()) == status
     assert capsys.readouterr().out.splitlines()[-1].startswith(line)
+
+
+def test_what_muon_needs_is_listed(monkeypatch):
+    monkeypatch.setattr(doctor, "_devices", list)
+    for versions, remark in ((HAS, "missing for: Muon"), (HAS | {"emerging-optimizers": "0.3.0"}, "")):
+        monkeypatch.setattr(doctor, "_version", versions.get)
+        (found,) = [row for row in doctor.rows() if row[0] == "emerging-optimizers"]
+        assert found[2].startswith(remark)
+        assert bool(found[2]) == bool(remark)

@@ -146,9 +146,18 @@ def _check(left: Sequence[Run]) -> None:
 
 
 def _make_one(one: Run, board: progress.Board, cache: Path | None) -> str:
-    """Make a run, from its checkpoint if it has one; returns a line on what came of it."""
+    """Make a run, from its checkpoint if it has one; returns a line on what came of it.
+
+    Raises:
+        UserError: another process is at work on it.
+    """
+    with only_one(one.folder, "ablate"):
+        return _make_held(one, board, cache)
+
+
+def _make_held(one: Run, board: progress.Board, cache: Path | None) -> str:
     if run_folder.look(one.folder, one.configured) is State.CHANGED:
-        shutil.rmtree(one.folder)
+        run_folder.clear(one.folder)
     run_folder.forget_failure(one.folder)
     try:
         prepared = prepare_run(one.configured, one.folder, cache=cache)

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from megatron_patch.config import BITS, CODECS, ROTATIONS, SHARD, CompressionConfig
 from megatron_patch.errors import UserError
+from megatron_patch.files import output_folder, write_whole
 from megatron_patch.workflows.bench import links
 from megatron_patch.workflows.bench.network import command as network
 
@@ -82,17 +83,20 @@ def _run_kernels(args: argparse.Namespace) -> int:
     config = CompressionConfig(
         method="loco", bits=args.bits, block_size=size, codec=args.codec, rotation=args.rotation
     )
+    if args.out:
+        output_folder(args.out)
+    if args.json:
+        output_folder(args.json.parent, "--json")
     result = measure(config, args.dtype, args.device, args.elements, args.seconds, args.typical)
     show(result)
     files = [args.json] if args.json else []
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
         files.append(args.out / "kernels.json")
         from megatron_patch.workflows.plots import draw_kernels
 
         draw_kernels(args.out / "kernels.png", result)
     for path in files:
-        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(result, indent=2) + "\n")
     return 0
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from megatron_patch.errors import UserError
-from megatron_patch.files import write_whole
+from megatron_patch.files import output_folder, write_whole
 
 ALL, INSIDE, BETWEEN = "all", "inside", "between"
 _LEAST, _MOST = 1 << 12, 1 << 26
@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--most: {args.most:g} is not allowed; it must be 0.01 to 4096 MiB")
     if int(os.environ["WORLD_SIZE"]) == 1:
         raise UserError("bench links: a single rank has no links; start two or more")
+    output_folder(args.out.parent)
     import torch
     import torch.distributed as dist
 

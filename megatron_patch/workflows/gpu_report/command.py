@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_patch.errors import UserError
-from megatron_patch.files import write_whole
+from megatron_patch.files import output_folder, write_whole
 from megatron_patch.workflows.gpu_report import steps
 from megatron_patch.workflows.gpu_report.page import page
 from megatron_patch.workflows.gpu_report.steps import Machine, Run, run_command
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, runner: Run = run_command) -> int:
         raise UserError(f"--only: {', '.join(unknown)}: no such step; there are {', '.join(STEPS)}")
     machine = Machine(_gpus() if args.device == "cuda" else 0, args.out, runner)
     folder = args.out / "steps"
-    folder.mkdir(parents=True, exist_ok=True)
+    output_folder(folder)
     end = time.monotonic() + 60 * args.minutes
     for name in names:
         path = folder / f"{name}.json"

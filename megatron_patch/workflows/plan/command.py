@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from megatron_patch.errors import UserError
+from megatron_patch.files import output_folder, write_whole
 from megatron_patch.workflows.plan import (
     chart,
     cluster_file,
@@ -223,10 +224,12 @@ def _write(args: argparse.Namespace, plans: Sequence[dict[str, Any]]) -> None:
     content = plans if args.scale else plans[0]
     text = json.dumps(content, indent=2) + "\n"
     files = [args.json] if args.json else []
+    if args.json:
+        output_folder(args.json.parent, "--json")
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
+        output_folder(args.out)
         files.append(args.out / "plan.json")
         if not args.scale and plans[0]["curves"]:
             chart.draw(args.out / "plan.png", plans[0])
     for path in files:
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text)

@@ -11,6 +11,7 @@ From the first logged step on the folder is this run's alone.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -54,13 +55,20 @@ class Claim:
             run_folder.check_folder(folder, checkpoints, overwrite, resume)
             self._step = tracker.latest(checkpoints)
             self._sizes = _sizes(folder) if resume else {}
-            _move(folder, self._aside, ("failures",) if resume else _ALL)
+        except OSError as error:
+            raise UserError(f"out: {folder} cannot be written: {error.strerror}") from error
+        names = ("failures",) if resume else _ALL
+        try:
+            _move(folder, self._aside, names)
             self._replaces = resume or self._aside.exists()
             self._metrics = _identity(folder / "metrics.jsonl")
             self._summary = _identity(folder / "summary.json")
             if not resume:
                 self._write()
         except OSError as error:
+            with contextlib.suppress(OSError):
+                _put_back(folder, self._aside, names)
+                self._aside.rmdir()
             raise UserError(f"out: {folder} cannot be written: {error.strerror}") from error
 
     def look(self) -> None:

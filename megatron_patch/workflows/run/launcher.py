@@ -217,7 +217,7 @@ def _fork_rank(job: Job, rank: int, port: int) -> int:
     status = 1
     try:
         os.setpgid(0, 0)  # Ctrl-C reaches the parent, which ends the ranks
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _end_with_launcher(signal.SIGKILL)
         log = os.open(job.logs / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 1)
@@ -249,6 +249,16 @@ def _fork_rank(job: Job, rank: int, port: int) -> int:
         os._exit(status)
 
 
+def _end_with_launcher(number: signal.Signals) -> None:
+    """Get this signal when the launcher has died: its lock on the run's folder is gone with it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def _as_torchrun() -> None:
+    stop_signals.as_a_rank()
+    _end_with_launcher(signal.SIGTERM)  # on which torchrun ends its ranks
+
+
 def _run_torchrun(
     job: Job, tick: Callable[[], None], say: Callable[[str], None], stop: stop_signals.StopRequest
 ) -> None:
@@ -266,7 +276,7 @@ def _run_torchrun(
             stderr=log,
             env=environment,
             start_new_session=True,
-            preexec_fn=stop_signals.as_a_rank,
+            preexec_fn=_as_torchrun,
         )
         try:
             while process.poll() is None and not _user_mistakes(job):

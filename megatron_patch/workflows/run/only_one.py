@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_patch.errors import UserError
 
+FILE = ".lock"
 _HELD: set[Path] = set()
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -38,7 +39,7 @@ def only_one(folder: Path, command: str, wait: float = 0) -> Iterator[None]:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("a")
+        file = (folder / FILE).open("a")
     except OSError as error:
         raise UserError(f"out: {folder} cannot be written: {error.strerror}") from error
     with file:

@@ -47,6 +47,8 @@ _AT_LEAST_0 = (
 _ABOVE_0 = ("loss_scale", "initial_loss_scale", "min_loss_scale")
 _FROM_0_TO_1 = ("attention_dropout", "hidden_dropout")
 _FROM_0_BELOW_1 = ("adam_beta1", "adam_beta2")
+_EMERGING = ("muon", "dist_muon", "adaptive_muon", "soap", "lion")
+"""Optimizers that megatron-core imports from emerging-optimizers, and does not bring."""
 _ONLY_WITH = {
     "num_query_groups": "group_query_attention",
     **dict.fromkeys(("moe_ffn_hidden_size", "moe_router_topk", "moe_layer_freq"), "num_experts"),
@@ -75,6 +77,11 @@ def check_values(args: argparse.Namespace) -> None:
             needed = _ONLY_WITH.get(name)
             if isinstance(value, int | float) and not fits(value) and (not needed or getattr(args, needed)):
                 raise UserError(f"megatron.{name}: {value} must be {words}")
+    if args.optimizer in _EMERGING and not find_spec("emerging_optimizers"):
+        raise UserError(
+            f"megatron.optimizer: {args.optimizer!r} needs a package that is not installed: "
+            "pip install emerging-optimizers"
+        )
     if args.skip_train:
         return
     steps = args.train_iters or 0

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from megatron_patch import untrusted
 from megatron_patch.errors import UserError
 from megatron_patch.files import write_whole
 from megatron_patch.workflows.report import checks
-from megatron_patch.workflows.run import configuration
+from megatron_patch.workflows.run import configuration, only_one
 from megatron_patch.workflows.run.checkpoints import latest_step, place
 from megatron_patch.workflows.run.configuration import RunConfig
 
@@ -128,13 +129,22 @@ def summary(folder: Path) -> dict[str, Any] | None:
     for keys in _NEEDED:
         value: Any = content
         for key in keys:
-            value = value.get(key)
+            value = value.get(key) if isinstance(value, dict) else None
         if not (checks.is_number(value) or (value is None and keys == ("valid_loss",))):
             raise UserError(f"{path}: {'.'.join(keys)}: {value!r:.60} is no number; {_REMOVE}")
     for name in ("device", "versions"):
         if not content.get(name):
             raise UserError(f"{path}: {name}: missing; {_REMOVE}")
     return content
+
+
+def clear(folder: Path) -> None:
+    """Remove everything of a run, its checkpoints too; the lock's file stays, for it is held."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != only_one.FILE:
+            path.unlink()
 
 
 def failure(folder: Path) -> str | None:

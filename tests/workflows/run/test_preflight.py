@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -287,3 +288,14 @@ def test_a_rank_s_bare_assertion_shows_its_source_line(
             call()
         run_script._leave_failure(caught.value, user=False)
         assert json.loads((tmp_path / "rank-2.json").read_text())["error"] == wanted
+
+
+def test_muon_without_its_package_is_refused(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, absent = "optimizer=muon bf16=true", "emerging_optimizers"
+    checked(TINY, settings, parser)
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == absent else find_spec(name))
+    with pytest.raises(UserError, match=r"'muon' needs .*: pip install emerging-optimizers"):
+        checked(TINY, settings, parser)
+    checked(TINY, "", parser)

@@ -20,7 +20,7 @@ from workflows.test_train import CONFIG, SMALL, children, command, megatron_loco
 from megatron_patch.errors import UserError
 from megatron_patch.workflows import train
 from megatron_patch.workflows.cli import main
-from megatron_patch.workflows.run import checkpoints, configuration, launcher
+from megatron_patch.workflows.run import checkpoints, claim, configuration, launcher
 from megatron_patch.workflows.run.claim import Claim
 from megatron_patch.workflows.run.configuration import Launch
 from megatron_patch.workflows.run.only_one import only_one
@@ -224,18 +224,18 @@ def first_step(folder: Path) -> None:
 def test_what_a_resumed_run_keeps(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 20)
     record_of_a_run(tmp_path)
-    claim = claimed(tmp_path, resume=True)
+    mine = claimed(tmp_path, resume=True)
     assert not (tmp_path / "failures").exists()
-    claim.look()
+    mine.look()
     assert (tmp_path / "config.yaml").read_text() == "old config.yaml"
     first_step(tmp_path)
-    claim.look()
+    mine.look()
     kept = {"logs/rank-0.log", "tensorboard/events", "command.txt"}
     found = contents(tmp_path)
     assert {name for name, text in found.items() if text == f"old {name}".encode()} == kept
     assert found["config.yaml"] == b"new"
     assert "summary.json" not in found
-    claim.give_up(refused=True)  # too late: nothing comes back
+    mine.give_up(refused=True)  # too late: nothing comes back
     assert contents(tmp_path) == found
 
 
@@ -245,12 +245,12 @@ def test_refused_by_the_ranks_everything_is_as_it_was(tmp_path: Path, resume: bo
     if resume:
         write_checkpoint(tmp_path, 20)
     before = contents(tmp_path)
-    claim = claimed(tmp_path, resume=resume, overwrite=not resume)
+    mine = claimed(tmp_path, resume=resume, overwrite=not resume)
     for name in ("logs/rank-0.log", "logs/node/rank-1.log", "tensorboard/more", "failures/rank-0.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         with (tmp_path / name).open("a") as file:
             file.write("refused")
-    claim.give_up(refused=True)
+    mine.give_up(refused=True)
     assert contents(tmp_path) == before
 
 
@@ -259,13 +259,36 @@ def test_a_run_that_dies_before_its_first_step_leaves_its_logs_and_the_earlier_r
 ) -> None:
     record_of_a_run(tmp_path)
     before = contents(tmp_path)
-    claim = claimed(tmp_path, overwrite=True)
+    mine = claimed(tmp_path, overwrite=True)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/rank-0.log").write_text("why")
-    claim.give_up(refused=False)
+    mine.give_up(refused=False)
     after = contents(tmp_path)
     assert after.pop("logs/rank-0.log") == b"why"
     assert after == {name: text for name, text in before.items() if not name.startswith(("logs", "failures"))}
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_full_disk_leaves_what_was_there(
+    tmp_path: Path, overwrite: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if overwrite:
+        record_of_a_run(tmp_path)
+    before = contents(tmp_path)
+    room = iter([True, False])
+
+    def full(path: Path, text: str) -> None:
+        if not next(room):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        path.write_text(text)
+
+    monkeypatch.setattr(claim, "write_whole", full)
+    flags = ["--overwrite"] if overwrite else []
+    assert main(["train", CONFIG, *SMALL, *flags, "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"megatron-loco: error: out: {tmp_path} cannot be written: No space left on device"
+    )
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("begun", [True, False])
@@ -275,8 +298,8 @@ def test_a_launcher_that_was_killed_loses_no_results(tmp_path: Path, begun: bool
     claimed(tmp_path, overwrite=True)
     if begun:
         first_step(tmp_path)
-    claim = claimed(tmp_path, overwrite=True)  # of the next start
-    claim.give_up(refused=True)
+    mine = claimed(tmp_path, overwrite=True)  # of the next start
+    mine.give_up(refused=True)
     assert contents(tmp_path) == ({"config.yaml": b"new", "metrics.jsonl": b"new\n"} if begun else before)
 
 

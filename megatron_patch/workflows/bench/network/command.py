@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from megatron_patch.errors import UserError
+from megatron_patch.files import output_folder
 from megatron_patch.workflows.bench.network import hosts, lifeline, results
 from megatron_patch.workflows.bench.network.methods import (
     ALL_REDUCE,
@@ -193,7 +194,7 @@ def run(args: argparse.Namespace) -> int:
     what = plan(args)
     hosts.check()
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
+        output_folder(args.out)
     started = time.monotonic()
     curves: list[dict[str, Any]] = []
     rows, start_seconds = measure(what, args.patience, curves if args.links else None)
