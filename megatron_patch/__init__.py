@@ -83,20 +83,24 @@ def report(model: Any = None) -> StepReport:
     return last_step.report(model)
 
 
-def state_dict(model: Any, optimizer: Any = None, reader: Any = None) -> dict[str, Any]:
+def state_dict(
+    model: Any, optimizer: Any = None, reader: Any = None, path: str | None = None
+) -> dict[str, Any]:
     """The error states of a model for torch.distributed.checkpoint; call on all ranks (docs/checkpoints.md).
 
     Args:
         model: attached DDP-wrapped chunks, a list of them or one.
         optimizer: Megatron's; needed with fp16.
         reader: a dcp.StorageReader of the checkpoint to load, saved in this layout of ranks or another.
+        path: the keys under which that checkpoint has this model's states, joined by dots; needed where it
+            has the states of several models.
 
     Raises:
-        UserError: the reader's checkpoint has no error states, or damaged ones.
+        UserError: the reader's checkpoint has no error states there, or damaged ones.
     """
     from megatron_patch.integration.checkpoint import sharded_state
 
-    return sharded_state.state_dict(model, optimizer, reader)
+    return sharded_state.state_dict(model, optimizer, reader, path)
 
 
 def load_state_dict(model: Any, state: dict[str, Any], optimizer: Any = None) -> None:

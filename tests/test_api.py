@@ -23,7 +23,7 @@ RELEASED = {
         "attach": ["chunks", "config"],
         "disable": [],
         "report": ["model"],
-        "state_dict": ["model", "optimizer", "reader"],
+        "state_dict": ["model", "optimizer", "reader", "path"],
         "load_state_dict": ["model", "state", "optimizer"],
         "CompressionConfig": [
             *("method", "bits", "codec", "rotation", "block_size", "rounding", "error_beta", "error_dtype"),

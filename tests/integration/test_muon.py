@@ -199,3 +199,55 @@ def test_onebit_adam_refuses_muon_when_it_first_steps(pool):
             "megatron.optimizer: 'TensorParallelMuon' cannot be combined with gradient compression: "
             "onebit_adam is Adam; use adam"
         )
+
+
+# --- the default method ----------------------------------------------------------------------------------
+
+
+def attached_before_muon(options: dict[str, Any]) -> dict[str, Any]:
+    """In a worker: the method before the first step of a loop without Megatron's flags, and after it."""
+    from integration.gpt_model import build
+
+    import megatron_patch
+    from megatron_patch.integration.attach import chunk_state_of
+
+    gpt = build(**muon("layout"))
+    config = megatron_patch.CompressionConfig(bits=4, start_step=0, error_dtype="fp32", **options)
+    megatron_patch.attach(gpt.chunks, config)
+    states = [chunk_state_of(chunk) for chunk in gpt.chunks]
+    senders = [sender for state in states for sender in state.senders]
+    before = [state.config.method for state in states]
+    gpt.backward(0)
+    errors = [sender.error.flat().clone() for sender in senders]
+    gpt.update()
+    pairs = zip(errors, (sender.error.flat() for sender in senders), strict=True)
+    ratios = [float(after.norm() / error.norm()) for error, after in pairs if error.any()]
+    megatron_patch.attach(gpt.chunks, config)  # the same options as before, though the method is another
+    found = {
+        "before": set(before),
+        "after": {state.config.method for state in states},
+        "beta": {sender.error.beta for sender in senders},
+        "ratios": ratios,
+    }
+    megatron_patch.disable()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "method", "beta", "ratio"),
+    [
+        ({}, "error_feedback", 0.0, 5.0),  # e / (1 - beta) is pending, as before
+        ({"method": "loco"}, "loco", 0.8, 1.0),
+        ({"error_beta": 0.5}, "loco", 0.5, 1.0),
+    ],
+    ids=str,
+)
+def test_a_loop_without_flags_gets_muon_s_default_method_when_it_first_steps(
+    pool, options, method, beta, ratio
+):
+    for found in pool.run(attached_before_muon, options, world_size=2):
+        assert found["before"] == {"loco"}
+        assert found["after"] == {method}
+        assert found["beta"] == {beta}
+        assert found["ratios"]
+        assert found["ratios"] == pytest.approx([ratio] * len(found["ratios"]), rel=1e-5)

@@ -54,7 +54,9 @@ def compressed(chunks: Any) -> list[Any]:
     return found
 
 
-def state_dict(model: Any, optimizer: Any = None, reader: Any = None) -> dict[str, Any]:
+def state_dict(
+    model: Any, optimizer: Any = None, reader: Any = None, path: str | None = None
+) -> dict[str, Any]:
     """What the attached chunks of a model remember, as copies on the CPU. Call on all ranks.
 
     Args:
@@ -62,9 +64,11 @@ def state_dict(model: Any, optimizer: Any = None, reader: Any = None) -> dict[st
         optimizer: Megatron's; needed with fp16 only, whose loss scale the errors carry.
         reader: a dcp.StorageReader of a checkpoint to load: what is returned has room for what this rank
             needs of it, in whatever layout it was saved.
+        path: the keys under which the reader's checkpoint has this model's state, joined by dots. It need
+            not be given where the checkpoint has the state of one model only.
 
     Raises:
-        UserError: there is no such state in the reader's checkpoint, or it is damaged.
+        UserError: there is no such state in the reader's checkpoint, or several, or it is damaged.
     """
     global asked_for
     chunks = compressed(chunks_of(model, "state_dict"))
@@ -74,7 +78,7 @@ def state_dict(model: Any, optimizer: Any = None, reader: Any = None) -> dict[st
     _refuse_fp16_without(optimizer, chunks)
     rank = RankState(chunks)
     if reader is not None:
-        return _room_for(rank, reader)
+        return _room_for(rank, reader, path)
     if not isinstance(optimizer, MegatronOptimizer):  # of whose steps nothing may be known
         for state in rank.states:
             state.end_unseen_step()
@@ -158,29 +162,42 @@ def _reader_of(rank: RankState, state: dict[str, Any]) -> _StateReader:
         raise UserError(f"the state of megatron_patch.state_dict cannot be read: {error}") from error
 
 
-def _room_for(rank: RankState, reader: Any) -> dict[str, Any]:
+def _room_for(rank: RankState, reader: Any, path: str | None) -> dict[str, Any]:
     metadata = reader.read_metadata()
-    prefix = _prefix_in(metadata)
+    prefix = _prefix_in(metadata, path)
     state: dict[str, Any] = {prefix + MANIFEST: ""}
     dcp.load(state, storage_reader=reader)
     found = _reader_of(rank, {MANIFEST: state.pop(prefix + MANIFEST)})
     ranks: Sequence[int | None] = [found.mine] if _all_ranks(found.fits) else found.overlapping()
     room: dict[str, Any] = {MANIFEST: ""}
     for key, stored in metadata.state_dict_metadata.items():
-        name = key.removeprefix(prefix)
+        name = key.removeprefix(prefix) if key.startswith(prefix) else ""
         if isinstance(stored, TensorStorageMetadata) and any(name.startswith(f"{_RANK}{r}.") for r in ranks):
             room[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
     return room
 
 
-def _prefix_in(metadata: Metadata) -> str:
-    for key in metadata.state_dict_metadata:
-        if key.endswith(MANIFEST):
-            return key.removesuffix(MANIFEST)
-    raise UserError(
-        "the checkpoint holds no state of megatron_patch.state_dict; without load_state_dict errors start "
-        "from zero"
-    )
+def _prefix_in(metadata: Metadata, path: str | None) -> str:
+    """What the keys of a model's state begin with in a checkpoint."""
+    keys = metadata.state_dict_metadata
+    found = sorted(key.removesuffix(MANIFEST) for key in keys if key.endswith(MANIFEST))
+    if not found:
+        raise UserError(
+            "the checkpoint holds no state of megatron_patch.state_dict; without load_state_dict errors "
+            "start from zero"
+        )
+    shown = ", ".join(repr(prefix.removesuffix(".")) for prefix in found)
+    if path is None and len(found) > 1:
+        raise UserError(
+            f"the checkpoint holds the states of several models, at {shown}: name one: "
+            "state_dict(model, reader=..., path=...)"
+        )
+    prefix = found[0] if path is None else f"{path}." if path else ""
+    if prefix not in found:
+        raise UserError(
+            f"the checkpoint holds no state of megatron_patch.state_dict at {path!r}, only at {shown}"
+        )
+    return prefix
 
 
 def _all_ranks(fits: bool) -> bool:

@@ -365,3 +365,49 @@ def test_what_is_pending_stays_the_same_under_another_beta(
         for before, after in norms:
             assert before > 0
             assert after / (1 - new) == pytest.approx(before / (1 - old), rel=1e-5)
+
+
+def two_models(folder: str) -> dict[str, Any]:
+    """A policy's and a critic's errors in one checkpoint, each loaded by its name."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from integration.seam_runs import built, errors_of
+
+    import megatron_patch
+
+    names = ("policy", "critic")
+    old = {}
+    models = {}
+    for number, name in enumerate(names):
+        tiny, state = built({"seed": number}, {"bits": 4})
+        for step in range(3):
+            tiny.step(tiny.random_gradients(10 * number + step))
+        models[name], old[name] = tiny, [error.clone() for error in errors_of(state)]
+    saved = {name: {"compression": megatron_patch.state_dict(models[name].ddp)} for name in names}
+    dcp.save(saved, checkpoint_id=folder)
+    megatron_patch.disable()
+    reader = dcp.FileSystemReader(folder)
+    found: dict[str, Any] = {}
+    for name in names:
+        tiny, state = built({}, {"bits": 4})
+        for wrong in (None, "value.compression"):
+            try:
+                megatron_patch.state_dict(tiny.ddp, reader=reader, path=wrong)
+            except megatron_patch.UserError as error:
+                found[str(wrong)] = str(error)
+        room = megatron_patch.state_dict(tiny.ddp, reader=reader, path=f"{name}.compression")
+        dcp.load({name: {"compression": room}}, checkpoint_id=folder)
+        megatron_patch.load_state_dict(tiny.ddp, room)
+        pairs = zip(old[name], errors_of(state), strict=True)
+        found[name] = all(torch.equal(a, b) and bool(a.any()) for a, b in pairs)
+    found["differ"] = any(not torch.equal(a, b) for a, b in zip(*old.values(), strict=True))
+    megatron_patch.disable()
+    return found
+
+
+def test_two_models_states_in_one_checkpoint_are_told_apart(pool: Any, tmp_path: Path) -> None:
+    for found in pool.run(two_models, str(tmp_path), world_size=2):
+        assert (found["policy"], found["critic"], found["differ"]) == (True, True, True)
+        assert found["None"].startswith("the checkpoint holds the states of several models, at ")
+        for line in (found["None"], found["value.compression"]):
+            assert "'critic.compression', 'policy.compression'" in line
