@@ -52,21 +52,21 @@ MOST_REGISTERS = {"compress-fp32-levels4-rows": 168, "compress-fp32-unlogged4-ro
 READ_WEIGHTS = ("count", "place", "apply", "sums")
 MOST_OF_WEIGHTS = {
     "aligned": {
-        "count": 64,
+        "count": 74,
         "place": 162,
         "pack": 20,
         "apply": 177,
-        "sums": 19,
+        "sums": 26,
         "sizes": 14,
         "verdict": 8,
         "message_sizes": 17,
     },
     "odd": {
-        "count": 96,
+        "count": 82,
         "place": 168,
         "pack": 20,
         "apply": 298,
-        "sums": 35,
+        "sums": 28,
         "sizes": 14,
         "verdict": 8,
         "message_sizes": 17,

@@ -78,15 +78,19 @@ def sums_kernel(
     weights,  # int16 [rows, n]
     sums,  # int64 [rows, 2], zeros
     n: tl.int64,
+    SIXTEENS: tl.constexpr,  # n is a multiple of 16: rows begin where wide loads may
 ):
     row = tl.program_id(1).to(tl.int64)
+    first = row * n
+    if SIXTEENS:
+        first = tl.multiple_of(first, 16)
     tiles = (n + TILE - 1) // TILE
     one = tl.zeros([], tl.int64)
     other = tl.zeros([], tl.int64)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         start = tile * TILE
         length = tl.minimum(n - start, TILE).to(tl.int32)
-        of_one, of_other = sums_of(load_tile(weights + row * n + start, length), tile)
+        of_one, of_other = sums_of(load_tile(weights + first + start, length), tile)
         one += of_one
         other += of_other
     tl.atomic_add(sums + 2 * row, one, sem="relaxed")

@@ -94,7 +94,7 @@ def sums(weights: torch.Tensor) -> torch.Tensor:
     found = torch.zeros(*weights.shape[:-1], 2, dtype=torch.int64, device=weights.device)
     programs = min(tiles_of(n), 2 if _interpreted(weights) else _PROGRAMS)
     if programs and rows:
-        launch(sums_kernel, (programs, rows), weights, found, n, **_PLAIN)
+        launch(sums_kernel, (programs, rows), weights, found, n, SIXTEENS=n % 16 == 0, **_PLAIN)
     return found
 
 
