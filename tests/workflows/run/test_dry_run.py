@@ -74,6 +74,29 @@ def test_mistakes_are_found_without_running(
         assert word in err
 
 
+@pytest.mark.parametrize("more", [["--dry-run"], []])
+@pytest.mark.parametrize(
+    ("name", "value"), [("bits", "4.0"), ("intra_bits", "8.0"), ("block_size", "128.0"), ("seed", "1.0")]
+)
+@pytest.mark.parametrize("in_a_file", [True, False])
+def test_a_float_where_a_whole_number_belongs_is_refused_before_ranks_start(
+    name: str,
+    value: str,
+    in_a_file: bool,
+    more: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe = write(tmp_path, f"compression: {{{name}: {value}}}\n")
+    arguments = ["--with", str(recipe)] if in_a_file else [f"compression.{name}={value}"]
+    tiny = str(shipped("configs/models/llama_tiny.yaml"))
+    assert main(["train", tiny, *arguments, *more, "--out", str(tmp_path / "run")]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert f"compression.{name}: {value}" in err
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "variables", "words"),
     [

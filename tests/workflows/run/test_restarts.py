@@ -10,12 +10,13 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from workflows.engine_runs import MODEL, ROOT, SCRIPT, cpu_flags
-from workflows.test_train import CONFIG, SMALL, children, command, megatron_loco, warm_megatron_loco
+from workflows.test_train import CONFIG, SMALL, alive, children, command, megatron_loco, warm_megatron_loco
 
 from megatron_patch.errors import UserError
 from megatron_patch.workflows import train
@@ -485,3 +486,31 @@ def test_torchrun_starts_ranks_again_with_the_same_losses(tmp_path: Path) -> Non
     assert said[0].startswith("restart 1 of 2: rank 1 was killed by SIGKILL")
     assert records(killed.folder) == records(tmp_path / "undisturbed")
     assert len(list(killed.logs.glob("*/attempt_*"))) == 2
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_leaves_no_torchrun_behind(tmp_path: Path) -> None:
+    """Its lock on the folder is gone: ranks that trained on would write beside the next run's."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        "pathlib.Path(sys.argv[1]).write_text(f'{os.getpid()} {os.getppid()}')\n"
+        "time.sleep(1000)\n"
+    )
+    told = tmp_path / "pids"
+    job = launcher.Job(Launch(device="cuda", nproc_per_node=1), script, [str(told)], tmp_path / "run")
+    process = multiprocessing.get_context("fork").Process(target=run, args=(job,))
+    process.start()
+    until(lambda: told.exists() and len(told.read_text().split()) == 2)
+    assert process.pid
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    for pid in map(int, told.read_text().split()):
+        until(lambda pid=pid: not alive(pid) or Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z")
+
+
+def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
