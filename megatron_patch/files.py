@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import tempfile
 from pathlib import Path
@@ -24,6 +25,20 @@ def write_whole(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
+
+
+def check_output(folder: Path, option: str = "out") -> None:
+    """See that `folder` is one, or could be created; creates nothing.
+
+    Raises:
+        UserError: a file is in its place, or in that of a folder above it; or nothing may be written there.
+    """
+    above = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    problem = None if above.is_dir() else errno.ENOTDIR
+    if problem is None and not os.access(above, os.W_OK | os.X_OK):
+        problem = errno.EACCES
+    if problem is not None:
+        raise UserError(f"{option}: {folder} cannot be written: {above}: {os.strerror(problem)}")
 
 
 def output_folder(folder: Path, option: str = "--out") -> None:

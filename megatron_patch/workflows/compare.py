@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_patch.errors import UserError
-from megatron_patch.files import output_folder, write_whole
+from megatron_patch.files import write_whole
 from megatron_patch.workflows import train
 from megatron_patch.workflows.plots import draw_comparison
 from megatron_patch.workflows.run import checkpoints, configuration, launcher, recipes, run_folder
@@ -34,6 +34,13 @@ _COLUMNS = (
     "weight MB/step",
     "error state MB",
 )
+
+_NUMBERS = (
+    *(("step_seconds", "median"), ("compensation_bytes",)),
+    *((wire, "bits_per_element") for wire in ("gradient_wire", "weight_wire")),
+    *((wire, "bytes_per_step") for wire in ("gradient_wire", "weight_wire")),
+)
+"""Where summary.json has what the table shows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,8 +65,6 @@ def run(args: argparse.Namespace) -> int:
         name: configuration.load(path, args.overrides, and_files=[recipe]) for name, recipe in chosen.items()
     }
     checkpoints.refuse_shared(runs.values())
-    if out.exists():  # else the runs' folders are created below it
-        output_folder(out)
     for name, one in runs.items():
         if args.resume:
             run_folder.check_unchanged(out / name, one)
@@ -82,7 +87,7 @@ def _summary(one: PreparedRun, label: str, args: argparse.Namespace) -> dict[str
     if not args.resume:
         return train.execute(one, label, args.overwrite)
     if run_folder.look(one.folder, one.run) is State.DONE:
-        return run_folder.summary(one.folder) or {}
+        return run_folder.summary(one.folder, _NUMBERS) or {}
     return train.resume_or_start(one, label)
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_patch.errors import UserError
-from megatron_patch.files import write_whole
+from megatron_patch.files import check_output, write_whole
 from megatron_patch.workflows import train
 from megatron_patch.workflows.ablation import curves, definition, plots, records
 from megatron_patch.workflows.ablation.definition import Ablation, Run
@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     known = _known(out, args.results)
     if args.dry_run:
         return _list(ablation, runs, known)
+    check_output(out)
     if args.collect:
         return _show(Results(ablation, runs, *known), out)
     if args.task is not None:

@@ -16,27 +16,20 @@ from __future__ import annotations
 import enum
 import functools
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_patch import untrusted
 from megatron_patch.errors import UserError
-from megatron_patch.files import write_whole
+from megatron_patch.files import check_output, write_whole
 from megatron_patch.workflows.report import checks
 from megatron_patch.workflows.run import configuration, only_one
 from megatron_patch.workflows.run.checkpoints import latest_step, place
 from megatron_patch.workflows.run.configuration import RunConfig
 
 _REMOVE = "remove it to have the run made again"
-_NEEDED = (
-    *(("steps",), ("world_size",), ("valid_loss",), ("step_seconds", "median"), ("compensation_bytes",)),
-    *(
-        (wire, what)
-        for wire in ("gradient_wire", "weight_wire")
-        for what in ("bits_per_element", "bytes_per_step")
-    ),
-)
-"""Numbers that comparisons and ablations read."""
+_NEEDED = (("steps",), ("world_size",), ("valid_loss",))
 
 
 class State(enum.Enum):
@@ -84,6 +77,7 @@ def check_folder(folder: Path, checkpoints: Path, overwrite: bool, resume: bool 
         UserError: it holds a run already, and neither `overwrite` nor `resume` was asked for; there are
             checkpoints, which only `resume` may use; or none to resume from.
     """
+    check_output(folder)
     step = latest_step(checkpoints)
     if resume and step is None:
         raise UserError(
@@ -108,8 +102,11 @@ def _loaded(path: Path, written: int) -> RunConfig | None:
         return None
 
 
-def summary(folder: Path) -> dict[str, Any] | None:
+def summary(folder: Path, also: Sequence[Sequence[str]] = ()) -> dict[str, Any] | None:
     """summary.json of a run that has ended; None without one.
+
+    Args:
+        also: where numbers must be, beside those that say how far the run came.
 
     Raises:
         UserError: it is not what a run leaves, which writes it whole.
@@ -126,7 +123,7 @@ def summary(folder: Path) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise UserError(f"{path} is no summary of a run; {_REMOVE}")
     checks.check_summary(content, str(path))
-    for keys in _NEEDED:
+    for keys in (*_NEEDED, *also):
         value: Any = content
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None

@@ -12,20 +12,31 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from worker_pool import in_warm_process
 from workflows.engine_runs import MODEL, ROOT, SCRIPT, cpu_flags
-from workflows.test_train import CONFIG, SMALL, alive, children, command, megatron_loco, warm_megatron_loco
+from workflows.test_train import (
+    CONFIG,
+    SMALL,
+    alive,
+    children,
+    command,
+    megatron_loco,
+    run_command,
+    warm_megatron_loco,
+)
 
 from megatron_patch.errors import UserError
 from megatron_patch.workflows import train
 from megatron_patch.workflows.cli import main
-from megatron_patch.workflows.run import checkpoints, claim, configuration, launcher
+from megatron_patch.workflows.plan import hint
+from megatron_patch.workflows.run import checkpoints, claim, launcher
 from megatron_patch.workflows.run.claim import Claim
 from megatron_patch.workflows.run.configuration import Launch
 from megatron_patch.workflows.run.only_one import only_one
-from megatron_patch.workflows.run.prepare import PreparedRun, prepare_run
 
 STEPS = 60
 FILES = ("config.yaml", "command.txt", "metrics.jsonl", "summary.json")
@@ -269,13 +280,8 @@ def test_a_run_that_dies_before_its_first_step_leaves_its_logs_and_the_earlier_r
     assert after == {name: text for name, text in before.items() if not name.startswith(("logs", "failures"))}
 
 
-@pytest.mark.parametrize("overwrite", [True, False])
-def test_a_full_disk_leaves_what_was_there(
-    tmp_path: Path, overwrite: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if overwrite:
-        record_of_a_run(tmp_path)
-    before = contents(tmp_path)
+def train_on_a_full_disk(arguments: tuple[str, ...], folder: Path) -> None:
+    """In a process of its own: there is room for one file."""
     room = iter([True, False])
 
     def full(path: Path, text: str) -> None:
@@ -283,13 +289,24 @@ def test_a_full_disk_leaves_what_was_there(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         path.write_text(text)
 
-    monkeypatch.setattr(claim, "write_whole", full)
-    flags = ["--overwrite"] if overwrite else []
-    assert main(["train", CONFIG, *SMALL, *flags, "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        f"megatron-loco: error: out: {tmp_path} cannot be written: No space left on device"
+    claim.write_whole = full
+    run_command(arguments, folder, False)
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, overwrite: bool) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    if overwrite:
+        record_of_a_run(out)
+    before = contents(out)
+    arguments = ("train", CONFIG, *SMALL, *(["--overwrite"] if overwrite else []), "--out", str(out))
+    in_warm_process(train_on_a_full_disk, arguments, tmp_path, log=tmp_path / "log", timeout=200)
+    assert (tmp_path / "status").read_text() == "2"
+    assert (tmp_path / "stderr").read_text().splitlines()[-1] == (
+        f"megatron-loco: error: out: {out} cannot be written: No space left on device"
     )
-    assert contents(tmp_path) == before
+    assert contents(out) == before
 
 
 @pytest.mark.parametrize("begun", [True, False])
@@ -387,12 +404,17 @@ def test_checkpoints_are_looked_for_where_they_are_saved(
     assert not (tmp_path / "run").exists()
 
 
-def test_megatron_saves_and_loads_in_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for load in ([], ["megatron.load=elsewhere"]):
-        configured = configuration.load(Path(CONFIG), [*SMALL, *SAVED_ELSEWHERE, *load])
-        args = prepare_run(configured, tmp_path / "run", dry=True).args
-        assert (args.save, args.load) == ("elsewhere", "elsewhere")
+def test_megatron_saves_and_loads_in_one_place(tmp_path: Path) -> None:
+    saved = tmp_path / "elsewhere"
+    settings = [*SMALL, f"megatron.save={saved}", "megatron.save_interval=5", "--dry-run"]
+    for number, load in enumerate([[], [f"megatron.load={saved}"]]):
+        arguments = ("train", CONFIG, *settings, *load)
+        done = warm_megatron_loco(*arguments, folder=tmp_path / str(number))
+        assert done.returncode == 0, done.stderr
+        words = done.stdout.split()
+        assert [words[words.index(flag) + 1] for flag in ("--save", "--load")] == [str(saved)] * 2, (
+            done.stderr
+        )
 
 
 @pytest.mark.parametrize(
@@ -418,11 +440,13 @@ def test_resume_or_start_does_what_the_folder_asks_for(
         write_checkpoint(out, 20)
     asked: list[tuple[bool, bool]] = []
 
-    def execute(prepared: PreparedRun, label: str, overwrite: bool, resume: bool) -> dict[str, None]:
+    def execute(prepared: object, label: str, overwrite: bool, resume: bool) -> dict[str, None]:
         asked.append((overwrite, resume))
         return {"valid_loss": None, "train_loss": None}
 
     monkeypatch.setattr(train, "execute", execute)
+    monkeypatch.setattr(train, "prepare_run", lambda *_: SimpleNamespace(args=None))
+    monkeypatch.setattr(hint, "line", lambda *_: None)
     settings = [*SMALL, "megatron.save_interval=5", "--resume-or-start", "--out", str(out)]
     assert main(["train", CONFIG, *settings]) == 0
     (found,) = asked
