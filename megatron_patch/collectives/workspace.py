@@ -55,12 +55,12 @@ class Pool:
             with torch.inference_mode(False):  # the user's evaluation may be the first to need it
                 whole = torch.empty(max(size, 1), dtype=torch.uint8, device=self.device)
             self.nbytes += whole.numel()
-        self._taken[whole.untyped_storage().data_ptr()] = key, whole
+        self._taken[whole.untyped_storage()._cdata] = key, whole
         return whole[:size].view(rows, columns)
 
     def give(self, buffer: torch.Tensor) -> None:
         """Hand a buffer back; its last work must be on the stream that it was taken on."""
-        key, whole = self._taken.pop(buffer.untyped_storage().data_ptr())
+        key, whole = self._taken.pop(buffer.untyped_storage()._cdata)
         self._free[key].append(whole)
 
     def _stream(self) -> int:
