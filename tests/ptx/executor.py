@@ -362,6 +362,9 @@ class _State:
         left = value.dtype.type(32 - start - length)
         self.put(operands[0], (value << left) >> value.dtype.type(32 - length))
 
+    def do_popc(self, parts: list[str], operands: list[str]) -> None:
+        self.put(operands[0], np.bitwise_count(self.value(operands[1], _TYPES[parts[-1]])).astype(np.uint32))
+
     def do_prmt(self, parts: list[str], operands: list[str]) -> None:
         u32 = np.dtype(np.uint32)
         both = self.value(operands[1], u32).astype(np.uint64)

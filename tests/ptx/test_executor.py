@@ -53,6 +53,7 @@ def test_threads_compute_and_branch_apart() -> None:
         ("redux.sync.max.s32 %r4, %r1, -1", lambda t: t // 32 * 32 + 31),
         ("prmt.b32 %r4, %r1, 0x80, 0x7740U", lambda t: (t & 255) | 0x80 << 8),
         ("bfe.u32 %r4, %r1, 2, 3", lambda t: t >> 2 & 7),
+        ("popc.b32 %r4, %r1", lambda t: sum(t >> place & 1 for place in range(32))),
         (
             "cvt.rn.f32.u32 %r5, %r1; mul.rn.f32 %r5, %r5, 0fBFC00000; cvt.rzi.s32.f32 %r4, %r5",
             lambda t: -(3 * t // 2) & 0xFFFFFFFF,
