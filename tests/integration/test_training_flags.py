@@ -47,7 +47,8 @@ BATCH = {"global_batch_size": 64}
 )
 @pytest.mark.parametrize("initialized", [False, True])
 def test_steps_of_the_warm_up(pool, flags, steps, initialized):
-    calculator = {**BATCH, "micro_batch_size": 2, "data_parallel_size": 4} if initialized else None
+    sizes = {**BATCH, "rampup_batch_size": None, "micro_batch_size": 2, "data_parallel_size": 4}
+    calculator = sizes if initialized else None
     if initialized and "global_batch_size" not in flags:
         pytest.skip("Megatron always knows the batch then")
     assert pool.run(warm_up, flags, calculator, world_size=1) == [steps]

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from worker_pool import in_warm_process
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,6 +107,8 @@ RUNS: dict[str, Run] = {
 
 def engine(folder: Path, runs: dict[str, Run] | None = None) -> Path:
     """Run all of `runs` (RUNS by default), a folder for each; returns `folder`."""
+    if "EXPECTED_MEGATRON_CORE" in os.environ:
+        pytest.skip("the engine's script is written for the locked release of megatron-core")
     in_warm_process(run_all, runs or RUNS, folder, log=folder / "engine.log")
     return folder
 

@@ -139,7 +139,7 @@ def _weight_code_rates(result: dict[str, Any]) -> dict[str, float]:
     bits = f", {found['bits_per_weight']:.1f} bits a weight" if found else ""
     return {
         f"{way}{bits}": found[f"{way}_weights_per_second"]
-        for way in ("encode", "decode")
+        for way in ("encode", "decode", "digest")
         if f"{way}_weights_per_second" in found
     }
 

@@ -141,6 +141,7 @@ def _weight_code(elements: int, timed: _Timed) -> dict[str, float]:
         "bits_per_weight": 8 * size / elements,
         "encode_weights_per_second": elements / timed([lambda: coder.encode(old, new, there)])[0],
         "decode_weights_per_second": 2 * elements / timed([decode_twice])[0],
+        "digest_weights_per_second": elements / timed([lambda: coder.sums(old)])[0],
     }
 
 
