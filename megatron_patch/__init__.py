@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
+from megatron_patch.registry import register_codec, register_exchange
 from megatron_patch.step_report import StepReport
 
 __version__ = "0.2.0"
@@ -26,6 +27,8 @@ __all__ = [
     "disable",
     "enable",
     "load_state_dict",
+    "register_codec",
+    "register_exchange",
     "report",
     "state_dict",
 ]

@@ -12,16 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron_patch import registry
 from megatron_patch.errors import UserError, nearest
 
 METHODS = ("none", "naive", "error_feedback", "loco", "onebit_adam")
-BITS = (8, 4, 3, 2, 1)
-CODECS = {"uniform": (8, 4, 3, 2), "levels": (4, 3, 2), "sign": (1,)}
-"""Of each code the bits that it has."""
 ROTATIONS = ("none", "hadamard")
 ROUNDINGS = ("nearest", "stochastic")
 ERROR_DTYPES = ("int8", "bf16", "fp32")
-TOPOLOGIES = ("auto", "flat", "two_hop")
 WEIGHT_GATHERS = ("stock", "exact")
 SHARD = "shard"
 AUTO = "auto"
@@ -58,14 +55,16 @@ class CompressionConfig:
         METHODS,
     )
     bits: int = _option(
-        None, f"bits per gradient element on the wire (default {DEFAULT_BITS}; onebit_adam: 1)", BITS
+        None,
+        f"bits per gradient element on the wire: 8, 4, 3, 2, 1 (default {DEFAULT_BITS}; onebit_adam: 1; with "
+        "a codec that has no such code, that codec's first)",
     )
     codec: str | None = _option(
         None,
         "levels: 4 to 16 levels, close where numbers are dense, and a scale that a block's energy sets; "
         "uniform: multiples of a scale that its largest number sets; sign (default: levels for 4 to 2 bits, "
-        "uniform for 8, for stochastic rounding and for block_size shard, sign for 1)",
-        tuple(CODECS),
+        "uniform for 8, for stochastic rounding and for block_size shard, sign for 1); or one that your "
+        "script registered",
     )
     rotation: str | None = _option(
         None,
@@ -107,8 +106,8 @@ class CompressionConfig:
     topology: str = _option(
         "auto",
         "flat: every rank sends to every owner; two_hop: sum inside a node first, then send between nodes; "
-        "auto: two_hop where several of a group's ranks share a node and it spans several nodes",
-        TOPOLOGIES,
+        "auto: two_hop where several of a group's ranks share a node and it spans several nodes; or one that "
+        "your script registered",
     )
     ranks_per_node: int | None = _option(
         None,
@@ -148,15 +147,16 @@ class CompressionConfig:
     def __post_init__(self) -> None:
         unstated = self.method is None and self.error_beta is None
         vars(self)["_has_default_method"] = unstated  # no field: neither an option nor compared
-        self._set_default("bits", 1 if self.momentum else DEFAULT_BITS)
-        self._check_choice("bits", BITS)
+        self._set_default("bits", 1 if self.momentum else self._default_bits())
+        widths = {width for entry in registry.codecs().values() for width in entry.bits}
+        self._check_choice("bits", tuple(sorted(widths, reverse=True)))
         self._set_default("method", "loco")
         self._check_choice("method", METHODS)
         self._set_default("start_step", AUTO if self.compresses and not self.momentum else 0)
         self._set_default("reset_interval", 0 if self.momentum else DEFAULT_RESET_INTERVAL)
         self._check_choice("rounding", ROUNDINGS)
         self._check_choice("error_dtype", ERROR_DTYPES)
-        self._check_choice("topology", TOPOLOGIES)
+        self._check_choice("topology", registry.topologies())
         self._check_choice("weight_gather", WEIGHT_GATHERS)
         if self.intra_bits is not None:
             self._check_choice("intra_bits", (8,))
@@ -182,21 +182,27 @@ class CompressionConfig:
         if getattr(self, name) is None:
             object.__setattr__(self, name, value)
 
+    def _default_bits(self) -> int:
+        entry = registry.codecs().get(self.codec) if isinstance(self.codec, str) else None
+        return DEFAULT_BITS if entry is None or DEFAULT_BITS in entry.bits else entry.bits[0]
+
     def _check_codec(self) -> None:
+        codecs = registry.codecs()
         stochastic, shard = self.rounding == "stochastic", self.block_size == SHARD
         if stochastic and self.bits == 1:
             self._reject("rounding", "nearest with bits 1: a 1-bit code is a sign")
-        levels = self.bits in CODECS["levels"] and not stochastic and not shard
+        levels = self.bits in codecs["levels"].bits and not stochastic and not shard
         self._set_default("codec", "sign" if self.bits == 1 else "levels" if levels else "uniform")
-        self._check_choice("codec", tuple(CODECS))
-        having = CODECS[self.code]
+        self._check_choice("codec", tuple(codecs))
+        entry = codecs[self.code]
+        having = entry.bits
         if self.bits not in having:
-            fitting = " or ".join(name for name, bits in CODECS.items() if self.bits in bits)
+            fitting = " or ".join(name for name, one in codecs.items() if self.bits in one.bits)
             which = f"{having[0]}" if len(having) == 1 else ", ".join(map(str, having))
             self._reject("codec", f"{fitting} with bits {self.bits} ({self.code} has {which})")
-        if stochastic and self.code == "levels":
-            self._reject("rounding", "nearest with codec levels (codec uniform rounds stochastically)")
-        self._set_default("rotation", "hadamard" if self.code == "levels" and not shard else "none")
+        if stochastic and not entry.stochastic_rounding:
+            self._reject("rounding", f"nearest with codec {self.code} (codec uniform rounds stochastically)")
+        self._set_default("rotation", "hadamard" if entry.rotated and not shard else "none")
         self._check_choice("rotation", ROTATIONS)
         if self.rotates and shard:
             self._reject("rotation", "none with block_size shard: a rotation would mix parameters")

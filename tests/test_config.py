@@ -10,25 +10,21 @@ import pytest
 
 import megatron_patch
 from megatron_patch.config import (
-    BITS,
-    CODECS,
     ERROR_DTYPES,
     METHODS,
     ROTATIONS,
     ROUNDINGS,
-    TOPOLOGIES,
     CompressionConfig,
 )
 from megatron_patch.errors import UserError, nearest
 
+BITS = (8, 4, 3, 2, 1)
+
 CHOICES = {
     "method": METHODS,
-    "bits": BITS,
-    "codec": tuple(CODECS),
     "rotation": ROTATIONS,
     "rounding": ROUNDINGS,
     "error_dtype": ERROR_DTYPES,
-    "topology": TOPOLOGIES,
     "intra_bits": (8,),
     "warmup": ("auto", "fixed"),
     "weight_gather": ("stock", "exact"),

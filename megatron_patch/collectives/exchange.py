@@ -1,7 +1,8 @@
 """What an exchange is: it carries one bucket's tensor between ranks in low bits, and keeps what that needs.
 
-An exchange is one file that implements `Exchange`, and a line in makers.py. The bucket groups' seam starts
-it; checkpoints, metrics and the log know only this page.
+An exchange is one file that implements `Exchange`. makers.py chooses among the package's own; a user's is
+registered with its `Topology` (registry.py). The bucket groups' seam starts an exchange; checkpoints, metrics
+and the log know only this page.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from megatron_patch.collectives.traffic import Traffic
 from megatron_patch.collectives.workspace import Workspace
@@ -103,6 +105,20 @@ class Setup:
         """The cut of a tensor that `shards` ranks share, with the configuration's bits and blocks."""
         numel, spans = contents.numel, contents.spans
         return BlockLayout.of(numel, shards, self.config.bits, self.config.block_size, whole_blocks, spans)
+
+
+class Topology(Protocol):
+    """Makes the exchanges of a way between ranks; every rank of `group` calls its functions alike."""
+
+    @staticmethod
+    def reduce_scatter(contents: Contents, group: dist.ProcessGroup, setup: Setup) -> Exchange:
+        """Rank j of the group's N gets shard j of the sum, [B / N]."""
+        ...
+
+    @staticmethod
+    def all_reduce(contents: Contents, group: dist.ProcessGroup, setup: Setup) -> Exchange:
+        """Every rank gets the sum, [B]."""
+        ...
 
 
 def payloads(sender: Sender, own: int) -> Traffic:

@@ -1,4 +1,4 @@
-"""Which exchange carries a bucket: flat, or in two hops where the group's ranks share nodes."""
+"""Which exchange carries a bucket: flat, in two hops where the group's ranks share nodes, or a user's own."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from megatron_patch.collectives.topology import NoTwoHops, TwoHops, agreed_ranks
 from megatron_patch.collectives.two_hop_all_reduce import TwoHopAllReduce
 from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopReduceScatter
 from megatron_patch.quantization.blocks import Contents
+from megatron_patch.registry import topology
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ def make_reduce_scatters(tensors: Sequence[Contents], group: dist.ProcessGroup, 
     """The reduce-scatters of buckets. Every rank of `group` must call it."""
     if group.size() == 1:
         return Made()
+    if users := topology(setup.config.topology):
+        return Made([users.reduce_scatter(tensor, group, setup) for tensor in tensors])
     hops, flat_because = _hops(group, setup)
     if hops is None:
         return Made([ReduceScatter(tensor, group, setup) for tensor in tensors], flat_because)
@@ -41,6 +44,8 @@ def make_all_reduces(
     """The all-reduces of tensors. Every rank of `group` must call it."""
     if group.size() == 1:
         return Made()
+    if users := topology(setup.config.topology):
+        return Made([users.all_reduce(tensor, group, setup) for tensor in tensors])
     hops, flat_because = (None, None) if one_hop else _hops(group, setup)
     if hops is None:
         return Made([AllReduce(tensor, group, setup) for tensor in tensors], flat_because)

@@ -14,7 +14,7 @@ from megatron_patch.compensation.compress import STATISTICS
 from megatron_patch.compensation.error_state import MovingAverageError
 from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization import backends
-from megatron_patch.quantization.codecs import codec_of
+from megatron_patch.quantization.codec import codec_of
 from megatron_patch.quantization.layout import BlockLayout
 
 NOISE = 1 << 24

@@ -1,8 +1,7 @@
 """What a codec is: it turns the numbers of blocks into a payload, and a payload into numbers.
 
-A codec is one file that implements `Codec`, and is named in codecs.py. The torch reference
-(compensation/compress.py, decompress_reduce.py) serves any codec; the fused kernels say which they know
-(`supports`, backends.py).
+A codec is one file that implements `Codec` and registers it (registry.py). The torch reference
+(compensation/compress.py, decompress_reduce.py) serves any codec; the fused kernels serve the package's own.
 """
 
 from __future__ import annotations
@@ -12,12 +11,14 @@ from typing import Protocol
 
 import torch
 
+from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization.layout import BlockLayout
-from megatron_patch.quantization.rotation import Rotation
+from megatron_patch.quantization.rotation import HADAMARD, NONE, Rotation
+from megatron_patch.registry import codecs
 
 
 @dataclass(frozen=True)
-class Sent:
+class Encoded:
     """What the receivers of a payload will decode."""
 
     values: torch.Tensor
@@ -47,7 +48,7 @@ class Codec(Protocol):
 
     def encode(
         self, h: torch.Tensor, layout: BlockLayout, payload: torch.Tensor, noise: torch.Tensor | None = None
-    ) -> Sent:
+    ) -> Encoded:
         """Write h, fp32 [N, blocks, b], into `payload`, uint8 [N, payload_bytes], every byte of it.
 
         `noise`, fp32 [N, blocks, b] in [0, 1), asks for stochastic rounding. The fill of short blocks
@@ -58,3 +59,11 @@ class Codec(Protocol):
     def decode(self, payload: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
         """uint8 [n, payload_bytes] -> fp32 [n, blocks, b]; what fill decodes to is not defined."""
         ...
+
+
+def codec_of(config: CompressionConfig, first: bool = True, last: bool = True) -> Codec:
+    """The codec of `config.codec`, `bits` and `rotation`, for a hop that may be the first or the last of
+    some."""
+    rotation = HADAMARD if config.rotates else NONE
+    codec: Codec = codecs()[config.code].make(config.bits, rotation.hop(first, last))
+    return codec

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_patch.quantization.codec import Sent
+from megatron_patch.quantization.codec import Encoded
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.payload import read_payload, write_payload
 from megatron_patch.quantization.rotation import NONE, Rotation
@@ -69,7 +69,7 @@ class Levels:
 
     def encode(
         self, h: torch.Tensor, layout: BlockLayout, payload: torch.Tensor, noise: torch.Tensor | None = None
-    ) -> Sent:
+    ) -> Encoded:
         """Codec.encode; stochastic rounding is the uniform codec's alone. The fill of short blocks is sent
         as 0."""
         assert noise is None, "CompressionConfig refuses stochastic rounding with levels"
@@ -84,7 +84,7 @@ class Levels:
         code.masked_fill_((used == 0)[..., None], 0)
         write_payload(code, scales, layout, payload)
         place, length = torch.arange(layout.block, device=h.device), layout.lengths(h.device)[..., None]
-        return Sent(torch.where(place < length, dequantize(self._levels(code), used), 0.0), finite)
+        return Encoded(torch.where(place < length, dequantize(self._levels(code), used), 0.0), finite)
 
     def decode(self, payload: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
         """Codec.decode."""
@@ -95,6 +95,3 @@ class Levels:
         """The whole numbers q of codes, int8 of any shape."""
         positive = torch.tensor(LEVELS[self.bits], dtype=torch.int8, device=code.device)
         return torch.cat([positive, -positive])[code.long()]
-
-
-CODECS = tuple((Levels, bits) for bits in LEVELS)

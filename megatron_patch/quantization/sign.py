@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_patch.quantization.codec import Sent
+from megatron_patch.quantization.codec import Encoded
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.payload import read_payload, write_payload
 from megatron_patch.quantization.rotation import NONE, Rotation
@@ -37,7 +37,7 @@ class Sign:
 
     def encode(
         self, h: torch.Tensor, layout: BlockLayout, payload: torch.Tensor, noise: torch.Tensor | None = None
-    ) -> Sent:
+    ) -> Encoded:
         """Codec.encode; there is no stochastic rounding of a sign. The fill of short blocks is sent as +1."""
         assert noise is None, "CompressionConfig refuses stochastic rounding with 1 bit"
         scales = self.scales(h, layout)
@@ -45,12 +45,9 @@ class Sign:
         write_payload((codes > 0).to(torch.int8), scales, layout, payload)
         finite = torch.isfinite(scales)
         sent = dequantize(codes, torch.where(finite, scales, 0.0))
-        return Sent(layout.cut(layout.flat(sent)), finite)  # nothing was lost of fill
+        return Encoded(layout.cut(layout.flat(sent)), finite)  # nothing was lost of fill
 
     def decode(self, payload: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
         """Codec.decode."""
         raw, scales = read_payload(payload, layout)
         return dequantize(raw * 2 - 1, scales)
-
-
-CODECS = ((Sign, 1),)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_patch.quantization.codec import Sent
+from megatron_patch.quantization.codec import Encoded
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.payload import read_payload, write_payload
 from megatron_patch.quantization.rotation import NONE, Rotation
@@ -57,21 +57,18 @@ class Uniform:
 
     def encode(
         self, h: torch.Tensor, layout: BlockLayout, payload: torch.Tensor, noise: torch.Tensor | None = None
-    ) -> Sent:
+    ) -> Encoded:
         """Codec.encode. The fill of short blocks is 0, and so are its codes."""
         codes, scales = self.quantize(h, noise)
         write_payload(codes, scales, layout, payload)
         finite = torch.isfinite(scales)
-        return Sent(dequantize(codes, torch.where(finite, scales, 0.0)), finite)
+        return Encoded(dequantize(codes, torch.where(finite, scales, 0.0)), finite)
 
     def decode(self, payload: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
         """Codec.decode."""
         raw, scales = read_payload(payload, layout)
         unused = 8 - self.bits
         return dequantize(raw << unused >> unused, scales)  # the code's sign, in int8's
-
-
-CODECS = tuple((Uniform, bits) for bits in (8, 4, 3, 2))
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ from quantization.backend_agreement import (
 
 from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization import backends, native, triton_kernels
-from megatron_patch.quantization.codecs import codec_of
+from megatron_patch.quantization.codec import codec_of
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.levels import Levels
 from megatron_patch.quantization.rotation import HADAMARD

@@ -19,15 +19,14 @@ from megatron_patch.quantization.blocks import word_bytes
 from megatron_patch.quantization.codec import Codec
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.rotation import signs
+from megatron_patch.registry import OWN_CODECS
 
 LIBRARY = Path(__file__).with_name("libmegatron_loco.so")
 
 _FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ERRORS = {torch.int8: 1, torch.bfloat16: 2, torch.float32: 3}
-_NAMES = {"uniform": 0, "levels": 1, "sign": 2}
-_BITS = {"uniform": (8, 4, 3, 2), "levels": (4, 3, 2), "sign": (1,)}
-CODECS = {(name, bits) for name, widths in _BITS.items() for bits in widths}
-"""Names and bits of the codecs in codes.h; each with and without rotation."""
+_NAMES = {name: number for number, name in enumerate(OWN_CODECS)}
+"""As codes.h numbers them; each has all of its bits there, with and without rotation."""
 
 
 _LAYOUT = ("numel", "shards", "shard_size", "bits", "block", "blocks", "code_bytes", "payload_bytes")
@@ -93,7 +92,7 @@ def variants() -> tuple[str, ...]:
 
 def supports(codec: Codec, layout: BlockLayout) -> bool:
     """Whether the kernels serve a codec for this cut: blocks must begin at whole bytes."""
-    return (codec.name, codec.bits) in CODECS and (layout.block % 8 == 0 or layout.blocks <= 1)
+    return codec.name in _NAMES and (layout.block % 8 == 0 or layout.blocks <= 1)
 
 
 def compress(

@@ -21,14 +21,13 @@ from megatron_patch.quantization.triton_kernels.compress import compress_kernel
 from megatron_patch.quantization.triton_kernels.decompress_reduce import decompress_reduce_kernel
 from megatron_patch.quantization.triton_kernels.launches import launch
 from megatron_patch.quantization.triton_kernels.rotation import diagonal
+from megatron_patch.registry import OWN_CODECS
 
 _TILE = 2048  # elements, of compress: 16 for each of 128 threads
 _LARGEST_BLOCK = 4096
 _THREADS = 128
 _RESIDENT = 4  # programs on a multiprocessor, until a kernel was compiled
 _LANES = 128  # of decompress_reduce: one for each of 128 threads
-CODECS = {("uniform", bits) for bits in (8, 4, 3, 2)} | {("levels", bits) for bits in LEVELS} | {("sign", 1)}
-"""Names and bits of the codecs that the kernels know."""
 _ERRORS = {torch.int8: 1, torch.bfloat16: 2, torch.float32: 3}
 _resident: dict[tuple[object, ...], int] = {}
 """How many programs of a compress kernel a multiprocessor has room for, by the kernel's constants."""
@@ -37,9 +36,7 @@ _resident: dict[tuple[object, ...], int] = {}
 def supports(codec: Codec, layout: BlockLayout) -> bool:
     """Whether the kernels serve a codec for this cut: a block must fit a tile."""
     return (
-        (codec.name, codec.bits) in CODECS
-        and layout.block <= _LARGEST_BLOCK
-        and layout.block & (layout.block - 1) == 0
+        codec.name in OWN_CODECS and layout.block <= _LARGEST_BLOCK and layout.block & (layout.block - 1) == 0
     )
 
 

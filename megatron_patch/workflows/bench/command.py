@@ -15,9 +15,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_patch.config import BITS, CODECS, ROTATIONS, SHARD, CompressionConfig
+from megatron_patch.config import ROTATIONS, SHARD, CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.files import output_folder, write_whole
+from megatron_patch.registry import OWN_CODECS
 from megatron_patch.workflows.bench import links
 from megatron_patch.workflows.bench.network import command as network
 
@@ -56,8 +57,8 @@ def _add_kernel_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="auto", choices=["auto", "cpu", "cuda"], help="default: a GPU where one is"
     )
-    parser.add_argument("--bits", type=int, default=4, choices=BITS, help="bits per element; default 4")
-    parser.add_argument("--codec", choices=tuple(CODECS), help="default: that of an exchange with these bits")
+    parser.add_argument("--bits", type=int, default=4, help="bits per element; default 4")
+    parser.add_argument("--codec", choices=OWN_CODECS, help="default: that of an exchange with these bits")
     parser.add_argument("--rotation", choices=ROTATIONS, help="of blocks; default: that of the codec")
     parser.add_argument("--block-size", default="128", help="elements per scale, or 'shard'; default 128")
     parser.add_argument(

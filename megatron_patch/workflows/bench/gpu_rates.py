@@ -23,8 +23,7 @@ from megatron_patch.compensation import compress as reference
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization import backends
-from megatron_patch.quantization.codec import Codec
-from megatron_patch.quantization.codecs import codec_of
+from megatron_patch.quantization.codec import Codec, codec_of
 from megatron_patch.quantization.layout import BlockLayout
 
 SHARDS = 8  # of the bucket that `compress` cuts

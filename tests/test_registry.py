@@ -1,0 +1,85 @@
+"""The registry of codecs and exchanges: what it refuses, and what configurations make of an entry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+import megatron_patch
+from megatron_patch import registry
+from megatron_patch.config import CompressionConfig
+from megatron_patch.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_codecs", dict(registry._codecs))
+    monkeypatch.setattr(registry, "_topologies", dict(registry._topologies))
+
+
+def made(name: str, *bits: int, **options: Any) -> type:
+    @megatron_patch.register_codec(name, bits, **options)
+    @dataclass(frozen=True)
+    class Theirs:
+        bits: int
+        rotation: Any
+
+    return Theirs
+
+
+def test_a_configuration_takes_what_a_codec_says_of_itself():
+    made("wide", 6, 5)
+    made("turned", 4, rotated=True, stochastic_rounding=True)
+    assert CompressionConfig(codec="wide").bits == 6
+    assert CompressionConfig(codec="wide", bits=5).rotation == "none"
+    assert CompressionConfig(codec="turned").bits == 4
+    assert CompressionConfig(codec="turned", rounding="stochastic").rotation == "hadamard"
+    made("other", 3)
+    with pytest.raises(UserError, match=r"must be uniform or levels or other with bits 3 .wide has 6, 5"):
+        CompressionConfig(codec="wide", bits=3)
+    with pytest.raises(UserError, match="nearest with codec wide"):
+        CompressionConfig(codec="wide", rounding="stochastic")
+
+
+def test_a_name_that_is_taken_is_refused():
+    for name in ("uniform", "sign", "no name"):
+        with pytest.raises(UserError, match=f"'{name}' is"):
+            made(name, 4)
+    first = made("mine", 4)
+    second = type("Another", (first,), {"__module__": "elsewhere"})
+    with pytest.raises(UserError, match=r"elsewhere\.Another: 'mine' is taken"):
+        megatron_patch.register_codec("mine", [4])(second)
+    made("mine", 3)  # the same class, of a module that was imported anew
+    assert registry.codecs()["mine"].bits == (3,)
+    for name in ("flat", "auto"):
+        with pytest.raises(UserError, match="is taken"):
+            megatron_patch.register_exchange(name)(first)
+
+
+@pytest.mark.parametrize("bits", [(), (0,), (9,), (4.0,), (True,)])
+def test_bits_that_cannot_be_are_refused(bits):
+    with pytest.raises(UserError, match="bits are whole numbers from 1 to 8"):
+        made("mine", *bits)
+
+
+def test_an_unknown_name_is_refused_with_those_that_are_known():
+    made("mine", 4)
+    with pytest.raises(UserError, match="one of uniform, levels, sign, mine"):
+        CompressionConfig(codec="theirs")
+    with pytest.raises(UserError, match="one of auto, flat, two_hop"):
+        CompressionConfig(topology="ring")
+    with pytest.raises(UserError, match="codec"):
+        CompressionConfig(codec=["mine"])  # type: ignore[arg-type]
+
+
+def test_the_package_s_own_are_as_their_modules_say():
+    from megatron_patch.quantization.levels import LEVELS
+    from megatron_patch.quantization.rotation import NONE
+
+    for name, entry in registry.codecs().items():
+        for bits in entry.bits:
+            codec = entry.make(bits, NONE)
+            assert (codec.name, codec.bits, codec.rotation) == (name, bits, NONE)
+    assert registry.codecs()["levels"].bits == tuple(LEVELS)
