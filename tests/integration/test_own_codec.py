@@ -57,7 +57,7 @@ def resumed(folder: str, options: dict[str, Any], how: str) -> dict[str, Any]:
 def test_the_page_shows_the_script_whole_in_30_lines_of_code():
     source = SCRIPT.read_text(encoding="utf-8")
     assert f"\n```python\n{source}```\n" in (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-    docstring, *rest = ast.parse(source).body
+    _, *rest = ast.parse(source).body
     lines = {n for one in rest for n in range(one.lineno, (one.end_lineno or 0) + 1)}
     assert len([n for n in lines if source.splitlines()[n - 1].strip()]) <= 30
 
