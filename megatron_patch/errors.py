@@ -22,6 +22,10 @@ class UserError(ValueError):
         super().__init__(text if len(text) <= 2000 else f"{text[:1500]} ... {text[-400:]}")
 
 
+class RankFailed(Exception):
+    """A rank ended before its time; the text names the first one and shows its error. Exit status 1."""
+
+
 def nearest(value: object, allowed: Iterable[object]) -> str:
     """` (did you mean X?)` for a value close to an allowed one, else an empty string."""
     matches = difflib.get_close_matches(str(value), [str(item) for item in allowed], n=1, cutoff=0.6)

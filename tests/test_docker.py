@@ -125,17 +125,9 @@ def test_the_dependencies_are_the_project_s(dockerfile: Path) -> None:
         [sys.executable, "-c", code[1]], cwd=ROOT, capture_output=True, text=True, check=True
     )
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert told.stdout.splitlines() == project["dependencies"]
-
-
-@DOCKERFILES
-def test_the_images_have_muon(dockerfile: Path) -> None:
-    """In the lock's version: both constraint files have it."""
-    (run,) = [
-        run for run in text_of(last_stage(dockerfile), "RUN") if "--requirement requirements.txt" in run
-    ]
-    assert re.search(r"pip install [^&]*--requirement requirements.txt\s+(\\\s+)?emerging-optimizers", run)
-    assert re.search(r"^emerging-optimizers==", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["recipes"], *extras["report"], *extras["muon"]]
+    assert told.stdout.splitlines() == wanted
 
 
 # --- the context -------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Usage: .venv/bin/python tools/licences.py     (`make licences`; in the environme
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -18,7 +19,8 @@ _HEAD = """# Licences of the dependencies
 
 megatron-loco is under Apache-2.0 (`LICENSE`). These are the packages of `requirements.lock` and the licences
 that their own metadata state; the texts come with the packages. None of them is copied into this one.
-**training**: what the package itself needs; **development**: what only tests, checks and builds use.
+**core**: what a training job needs; **extras**: what the extras `recipes`, `report` and `muon` bring;
+**development**: what only tests, checks and builds use.
 Written by `make licences`.
 
 | package | version | licence | for |
@@ -47,10 +49,9 @@ def licence(name: str) -> str:
     return "not stated"
 
 
-def for_training() -> set[str]:
-    """What the package's own dependencies lead to."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    ahead = [Requirement(line) for line in project["dependencies"]]
+def required_by(lines: Iterable[str]) -> set[str]:
+    """What the requirements lead to, by name."""
+    ahead = [Requirement(line) for line in lines]
     found: set[tuple[str, str]] = set()
     while ahead:
         wanted = ahead.pop()
@@ -68,9 +69,13 @@ def for_training() -> set[str]:
 
 def page() -> str:
     """The page."""
-    training = for_training()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    core = required_by(project["dependencies"])
+    extra = required_by(line for name in ("recipes", "report", "muon") for line in extras[name])
+    purpose = dict.fromkeys(extra, "extras") | dict.fromkeys(core, "core")
     rows = [
-        f"| {name} | {version} | {licence(name)} | {'training' if name in training else 'development'} |"
+        f"| {name} | {version} | {licence(name)} | {purpose.get(name, 'development')} |"
         for name, version in locked().items()
     ]
     return _HEAD + "\n".join(rows) + "\n"

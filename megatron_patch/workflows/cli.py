@@ -8,32 +8,56 @@ from __future__ import annotations
 
 import argparse
 import errno
+import importlib
+import importlib.util
 import sys
 import warnings
 from typing import NoReturn
 
 from megatron_patch import __version__
-from megatron_patch.errors import UserError
-from megatron_patch.workflows import compare, doctor, train
-from megatron_patch.workflows.ablation import command as ablate
-from megatron_patch.workflows.bench import command as bench
-from megatron_patch.workflows.data import command as prepare_data
-from megatron_patch.workflows.gpu_report import command as gpu_report
-from megatron_patch.workflows.plan import command as plan
-from megatron_patch.workflows.report import command as report
-from megatron_patch.workflows.run.launcher import RankFailed
+from megatron_patch.errors import RankFailed, UserError
 
 _COMMANDS = {
-    "train": (train, "run one configuration"),
-    "compare": (compare, "run a configuration with several methods and compare them"),
-    "ablate": (ablate, "run a grid of settings over several seeds, and say what the differences are worth"),
-    "plan": (plan, "predict what a recipe gains on a cluster, and say which setting to take"),
-    "bench": (bench, "measure kernels, a cluster's links, and training over slow links"),
-    "prepare-data": (prepare_data, "turn text into a Megatron data set"),
-    "report": (report, "show runs' curves, numbers and differences on one HTML page"),
-    "gpu-report": (gpu_report, "measure and check everything on this machine's GPUs: one page, one JSON"),
-    "doctor": (doctor, "print what is installed, and what is missing for what"),
+    "train": ("train", "run one configuration", ("recipes",)),
+    "compare": (
+        "compare",
+        "run a configuration with several methods and compare them",
+        ("recipes", "report"),
+    ),
+    "ablate": (
+        "ablation.command",
+        "run a grid of settings over several seeds, and say what the differences are worth",
+        ("recipes", "report"),
+    ),
+    "plan": (
+        "plan.command",
+        "predict what a recipe gains on a cluster, and say which setting to take",
+        ("recipes",),
+    ),
+    "bench": (
+        "bench.command",
+        "measure kernels, a cluster's links, and training over slow links",
+        ("recipes",),
+    ),
+    "prepare-data": ("data.command", "turn text into a Megatron data set", ("recipes",)),
+    "report": (
+        "report.command",
+        "show runs' curves, numbers and differences on one HTML page",
+        ("report",),
+    ),
+    "gpu-report": (
+        "gpu_report.command",
+        "measure and check everything on this machine's GPUs: one page, one JSON",
+        ("recipes",),
+    ),
+    "doctor": ("doctor", "print what is installed, and what is missing for what", ()),
 }
+"""Of each command its module in this folder, a summary, and the extras that it needs."""
+EXTRAS = {
+    "recipes": ("omegaconf", "rich", "yaml", "scipy", "tokenizers", "tensorboard"),
+    "report": ("matplotlib", "scipy", "jinja2", "rich", "yaml"),
+}
+"""Modules that pyproject.toml's extras bring and commands import, beside torch, megatron-core and numpy."""
 
 
 _FILE_ERRORS = {
@@ -65,8 +89,12 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
+    """The parser of all commands; of the chosen one with its arguments, which are its module's.
+
+    Raises:
+        UserError: an extra that the chosen command needs is not installed.
+    """
     parser = _Parser(
         prog="megatron-loco",
         description="Low-bit gradient communication for Megatron pretraining.",
@@ -74,7 +102,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"megatron-loco {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (module, summary) in _COMMANDS.items():
+    for name, (module_name, summary, extras) in _COMMANDS.items():
+        if name != chosen:
+            commands.add_parser(name, help=summary)
+            continue
+        _check_extras(name, extras)
+        module = importlib.import_module(f"{__package__}.{module_name}")
         command = commands.add_parser(
             name,
             help=summary,
@@ -86,8 +119,19 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(argv: list[str] | None) -> int:
-    parser = build_parser()
+def _check_extras(command: str, extras: tuple[str, ...]) -> None:
+    missing = {
+        extra: [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None] for extra in extras
+    }
+    if lacking := [extra for extra, names in missing.items() if names]:
+        names = dict.fromkeys(name for extra in lacking for name in missing[extra])
+        raise UserError(
+            f"{command} needs {', '.join(names)}: pip install 'megatron-loco[{','.join(lacking)}]'"
+        )
+
+
+def _run(argv: list[str]) -> int:
+    parser = build_parser(next((word for word in argv if not word.startswith("-")), None))
     args, rest = parser.parse_known_args(argv)
     # Overrides may stand anywhere, also behind an option; argparse takes positionals in one piece only.
     if not hasattr(args, "overrides") or any(item.startswith("-") or "=" not in item for item in rest):
@@ -104,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     # Of its sources, when they are compiled first: where an installer leaves that to the first import.
     warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*[/\\]megatron[/\\]")
     try:
-        return _run(argv)
+        return _run(sys.argv[1:] if argv is None else argv)
     except UserError as error:
         print(f"megatron-loco: error: {error}", file=sys.stderr)
         return 2

@@ -9,9 +9,6 @@ import platform
 from importlib import metadata
 
 from packaging.version import Version
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 _WANTED_FOR = {
     "torch": "everything",
@@ -19,7 +16,9 @@ _WANTED_FOR = {
     "transformer-engine": "--transformer-impl transformer_engine on GPUs: pip install 'megatron-loco[gpu]'",
     "apex": "fused GPU optimizers and gradient accumulation (built in the container)",
     "triton": "fused GPU kernels",
-    "emerging-optimizers": "Muon (megatron.optimizer=muon): pip install emerging-optimizers",
+    "emerging-optimizers": "Muon (megatron.optimizer=muon): pip install 'megatron-loco[muon]'",
+    "omegaconf": "train, compare, ablate, plan, bench, prepare-data: pip install 'megatron-loco[recipes]'",
+    "matplotlib": "report, compare, ablate: pip install 'megatron-loco[report]'",
     "tensorboard": "TensorBoard logs",
     "wandb": "Weights & Biases logs",
 }
@@ -92,13 +91,11 @@ def _devices() -> list[tuple[str, str, str]]:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; exit status 1 where a run is not possible at all."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("what", "found", "remark"):
-        table.add_column(column)
     shown = rows()
-    for row in shown:
-        table.add_row(*map(escape, row))
-    Console().print(table)
+    lines = [("what", "found", "remark"), *shown]
+    what, found = (max(len(line[place]) for line in lines) for place in (0, 1))
+    for line in lines:
+        print(f"{line[0]:{what}}  {line[1]:{found}}  {line[2]}".rstrip())
     print(f"\n{_verdict({name: found for name, found, _ in shown})}")
     return int(any(name in _REQUIRED and version == "-" for name, version, _ in shown))
 

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_patch.errors import UserError
+from megatron_patch.errors import RankFailed, UserError
 from megatron_patch.integration.checkpoint import tracker
 from megatron_patch.workflows.plan import hint
 from megatron_patch.workflows.run import configuration, dry_run, launcher, recipes, run_folder
@@ -50,7 +50,7 @@ def execute(
     The line is one of `board`'s where the run is one of several.
 
     Raises:
-        launcher.RankFailed: a rank failed; what it wrote is in FOLDER/logs.
+        RankFailed: a rank failed; what it wrote is in FOLDER/logs.
         UserError: a mistake of the user's that only a rank could find; the folder is as it was before.
     """
     if prepared.run.launch.node_rank:
@@ -96,9 +96,7 @@ def _finish(prepared: PreparedRun, stopped: str | None, patience: float) -> dict
     while not written.exists() and not stopped and time.monotonic() < deadline:
         time.sleep(1)
     if not written.exists() and first and not stopped:  # e.g. megatron.exit_interval
-        raise launcher.RankFailed(
-            f"the run left no summary: Megatron ended before it did (see {prepared.job.logs})"
-        )
+        raise RankFailed(f"the run left no summary: Megatron ended before it did (see {prepared.job.logs})")
     # Nodes other than the first have one where the folder is shared.
     summary: dict[str, Any] = {"steps": 0, "train_loss": None, "valid_loss": None}
     if written.exists():

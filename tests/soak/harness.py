@@ -140,8 +140,8 @@ class Runs:
 
     def disturbed(self, plan: Sequence[Kill], tally: Tally) -> Path:
         """One run with a kill in each of its first attempts, gone on with until it has come to its end."""
+        from megatron_patch.errors import RankFailed
         from megatron_patch.workflows.run import checkpoints
-        from megatron_patch.workflows.run.launcher import RankFailed
 
         tally.runs += 1
         folder = self._soak.folder / f"disturbed-{tally.runs}"

@@ -117,7 +117,7 @@ def test_the_command_is_one_of_ours_and_the_sizes_are_the_recipes(
     line = re.search(r"exec (megatron-loco .*)", scripts[0].replace("\\\n", " "))
     assert line is not None
     words = shlex.split(line[1])
-    args, overrides = build_parser().parse_known_args(words[1:])
+    args, overrides = build_parser(words[1]).parse_known_args(words[1:])
     assert scripts[0].count("\n") <= 2, "no decision of its own in each pod"
     assert args.resume_or_start
     if name == "pytorchjob.yaml":

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_patch.errors import UserError
+from megatron_patch.errors import RankFailed, UserError
 from megatron_patch.files import check_output, write_whole
 from megatron_patch.workflows import train
 from megatron_patch.workflows.ablation import curves, definition, plots, records
@@ -165,7 +165,7 @@ def _make_held(one: Run, board: progress.Board, cache: Path | None) -> str:
         summary = train.resume_or_start(prepared, one.label, board)
     except launcher.Stopped:
         raise
-    except (launcher.RankFailed, UserError) as error:
+    except (RankFailed, UserError) as error:
         run_folder.note_failure(one.folder, str(error))
         return f"failed: {str(error).splitlines()[0]}"
     if cache:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_patch.errors import UserError
+from megatron_patch.errors import RankFailed, UserError
 from megatron_patch.workflows.run import stop_signals
 from megatron_patch.workflows.run.configuration import Launch
 from megatron_patch.workflows.run.one_connection import wants_one_connection
@@ -44,10 +44,6 @@ _USER_MISTAKE = 2
 _CONNECTION_LOST = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket closed|peer", re.IGNORECASE
 )
-
-
-class RankFailed(Exception):
-    """A rank ended before its time; the text names the first one and shows its error."""
 
 
 class Stopped(RankFailed):

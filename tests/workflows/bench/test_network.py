@@ -34,7 +34,7 @@ from megatron_patch.workflows.run.launcher import RankFailed
 
 
 def planned(*flags: str) -> Plan:
-    return plan(cli.build_parser().parse_args(["bench", "network", *flags]))
+    return plan(cli.build_parser("bench").parse_args(["bench", "network", *flags]))
 
 
 # --- what is measured ------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ class StandIns:
 
 def reported(monkeypatch: pytest.MonkeyPatch, folder: Path, stand_ins: StandIns, *flags: str) -> int:
     monkeypatch.setattr(command, "_gpus", lambda: 2)
-    args = cli.build_parser().parse_args(["gpu-report", "--out", str(folder), *flags])
+    args = cli.build_parser("gpu-report").parse_args(["gpu-report", "--out", str(folder), *flags])
     return command.run(args, stand_ins)
 
 
