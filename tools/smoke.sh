@@ -26,7 +26,7 @@ grep -Eq '^cpu kernels +[a-z]' doctor.txt || { echo "megatron-loco: error: the w
 fail() { echo "megatron-loco: error: $*" >&2; exit 1; }
 
 # The core: a script of one's own trains with the exact weight gather; what needs an extra says which.
-for extra in rich omegaconf yaml matplotlib scipy jinja2 tokenizers tensorboard einops transformers; do
+for extra in rich omegaconf yaml matplotlib scipy tokenizers tensorboard einops transformers; do
   ! newcomer python -c "import $extra" 2>/dev/null || fail "$extra is there without an extra"
 done
 shipped=$(newcomer python -c 'from megatron_patch.workflows.run.recipes import shipped; print(shipped("pretrain_scripts/own_loop.py"))')
