@@ -21,8 +21,8 @@ from megatron_patch.collectives.traffic import Traffic
 from megatron_patch.collectives.workspace import Workspace, shared_pool
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
-from megatron_patch.integration.onebit_adam.warm_up import Phase
 from megatron_patch.integration.onset import Onset
+from megatron_patch.integration.warm_up import Phase
 from megatron_patch.quantization.layout import BlockLayout
 
 logger = logging.getLogger(__name__)

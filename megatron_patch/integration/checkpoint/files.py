@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from megatron_patch.compensation.error_state import MovingAverageError
 from megatron_patch.compensation.resharding import Part, Piece, Position
+from megatron_patch.integration.checkpoint import tensor_file
 from megatron_patch.quantization.blocks import BlockTable, Span
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.untrusted import load_json
@@ -146,22 +145,18 @@ def rank_file_name(rank: int) -> str:
 
 
 def write_rank_file(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> RankFile:
-    """Write a rank's tensors (on CPU, contiguous), durably.
+    """Write a rank's tensors (on CPU), durably.
 
     Raises:
         OSError: a full disk, a lost mount.
     """
     path = folder / rank_file_name(rank)
-    path.touch()
-    mode = path.stat().st_mode  # the user's own; safetensors' is the owner's alone
-    try:
-        save_file(tensors, path)
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-    path.chmod(mode)
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    with path.open("w+b") as file:
+        tensor_file.write(file, tensors)
+        file.flush()
         os.fsync(file.fileno())
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
         return RankFile(path.name, os.fstat(file.fileno()).st_size, digest)
 
 
@@ -248,17 +243,16 @@ class RankTensors:
 
     def __init__(self, folder: Path, listed: RankFile) -> None:
         try:
-            self._file = safe_open(folder / listed.file, framework="pt")
-        except SafetensorError as error:
+            self._file = tensor_file.TensorFile(folder / listed.file)
+        except (OSError, ValueError) as error:
             raise Damaged(f"{folder / listed.file} is damaged: {error}") from error
-        self._names = set(self._file.keys())
 
     def of(self, state: int) -> dict[str, torch.Tensor]:
         """The tensors of a rank's state by number."""
         prefix = f"{state}."
         return {
-            name.removeprefix(prefix): self._file.get_tensor(name)
-            for name in self._names
+            name.removeprefix(prefix): self._file.read(name)
+            for name in self._file.names()
             if name.startswith(prefix)
         }
 

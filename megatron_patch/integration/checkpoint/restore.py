@@ -25,9 +25,9 @@ from megatron_patch.integration.checkpoint.checks import check_manifest
 from megatron_patch.integration.checkpoint.files import Damaged, RankFile, RankLayout, RankTensors, Storage
 from megatron_patch.integration.checkpoint.rank_state import RankState
 from megatron_patch.integration.chunk import Events
-from megatron_patch.integration.onebit_adam.warm_up import Phase
 from megatron_patch.integration.onset import Onset
 from megatron_patch.integration.seams.optimizer_step import loss_scale
+from megatron_patch.integration.warm_up import Phase
 
 logger = logging.getLogger(__name__)
 

@@ -20,26 +20,13 @@ import functools
 import importlib
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-COLUMNS = 1021
-STRETCH = 256 * COLUMNS
+from megatron_patch.integration.onebit_adam.operands import COLUMNS, STRETCH, Piece
+
 _TABLE = 16 * STRETCH
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements that follow each other: `values`, of any float dtype, times `factor`.
-
-    The k-th stretch of them takes its signs from the table's `starts`[k]-th on.
-    """
-
-    values: torch.Tensor
-    factor: float
-    starts: list[int]
 
 
 class NormSketch:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_patch.integration.onebit_adam.norm_sketch import COLUMNS, STRETCH, Piece
+from megatron_patch.integration.onebit_adam.operands import COLUMNS, STRETCH, Piece
 from megatron_patch.quantization.triton_kernels.float_bits import from_bf16
 
 _ROWS = 4  # of a stretch at a time

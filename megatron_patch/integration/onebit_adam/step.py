@@ -31,8 +31,9 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_patch.collectives.lost_ranks import naming_lost_ranks
+from megatron_patch.integration import warm_up
 from megatron_patch.integration.chunk import ChunkState
-from megatron_patch.integration.onebit_adam import replicas, update, warm_up
+from megatron_patch.integration.onebit_adam import replicas, update
 from megatron_patch.integration.onebit_adam.norm_sketch import NormSketch
 from megatron_patch.integration.seams.gradients import BucketGroupSeam
 from megatron_patch.integration.seams.optimizer_step import leaves_of, loss_scale

@@ -15,31 +15,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """What the parameters of one group of an optimizer have in common in a step."""
-
-    lr: float
-    weight_decay: float
-    eps: float
-    momentum_bias: float
-    """1 - b1^t."""
-    variance_bias: float
-    """1 - b2^T."""
+from megatron_patch.integration.onebit_adam.operands import Sizes, Tensors
 
 
 def form(momentum: torch.Tensor, gradient: torch.Tensor, beta1: float, factor: float) -> None:
     """m <- b1*m + (1-b1)*factor*g in place: fp32 [B], and fp32, bf16 or fp16 [B]."""
     momentum.mul_(beta1).add_(gradient, alpha=(1 - beta1) * factor)
-
-
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""x, m, v, and where Adam keeps its m (`exp_avg`); of one shape."""
 
 
 def update(parameters: Sequence[Tensors], sizes: Sizes) -> None:

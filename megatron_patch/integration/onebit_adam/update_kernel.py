@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_patch.integration.onebit_adam.update import Sizes, Tensors
+from megatron_patch.integration.onebit_adam.operands import Sizes, Tensors
 
 _CHUNK = 1 << 16  # elements, of a program
 _TILE = 1024

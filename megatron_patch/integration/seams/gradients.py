@@ -36,8 +36,8 @@ from megatron_patch.collectives.lost_ranks import naming_lost_ranks
 from megatron_patch.collectives.makers import Made, make_all_reduces, make_reduce_scatters
 from megatron_patch.integration import patching
 from megatron_patch.integration.chunk import ChunkState
-from megatron_patch.integration.onebit_adam.momentum_buffers import MomentumBuffers
 from megatron_patch.integration.seams.intercept import CollectiveCalls, intercepted
+from megatron_patch.integration.seams.momentum_buffers import MomentumBuffers
 from megatron_patch.integration.seams.stock_traffic import stock_gradients
 from megatron_patch.quantization.blocks import Contents, Span
 

@@ -1,8 +1,9 @@
-"""What a bucket's weight gathers sent, and why a coded bucket group was gathered in full."""
+"""What a bucket's weight gathers sent, and why a bucket group is not coded, or was gathered in full."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -31,3 +32,19 @@ class BucketReport:
     def with_more(self, more: BucketReport) -> BucketReport:
         """Of a step in which the bucket was gathered again, after another optimizer's step."""
         return replace(more if more.weights else self, traffic=self.traffic + more.traffic)
+
+
+def stock_because(bucket_group: Any, exact: bool) -> str | None:
+    """Why a bucket group's gather stays Megatron's own; None where it is coded."""
+    if not exact:
+        return "weight_gather is stock"
+    if bucket_group.intra_distributed_optimizer_instance_group.size() == 1:
+        return "the group is a single rank"
+    if getattr(bucket_group.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+        return "mxfp8 weights share the gradients' buffer"
+    dtypes = {bucket.param_data.dtype for bucket in bucket_group.buckets}
+    if dtypes <= {torch.bfloat16, torch.float16}:
+        return None
+    if torch.float32 in dtypes:
+        return "fp32 weights change in nearly all of their bits"
+    return "fp8 and fp4 weights are not coded"

@@ -23,7 +23,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_patch.collectives.lost_ranks import naming_lost_ranks
@@ -42,6 +41,7 @@ from megatron_patch.integration.seams.weight_report import (
     NO_SHORTER,
     NOT_CODED,
     BucketReport,
+    stock_because,
 )
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class WeightSeam:
         self.expert = expert
         self.chunk = chunk
         self.ranks: dist.ProcessGroup = bucket_group.intra_distributed_optimizer_instance_group
-        self.stock_because = _stock_because(bucket_group, chunk.state.config.codes_weights)
+        self.stock_because = stock_because(bucket_group, chunk.state.config.codes_weights)
         kind = "expert bucket" if expert else "bucket"
         names = [f"{kind} {bucket.bucket_id}" for bucket in bucket_group.buckets]
         self._reports = [BucketReport(name) for name in names]
@@ -340,19 +340,3 @@ def _code(seams: Sequence[WeightSeam], group: dist.ProcessGroup) -> None:
         now = [seam for seam in seams if seam.after_step([next(of_seams) for _ in seam.gathers])]
         if now:  # no code of the user's has run since the weights were coded
             MessagesUnderWay(now, now[0].chunk, own_may_have_changed=False).wait()
-
-
-def _stock_because(bucket_group: Any, exact: bool) -> str | None:
-    """Why a bucket group's gather stays Megatron's own; None where it is coded."""
-    if not exact:
-        return "weight_gather is stock"
-    if bucket_group.intra_distributed_optimizer_instance_group.size() == 1:
-        return "the group is a single rank"
-    if getattr(bucket_group.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
-        return "mxfp8 weights share the gradients' buffer"
-    dtypes = {bucket.param_data.dtype for bucket in bucket_group.buckets}
-    if dtypes <= {torch.bfloat16, torch.float16}:
-        return None
-    if torch.float32 in dtypes:
-        return "fp32 weights change in nearly all of their bits"
-    return "fp8 and fp4 weights are not coded"
