@@ -26,7 +26,7 @@ class Sums:
     inside_bytes: float = 0.0
     compression_seconds: float = 0.0
     statistics: torch.Tensor = field(
-        default_factory=lambda: torch.zeros(len(STATISTICS), dtype=torch.float64)
+        default_factory=lambda: torch.zeros(len(STATISTICS), dtype=torch.float64, device="cpu")
     )
     """fp64 [5], as compensation.compress.STATISTICS, on the CPU; NaN: the step did not measure them."""
     compressed: bool = False

@@ -160,7 +160,7 @@ class RunMetrics:
             gradients.add(stock_traffic.stock_gradients(group))
         wire = [gradients.nbytes, gradients.elements, weights.nbytes, weights.elements, *coded]
         wire += [sums.compression_seconds, sums.inside_bytes, sums.compressed]
-        totals = torch.cat([sums.statistics, torch.tensor(wire, dtype=torch.float64)])
+        totals = torch.cat([sums.statistics, torch.tensor(wire, dtype=torch.float64, device="cpu")])
         if "nccl" in dist.get_backend():
             totals = totals.cuda()
         dist.all_reduce(totals)
@@ -239,6 +239,7 @@ class RunMetrics:
                 sum(chunk.nbytes for chunk in weight_metrics.gathers_of(self._model)),
             ],
             dtype=torch.float64,
+            device="cpu",
         )
         if "nccl" in dist.get_backend():
             memory = memory.cuda()

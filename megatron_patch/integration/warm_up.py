@@ -41,10 +41,10 @@ def settled(phase: Phase, parts: Sequence[Any]) -> bool:
         for part in parts
         for state in part.optimizer.state.values()
     ]
-    norm = torch.stack(sizes or [torch.zeros((), dtype=torch.float64)]).sum()
+    norm = torch.stack(sizes or [torch.zeros((), dtype=torch.float64, device="cpu")]).sum()
     steps = max(map(adam_steps, parts), default=0)
     beta2 = max((part.config.adam_beta2 for part in parts), default=0.0)
-    most = torch.tensor([max(rates, default=0.0), steps, beta2], dtype=torch.float64)
+    most = torch.tensor([max(rates, default=0.0), steps, beta2], dtype=torch.float64, device="cpu")
     if "nccl" in dist.get_backend():
         norm, most = norm.cuda(), most.cuda()
     dist.all_reduce(norm)

@@ -86,7 +86,7 @@ def _pieces(
         return
     # A factory cuts a parameter in several tensors (SwiGLU's gate and up projections, say). Given the
     # elements' numbers in place of their values, what it builds tells where every element went.
-    numbers = torch.arange(parameter.numel()).view(parameter.shape)
+    numbers = torch.arange(parameter.numel(), device="cpu").view(parameter.shape)
     for built in nested_values(dataclasses.replace(entry, data=numbers).build()):
         if isinstance(built, ShardedTensor) and built.data is not None and built.data.numel():
             start = int(built.data.flatten()[0])

@@ -173,7 +173,7 @@ def _room_for(rank: RankState, reader: Any, path: str | None) -> dict[str, Any]:
     for key, stored in metadata.state_dict_metadata.items():
         name = key.removeprefix(prefix) if key.startswith(prefix) else ""
         if isinstance(stored, TensorStorageMetadata) and any(name.startswith(f"{_RANK}{r}.") for r in ranks):
-            room[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
+            room[name] = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
     return room
 
 

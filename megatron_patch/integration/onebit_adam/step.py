@@ -219,7 +219,7 @@ class OneBitAdam:
             self._announce_switch()
 
     def _announce_switch(self) -> None:
-        steps = torch.tensor([max(map(warm_up.adam_steps, self._parts), default=0)])
+        steps = torch.tensor([max(map(warm_up.adam_steps, self._parts), default=0)], device="cpu")
         if "nccl" in dist.get_backend():
             steps = steps.cuda()
         dist.all_reduce(steps, op=dist.ReduceOp.MAX)
