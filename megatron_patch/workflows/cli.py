@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import errno
+import shlex
 import sys
 import warnings
+from collections.abc import Callable
 from typing import NoReturn
 
 from megatron_patch import __version__
@@ -18,7 +20,6 @@ from megatron_patch.workflows import compare, doctor, train
 from megatron_patch.workflows.ablation import command as ablate
 from megatron_patch.workflows.bench import command as bench
 from megatron_patch.workflows.data import command as prepare_data
-from megatron_patch.workflows.gpu_report import command as gpu_report
 from megatron_patch.workflows.plan import command as plan
 from megatron_patch.workflows.report import command as report
 from megatron_patch.workflows.run.launcher import RankFailed
@@ -28,13 +29,13 @@ _COMMANDS = {
     "compare": (compare, "run a configuration with several methods and compare them"),
     "ablate": (ablate, "run a grid of settings over several seeds, and say what the differences are worth"),
     "plan": (plan, "predict what a recipe gains on a cluster, and say which setting to take"),
-    "bench": (bench, "measure kernels, a cluster's links, and training over slow links"),
+    "bench": (bench, "measure kernels and a cluster's links"),
     "prepare-data": (prepare_data, "turn text into a Megatron data set"),
     "report": (report, "show runs' curves, numbers and differences on one HTML page"),
-    "gpu-report": (gpu_report, "measure and check everything on this machine's GPUs: one page, one JSON"),
     "doctor": (doctor, "print what is installed, and what is missing for what"),
 }
-
+_IN_A_CLONE = {"bench network": "benchmarks.network", "gpu-report": "benchmarks.gpu_report"}
+"""Commands that only a clone of the repository has, and their modules there."""
 
 _FILE_ERRORS = {
     *(
@@ -60,14 +61,16 @@ _FILE_ERRORS = {
 """What the user's files and disks refuse; any other error of the operating system is one of this program."""
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Raises UserError where argparse would print the usage and exit."""
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = _Parser(
+    parser = Parser(
         prog="megatron-loco",
         description="Low-bit gradient communication for Megatron pretraining.",
         epilog="megatron-loco COMMAND --help shows a command's options.",
@@ -87,6 +90,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _run(argv: list[str] | None) -> int:
+    given = shlex.join(sys.argv[1:] if argv is None else argv) + " "
+    for command, module in _IN_A_CLONE.items():
+        if given.startswith(f"{command} "):
+            way = given.replace(command, f"python -m {module}", 1).rstrip()
+            raise UserError(f"{command} runs from a clone of the repository only; at its root: {way}")
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
     # Overrides may stand anywhere, also behind an option; argparse takes positionals in one piece only.
@@ -100,11 +108,16 @@ def _run(argv: list[str] | None) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command in `argv` (sys.argv by default); returns the exit status."""
+    return guarded(lambda: _run(argv))
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """Run a command whose errors are a line on stderr; returns the exit status."""
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
     # Of its sources, when they are compiled first: where an installer leaves that to the first import.
     warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*[/\\]megatron[/\\]")
     try:
-        return _run(argv)
+        return command()
     except UserError as error:
         print(f"megatron-loco: error: {error}", file=sys.stderr)
         return 2
