@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from scipy import stats
 from worker_pool import WorkerPool
 
+from benchmarks.error_feedback.trend_over_sizes import over_sizes
 from megatron_patch.workflows import cli
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -131,6 +135,29 @@ def test_a_line_goes_through_the_seeds_of_several_models(tmp_path: Path) -> None
     unclear = trend_over_sizes(*models)
     assert unclear.returncode == 2
     assert "2 cells have these settings; there must be one" in unclear.stderr
+
+
+def test_a_line_over_sizes_agrees_with_a_regression() -> None:
+    rng = np.random.default_rng(2)
+    models = [(size, list(rng.normal(0.1, 0.05, n))) for size, n in ((1e6, 3), (3.4e6, 3), (1e7, 1))]
+    found = over_sizes(models, 1e9)
+    x = [math.log2(size) for size, each in models for _ in each]
+    y = [one for _, each in models for one in each]
+    line = stats.linregress(x, y)
+    half = stats.t.ppf(0.975, 5)
+    assert found.doubling.mean == pytest.approx(line.slope)
+    assert found.doubling.high - found.doubling.mean == pytest.approx(half * line.stderr)
+    # At 0 of a shifted axis the line is its intercept.
+    there = stats.linregress(np.array(x) - math.log2(1e9), y)
+    assert found.there.mean == pytest.approx(there.intercept)
+    assert found.there.mean - found.there.low == pytest.approx(half * there.intercept_stderr)
+    assert found.there.n == 7
+
+
+@pytest.mark.parametrize("models", [[(1e6, [0.1, 0.2, 0.3])], [(1e6, [0.1]), (3e6, [0.2])], []])
+def test_too_few_models_are_refused(models: list) -> None:
+    with pytest.raises(ValueError, match="two sizes"):
+        over_sizes(models, 1e9)
 
 
 @pytest.mark.parametrize(
