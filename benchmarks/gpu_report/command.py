@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu_report`: everything that a GPU can tell, by one command of at most 40 minutes.
+"""`python -m benchmarks.gpu_report`: all checks and measurements of a machine's GPUs, in at most 40 minutes.
 
     environment   versions, GPUs, links          tests        the kernels' tests on the GPU
     kernels       beside a copy                  deepspeed    beside DeepSpeed's, where it is installed
@@ -7,9 +7,9 @@
     connections   CUDA_DEVICE_MAX_CONNECTIONS 1, 8, 32
     sanitizers    torch's, and compute-sanitizer
 
-Below the folder: report.md (one page), report.json (all numbers), steps/ (a file for each step that is done),
-runs/ and logs/. The same command again resumes with the steps that are not done. The report names a step that
-fails, and the next one runs.
+The folder gets report.md (one page), report.json (all numbers), steps/ (a file for each step that is done),
+runs/ and logs/. The same command resumes with the steps that are not done. When a step fails, the report says
+so, and the next one runs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STEPS: dict[str, tuple[Callable[[Machine, float], dict[str, Any]], float]] = {
     "connections": (steps.connections, 9),
     "sanitizers": (steps.sanitizers, 8),
 }
-"""Each step and its most minutes; all together take at most `--minutes`."""
+"""Each step and its time limit in minutes; all together take at most `--minutes`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,14 +99,14 @@ def _is_there(folder: Path, name: str) -> bool:
 
 
 def _done(path: Path, machine: Machine) -> bool:
-    """Whether a step ran to its end, on as many GPUs as there are now."""
+    """Whether a step succeeded, on as many GPUs as there are now."""
     content = json.loads(path.read_text(encoding="utf-8"))
     out_of_time = content["found"].get("not_run") == "no time remained"
     return content["gpus"] == machine.gpus and not problems(content["found"]) and not out_of_time
 
 
 def problems(found: Any) -> list[str]:
-    """What failed within a step."""
+    """The failures within a step."""
     if not isinstance(found, dict):
         return []
     own = [str(found["failed"])] if found.get("failed") else []

@@ -1,12 +1,13 @@
 """Our kernels beside DeepSpeed's CUDA kernels of LoCo on one GPU: 4 bits, fp16 gradients, 8-bit errors.
 
-What a rank's `all_to_all_loco_quant_reduce` launches (DeepSpeed 0.19.6, coalesced_collectives.py):
+A rank's `all_to_all_loco_quant_reduce` launches (DeepSpeed 0.19.6, coalesced_collectives.py):
 
     to send    dequantize the errors; loco_swizzle_quant; quantize the errors
     to sum     dequantize the errors; loco_quantized_reduction, which codes its sum again; quantize the errors
 
-with a scale for each row of a matrix. Ours does each in one kernel, with a scale for every 128 elements, and
-our sum stays on its rank in fp16. DeepSpeed builds its kernels by nvcc when they are first loaded.
+with a scale for each row of a matrix. This package does each in one kernel, with a scale for every 128
+elements, and its sum stays on its rank in fp16. DeepSpeed builds its kernels with nvcc when they are first
+loaded.
 
     python -m benchmarks.gpu_report.deepspeed_kernels --elements 40000000 --runs 20
 """
@@ -24,7 +25,7 @@ from megatron_patch.config import CompressionConfig
 from megatron_patch.workflows.bench import gpu_rates
 
 ROW = 4096
-"""Elements to a scale of DeepSpeed's: a row of a matrix of that hidden size."""
+"""Elements for each of DeepSpeed's scales: a row of a matrix of that hidden size."""
 RANKS = gpu_rates.SHARDS
 _BETA = 0.8
 
@@ -32,10 +33,10 @@ _BETA = 0.8
 def measure(quantizer: Any, elements: int, device: torch.device, runs: int) -> dict[str, Any]:
     """Median seconds of a call of each; `quantizer` is DeepSpeed's extension.
 
-    `elements` of a bucket, rounded down to whole rows for each of 8 ranks.
+    `elements` is the size of a bucket; it is rounded down to whole rows for each of 8 ranks.
 
     Raises:
-        ValueError: they are fewer than one row for each rank.
+        ValueError: there is less than one row for each rank.
     """
     groups = elements // (ROW * RANKS) * RANKS
     if not groups:

@@ -1,8 +1,7 @@
-"""What a rank of the exchange's measurement runs; torchrun starts it, rank 0 prints one line of JSON.
+"""Measures one bucket's exchange: torchrun starts this on every rank, and rank 0 prints one line of JSON.
 
-A bucket's gradients go to their owners by Megatron's reduce-scatter in bf16, and in low bits by the
-package's own exchange. NCCL takes a GPU a rank; on one GPU, or none, gloo serves several ranks, whose tensors
-are on the CPU then.
+Megatron's reduce-scatter sends a bucket's gradients to their owners in bf16, and this package's exchange in
+low bits. NCCL needs a GPU for each rank; with fewer GPUs the ranks use gloo, with tensors on the CPU.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def _new_sender(config: CompressionConfig, device: torch.device) -> NewSender:
 
 
 def _reduce_scatter(output: torch.Tensor, whole: torch.Tensor) -> None:
-    """Of bf16: NCCL's; gloo's all-to-all and a sum, which is what Megatron's bytes would be."""
+    """NCCL's reduce-scatter; with gloo an all-to-all and a sum, which send as many bytes as it does."""
     if dist.get_backend() == "nccl":
         dist.reduce_scatter_tensor(output, whole)
         return

@@ -1,4 +1,4 @@
-"""The report as one page of Markdown: ratios first, each from one run."""
+"""The report as one page of Markdown, mostly ratios; both numbers of a ratio are from one run."""
 
 from __future__ import annotations
 

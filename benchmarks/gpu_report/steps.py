@@ -1,7 +1,7 @@
-"""The steps of a report: commands, each in a process of its own, and what is read from what they leave.
+"""The steps of a report: each runs commands in processes of their own, and reads their output.
 
-A step returns a dictionary for the JSON; one that cannot run here says so in `not_run`, and one whose command
-fails in `failed`, with the end of its output. Neither ends the report.
+A step returns a dictionary for the JSON file. `not_run` says why a step cannot run on this machine, and
+`failed` why its command failed, with the end of its output. Neither ends the report.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _CLI = (sys.executable, "-m", "megatron_patch.workflows.cli")
 
 @dataclass(frozen=True)
 class Machine:
-    """What the report is of.
+    """The machine of the report.
 
     Attributes:
         gpus: how many; 0 with `--device cpu`, which shows that the report works and measures nothing.
         folder: where runs and logs are kept.
-        run: how commands are run.
+        run: runs commands.
     """
 
     gpus: int
@@ -58,7 +58,7 @@ class Machine:
 
 
 def run_command(command: Command, environment: dict[str, str], log: Path, seconds: float) -> int:
-    """Run of this machine. What takes too long is ended with all that it started."""
+    """The `Run` of a real machine; ends a command that takes too long, with all that it started."""
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
             command,
@@ -106,7 +106,7 @@ def tests(machine: Machine, seconds: float) -> dict[str, Any]:
 
 
 def kernels(machine: Machine, seconds: float) -> dict[str, Any]:
-    """The kernels beside a copy, in one process for each code and dtype."""
+    """The kernels beside a copy, in one process for each number of bits and dtype."""
     found: dict[str, Any] = {}
     size = ["--device", "cpu", "--elements", "262144", "--seconds", "0.05"] if machine.on_cpu else []
     for dtype in ("fp32", "bf16"):
@@ -197,7 +197,7 @@ def _train(
     steps: int | None = None,
     **environment: str,
 ) -> dict[str, Any]:
-    """One training run; what of its summary, and of its trace, is reported."""
+    """One training run: the parts of its summary and of its trace that are reported."""
     out = machine.folder / "runs" / re.sub(r"\W+", "-", name)
     overrides = _overrides(machine, steps or (4 if machine.on_cpu else 40), profile)
     if method != "none":
@@ -224,7 +224,7 @@ def _train(
 
 
 def _overrides(machine: Machine, steps: int, profile: bool) -> list[str]:
-    """Of a short run on text that is at hand."""
+    """Overrides for a short run, on text that every machine has."""
     overrides = [
         f"megatron.train_iters={steps}",
         "megatron.lr_warmup_iters=2",

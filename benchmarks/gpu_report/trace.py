@@ -1,4 +1,4 @@
-"""A profiler's trace, summarised by CUDA stream: what runs where, what overlaps, and what is exposed.
+"""Summarises a profiler's trace by CUDA stream: what runs where, what overlaps, and what is exposed.
 
 The trace is torch.profiler's JSON (Chrome's format): events of category "kernel", "gpu_memcpy" or
 "gpu_memset" with a stream, a beginning and a length in microseconds.

@@ -1,10 +1,10 @@
-"""`python -m benchmarks.network`: Megatron training over slow links, made on this machine.
+"""`python -m benchmarks.network`: Megatron training over slow links between namespaces of this machine.
 
-Hosts are network namespaces at a bridge, every host's link is shaped by `tc tbf` in both directions. Megatron
-trains a small LLaMA over them with different gradient exchanges; step time, the exchange alone and the bytes
-by the interfaces' own counters go into a table, network.json and network.png. Root and iproute2 are needed;
-this machine's own network is not touched, and nothing is left over, however the command ends. How it works,
-and what was measured: docs/network.md.
+Hosts are network namespaces at a bridge, and `tc tbf` shapes every host's link in both directions. Megatron
+trains a small LLaMA over them with different gradient exchanges. The step time, the exchange alone and the
+bytes by the interfaces' counters go into a table, network.json and network.png. The command needs root and
+iproute2. It does not touch this machine's own network, and nothing remains, however it ends. docs/network.md
+says how it works and what was measured.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from megatron_patch.files import output_folder
 DEFAULT_METHODS = f"{BASELINE},loco4,loco2,loco4_exact,ddp_bf16"
 _UNSHAPED_STEPS = 5
 _MOST_UNSHAPED = 1 << 24
-"""Bytes that a rank sends at most where collectives are timed alone; else those of a second."""
+"""Most bytes that a rank sends where collectives are timed alone; at most what a link carries in a second."""
 _LEARNING_RATE = 3e-4
 _SETTLE = 45
-"""In the default model the exact weight gather then takes within 5 % of the bits of step 60."""
+"""After so many steps of the default model the exact weight gather is within 5 % of its bits at step 60."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -239,9 +239,10 @@ def run(args: argparse.Namespace) -> int:
 def measure(
     what: Plan, patience: float, curves: list[dict[str, Any]] | None = None
 ) -> tuple[list[dict[str, Any]], float]:
-    """All cells, over a network that is gone afterwards; the rows, and the seconds that starting took.
+    """Measure all cells over a network that exists only meanwhile.
 
-    Where `curves` is a list, those of the collectives alone (bench/links.py) are added to it, at every rate.
+    Returns the rows, and the seconds that starting took. Where `curves` is a list, the curves of the
+    collectives alone (bench/links.py) at every rate are added to it.
 
     Raises:
         launcher.RankFailed: a rank or a host failed; says which, and why.

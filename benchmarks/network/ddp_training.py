@@ -1,12 +1,13 @@
-"""The LLaMA of training.py under PyTorch's DDP: what a user would pick instead of Megatron's.
+"""The LLaMA of training.py under PyTorch's DDP, as a user without Megatron would train it.
 
-Gradients are all-reduced by a communication hook of PyTorch's: in bf16, or by PowerSGD (Vogels et al.,
-NeurIPS 2019), which sends two thin matrices in place of each gradient matrix. Every rank holds all of Adam's
-state, in fp32 as Megatron does, and all of the weights: there is no gather.
+A communication hook of PyTorch all-reduces the gradients: in bf16, or by PowerSGD (Vogels et al., NeurIPS
+2019), which sends two thin matrices in place of each gradient matrix. Every rank holds all of the weights and
+all of Adam's state, in fp32 as in Megatron, so there is no gather.
 
-Without overlap all gradients are one bucket, which DDP sends when backward is through; the exchange is then
-timed from the hook's call, after a barrier, to the end of backward, which waits for it. With overlap DDP's
-own bucket size is used, and the exchange cannot be told from backward: its time is 0.
+Without overlap all gradients are one bucket, which DDP sends after the backward pass. The exchange is then
+timed from the hook's call, after a barrier, to the end of the backward pass, which waits for it. With overlap
+DDP's own bucket size is used, and the time of the exchange, which cannot be separated from the backward pass,
+is 0.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from benchmarks.network.llama import Llama
 from benchmarks.network.training import Training
 
 POWERSGD_START = 2
-"""Steps before PowerSGD begins: DDP builds its buckets anew after the first one."""
+"""Steps before PowerSGD begins: DDP rebuilds its buckets after the first one."""
 _ONE_BUCKET_MB = 1 << 20
 
 

@@ -1,12 +1,10 @@
-"""A repair without which a measurement over slow links would measure gloo instead.
+"""Makes gloo's all-to-all use both directions of a link, for every method of the benchmark alike.
 
-For benchmarks that train on CPU over gloo, for every method alike; nothing else installs it.
-
-gloo's all-to-all posts each send before the receive, and the word "ready to receive" travels on the
-connection that the payload goes out on: of two ranks the later one queues it behind its own payload, and
-the other waits. A full-duplex link then carries one direction at a time (0.48 of 200 Mbit/s with 2 hosts,
-0.6 to 0.7 with 4). Here receives are posted first: 0.95 and 0.93. It is the same bytes, and it makes the
-uncompressed baseline faster: without it the all-to-all would look slower than the link is.
+gloo's all-to-all posts each send before the receive, and the message "ready to receive" travels on the same
+connection as the payload. Of two ranks the later one queues it behind its own payload, and the other waits: a
+full-duplex link then carries one direction at a time (0.48 of 200 Mbit/s with 2 hosts, 0.6 to 0.7 with 4).
+With receives posted first it carries 0.95 and 0.93. The bytes are the same. Without this the uncompressed
+baseline would be slower than the link allows.
 """
 
 from __future__ import annotations

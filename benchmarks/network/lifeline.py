@@ -1,8 +1,8 @@
-"""Nobody outlives the command: what it started dies with it, and what it left on disk goes at the next start.
+"""No process outlives the command, and the next start removes what a killed one left on disk.
 
-The command starts agents, an agent starts ranks. Each asks the kernel to be killed when its parent ends
-(PR_SET_PDEATHSIG), first thing, so that a `kill -9` of the command takes down all, and with the last process
-of a namespace the namespace itself (hosts.py).
+The command starts agents, and an agent starts ranks. Each first asks the kernel to be killed when its parent
+ends (PR_SET_PDEATHSIG). So `kill -9` of the command ends them all, and a namespace disappears with its last
+process (hosts.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Be killed when the parent ends; if it ended already, end here. Children are to do the same."""
+    """Have the kernel kill this process when its parent ends; exit if it has. Children call this too."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.environ.get(PARENT) != str(os.getppid()):
         sys.exit("megatron-loco: the parent process is gone")
@@ -39,7 +39,7 @@ def folder() -> Iterator[Path]:
     remove_left_overs()
     path = Path(tempfile.mkdtemp(prefix=PREFIX))
     with (path / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # let go of by the kernel when this process ends, however it does
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it when this process ends, however it does
         try:
             yield path
         finally:
@@ -47,7 +47,7 @@ def folder() -> Iterator[Path]:
 
 
 def remove_left_overs() -> list[Path]:
-    """Remove the folders of runs that are over; returns them."""
+    """Remove the folders of runs that have ended, and return them."""
     removed = []
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), (path / "lock").open() as lock:

@@ -1,12 +1,12 @@
 """The benchmark's LLaMA under Megatron's DDP and optimizer, attached or not.
 
-`exchange` is start_grad_sync of all buckets and finish_grad_sync. With `overlap_grad_reduce` off Megatron
-would make one bucket of everything; so it is on, for the sake of its buckets, and without overlap backward
-runs within `no_sync`. 1-bit Adam exchanges momentum within the optimizer's step, once its warm-up is over:
-that is its `exchange`.
+`exchange` is the time of start_grad_sync of all buckets and of finish_grad_sync. `overlap_grad_reduce` is
+always on, because Megatron would make one bucket of all gradients without it; where nothing overlaps, the
+backward pass runs within `no_sync`. After its warm-up, 1-bit Adam exchanges momentum within the optimizer's
+step, and that is its `exchange`.
 
-`gather` is from the first start_param_sync, which Megatron calls when its optimizer has updated the weights,
-to the end of the step. Megatron's own gathers run within those calls; the exact gather codes, tells lengths,
+`gather` begins with the first start_param_sync, which Megatron calls when its optimizer has updated the
+weights, and ends with the step. Megatron's own gathers run within those calls. The exact gather encodes,
 sends and decodes after them (seams/weights.py).
 """
 
@@ -48,7 +48,7 @@ class MegatronTraining(Training):
             is gathered.
         compression: attach with these options; None: the seam is not touched.
         learning_rate: Adam's, the same in every step.
-        buckets: about how many Megatron cuts the gradients into.
+        buckets: about how many buckets Megatron makes of the gradients.
         overlap: exchange buckets while backward computes.
     """
 
@@ -107,7 +107,7 @@ class MegatronTraining(Training):
         self._finish(*args, **kwargs)
 
     def _beginning_the_gather(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`start_param_sync` of a bucket group: the step's first call of one begins the gather."""
+        """`start_param_sync` of a bucket group; the first call within a step begins the gather."""
 
         @functools.wraps(call)
         def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What is compared, by name: stock Megatron, LoCo, 1-bit Adam, and what a user of plain PyTorch would take.
+"""The methods that are compared, by name: stock Megatron, LoCo, 1-bit Adam and PyTorch's DDP.
 
 fp32_reduce_scatter     stock Megatron; gloo's own reduce-scatter moves twice the ideal bytes
 bf16_reduce_scatter     the same with bf16 gradients
@@ -28,10 +28,10 @@ BASELINE = "bf16_alltoall"
 ALL_REDUCE = "bf16_allreduce"
 ONEBIT, ONEBIT_WARM_UP, ONEBIT_TWO_HOP = "onebit_adam", "onebit_adam_warmup", "onebit_adam_two_hop"
 FIRST_STEPS = 3
-"""The fewest unmeasured steps of a model: buffers are allocated, and 1-bit Adam's warm-up ends."""
+"""The fewest unmeasured steps of a model, in which buffers are allocated and 1-bit Adam's warm-up ends."""
 EXACT = "_exact"
 EXACT_BITS = 3.5
-"""Of a weight in the exact gather, about; a step's real ones are measured."""
+"""About what the exact gather sends of a weight, for estimates of time; a step's real bits are measured."""
 _FOR_EVER = 10**9
 _STOCK = {"fp32_reduce_scatter": 32, "bf16_reduce_scatter": 16, BASELINE: 16, ALL_REDUCE: 16}
 _KNOWN = (
@@ -45,9 +45,9 @@ _POWERSGD = re.compile(r"ddp_powersgd_rank([1-9][0-9]{0,3})")
 class Method:
     """One line of the comparison.
 
-    `name` is what the user wrote, `method`, `bits` and `topology` are what the rows say. `topology` is
-    "two_hop" where hosts sum first, else "flat": one exchange over all ranks. PowerSGD has no `bits`; in its
-    warm-up 1-bit Adam sends gradients, in 16.
+    `name` is what the user wrote; `method`, `bits` and `topology` are what the rows say. `topology` is
+    "two_hop" where hosts sum first, else "flat": one exchange over all ranks. PowerSGD has no `bits`, and the
+    warm-up of 1-bit Adam has 16.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Method:
 
     @property
     def guessed_bits(self) -> float:
-        """Bits a parameter about costs on a host's link, for the time that a cell will take."""
+        """About how many bits a parameter costs on a host's link, to estimate a cell's time."""
         gradient = 1.0 if self.bits is None else self.bits * (1 if self.bits >= 16 else 1.04)
         if self.replicated or self.method.endswith("reduce_scatter"):
             gradient *= 2
@@ -86,7 +86,7 @@ class Method:
         return gradient + (0 if self.replicated else weights)
 
     def settle(self, steps: int) -> int:
-        """The unmeasured steps, where Megatron's methods take `steps`; PyTorch's DDP gathers no weights."""
+        """The unmeasured steps: `steps`, but few for PyTorch's DDP, which gathers no weights."""
         return FIRST_STEPS if self.kind == "ddp" else steps
 
     def compression(self, ranks_per_host: int, settle: int = FIRST_STEPS) -> CompressionConfig | None:

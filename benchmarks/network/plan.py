@@ -1,4 +1,4 @@
-"""What a network benchmark measures: methods, links and a model, and the cells in their order."""
+"""What a network benchmark measures: methods, links, a model, and the order of the cells."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.network.results import Cell
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured, in its order: once a pass, one accumulation count's methods after another's."""
+    """What is measured; each pass takes one accumulation count after another."""
 
     hosts: int
     ranks_per_host: int
@@ -26,11 +26,11 @@ class Plan:
     settle: int
     """Unmeasured steps of a model, until Adam's moments have settled."""
     passes: int = 1
-    """How often all cells are measured, in turns."""
+    """How often all cells are measured, one pass after another."""
 
     @property
     def cells(self) -> list[Cell]:
-        """Of all passes; grouped by method, which is built once for all rates."""
+        """The cells of all passes, grouped by method: a model is built once for all rates."""
         return [
             Cell(method, count, rate)
             for _ in range(self.passes)
@@ -40,11 +40,11 @@ class Plan:
         ]
 
     def estimate_settling(self, method: Method, accumulation: int, unshaped_seconds: float) -> float:
-        """Seconds of a model's unmeasured steps, for the same."""
+        """Seconds of a model's unmeasured steps, for the time left."""
         return method.settle(self.settle) * unshaped_seconds * accumulation
 
     def estimate(self, cell: Cell, unshaped_seconds: float) -> float:
-        """Seconds that a cell may take: for the time left, and nothing else."""
+        """Seconds that a cell may take, for the time left."""
         seconds = unshaped_seconds * cell.accumulation
         if cell.rate_mbit is not None:
             share = self.ranks_per_host * (1 - 1 / self.hosts)

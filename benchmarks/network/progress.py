@@ -1,4 +1,4 @@
-"""What the network benchmark shows while it runs: the cell under way, how far, and the time left."""
+"""What the network benchmark shows while it runs: the current cell, the progress and the time left."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _BUILD_SECONDS = 3.0
 
 
 class Show(Live):
-    """A bar on a terminal; elsewhere a line for each cell. On stderr: stdout is for the table.
+    """A bar on a terminal, elsewhere a line for each cell; on stderr, because stdout is for the table.
 
-    The time left is an estimate from each cell's bytes and the last unshaped step, corrected by how long
-    the cells so far took against theirs.
+    The time left is estimated from each cell's bytes and the last unshaped step, and corrected by the ratio
+    of measured to estimated time so far.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -49,13 +49,13 @@ class Show(Live):
         return time.monotonic() - self._started
 
     def say(self, what: str) -> None:
-        """What is going on between cells."""
+        """Show what happens between cells."""
         self._update(what)
         if not self.console.is_terminal and not self._spent and len(self._left) == len(self._plan.cells):
             self.console.print(f"{what}, about {self.left() / 60:.1f} min in all", highlight=False)
 
     def learned(self, unshaped_seconds: float) -> None:
-        """How long a step with one microbatch takes without limits."""
+        """Record how long a step with one microbatch takes without limits."""
         self._unshaped = unshaped_seconds
 
     def begin(self, cell: Cell) -> None:
@@ -76,7 +76,7 @@ class Show(Live):
             )
 
     def left(self) -> float:
-        """Seconds until the end, more or less."""
+        """Estimated seconds until the end."""
         correction = self._spent / self._expected if self._expected else 1.0
         cells = sum(self._plan.estimate(cell, self._unshaped) for cell in self._left)
         builds = [build for build, _ in groupby((cell.method, cell.accumulation) for cell in self._left)]

@@ -10,8 +10,8 @@
                                              <------    {"curves": [...]}
     {"do": "stop"}                           ------>    ends
 
-Importing Megatron costs seconds of processor time, hence the warm processes. Bytes are those of the host's
-interface, read by each rank from the kernel's counters (/proc/self/net/dev is this namespace's own).
+Processes stay warm because importing Megatron costs seconds of processor time. Bytes are those of the host's
+interface, which each rank reads from the kernel's counters (/proc/self/net/dev is that of its namespace).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from benchmarks.network.lifeline import die_with_parent
 
 CHANNEL = "MEGATRON_LOCO_NETWORK_CHANNEL"
 SECONDS = "MEGATRON_LOCO_NETWORK_SECONDS"
-"""How long a collective may take before the run is given up."""
+"""How long a collective may take before the run fails."""
 START_SECONDS = 120.0
-"""How long ranks have to start and meet: they import Megatron at the same time, on few cores."""
+"""How long ranks may take to start and meet: they import Megatron at the same time, on few cores."""
 
 
 def counters(interface: str, text: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Starts torchrun on every host of the network, and tells its ranks what to measure.
+"""Starts torchrun on every host of the network, and sends its ranks their orders.
 
     command --unix socket--> every rank       (rank.py says what goes over it, one JSON object a line)
        |  starts, in each namespace
@@ -86,10 +86,10 @@ class Ranks:
         self._kill()
 
     def ask(self, **order: Any) -> list[dict[str, Any]]:
-        """Have every rank do something; returns their answers by rank.
+        """Send every rank an order; returns their answers by rank.
 
         Raises:
-            RankFailed: one could not; says which, and why.
+            RankFailed: a rank failed; the message names it and the cause.
         """
         try:
             self._tell(order)
@@ -200,7 +200,7 @@ class Ranks:
             found[number] = {"error": "ended without a word", "time": time.monotonic()}
 
     def _report(self, what: str, failed: dict[int, dict[str, Any]]) -> None:
-        # What a peer's end looks like from the other side is an effect; the cause is whoever failed first.
+        # A lost connection is an effect of another rank's failure: report the rank that failed first.
         number, first = min(
             failed.items(),
             key=lambda item: (bool(_CONNECTION_LOST.search(item[1]["error"])), item[1]["time"]),
@@ -222,7 +222,7 @@ class Ranks:
         return f"host {number} said: {errors[-1] if errors else 'nothing'}"
 
     def _kill(self) -> None:
-        """End whoever is left. The ranks die with their agents; wait until they are gone."""
+        """Kill the agents that remain, with which their ranks die, and wait until those have ended."""
         for stream in self._streams.values():
             stream.close()
         for agent in self._agents:
@@ -244,7 +244,7 @@ def _open(folder: Path) -> Iterator[int]:
 
 
 def _is_rank(pid: int) -> bool:
-    """Whether a process still is one of ours: numbers are given out again."""
+    """Whether a process is still one of ours: the kernel reuses numbers."""
     try:
         return b"benchmarks.network" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -1,16 +1,16 @@
-"""From what ranks measured to rows: step and exchange, bytes, speed-ups, and what bytes alone would give.
+"""Turns what ranks measured into rows: step and exchange, bytes, speed-ups, and what bytes alone predict.
 
-A row is one cell: a method at a rate and an accumulation count. Times of a step are the slowest rank's, and a
-row has the median over its steps. `byte_limit_speedup` is what bytes predict for the whole step:
+A row is one cell: a method at a rate and an accumulation count. A step's times are those of its slowest rank,
+and a row has the median over the steps. `byte_limit_speedup` is what bytes predict for the whole step:
 
     limit(method) = U(method) + 8 * interface_bytes(method) / rate
     byte_limit_speedup = limit(bf16_alltoall) / limit(method)
 
-U is the step of the same method and accumulation count on the same network without rate limits, measured in
-the same run just before: all arithmetic, compression included. interface_bytes are per step, those of the
-busiest host in its busier direction, by the interface's counters.
+U is the step of the same method and accumulation count without rate limits, measured just before in the same
+run: all arithmetic, including compression. interface_bytes are per step, those of the busiest host in its
+busier direction, by the interface's counters.
 
-1-bit Adam has two kinds of steps, and a row for each; what a whole run has of both is in `whole_runs`.
+1-bit Adam has two kinds of steps, with a row for each; `whole_runs` combines them to a run's mean step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.network.methods import (
 )
 
 WARM_UP_SHARE = 0.15
-"""Of the steps of a run with 1-bit Adam, in `whole_runs`."""
+"""The share of a run's steps that `whole_runs` counts as the warm-up of 1-bit Adam."""
 
 NOTES = {
     "step_seconds": "median over steps of the slowest rank's time, from barrier to barrier",
@@ -73,12 +73,12 @@ def slowest_median(laps_of_ranks: Sequence[Sequence[float]]) -> float:
 
 
 def unshaped_seconds(prepared: Sequence[dict[str, Any]]) -> float:
-    """Of a step without rate limits, from what the ranks answered to "prepare"."""
+    """Seconds of a step without rate limits, from the ranks' answers to "prepare"."""
     return slowest_median([answer["unshaped_step_seconds"] for answer in prepared])
 
 
 def pooled(passes: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What the ranks answered to the same order in several passes, as one answer of each rank."""
+    """The ranks' answers to the same order in several passes, as one answer of each rank."""
     return [_pooled(answers) for answers in zip(*passes, strict=True)]
 
 
@@ -102,13 +102,13 @@ def row(
     prepared: Sequence[dict[str, Any]],
     answers: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """The row of a cell, without what needs the baseline.
+    """The row of a cell, without the values that need the baseline.
 
     Args:
         cell: what was measured.
         hosts, ranks_per_host: where.
-        prepared: what the ranks answered to "prepare" (rank.py), of all passes.
-        answers: what they answered to "measure", likewise.
+        prepared: the ranks' answers to "prepare" (rank.py), of all passes.
+        answers: their answers to "measure", likewise.
     """
     steps = len(answers[0]["laps"])
     step, exchange, gather = (
@@ -152,14 +152,14 @@ def _first_steps(prepared: Sequence[dict[str, Any]]) -> list[float] | None:
 
 
 def byte_limit_seconds(row: dict[str, Any]) -> float:
-    """What a step takes by its bytes: the step without rate limits, and the bytes over the rate."""
+    """Seconds of a step by its bytes: the step without rate limits, plus the bytes over the rate."""
     return row["unshaped_step_seconds"] + 8 * row["interface_bytes"] / (row["rate_mbit"] * 1e6)
 
 
 def compare(rows: Sequence[dict[str, Any]], overlap: bool) -> None:
     """Add the speed-ups over the baseline of the same rate and accumulation; None where there is none.
 
-    With overlap bytes travel while ranks compute: the two do not add up, and there is no byte limit.
+    There is no byte limit with overlap, where bytes travel while ranks compute.
     """
     baselines, all_reduces = _by_cell(rows, BASELINE), _by_cell(rows, ALL_REDUCE)
     for one in rows:
@@ -210,7 +210,7 @@ def whole_runs(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def sentences(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What `whole_runs` found, a line each."""
+    """A line for each of `whole_runs`."""
     lines = []
     for run in whole_runs(rows):
         text = (
@@ -247,7 +247,7 @@ _COLUMNS = (
     "by bytes",
 )
 _OVER_ALL_REDUCE = "over all-reduce"
-"""A column more, where that was measured."""
+"""An additional column, where an all-reduce was measured."""
 
 
 def _columns(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
@@ -272,7 +272,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """The same table for a page."""
+    """The same table in Markdown."""
     columns = _columns(rows)
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     lines += ["| " + " | ".join(_texts(one)[: len(columns)]) + " |" for one in rows]

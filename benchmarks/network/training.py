@@ -1,16 +1,14 @@
-"""A LLaMA trained by Megatron's own parts, with a stopwatch on its steps: what benchmarks run.
+"""Trains a LLaMA with Megatron's GPTModel and schedule, and times the parts of a step.
 
-Megatron's GPTModel and schedule, on random tokens, in bf16; subclasses wrap the model and update the weights.
-There is no data set, no checkpoint, no logging: a step is what every Megatron step has in common.
+The model is in bf16, and its tokens are random. Subclasses wrap the model and update the weights. There is no
+data set, checkpoint or logging, so a step has only what every Megatron step has.
 
     forward and backward of every microbatch | exchange of the gradients | optimizer, gather of the weights
                                                `exchange`                              `gather`
 
-Without overlap the exchange stands alone: all buckets start when backward is through, and a barrier before it
-takes out what ranks wait for each other's arithmetic. With overlap, buckets start during backward as usual,
-and `exchange` is only the part that was not hidden.
-
-How the model is wrapped is in megatron_training.py and ddp_training.py.
+Without overlap all buckets start after the backward pass, and a barrier before the exchange keeps the ranks'
+waiting for each other out of its time. With overlap buckets start during the backward pass, and `exchange` is
+only the part that was not hidden. megatron_training.py and ddp_training.py wrap the model.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ def initialize() -> None:
 
 
 class Training:
-    """A model and its step; subclasses wrap the model and say how gradients travel."""
+    """A model and its step; subclasses wrap the model and choose how gradients are exchanged."""
 
     def __init__(self, llama: Llama, overlap: bool, seed: int = 1234) -> None:
         torch.manual_seed(seed)
@@ -104,7 +102,7 @@ class Training:
         self.module = Float16Module(self.config, model)
         self.model: Any = None
         self.counters: Callable[[], Sequence[int]] | None = None
-        """(bytes sent, bytes received, ...) of an interface, where an exchange's bytes are asked for."""
+        """Returns (bytes sent, bytes received, ...) of an interface; None: bytes are not counted."""
         self._counted: Sequence[int] = (0, 0)
 
     @property
@@ -119,7 +117,7 @@ class Training:
 
     @property
     def weights_sent(self) -> float:
-        """How many weights these bytes stand for, counted once for every rank that they go to."""
+        """How many weights these bytes encode, counted once for every rank that receives them."""
         raise NotImplementedError
 
     def zero_gradients(self) -> None:
@@ -153,14 +151,14 @@ class Training:
         return self.lap
 
     def around_backward(self) -> AbstractContextManager[Any]:
-        """What the schedule runs in."""
+        """The context in which the schedule runs."""
         return nullcontext()
 
     def backward_ended(self) -> None:
-        """Called when the schedule is through."""
+        """Called when the schedule has ended."""
 
     def together(self) -> None:
-        """Without overlap: wait until every rank is here, so that what follows is timed alone."""
+        """Without overlap: wait for every rank, so that what follows is timed alone."""
         if not self.overlap:
             dist.barrier()
 
@@ -193,7 +191,7 @@ class Training:
         return wrapped
 
     def close(self) -> None:
-        """Let go of the model: Megatron's hooks, its caches and the autograd graph would keep it."""
+        """Release the model, which Megatron's hooks, its caches and the autograd graph would keep alive."""
         self.config.grad_scale_func = self.config.finalize_model_grads_func = self.config.no_sync_func = None
         RotaryEmbedding.forward.cache_clear()
         self.model = self.module = None

@@ -1,16 +1,16 @@
-"""Predictions of `bench network`'s cells, from what was measured without compression: how good is the model?
+"""Predicts cells of the network benchmark from measurements without compression.
 
-The ranks share one machine's cores, and gloo's transport takes them too. What is taken from where:
+The ranks share one machine's cores, and gloo's transport uses them too. The sources of each quantity:
 
     computing, the optimizer     the cells of bf16_alltoall and bf16_allreduce without rate limits, one and
                                  four microbatches; also gloo's all-gather by the byte, and the sum of an
                                  all-to-all. These cells are given, not predicted
     what a link carries          bf16_alltoall at one rate, which is none of the cells'
-    gloo's all-to-all            `bench network --links` without a rate limit: the collectives alone
+    gloo's all-to-all            `--links` of the benchmark without a rate limit: the collectives alone
     a bucket's call              bf16_alltoall in more buckets: what each of them adds to a step
     compression, weight code     `bench kernels --typical` on one core
 
-None of it is a cell with compression. The exact gather's bits are an earlier run's (docs/network.md).
+No source is a cell with compression. The exact gather's bits are those of an earlier run (docs/network.md).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron_patch.workflows.plan.model import Parameter, Stage
 from megatron_patch.workflows.plan.step import simulate
 
 _PARTS = {ALL_TO_ALL: "exchange_seconds", ALL_GATHER: "gather_seconds"}
-"""Of a stock step: where its collectives are."""
+"""The columns of a stock step that have its collectives' time."""
 _NEVER = 1e15
 _RANKS = 4
 """Of the calibration's runs: 4 hosts with one rank each."""
@@ -47,7 +47,7 @@ _RANKS = 4
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of `bench network`."""
+    """One cell of the network benchmark."""
 
     hosts: int
     ranks_per_host: int
@@ -57,13 +57,13 @@ class Cell:
 
     @property
     def given(self) -> bool:
-        """Whether the calibration has it: nothing is predicted then."""
+        """Whether the cell is part of the calibration, so that it is no prediction."""
         alone = (self.hosts, self.ranks_per_host, self.rate_mbit) == (_RANKS, 1, None)
         return alone and self.name in (BASELINE, ALL_REDUCE)
 
 
 def predicted(cell: Cell, found: Mapping[str, Any]) -> float:
-    """Seconds of a step of the cell, by `found`, a calibration (docs/plan/calibration.yaml)."""
+    """Predicted seconds of a step of the cell; `found` is a calibration (docs/plan/calibration.yaml)."""
     method = method_of(cell.name)
     replicated = method.distributed is False
     job = _job(found, cell, replicated)
@@ -71,7 +71,7 @@ def predicted(cell: Cell, found: Mapping[str, Any]) -> float:
 
 
 def method_of(name: str) -> Method:
-    """The plan's method of one of bench network's names."""
+    """The planner's method for a name of the benchmark's."""
     if name == BASELINE:
         return methods.parse(methods.STOCK)
     if name == ALL_REDUCE:
@@ -159,9 +159,9 @@ def _cluster(found: Mapping[str, Any], cell: Cell, job: Job) -> Cluster:
 
 
 def carried(found: Mapping[str, Any], collective: str) -> float:
-    """What a collective gets of a link's rate: in the run without compression over slow links.
+    """The share of a link's rate that a collective reaches, by the run without compression over slow links.
 
-    The reduce-scatter gets what the all-gather gets: both are rings.
+    The reduce-scatter reaches what the all-gather reaches: both are rings.
     """
     rows = [row for row in found["uncompressed"] if row["rate_mbit"] is not None and row["name"] == BASELINE]
     bits = 8 * 2 * _parameters(found["llama"]) * (1 - 1 / _RANKS)
@@ -196,16 +196,16 @@ def _unshaped(found: Mapping[str, Any], buckets: int | None = None) -> list[dict
 
 
 def _buckets(found: Mapping[str, Any], asked: int | None = None) -> int:
-    """How many Megatron cuts the gradients into, where so many are asked for."""
+    """How many buckets Megatron makes of the gradients where `asked` are requested."""
     cell = Cell(_RANKS, 1, BASELINE, None, 1)
     job = _job({**found, "buckets": asked or found["buckets"]}, cell, False)
     return len(job.buckets(0, Cluster(_RANKS, 1, Link(_NEVER), Link(_NEVER), Processor(1.0)), False))
 
 
 def _call(found: Mapping[str, Any], collective: str) -> float:
-    """Seconds that a bucket more adds to a step, by runs with more buckets.
+    """Seconds that one more bucket adds to a step, by runs with more buckets.
 
-    Of the reduce-scatter, which no run here has, those of the collective alone.
+    No run has a reduce-scatter: its seconds are those of the collective alone.
     """
     if collective not in _PARTS:
         return fit(points(_free(found), collective, ALL))[0]
@@ -226,7 +226,7 @@ def _of_hosts(found: Mapping[str, Any], per_host: int = 1) -> list[dict[str, Any
 
 @dataclass(frozen=True)
 class Computing:
-    """What the run without compression says of the processor; seconds are of one core."""
+    """The processor's rates by the run without compression; seconds are those of one core."""
 
     flops: float
     optimizer: float
@@ -293,19 +293,19 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative."""
+        """The prediction's relative error."""
         return self.predicted / self.measured - 1
 
     @property
     def ratio_error(self) -> float | None:
-        """Of the predicted speed-up, relative; None for the baseline and for what is given."""
+        """The predicted speed-up's relative error; None for the baseline and for given cells."""
         if self.ratio_measured is None or self.ratio_predicted is None:
             return None
         return self.ratio_predicted / self.ratio_measured - 1
 
 
 def compared(rows: Sequence[Mapping[str, str]], found: Mapping[str, Any]) -> list[Compared]:
-    """Every cell of a file as docs/plan/network.csv, in its order."""
+    """Every cell of a file such as docs/plan/network.csv, in its order."""
     cells = []
     for row in rows:
         rate = float(row["rate_mbit"]) if row["rate_mbit"] else None
