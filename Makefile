@@ -38,13 +38,13 @@ test-gpu: $(READY) ## the kernels' tests on a GPU
 	@TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/quantization/test_backends.py -k gpu
 
 gpu-report: $(READY) ## everything that a GPU can tell: one page and one JSON (40 minutes at most)
-	@$(BIN)/megatron-loco gpu-report --out runs/gpu-report
+	@$(BIN)/python -m benchmarks.gpu_report --out runs/gpu-report
 
 test-slow: $(READY) ## the tests that take minutes each
 	@$(BIN)/python -m pytest -m slow
 
 bench-network: $(READY) ## training over slow links made of network namespaces (root)
-	@$(BIN)/megatron-loco bench network --out runs/network
+	@$(BIN)/python -m benchmarks.network --out runs/network
 
 soak: $(READY) ## kill runs 50 times, and see that they end bit for bit as if left alone
 	@$(BIN)/python -m tests.soak --kills 50

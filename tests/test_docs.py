@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.planner import check
 from megatron_patch.workflows.ablation import curves, trend
 from megatron_patch.workflows.ablation.statistics import Interval, interval, percent
-from megatron_patch.workflows.plan import check
 
 ROOT = Path(__file__).parents[1]
 NUMBER = r"([+-]\d+\.\d\d)"
@@ -100,7 +100,7 @@ def test_differences_are_those_of_the_results(page: str) -> None:
 
 def test_the_line_over_sizes_is_that_of_the_results() -> None:
     page = (ROOT / "docs/ablations.md").read_text(encoding="utf-8")
-    command = re.search(r"python (benchmarks/trend_over_sizes.py(?:.*\\\n)*.*)", page)
+    command = re.search(r"python (benchmarks/error_feedback/trend_over_sizes.py(?:.*\\\n)*.*)", page)
     assert command is not None
     shown = subprocess.run(
         [sys.executable, *command[1].replace("\\\n", " ").split()],

@@ -22,6 +22,7 @@ ORDER = [
 # Thin doors to a room behind them; nothing may depend on them.
 ENTRANCES = {"__init__", "__main__", "launch"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
+BENCHMARKS = sorted((PACKAGE.parent / "benchmarks").rglob("*.py"))
 
 
 def room_of(parts: tuple[str, ...]) -> str:
@@ -69,7 +70,7 @@ def own_imports(path: Path) -> list[tuple[str, int]]:
 
 
 def relative(path: Path) -> str:
-    return str(path.relative_to(PACKAGE))
+    return str(path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else PACKAGE.parent))
 
 
 @pytest.mark.parametrize("path", MODULES, ids=relative)
@@ -121,6 +122,17 @@ def test_imports_within_integration_go_one_way():
     assert not wrong
 
 
+def test_the_package_imports_no_benchmark():
+    """A wheel has none of them."""
+    found = {
+        f"{relative(path)}, line {line}: {name}"
+        for path in MODULES
+        for name, line, _ in imported_names(path)
+        if name.split(".")[0] == "benchmarks"
+    }
+    assert not found
+
+
 def dotted(path: Path) -> str:
     return ".".join(("megatron_patch", *path.relative_to(PACKAGE).with_suffix("").parts))
 
@@ -152,7 +164,7 @@ def circle_in(graph: dict[str, set[str]]) -> list[str] | None:
     return next((found for name in graph if (found := walk(name, []))), None)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=relative)
+@pytest.mark.parametrize("path", [*MODULES, *BENCHMARKS], ids=relative)
 def test_a_file_is_short(path):
     """One idea per file; kernels are as long as they are."""
     lines = len(path.read_text(encoding="utf-8").splitlines())

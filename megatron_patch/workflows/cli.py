@@ -10,8 +10,10 @@ import argparse
 import errno
 import importlib
 import importlib.util
+import shlex
 import sys
 import warnings
+from collections.abc import Callable
 from typing import NoReturn
 
 from megatron_patch import __version__
@@ -34,25 +36,18 @@ _COMMANDS = {
         "predict what a recipe gains on a cluster, and say which setting to take",
         ("recipes",),
     ),
-    "bench": (
-        "bench.command",
-        "measure kernels, a cluster's links, and training over slow links",
-        ("recipes",),
-    ),
+    "bench": ("bench.command", "measure kernels and a cluster's links", ("recipes",)),
     "prepare-data": ("data.command", "turn text into a Megatron data set", ("recipes",)),
     "report": (
         "report.command",
         "show runs' curves, numbers and differences on one HTML page",
         ("report",),
     ),
-    "gpu-report": (
-        "gpu_report.command",
-        "measure and check everything on this machine's GPUs: one page, one JSON",
-        ("recipes",),
-    ),
     "doctor": ("doctor", "print what is installed, and what is missing for what", ()),
 }
 """Of each command its module in this folder, a summary, and the extras that it needs."""
+_IN_A_CLONE = {"bench network": "benchmarks.network", "gpu-report": "benchmarks.gpu_report"}
+"""Commands that only a clone of the repository has, and their modules there."""
 EXTRAS = {
     "recipes": ("omegaconf", "rich", "yaml", "scipy", "tokenizers", "tensorboard"),
     "report": ("matplotlib", "scipy", "jinja2", "rich", "yaml"),
@@ -84,7 +79,9 @@ _FILE_ERRORS = {
 """What the user's files and disks refuse; any other error of the operating system is one of this program."""
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Raises UserError where argparse would print the usage and exit."""
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see {self.prog} --help)")
 
@@ -95,7 +92,7 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
     Raises:
         UserError: an extra that the chosen command needs is not installed.
     """
-    parser = _Parser(
+    parser = Parser(
         prog="megatron-loco",
         description="Low-bit gradient communication for Megatron pretraining.",
         epilog="megatron-loco COMMAND --help shows a command's options.",
@@ -131,6 +128,11 @@ def _check_extras(command: str, extras: tuple[str, ...]) -> None:
 
 
 def _run(argv: list[str]) -> int:
+    given = shlex.join(argv) + " "
+    for command, module in _IN_A_CLONE.items():
+        if given.startswith(f"{command} "):
+            way = given.replace(command, f"python -m {module}", 1).rstrip()
+            raise UserError(f"{command} runs from a clone of the repository only; at its root: {way}")
     parser = build_parser(next((word for word in argv if not word.startswith("-")), None))
     args, rest = parser.parse_known_args(argv)
     # Overrides may stand anywhere, also behind an option; argparse takes positionals in one piece only.
@@ -144,11 +146,16 @@ def _run(argv: list[str]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command in `argv` (sys.argv by default); returns the exit status."""
+    return guarded(lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """Run a command whose errors are a line on stderr; returns the exit status."""
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
     # Of its sources, when they are compiled first: where an installer leaves that to the first import.
     warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*[/\\]megatron[/\\]")
     try:
-        return _run(sys.argv[1:] if argv is None else argv)
+        return command()
     except UserError as error:
         print(f"megatron-loco: error: {error}", file=sys.stderr)
         return 2

@@ -36,7 +36,6 @@ COMMANDS = {
     "bench kernels json": ["bench", "kernels", "--json", "OUT/kernels.json"],
     "bench links": ["bench", "links", "--out", "OUT/links.yaml"],
     "prepare-data": ["prepare-data", TEXTS, "--out", "OUT/text"],
-    "gpu-report": ["gpu-report", "--device", "cpu", "--out", "OUT"],
     "report": ["report", "RUN", "--out", "OUT/page.html"],
 }
 

@@ -1,8 +1,7 @@
 """`megatron-loco bench`: measures this machine.
 
-`bench network` (network/): training over slow links. `bench kernels`: how fast compression is on a GPU
-(gpu_rates.py) or on one core (cpu_rates.py), with a copy of memory as the yardstick. `bench links`
-(links.py): a cluster's collectives, for `megatron-loco plan`.
+`bench kernels`: how fast compression is on a GPU (gpu_rates.py) or on one core (cpu_rates.py), with a copy of
+memory as the yardstick. `bench links` (links.py): a cluster's collectives, for `megatron-loco plan`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from megatron_patch.errors import UserError
 from megatron_patch.files import output_folder, write_whole
 from megatron_patch.registry import OWN_CODECS
 from megatron_patch.workflows.bench import links
-from megatron_patch.workflows.bench.network import command as network
 
 _SENDERS = 8
 _ON_CPU, _ON_GPU = 8 << 20, 256 << 20  # elements
@@ -32,13 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     kernels = kinds.add_parser("kernels", help="compress and decompress_reduce, beside memcpy")
     _add_kernel_arguments(kernels)
-    over_links = kinds.add_parser(
-        "network",
-        help="training over slow links, made of network namespaces (root)",
-        description=network.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    network.add_arguments(over_links)
     curves = kinds.add_parser(
         "links",
         help="a cluster's collectives, by torchrun: what plan --cluster reads",
@@ -50,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command line's way in; returns the exit status."""
-    return {"network": network.run, "links": links.run, "kernels": _run_kernels}[args.what](args)
+    return {"links": links.run, "kernels": _run_kernels}[args.what](args)
 
 
 def _add_kernel_arguments(parser: argparse.ArgumentParser) -> None:

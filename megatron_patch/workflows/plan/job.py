@@ -69,7 +69,7 @@ class Job:
     activation_bytes: float = 0.0
     recompute: bool = False
     after_backward: bool = False
-    """Whether buckets are exchanged when backward is through, as `bench network` does."""
+    """Whether all buckets are exchanged after the backward pass, as in the network benchmark."""
     weight_bits: float | None = None
     """Of the exact gather; None: by the learning rate."""
     passed_bytes: float = 0.0

@@ -23,6 +23,8 @@ class Method:
     """
 
     name: str
+    method: str = "none"
+    """As CompressionConfig calls it."""
     bits: int | None = None
     momentum: bool = False
     hops: str = "auto"
@@ -63,15 +65,22 @@ def parse(name: str) -> Method:
         ),
         "none_exact": Method("none_exact", exact=True, options=f"{none}exact"),
         ONEBIT: Method(
-            ONEBIT, bits=1, momentum=True, exact=True, keeps_errors=True,
+            ONEBIT, ONEBIT, bits=1, momentum=True, exact=True, keeps_errors=True,
             options="--with configs/methods/onebit_adam.yaml",
         ),
     }  # fmt: skip
     if name in fixed:
         return fixed[name]
+    if (found := low_bit(name)) is None:
+        raise UserError(f"--methods: {name!r} must be one of {', '.join(_KNOWN)}{nearest(name, _KNOWN)}")
+    return found
+
+
+def low_bit(name: str) -> Method | None:
+    """The method of a name that has the bits in it, as loco4_two_hop_exact; None: it is not one of those."""
     found = _LOW.fullmatch(name)
     if found is None or (found[4] and found[3] == "_flat"):
-        raise UserError(f"--methods: {name!r} must be one of {', '.join(_KNOWN)}{nearest(name, _KNOWN)}")
+        return None
     config = CompressionConfig(method=found[1], bits=int(found[2]))
     exact = bool(found[5])
     options = f"compression.method={found[1]} compression.bits={found[2]}"
@@ -80,6 +89,7 @@ def parse(name: str) -> Method:
     options += f" compression.weight_gather={'exact' if exact else 'stock'}"
     return Method(
         name,
+        config.method,
         bits=config.bits,
         hops=found[3][1:] if found[3] else "auto",
         intra_bits=8 if found[4] else None,
@@ -129,6 +139,7 @@ def of_config(config: CompressionConfig) -> Method:
         return dataclasses.replace(parse(ONEBIT), exact=exact, hops=config.topology)
     return Method(
         f"{config.method}{config.bits}",
+        config.method,
         bits=config.bits,
         hops=config.topology,
         intra_bits=config.intra_bits,

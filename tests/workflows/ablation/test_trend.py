@@ -1,4 +1,4 @@
-"""Lines through differences: over the steps of long runs, and over the sizes of models."""
+"""Lines through differences over the steps of long runs."""
 
 from __future__ import annotations
 
@@ -40,29 +40,6 @@ def test_short_runs_have_no_trend() -> None:
     found = trend.over_steps({1: line, 2: long})
     assert found is not None
     assert (found.last.n, found.doubling.n) == (1, 1)
-
-
-def test_a_line_over_sizes_agrees_with_a_regression() -> None:
-    rng = np.random.default_rng(2)
-    models = [(size, list(rng.normal(0.1, 0.05, n))) for size, n in ((1e6, 3), (3.4e6, 3), (1e7, 1))]
-    found = trend.over_sizes(models, 1e9)
-    x = [math.log2(size) for size, each in models for _ in each]
-    y = [one for _, each in models for one in each]
-    line = stats.linregress(x, y)
-    half = stats.t.ppf(0.975, 5)
-    assert found.doubling.mean == pytest.approx(line.slope)
-    assert found.doubling.high - found.doubling.mean == pytest.approx(half * line.stderr)
-    # At 0 of a shifted axis the line is its intercept.
-    there = stats.linregress(np.array(x) - math.log2(1e9), y)
-    assert found.there.mean == pytest.approx(there.intercept)
-    assert found.there.mean - found.there.low == pytest.approx(half * there.intercept_stderr)
-    assert found.there.n == 7
-
-
-@pytest.mark.parametrize("models", [[(1e6, [0.1, 0.2, 0.3])], [(1e6, [0.1]), (3e6, [0.2])], []])
-def test_too_few_models_are_refused(models: list) -> None:
-    with pytest.raises(ValueError, match="two sizes"):
-        trend.over_sizes(models, 1e9)
 
 
 def test_the_table_is_of_long_runs_alone(tmp_path: Path) -> None:

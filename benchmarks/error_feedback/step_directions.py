@@ -1,0 +1,116 @@
+"""What a gradient exchange does to Adam's steps, for coordinates with small and with large gradients.
+
+    megatron-loco train configs/models/llama_tiny.yaml \
+        launch.script=benchmarks/error_feedback/step_directions.py \
+        compression.method=error_feedback compression.bits=1 compression.start_step=0 --out runs/directions
+
+Megatron's pretrain_gpt.py, with a second reduction of every bucket, in full precision, beside the one under
+test. From both come Adam's moments and steps, u = m / (sqrt(v) + eps) with bias correction. The run's folder
+gets step_directions.json: the cosine between the step that was exchanged and the true one, and the ratio of
+their norms, over all optimizer steps and rank 0's shards; in all, and for the four quarters of each shard's
+coordinates in the order of the true sqrt(v), smallest gradients first. Training is not touched. Dense models
+in fp32.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import param_and_grad_buffer as buffers
+from megatron.training import get_args
+
+_SCRIPT = Path(__file__).resolve().parents[2] / "pretrain_scripts" / "pretrain_gpt.py"
+_EPS = 1e-8
+
+
+class Adam:
+    """Adam's moments of one stream of gradients."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self.m, self.v, self.step = torch.zeros_like(like), torch.zeros_like(like), 0
+
+    def direction(self, gradient: torch.Tensor, betas: tuple[float, float]) -> torch.Tensor:
+        """The next step in units of the learning rate, same shape as `gradient`."""
+        self.step += 1
+        self.m.lerp_(gradient, 1 - betas[0])
+        self.v.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+        first, second = (1 - beta**self.step for beta in betas)
+        return (self.m / first) / ((self.v / second).sqrt() + _EPS)
+
+
+class Directions:
+    """Compares what an exchange gave with the true mean, bucket by bucket, step by step."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[int, tuple[Adam, Adam]] = {}
+        self._sums = torch.zeros(4, 3, dtype=torch.float64)
+
+    def add(self, key: int, exchanged: torch.Tensor, true: torch.Tensor, betas: tuple[float, float]) -> None:
+        """One shard of one step: flat tensors of equal length."""
+        given, wanted = self._pairs.setdefault(key, (Adam(true), Adam(true)))
+        u, w = given.direction(exchanged, betas), wanted.direction(true, betas)
+        order = wanted.v.argsort()
+        order = order[wanted.v[order] > 0]  # padding, and rows of the embedding that no token has used
+        for row, quarter in zip(self._sums, order.tensor_split(4), strict=True):
+            a, b = u[quarter].double(), w[quarter].double()
+            row += torch.stack([a @ b, a @ a, b @ b])
+
+    def result(self) -> dict[str, Any]:
+        """Cosine and ratio of norms, in all and by quarters."""
+        rows = [self._sums.sum(0), *self._sums]
+        cosines = [float(dot / (a * b).sqrt()) for dot, a, b in rows]
+        ratios = [float((a / b).sqrt()) for _, a, b in rows]
+        return {
+            "cosine": cosines[0],
+            "norm_ratio": ratios[0],
+            "quarters": {"cosine": cosines[1:], "norm_ratio": ratios[1:]},
+        }
+
+
+def _watch(directions: Directions) -> None:
+    """Have every bucket group of this process reduce its gradients a second time, as they were."""
+    cls = buffers._ParamAndGradBucketGroup
+    start, finish = cls.start_grad_sync, cls.finish_grad_sync
+    pending: dict[int, list[torch.Tensor]] = {}
+
+    def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.grad_reduce_handle is None:
+            group = self.intra_distributed_optimizer_instance_group
+            copies = [bucket.grad_data.clone() for bucket in self.buckets]
+            for copy in copies:
+                torch.distributed.all_reduce(copy, group=group)
+                copy /= group.size()
+            pending[id(self)] = copies
+        return start(self, *args, **kwargs)
+
+    def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = finish(self, *args, **kwargs)
+        options = get_args()
+        for bucket, true in zip(self.buckets, pending.pop(id(self), []), strict=False):
+            size, rank = (
+                self.intra_distributed_optimizer_instance_size,
+                self.intra_distributed_optimizer_instance_rank,
+            )
+            mine, wanted = (buffers.shard_buffer(one, size)[rank] for one in (bucket.grad_data, true))
+            directions.add(id(bucket), mine, wanted, (options.adam_beta1, options.adam_beta2))
+        return result
+
+    cls.start_grad_sync, cls.finish_grad_sync = start_grad_sync, finish_grad_sync
+
+
+def main() -> None:
+    """Train, then write step_directions.json."""
+    directions = Directions()
+    _watch(directions)
+    runpy.run_path(str(_SCRIPT), run_name="__main__")
+    if torch.distributed.get_rank() == 0:
+        text = json.dumps(directions.result(), indent=2) + "\n"
+        (Path(get_args().compression_output) / "step_directions.json").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

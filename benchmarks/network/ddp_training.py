@@ -1,0 +1,117 @@
+"""The LLaMA of training.py under PyTorch's DDP, as a user without Megatron would train it.
+
+A communication hook of PyTorch all-reduces the gradients: in bf16, or by PowerSGD (Vogels et al., NeurIPS
+2019), which sends two thin matrices in place of each gradient matrix. Every rank holds all of the weights and
+all of Adam's state, in fp32 as in Megatron, so there is no gather.
+
+Without overlap all gradients are one bucket, which DDP sends after the backward pass. The exchange is then
+timed from the hook's call, after a barrier, to the end of the backward pass, which waits for it. With overlap
+DDP's own bucket size is used, and the time of the exchange, which cannot be separated from the backward pass,
+is 0.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.network.llama import Llama
+from benchmarks.network.training import Training
+
+POWERSGD_START = 2
+"""Steps before PowerSGD begins: DDP rebuilds its buckets after the first one."""
+_ONE_BUCKET_MB = 1 << 20
+
+
+class DdpTraining(Training):
+    """Under PyTorch's DDP.
+
+    Args:
+        llama: the model.
+        powersgd_rank: of the matrices that PowerSGD sends; None: the bf16 hook.
+        learning_rate: Adam's, the same in every step.
+        overlap: exchange buckets while backward computes.
+    """
+
+    def __init__(
+        self,
+        llama: Llama,
+        *,
+        powersgd_rank: int | None = None,
+        learning_rate: float = 3e-4,
+        overlap: bool = False,
+    ) -> None:
+        super().__init__(llama, overlap)
+        self.model = DistributedDataParallel(
+            self.module,
+            bucket_cap_mb=None if overlap else _ONE_BUCKET_MB,
+            init_sync=False,  # the same seed made the same weights
+            gradient_as_bucket_view=True,
+        )
+        self.config.no_sync_func = self.model.no_sync
+        self._powersgd: Any = None
+        self._hook: Any = default_hooks.bf16_compress_hook
+        if powersgd_rank is not None:
+            self._hook = powerSGD_hook.powerSGD_hook
+            self._powersgd = powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=powersgd_rank, start_powerSGD_iter=POWERSGD_START
+            )
+        # DDP wants no annotations, or its own; as text, which they are in this file, it refuses them.
+        self.model.register_comm_hook(self._powersgd, lambda state, bucket: self._exchange(state, bucket))
+        self._started: float | None = None
+        self._elements_before = 0
+        self._elements = 0
+        self._parameters = list(self.module.parameters())
+        self._copies = [parameter.detach().float() for parameter in self._parameters]
+        self._adam = torch.optim.AdamW(self._copies, lr=learning_rate)
+
+    def _exchange(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if not self.overlap:
+            self.exchange_begins()
+            self._started = time.perf_counter()
+        return self._hook(state, bucket)
+
+    @property
+    def gradient_bytes(self) -> float:
+        return 2 * (self.ranks - 1) / self.ranks * 2 * self._elements
+
+    @property
+    def weight_bytes(self) -> float:
+        return 0.0
+
+    @property
+    def weights_sent(self) -> float:
+        return 0.0
+
+    def zero_gradients(self) -> None:
+        self.model.zero_grad(set_to_none=False)
+
+    def backward_ended(self) -> None:
+        if self._started is not None:
+            self.lap.exchange = time.perf_counter() - self._started
+            self._started = None
+            self.exchange_ended()
+        self._elements = sum(parameter.numel() for parameter in self._parameters)
+        if self._powersgd is not None:
+            total = self._powersgd.total_numel_after_compression
+            if total > self._elements_before:
+                self._elements, self._elements_before = total - self._elements_before, total
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for parameter, copy in zip(self._parameters, self._copies, strict=True):
+            assert parameter.grad is not None
+            copy.grad = parameter.grad.float()
+        self._adam.step()
+        for parameter, copy in zip(self._parameters, self._copies, strict=True):
+            parameter.copy_(copy)
+
+    def close(self) -> None:
+        self._parameters, self._copies = [], []
+        self._powersgd = None
+        super().close()

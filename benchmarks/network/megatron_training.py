@@ -1,0 +1,159 @@
+"""The benchmark's LLaMA under Megatron's DDP and optimizer, attached or not.
+
+`exchange` is the time of start_grad_sync of all buckets and of finish_grad_sync. `overlap_grad_reduce` is
+always on, because Megatron would make one bucket of all gradients without it; where nothing overlaps, the
+backward pass runs within `no_sync`. After its warm-up, 1-bit Adam exchanges momentum within the optimizer's
+step, and that is its `exchange`.
+
+`gather` begins with the first start_param_sync, which Megatron calls when its optimizer has updated the
+weights, and ends with the step. Megatron's own gathers run within those calls. The exact gather encodes,
+sends and decodes after them (seams/weights.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+    param_and_grad_buffer,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+from benchmarks.network.llama import Llama
+from benchmarks.network.training import Training
+from megatron_patch.config import CompressionConfig
+from megatron_patch.integration.attach import attachment_of, chunk_state_of, onebit_of
+from megatron_patch.integration.doors import attach, disable
+from megatron_patch.integration.seams import stock_traffic
+
+_MEGATRONS_REDUCE_SCATTER = param_and_grad_buffer.dist_reduce_scatter_func
+
+
+class MegatronTraining(Training):
+    """Under Megatron's DDP and distributed optimizer, or its replicated one.
+
+    Args:
+        llama: the model.
+        gradients: dtype of the gradient buffer, and on stock Megatron's wire: "fp32" or "bf16".
+        fp32_accumulation: Megatron's all-to-all with a sum in fp32, instead of a reduce-scatter.
+        replicated: every rank holds all of the optimizer's state: gradients are all-reduced, and no weight
+            is gathered.
+        compression: attach with these options; None: the seam is not touched.
+        learning_rate: Adam's, the same in every step.
+        buckets: about how many buckets Megatron makes of the gradients.
+        overlap: exchange buckets while backward computes.
+    """
+
+    def __init__(
+        self,
+        llama: Llama,
+        *,
+        gradients: str = "bf16",
+        fp32_accumulation: bool = False,
+        replicated: bool = False,
+        compression: CompressionConfig | None = None,
+        learning_rate: float = 3e-4,
+        buckets: int = 8,
+        overlap: bool = False,
+    ) -> None:
+        super().__init__(llama, overlap)
+        # With fp32 accumulation Megatron replaces a global of its module, for all models built later too.
+        param_and_grad_buffer.dist_reduce_scatter_func = _MEGATRONS_REDUCE_SCATTER
+        ddp_config = DistributedDataParallelConfig(
+            use_distributed_optimizer=not replicated,
+            grad_reduce_in_fp32=gradients == "fp32",
+            reduce_scatter_with_fp32_accumulation=fp32_accumulation,
+            overlap_grad_reduce=True,
+            bucket_size=max(1, llama.parameters // buckets),
+        )
+        self.model = DistributedDataParallel(self.config, ddp_config, self.module)
+        if compression is not None:
+            attach([self.model], compression)
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                lr=learning_rate,
+                clip_grad=0.0,
+                bf16=True,
+                params_dtype=torch.bfloat16,
+                use_distributed_optimizer=not replicated,
+            ),
+            [self.model],
+        )
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.config.finalize_model_grads_func = finalize_model_grads
+        if overlap:
+            self.config.no_sync_func = self.model.no_sync
+        self._onebit: Any = None
+        self._finish = self.model.finish_grad_sync
+        self.model.finish_grad_sync = self.timed_exchange(self._exchange)
+        self._gather_began: float | None = None
+        for group in self.model.bucket_groups:
+            group.start_param_sync = self._beginning_the_gather(group.start_param_sync)
+
+    def around_backward(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.overlap else self.model.no_sync()
+
+    def _exchange(self, *args: Any, **kwargs: Any) -> None:
+        if not self.overlap:
+            self.model.start_grad_sync()
+        self._finish(*args, **kwargs)
+
+    def _beginning_the_gather(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`start_param_sync` of a bucket group; the first call within a step begins the gather."""
+
+        @functools.wraps(call)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if self._gather_began is None:
+                self.together()
+                self._gather_began = time.perf_counter()
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    @property
+    def gradient_bytes(self) -> float:
+        state = chunk_state_of(self.model)
+        if state is not None:
+            return state.report.traffic.nbytes
+        return sum(stock_traffic.stock_gradients(group).nbytes for group in self.model.bucket_groups)
+
+    @property
+    def weight_bytes(self) -> float:
+        attachment = attachment_of(self.model)
+        if attachment is not None and attachment.weights.seams:
+            return sum(bucket.traffic.nbytes for bucket in attachment.weights.report)
+        return sum(stock_traffic.weights(group).nbytes for group in self.model.bucket_groups)
+
+    @property
+    def weights_sent(self) -> float:
+        return sum(stock_traffic.weights(group).elements for group in self.model.bucket_groups)
+
+    def zero_gradients(self) -> None:
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def update(self) -> None:
+        self._gather_began = None
+        successful, *_ = self.optimizer.step()
+        if self._gather_began is not None:
+            self.lap.gather = time.perf_counter() - self._gather_began
+            self.together()
+        if not successful:  # 1-bit Adam would have exchanged nothing
+            raise RuntimeError("the optimizer skipped a step: a gradient is not finite")
+        if self._onebit is None:
+            self._onebit = onebit_of(self.optimizer)  # made by the first step, which is in the warm-up
+            if self._onebit is not None:
+                self._onebit._exchange = self.timed_exchange(self._onebit._exchange)
+
+    def close(self) -> None:
+        disable()
+        self.optimizer = self._finish = self._onebit = None
+        super().close()

@@ -1,0 +1,149 @@
+"""The methods that are compared, by name: stock Megatron, LoCo, 1-bit Adam and PyTorch's DDP.
+
+fp32_reduce_scatter     stock Megatron; gloo's own reduce-scatter moves twice the ideal bytes
+bf16_reduce_scatter     the same with bf16 gradients
+bf16_alltoall           Megatron's reduce_scatter_with_fp32_accumulation: the honest baseline
+bf16_allreduce          stock Megatron, replicated optimizer, so no weight gather: 1-bit Adam's own baseline
+loco8, loco4, loco2     LoCo, flat (also naive4, error_feedback4, loco1, ...)
+loco4_two_hop           LoCo within the host first, then between hosts (_intra8: int8 within the host)
+none_exact              bf16_alltoall with the exact weight gather
+loco4_exact             LoCo with the exact weight gather (also loco2_exact, loco4_two_hop_exact, ...)
+onebit_adam             1-bit Adam, replicated optimizer: after its warm-up (_two_hop: as above)
+onebit_adam_warmup      the same, still in its warm-up
+ddp_bf16                PyTorch DDP, its bf16 hook
+ddp_powersgd_rank4      PyTorch DDP, its PowerSGD hook with matrices of rank 4 (or any other)
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_patch.config import CompressionConfig
+from megatron_patch.errors import UserError, nearest
+from megatron_patch.workflows.plan.methods import low_bit
+
+BASELINE = "bf16_alltoall"
+ALL_REDUCE = "bf16_allreduce"
+ONEBIT, ONEBIT_WARM_UP, ONEBIT_TWO_HOP = "onebit_adam", "onebit_adam_warmup", "onebit_adam_two_hop"
+FIRST_STEPS = 3
+"""The fewest unmeasured steps of a model, in which buffers are allocated and 1-bit Adam's warm-up ends."""
+EXACT = "_exact"
+EXACT_BITS = 3.5
+"""About what the exact gather sends of a weight, for estimates of time; a step's real bits are measured."""
+_FOR_EVER = 10**9
+_STOCK = {"fp32_reduce_scatter": 32, "bf16_reduce_scatter": 16, BASELINE: 16, ALL_REDUCE: 16}
+_KNOWN = (
+    *(*_STOCK, "none_exact", "loco8", "loco4", "loco2", "loco4_two_hop", "loco4_exact"),
+    *(ONEBIT, ONEBIT_WARM_UP, ONEBIT_TWO_HOP, "ddp_bf16", "ddp_powersgd_rank4"),
+)
+_POWERSGD = re.compile(r"ddp_powersgd_rank([1-9][0-9]{0,3})")
+
+
+@dataclass(frozen=True)
+class Method:
+    """One line of the comparison.
+
+    `name` is what the user wrote; `method`, `bits` and `topology` are what the rows say. `topology` is
+    "two_hop" where hosts sum first, else "flat": one exchange over all ranks. PowerSGD has no `bits`, and the
+    warm-up of 1-bit Adam has 16.
+    """
+
+    name: str
+    method: str
+    bits: int | None
+    topology: str = "flat"
+    intra_bits: int | None = None
+    powersgd_rank: int | None = None
+    exact: bool = False
+    """Whether weights are gathered exactly, from their changes."""
+
+    @property
+    def kind(self) -> str:
+        """One of stock, attached and ddp."""
+        if self.method in _STOCK:
+            return "stock"
+        return "ddp" if self.method.startswith("ddp_") else "attached"
+
+    @property
+    def fp32_accumulation(self) -> bool:
+        """Whether gradients are exchanged by Megatron's all-to-all with a sum in fp32."""
+        return self.method in (BASELINE, "none")
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank holds all of the optimizer's state: an all-reduce, and no weight gather."""
+        return self.kind == "ddp" or self.method in (ALL_REDUCE, ONEBIT)
+
+    @property
+    def guessed_bits(self) -> float:
+        """About how many bits a parameter costs on a host's link, to estimate a cell's time."""
+        gradient = 1.0 if self.bits is None else self.bits * (1 if self.bits >= 16 else 1.04)
+        if self.replicated or self.method.endswith("reduce_scatter"):
+            gradient *= 2
+        weights = EXACT_BITS if self.exact else 16
+        return gradient + (0 if self.replicated else weights)
+
+    def settle(self, steps: int) -> int:
+        """The unmeasured steps: `steps`, but few for PyTorch's DDP, which gathers no weights."""
+        return FIRST_STEPS if self.kind == "ddp" else steps
+
+    def compression(self, ranks_per_host: int, settle: int = FIRST_STEPS) -> CompressionConfig | None:
+        """The options to attach with; None: the seam is not touched.
+
+        Args:
+            ranks_per_host: for two hops.
+            settle: unmeasured steps, in which 1-bit Adam's warm-up ends.
+        """
+        if self.kind != "attached":
+            return None
+        if self.method == "none":
+            return CompressionConfig(method="none", weight_gather="exact")
+        options: dict[str, Any] = {"weight_gather": "exact" if self.exact else "stock"}
+        if self.method == ONEBIT:
+            options["warmup_steps"] = _FOR_EVER if self.name == ONEBIT_WARM_UP else settle - 1
+        else:
+            options["bits"] = self.bits
+        if self.topology == "two_hop":
+            options |= {"ranks_per_node": ranks_per_host, "intra_bits": self.intra_bits}
+        return CompressionConfig(method=self.method, topology=self.topology, start_step=0, **options)
+
+
+_OWN = {
+    **{name: Method(name, name, bits) for name, bits in _STOCK.items()},
+    "none_exact": Method("none_exact", "none", 16, exact=True),
+    ONEBIT: Method(ONEBIT, ONEBIT, 1),
+    ONEBIT_WARM_UP: Method(ONEBIT_WARM_UP, ONEBIT, 16),
+    ONEBIT_TWO_HOP: Method(ONEBIT_TWO_HOP, ONEBIT, 1, "two_hop"),
+    "ddp_bf16": Method("ddp_bf16", "ddp_bf16", 16),
+}
+
+
+def parse(name: str) -> Method:
+    """The method of a name; the planner parses names with bits in them.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    if own := _own(name):
+        return own
+    found = low_bit(name)
+    if found and found.hops != "flat" and (found.hops == "two_hop" or not found.intra_bits):
+        topology = "two_hop" if found.hops == "two_hop" else "flat"
+        return Method(name, found.method, found.bits, topology, found.intra_bits, exact=found.exact)
+    stock = _own(name.removesuffix(EXACT))
+    if stock and stock.replicated:
+        why = "every rank updates all weights, so there is no weight gather; leave out _exact"
+        raise UserError(f"--methods: {name!r} is not possible: {why}")
+    if stock and stock.kind == "stock":
+        why = "Megatron's own exchange with the exact weight gather is none_exact"
+        raise UserError(f"--methods: {name!r} is not possible: {why}")
+    raise UserError(f"--methods: {name!r} must be one of {', '.join(_KNOWN)}{nearest(name, _KNOWN)}")
+
+
+def _own(name: str) -> Method | None:
+    """A method that only the benchmark has; None: it has none of that name."""
+    if found := _POWERSGD.fullmatch(name):
+        return Method(name, name, None, powersgd_rank=int(found[1]))
+    return _OWN.get(name)

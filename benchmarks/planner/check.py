@@ -1,0 +1,340 @@
+"""Predicts cells of the network benchmark from measurements without compression.
+
+The ranks share one machine's cores, and gloo's transport uses them too. The sources of each quantity:
+
+    computing, the optimizer     the cells of bf16_alltoall and bf16_allreduce without rate limits, one and
+                                 four microbatches; also gloo's all-gather by the byte, and the sum of an
+                                 all-to-all. These cells are given, not predicted
+    what a link carries          bf16_alltoall at one rate, which is none of the cells'
+    gloo's all-to-all            `--links` of the benchmark without a rate limit: the collectives alone
+    a bucket's call              bf16_alltoall in more buckets: what each of them adds to a step
+    compression, weight code     `bench kernels --typical` on one core
+
+No source is a cell with compression. The exact gather's bits are those of an earlier run (docs/network.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.network.methods import ALL_REDUCE, BASELINE
+from megatron_patch.workflows.plan import methods
+from megatron_patch.workflows.plan.cluster import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    COLLECTIVES,
+    Cluster,
+    Link,
+    Processor,
+    Work,
+)
+from megatron_patch.workflows.plan.cluster_file import fit, points
+from megatron_patch.workflows.plan.job import ALL, BETWEEN, INSIDE, Job
+from megatron_patch.workflows.plan.methods import Method
+from megatron_patch.workflows.plan.model import Parameter, Stage
+from megatron_patch.workflows.plan.step import simulate
+
+_PARTS = {ALL_TO_ALL: "exchange_seconds", ALL_GATHER: "gather_seconds"}
+"""The columns of a stock step that have its collectives' time."""
+_NEVER = 1e15
+_RANKS = 4
+"""Of the calibration's runs: 4 hosts with one rank each."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of the network benchmark."""
+
+    hosts: int
+    ranks_per_host: int
+    name: str
+    rate_mbit: float | None
+    accumulation: int
+
+    @property
+    def given(self) -> bool:
+        """Whether the cell is part of the calibration, so that it is no prediction."""
+        alone = (self.hosts, self.ranks_per_host, self.rate_mbit) == (_RANKS, 1, None)
+        return alone and self.name in (BASELINE, ALL_REDUCE)
+
+
+def predicted(cell: Cell, found: Mapping[str, Any]) -> float:
+    """Predicted seconds of a step of the cell; `found` is a calibration (docs/plan/calibration.yaml)."""
+    method = method_of(cell.name)
+    replicated = method.distributed is False
+    job = _job(found, cell, replicated)
+    return simulate(job, _cluster(found, cell, job), method).seconds
+
+
+def method_of(name: str) -> Method:
+    """The planner's method for a name of the benchmark's."""
+    if name == BASELINE:
+        return methods.parse(methods.STOCK)
+    if name == ALL_REDUCE:
+        return methods.parse(methods.REPLICATED)
+    if name == "onebit_adam":  # replicated there
+        return dataclasses.replace(methods.parse(methods.ONEBIT), distributed=False, exact=False)
+    found = methods.parse(name)
+    return found if found.hops != "auto" else dataclasses.replace(found, hops="flat")
+
+
+def _job(found: Mapping[str, Any], cell: Cell, replicated: bool) -> Job:
+    llama = found["llama"]
+    world = cell.hosts * cell.ranks_per_host
+    return Job(
+        name=cell.name,
+        stages=(stage_of(llama),),
+        tensor=1,
+        pipeline=1,
+        context=1,
+        expert=1,
+        expert_tensor=1,
+        virtual=1,
+        micro_batch=llama["microbatch"],
+        global_batch=llama["microbatch"] * cell.accumulation * world,
+        sequence=llama["sequence"],
+        gradient_bytes=2,
+        weight_bytes=2,
+        overlap_gradients=True,
+        overlap_weights=False,
+        distributed=not replicated,
+        fp32_accumulation=True,
+        bucket_size=max(1, _parameters(llama) // found["buckets"]),
+        exact_ratio=0.0,
+        after_backward=True,
+        weight_bits=found["weight_bits"],
+    )
+
+
+def _parameters(llama: Mapping[str, int]) -> int:
+    return sum(parameter.numel for parameter in stage_of(llama).parameters)
+
+
+def stage_of(llama: Mapping[str, int]) -> Stage:
+    """The network benchmark's model (network/training.py), in Megatron's order of registration."""
+    hidden, ffn, rows = llama["hidden"], llama["ffn"], llama["vocabulary"]
+
+    def matrix(*shape: int) -> Parameter:
+        return Parameter(shape, 2.0 * shape[0] * shape[1])
+
+    layer = [
+        Parameter((hidden,)),
+        matrix(hidden, hidden),
+        matrix(3 * hidden, hidden),
+        Parameter((hidden,)),
+        matrix(2 * ffn, hidden),
+        matrix(hidden, ffn),
+    ]
+    ends = [Parameter((hidden,)), matrix(rows, hidden)]
+    return Stage((Parameter((rows, hidden)), *layer * llama["layers"], *ends))
+
+
+def _cluster(found: Mapping[str, Any], cell: Cell, job: Job) -> Cluster:
+    world = cell.hosts * cell.ranks_per_host
+    share = found["cores"] / world
+    rate = _NEVER if cell.rate_mbit is None else cell.rate_mbit * 1e6 / 8
+    kernels = found["kernels"]
+    compute = Computing.of(found, job)
+    processor = Processor(
+        flops=compute.flops,
+        compress={int(bits): Work(unit=1 / speed) for bits, speed in kernels["compress"].items()},
+        decompress=Work(unit=1 / kernels["decompress"]),
+        weight_encode=Work(unit=1 / kernels["weight_encode"]),
+        weight_decode=Work(unit=1 / kernels["weight_decode"]),
+        weight_sums=Work(unit=2 / kernels["memcpy_bytes"]),
+        optimizer=Work(unit=compute.optimizer),
+        # 1-bit Adam's update replaces AdamW's, which `optimizer` has.
+        momentum=Work(unit=1 / kernels["form"] + 1 / kernels["update"] - 1 / kernels["adamw"]),
+        stock_sum=Work(unit=compute.stock_sum),
+        step=compute.step,
+        transport=compute.transport(found, cell.ranks_per_host),
+        share=share,
+    )
+    efficiency = {name: carried(found, name) for name in COLLECTIVES}
+    return Cluster(cell.hosts, cell.ranks_per_host, Link(rate, 0.0, efficiency), Link(_NEVER), processor)
+
+
+def carried(found: Mapping[str, Any], collective: str) -> float:
+    """The share of a link's rate that a collective reaches, by the run without compression over slow links.
+
+    The reduce-scatter reaches what the all-gather reaches: both are rings.
+    """
+    rows = [row for row in found["uncompressed"] if row["rate_mbit"] is not None and row["name"] == BASELINE]
+    bits = 8 * 2 * _parameters(found["llama"]) * (1 - 1 / _RANKS)
+    part = _PARTS[ALL_TO_ALL if collective == ALL_TO_ALL else ALL_GATHER]
+    # Each bucket is summed before the next one is sent; gathers follow one another without that.
+    idle = _sums(found) if collective == ALL_TO_ALL else 0.0
+    return statistics.fmean(bits / (row[part] - idle) / (row["rate_mbit"] * 1e6) for row in rows)
+
+
+def _sums(found: Mapping[str, Any]) -> float:
+    """Seconds of an uncompressed exchange without rate limits that its collectives do not take: the sums."""
+    _, unit = fit(points(_free(found), ALL_TO_ALL, ALL))
+    sent = 2 * _parameters(found["llama"]) * (1 - 1 / _RANKS)
+    return max(0.0, _part(found, ALL_TO_ALL) - _buckets(found) * _call(found, ALL_TO_ALL) - unit * sent)
+
+
+def _part(found: Mapping[str, Any], collective: str, buckets: int | None = None) -> float:
+    """The median seconds of a stock step's exchange or gather without rate limits."""
+    return statistics.median(
+        row[_PARTS[collective]] for row in _unshaped(found, buckets) if row["name"] == BASELINE
+    )
+
+
+def _unshaped(found: Mapping[str, Any], buckets: int | None = None) -> list[dict[str, Any]]:
+    """The uncompressed runs without rate limits, with that many buckets, else as the cells have."""
+    wanted = buckets or found["buckets"]
+    return [
+        row
+        for row in found["uncompressed"]
+        if row["rate_mbit"] is None and row.get("buckets", found["buckets"]) == wanted
+    ]
+
+
+def _buckets(found: Mapping[str, Any], asked: int | None = None) -> int:
+    """How many buckets Megatron makes of the gradients where `asked` are requested."""
+    cell = Cell(_RANKS, 1, BASELINE, None, 1)
+    job = _job({**found, "buckets": asked or found["buckets"]}, cell, False)
+    return len(job.buckets(0, Cluster(_RANKS, 1, Link(_NEVER), Link(_NEVER), Processor(1.0)), False))
+
+
+def _call(found: Mapping[str, Any], collective: str) -> float:
+    """Seconds that one more bucket adds to a step, by runs with more buckets.
+
+    No run has a reduce-scatter: its seconds are those of the collective alone.
+    """
+    if collective not in _PARTS:
+        return fit(points(_free(found), collective, ALL))[0]
+    counts = {row.get("buckets", found["buckets"]) for row in found["uncompressed"]}
+    few, many = min(counts), max(counts)
+    more = _part(found, collective, many) - _part(found, collective, few)
+    return max(0.0, more / (_buckets(found, many) - _buckets(found, few)))
+
+
+def _free(found: Mapping[str, Any], per_host: int = 1) -> list[dict[str, Any]]:
+    """The curves of collectives without a rate limit."""
+    return [one for one in _of_hosts(found, per_host) if one["rate_mbit"] is None]
+
+
+def _of_hosts(found: Mapping[str, Any], per_host: int = 1) -> list[dict[str, Any]]:
+    return [one for one in found["links"] if one["ranks_per_host"] == per_host]
+
+
+@dataclass(frozen=True)
+class Computing:
+    """The processor's rates by the run without compression; seconds are those of one core."""
+
+    flops: float
+    optimizer: float
+    """A parameter that a rank updates."""
+    step: float
+    stock_sum: float
+    """An element of a bucket."""
+    all_gather: float
+    """A byte sent."""
+
+    @staticmethod
+    def of(found: Mapping[str, Any], job: Job) -> Computing:
+        """From the calibration's `uncompressed` rows, of 4 hosts with one rank each."""
+        free = _unshaped(found)
+
+        def seconds(name: str, count: int, part: str = "compute_seconds") -> float:
+            """The median over the calibration's runs."""
+            chosen = [row for row in free if (row["name"], row["accumulation"]) == (name, count)]
+            return statistics.median(row[part] for row in chosen)
+
+        share = found["cores"] / _RANKS
+        sharded, whole = ([seconds(name, count) for count in (1, 4)] for name in (BASELINE, ALL_REDUCE))
+        batch = statistics.fmean((four - one) / 3 for one, four in (sharded, whole))
+        fixed, fixed_whole = (
+            max(0.0, statistics.fmean((one - batch, four - 4 * batch))) for one, four in (sharded, whole)
+        )
+        numel = _parameters(found["llama"])
+        optimizer = max(0.0, (fixed_whole - fixed) * share / (numel * (1 - 1 / _RANKS)))
+        operations = 3 * job.stages[0].operations * job.micro_batch * job.sequence
+        calls = _buckets(found) * _call(found, ALL_GATHER)
+        sent = 2 * numel * (1 - 1 / _RANKS)
+        return Computing(
+            flops=operations / (batch * share),
+            optimizer=optimizer,
+            step=max(0.0, fixed * share - optimizer * numel / _RANKS),
+            stock_sum=_sums(found) * share / numel,
+            all_gather=max(0.0, _part(found, ALL_GATHER) - calls) * share / sent,
+        )
+
+    def transport(self, found: Mapping[str, Any], per_host: int) -> dict[tuple[str, str], Work]:
+        """gloo's processor time, from the curves without a rate limit and the run's all-gather."""
+        share = found["cores"] / _RANKS
+        works = {}
+        for name in COLLECTIVES:
+            alone, unit = fit(points(_free(found), name, ALL))
+            call = _call(found, name)
+            works[ALL, name] = Work(share * call, self.all_gather if name == ALL_GATHER else share * unit)
+            for scope in (INSIDE, BETWEEN) if per_host > 1 else ():
+                if curve := points(_free(found, per_host), name, scope):
+                    alone_there, unit = fit(curve)
+                    works[scope, name] = Work(share * max(0.0, alone_there + call - alone), share * unit)
+        return works
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A cell's step as measured and as predicted, and its speed-up over bf16_alltoall of the same links."""
+
+    cell: Cell
+    measured: float
+    predicted: float
+    ratio_measured: float | None
+    ratio_predicted: float | None
+
+    @property
+    def error(self) -> float:
+        """The prediction's relative error."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def ratio_error(self) -> float | None:
+        """The predicted speed-up's relative error; None for the baseline and for given cells."""
+        if self.ratio_measured is None or self.ratio_predicted is None:
+            return None
+        return self.ratio_predicted / self.ratio_measured - 1
+
+
+def compared(rows: Sequence[Mapping[str, str]], found: Mapping[str, Any]) -> list[Compared]:
+    """Every cell of a file such as docs/plan/network.csv, in its order."""
+    cells = []
+    for row in rows:
+        rate = float(row["rate_mbit"]) if row["rate_mbit"] else None
+        cell = Cell(
+            int(row["hosts"]), int(row["ranks_per_host"]), row["name"], rate, int(row["accumulation"])
+        )
+        cells.append((cell, float(row["step_seconds"]), predicted(cell, found)))
+    base = {_place(cell): (seconds, by) for cell, seconds, by in cells if cell.name == BASELINE}
+    result = []
+    for cell, seconds, by in cells:
+        stock = None if cell.name == BASELINE or cell.given else base.get(_place(cell))
+        ratios = (stock[0] / seconds, stock[1] / by) if stock else (None, None)
+        result.append(Compared(cell, seconds, by, *ratios))
+    return result
+
+
+def _place(cell: Cell) -> tuple[int, int, float | None, int]:
+    return cell.hosts, cell.ranks_per_host, cell.rate_mbit, cell.accumulation
+
+
+def fastest(cells: Sequence[Compared]) -> dict[tuple[int, int, float | None, int], tuple[str, str]]:
+    """By links and accumulation: the fastest method as measured, and as predicted."""
+    places: dict[tuple[int, int, float | None, int], list[Compared]] = {}
+    for one in cells:
+        places.setdefault(_place(one.cell), []).append(one)
+    return {
+        place: (
+            min(ones, key=lambda one: one.measured).cell.name,
+            min(ones, key=lambda one: one.predicted).cell.name,
+        )
+        for place, ones in places.items()
+    }

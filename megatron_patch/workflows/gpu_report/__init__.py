@@ -1,1 +1,0 @@
-"""`gpu-report`: what the owner of a GPU runs once, and sends as one page and one JSON."""

@@ -1,0 +1,40 @@
+"""`python -m benchmarks.planner` prints what docs/plan.md shows, and the predictions are that good."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from benchmarks.command_line import main
+from benchmarks.planner import command
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+
+
+def test_it_prints_the_tables_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command, []) == 0
+    printed = capsys.readouterr().out
+    page = (DOCS / "plan.md").read_text(encoding="utf-8")
+    rows = [line for line in printed.splitlines() if "%" in line or (" / " in line and line.startswith("|"))]
+    numbers = [line for line in rows if "within" not in line]
+    assert len(numbers) == 6 + 8 * 2 + 4 * 2
+    assert all(line in page for line in numbers)
+    assert "predicted on 14 of 16 shaped links" in printed
+    assert "14 of 16 shaped" in page
+
+
+def test_predictions_are_closest_where_links_take_the_time() -> None:
+    cells = command.read(DOCS / "plan/network.csv", DOCS / "plan/calibration.yaml")
+    assert len(cells) == 120
+    cells = [c for c in cells if not c.cell.given]
+    slow = [c for c in cells if c.cell.rate_mbit is not None and c.cell.rate_mbit <= 300]
+    assert statistics.median(abs(c.error) for c in slow) < 0.05
+    assert max(abs(c.error) for c in cells) < 0.20
+    assert statistics.median(abs(c.error) for c in cells) < 0.10
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command, ["--cells", str(tmp_path / "none.csv")]) == 2
+    assert capsys.readouterr().err.startswith("megatron-loco: error: ")

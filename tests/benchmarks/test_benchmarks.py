@@ -1,0 +1,177 @@
+"""The scripts in benchmarks/ run; what they measure needs the machines that they name."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from worker_pool import WorkerPool
+
+from benchmarks.error_feedback.trend_over_sizes import over_sizes
+from megatron_patch.workflows import cli
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+GPU_KERNELS = BENCHMARKS / "kernels" / "gpu_kernels.py"
+
+
+def test_gpu_kernels_prints_and_writes_every_line(tmp_path: Path) -> None:
+    numbers = tmp_path / "numbers.json"
+    flags = ["--device", "cpu", "--elements", "4096", "--runs", "1", "--no-compile", "--json", str(numbers)]
+    done = subprocess.run(
+        [sys.executable, str(GPU_KERNELS), *flags],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(numbers.read_text())
+    rows = result["rows"]
+    assert result["versions"]["torch"] == torch.__version__
+    assert len(done.stdout.splitlines()) == len(rows) == 9
+    bytes_of = {row["what"]: row["bytes"] for row in rows}
+    assert bytes_of["fp32 compress, triton"] == pytest.approx(6.55 * 4096, rel=0.01)
+    # Codes of 4 bits and scales of 16 a block from 8 senders, and the shard of 512 as fp32.
+    assert bytes_of["fp32 decompress_reduce, 8 senders"] == 8 * (256 + 16) + 4 * 512
+    assert all(row["seconds"] > 0 for row in rows)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_without_a_gpu_it_says_so() -> None:
+    done = subprocess.run([sys.executable, str(GPU_KERNELS)], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "no GPU" in done.stderr
+
+
+def directions_of(bad: int) -> tuple[float, dict[str, object]]:
+    """Four steps of two streams, one coordinate turned round: our Adam's error, and the result."""
+    script = runpy.run_path(str(BENCHMARKS / "error_feedback" / "step_directions.py"))
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.nn.Parameter(torch.zeros(8))
+    reference = torch.optim.Adam([weight], lr=1.0, betas=(0.9, 0.95), eps=1e-8)
+    mine, directions = script["Adam"](weight.detach()), script["Directions"]()
+    furthest = 0.0
+    for _ in range(4):
+        true = torch.randn(8, generator=generator) * 10.0 ** torch.arange(-4, 4)
+        exchanged = true.clone()
+        exchanged[bad] *= -1
+        directions.add(0, exchanged, true, (0.9, 0.95))
+        before = weight.detach().clone()
+        weight.grad = true
+        reference.step()
+        step = mine.direction(true, (0.9, 0.95))
+        furthest = max(furthest, float((before - weight.detach() - step).abs().max()))
+    return furthest, directions.result()
+
+
+def test_step_directions_by_hand(pool: WorkerPool) -> None:
+    """One of the two largest coordinates turned round: its quarter's step is lost, the others' are whole."""
+    furthest, result = pool.run(directions_of, 7, world_size=1)[0]
+    assert furthest < 1e-5
+    quarters = result["quarters"]
+    assert quarters["cosine"][:3] == pytest.approx([1, 1, 1])
+    assert quarters["cosine"][3] < 0.9
+    assert quarters["norm_ratio"] == pytest.approx([1, 1, 1, 1])
+    assert quarters["cosine"][3] < result["cosine"] < 1
+
+
+def remedied(trial: str, noisy: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """Six steps of remedies.py's Adam and of torch's: their weights, [200]; what is exchanged
+    differs from the true gradient if `noisy`."""
+    step = runpy.run_path(str(BENCHMARKS / "error_feedback" / "remedies.py"))["adam_step"]
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.nn.Parameter(torch.randn(200, generator=generator))
+    mine, state = weight.detach().clone(), {}
+    optimizer = torch.optim.AdamW([weight], lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    for _ in range(6):
+        true = torch.randn(200, generator=generator)
+        weight.grad = true + noisy * torch.randn(200, generator=generator)
+        optimizer.step()
+        step(state, mine, weight.grad, true, optimizer.param_groups[0], trial)
+    return mine, weight.detach()
+
+
+def test_error_feedback_remedies_change_adam_where_they_say(pool: WorkerPool) -> None:
+    """Without noise every trial but `ef21`, which needs its own sender, is Adam."""
+    for trial in ("none", "damped", "exact_m", "exact_v", "noise_v"):
+        mine, theirs = pool.run(remedied, trial, False, world_size=1)[0]
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    for trial, same in {"none": True, "exact_m": False, "exact_v": False, "noise_v": False}.items():
+        mine, theirs = pool.run(remedied, trial, world_size=1)[0]
+        assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6) == same
+
+
+def trend_over_sizes(*flags: str) -> subprocess.CompletedProcess[str]:
+    script = [sys.executable, str(BENCHMARKS / "error_feedback" / "trend_over_sizes.py"), *flags]
+    return subprocess.run(script, capture_output=True, text=True, check=False)
+
+
+def test_a_line_goes_through_the_seeds_of_several_models(tmp_path: Path) -> None:
+    """Differences on a line have no uncertainty; runs that are not done and other cells play no part."""
+    for size in (1, 4):
+        rows = [f"bits=4,{seed},4,done,{0.5 + 0.1 * size}" for seed in (1, 2)]
+        lines = ["cell,seed,compression.bits,state,difference_percent", *rows, "bits=4,3,4,failed,"]
+        (tmp_path / f"{size}.csv").write_text("\n".join([*lines, "bits=2,1,2,done,7.0"]))
+    models = [f"{size}e6={tmp_path / f'{size}.csv'}" for size in (1, 4)]
+    done = trend_over_sizes("compression.bits=4", "--at", "16e6", *models)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "1e+06 parameters: +0.60, +0.60 %",
+        "4e+06 parameters: +0.90, +0.90 %",
+        "per doubling: +0.150 (+0.150 to +0.150) percentage points",
+        "at 1.6e+07 parameters, an extrapolation: +1.200 (+1.200 to +1.200) %",
+    ]
+    assert "its interval three runs" in trend_over_sizes("compression.bits=4", models[0]).stderr
+    unclear = trend_over_sizes(*models)
+    assert unclear.returncode == 2
+    assert "2 cells have these settings; there must be one" in unclear.stderr
+
+
+def test_a_line_over_sizes_agrees_with_a_regression() -> None:
+    rng = np.random.default_rng(2)
+    models = [(size, list(rng.normal(0.1, 0.05, n))) for size, n in ((1e6, 3), (3.4e6, 3), (1e7, 1))]
+    found = over_sizes(models, 1e9)
+    x = [math.log2(size) for size, each in models for _ in each]
+    y = [one for _, each in models for one in each]
+    line = stats.linregress(x, y)
+    half = stats.t.ppf(0.975, 5)
+    assert found.doubling.mean == pytest.approx(line.slope)
+    assert found.doubling.high - found.doubling.mean == pytest.approx(half * line.stderr)
+    # At 0 of a shifted axis the line is its intercept.
+    there = stats.linregress(np.array(x) - math.log2(1e9), y)
+    assert found.there.mean == pytest.approx(there.intercept)
+    assert found.there.mean - found.there.low == pytest.approx(half * there.intercept_stderr)
+    assert found.there.n == 7
+
+
+@pytest.mark.parametrize("models", [[(1e6, [0.1, 0.2, 0.3])], [(1e6, [0.1]), (3e6, [0.2])], []])
+def test_too_few_models_are_refused(models: list) -> None:
+    with pytest.raises(ValueError, match="two sizes"):
+        over_sizes(models, 1e9)
+
+
+@pytest.mark.parametrize(
+    ("given", "way"),
+    [
+        (["bench", "network", "--hosts", "2"], "python -m benchmarks.network --hosts 2"),
+        (["gpu-report", "--help"], "python -m benchmarks.gpu_report --help"),
+        (["gpu-report"], "python -m benchmarks.gpu_report"),
+    ],
+)
+def test_the_command_line_says_how_to_run_what_left_it(
+    given: list[str], way: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(given) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"megatron-loco: error: {given[0]}")
+    assert line.endswith(f" runs from a clone of the repository only; at its root: {way}")
