@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,6 +28,7 @@ MOST_IN_BLOCK = 65536
 MOST = 1 << 62
 """The largest whole number of an option: seeds grow by a rank's and a step's, within 64 bits."""
 _BLOCK_SIZES = [1 << power for power in range(4, MOST_IN_BLOCK.bit_length())]
+DEPRECATED = "rounding stochastic is deprecated: no run was better with it; use nearest, which is the default"
 MUONS = ("muon", "dist_muon")
 """Megatron's flags for Muon; the second one is the first with --use-distributed-optimizer."""
 WARMUPS = ("auto", "fixed")
@@ -77,7 +79,7 @@ class CompressionConfig:
         f"elements that share one scale: a power of two from 16 to {MOST_IN_BLOCK}, or 'shard' (one scale a "
         "shard)",
     )
-    rounding: str = _option("nearest", "how a gradient is rounded to its code", ROUNDINGS)
+    rounding: str = _option("nearest", "how a gradient is rounded to its code; stochastic is deprecated", ROUNDINGS)
     error_beta: float | None = _option(
         None, f"weight of the OLD error in the moving average, 0 <= beta < 1 (loco: {DEFAULT_ERROR_BETA})"
     )
@@ -189,6 +191,8 @@ class CompressionConfig:
     def _check_codec(self) -> None:
         codecs = registry.codecs()
         stochastic, shard = self.rounding == "stochastic", self.block_size == SHARD
+        if stochastic:
+            warnings.warn(f"compression.{DEPRECATED}", DeprecationWarning, stacklevel=4)
         if stochastic and self.bits == 1:
             self._reject("rounding", "nearest with bits 1: a 1-bit code is a sign")
         levels = self.bits in codecs["levels"].bits and not stochastic and not shard

@@ -300,3 +300,8 @@ def test_the_package_exports_it():
     assert megatron_patch.CompressionConfig is CompressionConfig
     assert megatron_patch.UserError is UserError
     assert issubclass(UserError, ValueError)
+
+
+def test_stochastic_rounding_is_deprecated():
+    with pytest.warns(DeprecationWarning, match=r"compression\.rounding stochastic is deprecated"):
+        CompressionConfig(rounding="stochastic")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopReduceScatter
-from megatron_patch.config import AUTO, CompressionConfig
+from megatron_patch.config import AUTO, DEPRECATED, CompressionConfig
 from megatron_patch.integration import training_flags
 from megatron_patch.integration.chunk import ChunkState
 from megatron_patch.integration.seams.gradients import BucketGroupSeam
@@ -63,6 +63,8 @@ def _lines(state: ChunkState, seams: Sequence[BucketGroupSeam]) -> Iterator[tupl
     yield logging.INFO, f"{config.method}, {code}, block {config.block_size}, {memory}"
     if not config.momentum and not state.active:
         yield logging.INFO, _start_line(config)
+    if config.rounding == "stochastic":
+        yield logging.WARNING, DEPRECATED
     yield from _early_lines(config)
     stages = [(seam, stage) for seam in seams for stage in seam.stages]
     for reason in dict.fromkeys(stage.made.flat_because for _, stage in stages):
