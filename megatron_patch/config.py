@@ -79,7 +79,9 @@ class CompressionConfig:
         f"elements that share one scale: a power of two from 16 to {MOST_IN_BLOCK}, or 'shard' (one scale a "
         "shard)",
     )
-    rounding: str = _option("nearest", "how a gradient is rounded to its code; stochastic is deprecated", ROUNDINGS)
+    rounding: str = _option(
+        "nearest", "how a gradient is rounded to its code; stochastic is deprecated", ROUNDINGS
+    )
     error_beta: float | None = _option(
         None, f"weight of the OLD error in the moving average, 0 <= beta < 1 (loco: {DEFAULT_ERROR_BETA})"
     )
