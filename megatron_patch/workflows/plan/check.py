@@ -10,7 +10,7 @@ The ranks share one machine's cores, and gloo's transport takes them too. What i
     a bucket's call              bf16_alltoall in more buckets: what each of them adds to a step
     compression, weight code     `bench kernels --typical` on one core
 
-None of it is a cell with compression. The exact gather's bits are an earlier run's (docs/network.md).
+None of it is a cell with compression. The exact gather's bits are an earlier run's (docs/weight_gather.md).
 """
 
 from __future__ import annotations

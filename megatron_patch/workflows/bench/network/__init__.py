@@ -1,4 +1,4 @@
-"""`megatron-loco bench network`: training over real slow links, on one machine (docs/network.md).
+"""`megatron-loco bench network`: training over real slow links, on one machine (docs/benchmarks.md).
 
 command.py   the options
 hosts.py     namespaces, switch, rates

@@ -4,7 +4,7 @@ Hosts are network namespaces at a bridge, every host's link is shaped by `tc tbf
 trains a small LLaMA over them with different gradient exchanges; step time, the exchange alone and the bytes
 by the interfaces' own counters go into a table, network.json and network.png. Root and iproute2 are needed;
 this machine's own network is not touched, and nothing is left over, however the command ends. How it works,
-and what was measured: docs/network.md.
+and what was measured: docs/benchmarks.md.
 """
 
 from __future__ import annotations
