@@ -213,7 +213,7 @@ SPEEDS = ROOT / "docs/benchmarks/slow_links.csv"
 
 
 def speeds() -> dict[tuple[int, str, str, str], float]:
-    """Seconds of a step by hosts, method, rate, microbatches: docs/plan/network.csv, and the picture's run."""
+    """Seconds of a step by hosts, method, rate, microbatches: of plan/network.csv and of the picture."""
     with (ROOT / "docs/plan/network.csv").open(encoding="utf-8") as file:
         found = {
             (int(row["hosts"]), row["name"], row["rate_mbit"], row["accumulation"]): float(
