@@ -235,7 +235,7 @@ def test_the_readmes_speed_ups_are_those_of_the_measured_steps() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     found = speeds()
     rows = re.findall(r"^\| (\d+ Mbit/s|no limit) \| (\d) \| (.*) \|$", readme, re.MULTILINE)
-    assert len(rows) == 6
+    assert len(rows) == 5
     for link, count, cells in rows:
         rate = "" if link == "no limit" else link.split()[0]
         shown = cells.replace("*", "").split(" | ")
