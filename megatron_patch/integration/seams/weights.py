@@ -16,7 +16,6 @@ outermost step.
 
 from __future__ import annotations
 
-import enum
 import functools
 import logging
 from collections import Counter, deque
@@ -48,24 +47,6 @@ logger = logging.getLogger(__name__)
 
 _WHAT = "weight gather"
 _LENGTH_BYTES = 24
-
-
-class State(enum.Enum):
-    """What a bucket group's next gather does, and, within the optimizer's step, what was asked for."""
-
-    IN_FULL = enum.auto()
-    """It sends whole weights, as Megatron does."""
-    IN_STEP = enum.auto()
-    """The optimizer writes the own shard."""
-    DEFERRED = enum.auto()
-    """In the step, and Megatron has asked for a gather, which follows the step."""
-    GATHERED = enum.auto()
-    """In the step, and gathered in full since it began."""
-    READY = enum.auto()
-    """It sends messages: they are encoded, and all ranks have agreed."""
-
-
-_WITHIN_STEP = (State.IN_STEP, State.DEFERRED, State.GATHERED)
 
 
 class ChunkWeights:
@@ -145,7 +126,11 @@ class WeightSeam:
             for bucket, name in zip(bucket_group.buckets, names, strict=True)
             if self.stock_because is None
         ]
-        self._state = State.IN_FULL
+        self._in_step = False
+        self._deferred = False
+        self._gathered_in_step = False
+        self._coded = False
+        """Whether the next gather sends the messages."""
         self._behind = False
         """Whether the other ranks' copies are older than this rank's shard."""
         self._why_raw = NOT_CODED
@@ -181,72 +166,70 @@ class WeightSeam:
         """The optimizer's outermost step begins, in which the own shard is overwritten."""
         if not self.gathers:
             return
-        if isinstance(self.group.param_gather_handle, MessagesUnderWay):
+        if isinstance(self.group.param_gather_handle, Sent):
             self.group.param_gather_handle.wait()
         if not self._behind:
             for gather in self.gathers:
                 gather.remember()
-        self._state = State.IN_STEP
+        self._in_step, self._coded = True, False
+        self._deferred = self._gathered_in_step = False
 
-    def step_failed(self) -> None:
-        """The optimizer's outermost step has raised."""
-        self._state = State.IN_FULL
+    def step_ended(self) -> None:
+        """The optimizer's outermost step is over, or has failed."""
+        self._in_step = False
 
-    def step_ended(self) -> bool:
-        """The optimizer's outermost step is over; whether what it wrote is still to be gathered."""
-        waits = self._overlaps and self.group.param_gather_handle is None
-        if self._state is State.DEFERRED or (self._state is State.IN_STEP and waits):
-            return True
-        self._state = State.IN_FULL
-        return False
+    @property
+    def expects_gather(self) -> bool:
+        """Whether what the step wrote has not been gathered yet."""
+        waits = self._overlaps and not self._gathered_in_step and self.group.param_gather_handle is None
+        return bool(self.gathers) and (waits or self._deferred)
 
     def after_step(self, agreed: Sequence[Agreement]) -> bool:
         """All ranks know of each bucket whether it may be sent. Whether a deferred gather is to send it
         now."""
         differ = any(bucket.difference for bucket in agreed)
-        self._behind, asked = True, self._state is State.DEFERRED
-        ready = not differ and all(bucket.saves for bucket in agreed)
-        self._state = State.READY if ready else State.IN_FULL
+        self._behind = True
+        self._coded = not differ and all(bucket.saves for bucket in agreed)
         self._why_raw = DIFFERENT if differ else NO_SHORTER
         for report, gather in zip(self._reports, self.gathers, strict=True):
             report.traffic.nbytes += (self.ranks.size() - 1) * _LENGTH_BYTES
             report.weights, report.message_bytes = gather.shard_size, gather.message_bytes
             report.unchanged = gather.unchanged
-        if not asked:
+        if not self._deferred:
             return False
-        if ready:
+        self._deferred = False
+        if self._coded:
             self._call_upstream()
-        else:
-            self._gather_in_full(force_sync=False)
-        return ready
+            return True
+        self._gather_in_full(force_sync=False)
+        return False
 
     def _start_param_sync(self, force_sync: bool) -> None:
-        if self._state in _WITHIN_STEP and not force_sync and not self._overlaps:
-            self._state = State.DEFERRED
+        if self._in_step and not force_sync and not self._overlaps:
+            self._deferred = True
             return
         if force_sync and self.group.param_gather_handle is not None:
             self._original(force_sync=True)  # which only waits for it
             return
-        if force_sync or self._state is not State.READY:
+        if force_sync or not self._coded:
             self._gather_in_full(force_sync)
             return
         self._call_upstream()
-        handle = MessagesUnderWay([self], self.chunk, own_may_have_changed=True)
+        handle = Sent([self], self.chunk, own_may_have_changed=True)
         if self.group.param_gather_handle is not None:
             self.group.param_gather_handle = handle
         else:
             handle.wait()
 
     def _gather_in_full(self, force_sync: bool) -> None:
-        in_step = self._state in _WITHIN_STEP
         if self.gathers:
-            why = FORCED if force_sync else IN_STEP if in_step else self._why_raw
+            why = FORCED if force_sync else IN_STEP if self._in_step else self._why_raw
             self.chunk.raw_gathers[why] += 1
         for report, bucket in zip(self._reports, self.group.buckets, strict=True):
             report.traffic.add(bucket_weights(self.group, bucket))
         self._original(force_sync=force_sync)
-        self._behind, self._why_raw = False, NOT_CODED
-        self._state = State.GATHERED if in_step else State.IN_FULL
+        self._behind, self._gathered_in_step = False, self._in_step
+        self._coded, self._why_raw = False, NOT_CODED
 
     def _call_upstream(self) -> None:
         """Upstream's method without its collective: it leaves a handle where the caller does not wait."""
@@ -259,7 +242,7 @@ class WeightSeam:
                 "ask for one all-gather of each bucket through dist_all_gather_func: weight_gather exact "
                 "does not support this release of megatron-core"
             )
-        self._state = State.IN_FULL
+        self._coded = False
 
     def count(self, batch: Batch) -> None:
         """Count what a batch sends of this group's buckets."""
@@ -279,7 +262,7 @@ class WeightSeam:
                 report.traffic.add(bucket_weights(self.group, bucket))
 
 
-class MessagesUnderWay:
+class Sent:
     """The messages of some bucket groups, on their way; stands in upstream's `param_gather_handle`, too.
 
     Args:
@@ -318,13 +301,12 @@ def gathered_after(chunks: Sequence[ChunkWeights], step: Callable[[], Any]) -> A
         seam.before_step()
     try:
         result = step()
-    except BaseException:
+    finally:
         for seam in seams:
-            seam.step_failed()
-        raise
-    coming = [seam for seam in seams if seam.step_ended()]
+            seam.step_ended()
     for chunk in chunks:
         chunk.check()
+    coming = [seam for seam in seams if seam.expects_gather]
     for group in dict.fromkeys(seam.ranks for seam in coming):
         _code([seam for seam in coming if seam.ranks is group], group)
     return result
@@ -339,7 +321,7 @@ def _code(seams: Sequence[WeightSeam], group: dist.ProcessGroup) -> None:
         of_seams = iter(agreed)
         now = [seam for seam in seams if seam.after_step([next(of_seams) for _ in seam.gathers])]
         if now:  # no code of the user's has run since the weights were coded
-            MessagesUnderWay(now, now[0].chunk, own_may_have_changed=False).wait()
+            Sent(now, now[0].chunk, own_may_have_changed=False).wait()
 
 
 def _stock_because(bucket_group: Any, exact: bool) -> str | None:
