@@ -51,9 +51,10 @@ class CompressionConfig:
 
     method: str = _option(
         None,
-        "none: Megatron's own exchange; naive: quantize, no memory; error_feedback: add the whole last "
-        "error; loco: add a moving average of past errors; onebit_adam: Adam's momentum in 1 bit, after a "
-        "warm-up (default: error_feedback with Megatron's Muon and no error_beta, else loco)",
+        "none: Megatron's own exchange; naive: quantize without error feedback; error_feedback: add the "
+        "whole last error; loco: add a moving average of past errors; onebit_adam: after a warm-up, exchange "
+        "Adam's momentum in 1 bit (default: error_feedback with Megatron's Muon and no error_beta, else "
+        "loco)",
         METHODS,
     )
     bits: int = _option(
@@ -63,29 +64,35 @@ class CompressionConfig:
     )
     codec: str | None = _option(
         None,
-        "levels: 4 to 16 levels, close where numbers are dense, and a scale that a block's energy sets; "
-        "uniform: multiples of a scale that its largest number sets; sign (default: levels for 4 to 2 bits, "
-        "uniform for 8, for stochastic rounding and for block_size shard, sign for 1); or one that your "
+        "levels: 16, 8 or 4 unevenly spaced levels and a scale from the block's energy; uniform: multiples "
+        "of a scale from the block's largest number; sign: 1 bit (default: levels for 4 to 2 bits; uniform "
+        "for 8 bits, for stochastic rounding and for block_size shard; sign for 1 bit); or one that your "
         "script registered",
     )
     rotation: str | None = _option(
         None,
-        "hadamard: blocks are rotated before they are coded, so that all look Gaussian "
-        "(default: hadamard with codec levels, else none)",
+        "hadamard: blocks are rotated before they are coded, so that all look Gaussian, and the sum is "
+        "rotated back (default: hadamard with codec levels, else none)",
         ROTATIONS,
     )
     block_size: int | str = _option(
         128,
-        f"elements that share one scale: a power of two from 16 to {MOST_IN_BLOCK}, or 'shard' (one scale a "
-        "shard)",
+        f"elements that share one bf16 scale: a power of two from 16 to {MOST_IN_BLOCK}, or 'shard' (one "
+        "scale for each shard)",
     )
     rounding: str = _option(
-        "nearest", "how a gradient is rounded to its code; stochastic is deprecated", ROUNDINGS
+        "nearest",
+        "how a gradient is rounded to its code; stochastic (deprecated) needs codec uniform",
+        ROUNDINGS,
     )
     error_beta: float | None = _option(
-        None, f"weight of the OLD error in the moving average, 0 <= beta < 1 (loco: {DEFAULT_ERROR_BETA})"
+        None,
+        "weight of the OLD error in the moving average, 0 <= beta < 1; 0 is error_feedback "
+        f"(default: {DEFAULT_ERROR_BETA} with loco, else 0)",
     )
-    error_dtype: str = _option("int8", "how the error is stored between steps", ERROR_DTYPES)
+    error_dtype: str = _option(
+        "int8", "how the error is stored between steps; int8 has a scale per block", ERROR_DTYPES
+    )
     reset_interval: int = _option(
         None,
         "optimizer steps after which the error is set to zero, 0: never "
@@ -93,8 +100,9 @@ class CompressionConfig:
     )
     start_step: int | str = _option(
         None,
-        "optimizer steps with Megatron's own exchange before compression starts; auto: until the learning "
-        "rate has stopped rising (default: auto; onebit_adam has warmup)",
+        "optimizer steps with Megatron's own exchange before compression starts, counted from the job's "
+        "first step; auto: until the learning rate has stopped rising; 0: at once (default: auto; "
+        "onebit_adam has warmup)",
     )
     warmup: str | None = _option(
         None,
@@ -102,11 +110,13 @@ class CompressionConfig:
         "fixed: after warmup_steps (default: fixed where warmup_steps is given, else auto)",
         WARMUPS,
     )
-    warmup_steps: int | None = _option(None, "onebit_adam: optimizer steps of plain Adam first")
-    error_compensation: bool = _option(
-        True, "onebit_adam: remember what was lost; off only to see what that is worth"
+    warmup_steps: int | None = _option(
+        None, "onebit_adam: optimizer steps of plain Adam first; given alone it means warmup fixed"
     )
-    seed: int = _option(1234, "seed of stochastic rounding")
+    error_compensation: bool = _option(
+        True, "onebit_adam: error feedback; switch it off only to see what it is worth"
+    )
+    seed: int = _option(1234, "seed of stochastic rounding and of onebit_adam's norm estimate")
     topology: str = _option(
         "auto",
         "flat: every rank sends to every owner; two_hop: sum inside a node first, then send between nodes; "
@@ -119,12 +129,13 @@ class CompressionConfig:
         "or mpirun says)",
     )
     intra_bits: int | None = _option(
-        None, "two_hop: bits inside the node (default: the gradient's own precision)", (8,)
+        None, "two_hop: bits of the sums inside a node (default: the gradient's own precision)", (8,)
     )
     weight_gather: str = _option(
         "stock",
-        "how updated weights reach the other ranks, whatever the method; stock: in full; exact: as changes "
-        "in an exact code, 2 to 4 bits a weight, the same training bit for bit (bf16 and fp16)",
+        "how updated weights reach the other ranks, with any method; stock: Megatron's own all-gather, in "
+        "full; exact: what the step changed, in an exact code; the training is the same bit for bit (bf16 "
+        "and fp16 weights)",
         WEIGHT_GATHERS,
     )
     save_error: bool = _option(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import re
+import runpy
 import statistics
 import subprocess
 import sys
@@ -82,7 +83,10 @@ def measured_at_length(path: Path) -> set[tuple[str, ...]]:
     return found
 
 
-@pytest.mark.parametrize("page", ["docs/ablations.md", "docs/bits.md", "docs/results.md", "README.md"])
+@pytest.mark.parametrize(
+    "page",
+    ["docs/ablations.md", "docs/alternatives.md", "docs/benchmarks.md", "docs/onebit_adam.md", "README.md"],
+)
 def test_differences_are_those_of_the_results(page: str) -> None:
     files = [path for path in (ROOT / "docs/ablations").glob("*.csv") if not path.stem.endswith("_curves")]
     long = [path for path in files if path.stem.startswith("long_")]
@@ -162,21 +166,6 @@ def plan_cells() -> list[check.Compared]:
         return check.compared(list(csv.DictReader(file)), found)
 
 
-def plan_tables(cells: list[check.Compared]) -> list[str]:
-    """The rows of the page's tables: seconds of a step, measured / predicted, by rate."""
-    lines = []
-    for hosts, count in itertools.product((4, 2), (1, 4)):
-        chosen = [c for c in cells if (c.cell.hosts, c.cell.accumulation) == (hosts, count)]
-        for name in dict.fromkeys(c.cell.name for c in chosen):
-            row = [
-                f"{c.measured:.2f} / " + ("given" if c.cell.given else f"{c.predicted:.2f}")
-                for c in chosen
-                if c.cell.name == name
-            ]
-            lines.append(f"| {name} | {count} | " + " | ".join(row) + " |")
-    return lines
-
-
 def plan_summary(cells: list[check.Compared]) -> list[str]:
     """The rows of the page's summary: errors of steps and of speed-ups, by rate and in all."""
     lines = []
@@ -216,8 +205,111 @@ def test_the_plans_page_shows_what_the_planner_predicts() -> None:
     page = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
     cells = plan_cells()
     assert len(cells) == 120
-    for line in [*plan_tables(cells), *plan_summary(cells), *plan_recommendations(cells)]:
+    for line in [*plan_summary(cells), *plan_recommendations(cells)]:
         assert line in page.replace("\n", " ") or line in page, line
+
+
+SPEEDS = ROOT / "docs/benchmarks/slow_links.csv"
+
+
+def speeds() -> dict[tuple[int, str, str, str], float]:
+    """Seconds of a step by hosts, method, rate, microbatches: of plan/network.csv and of the picture."""
+    with (ROOT / "docs/plan/network.csv").open(encoding="utf-8") as file:
+        found = {
+            (int(row["hosts"]), row["name"], row["rate_mbit"], row["accumulation"]): float(
+                row["step_seconds"]
+            )
+            for row in csv.DictReader(file)
+        }
+    with SPEEDS.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            found[4, row["method"], row["rate_mbit"], row["accumulation"]] = float(row["step_seconds"])
+    return found
+
+
+def speedups(found: dict[tuple[int, str, str, str], float], hosts: int, method: str, *place: str) -> str:
+    return f"{found[hosts, 'bf16_alltoall', *place] / found[hosts, method, *place]:.2f} x"
+
+
+def test_the_readmes_speed_ups_are_those_of_the_measured_steps() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = speeds()
+    rows = re.findall(r"^\| (\d+ Mbit/s|no limit) \| (\d) \| (.*) \|$", readme, re.MULTILINE)
+    assert len(rows) == 5
+    for link, count, cells in rows:
+        rate = "" if link == "no limit" else link.split()[0]
+        shown = cells.replace("*", "").split(" | ")
+        assert shown == [
+            speedups(found, 4, name, rate, count) for name in ("loco4", "loco4_exact", "loco2_exact")
+        ]
+
+
+def test_the_benchmarks_speed_ups_are_those_of_the_measured_steps() -> None:
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    found = speeds()
+    with SPEEDS.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        names = (
+            "method",
+            "rate_mbit",
+            "step_seconds",
+            "exchange_seconds",
+            "gradient_mb",
+            "weight_mb",
+            "weight_bits",
+        )
+        cells = [row[name] for name in (*names, "interface_mb")]
+        ratio = speedups(found, 4, row["method"], row["rate_mbit"], "1")
+        assert f"| {' | '.join(cells)} | {ratio} | {row['speedup_by_bytes']} x |" in page
+    gains = [
+        100 * (found[4, "loco4_exact", rate, "1"] / found[4, "loco2_exact", rate, "1"] - 1)
+        for rate in ("25", "100", "1000")
+    ]
+    assert (
+        "{:.0f} % faster than with 4 bits at 25 Mbit/s, {:.0f} % at 100, and not at all at".format(*gains)
+        in page
+    )
+    assert round(gains[2]) == 0
+    with (ROOT / "docs/plan/network.csv").open(encoding="utf-8") as file:
+        others = {
+            (int(row["hosts"]), row["name"], row["rate_mbit"], row["accumulation"]): float(
+                row["step_seconds"]
+            )
+            for row in csv.DictReader(file)
+        }
+    shown = re.findall(r"^\| (\d) x (\d) \| (\w+) \| (\d) \| (.*) \|$", page, re.MULTILINE)
+    assert len(shown) >= 12
+    for hosts, _, name, count, cells in shown:
+        rates = ("100", "200", "300", "1000", "")
+        assert cells.split(" | ") == [speedups(others, int(hosts), name, rate, count) for rate in rates]
+    assert plan_recommendations(plan_cells())[-1] in page
+
+
+def test_the_weight_gathers_speed_ups_are_those_of_the_benchmarks() -> None:
+    page = " ".join((ROOT / "docs/weight_gather.md").read_text(encoding="utf-8").split())
+    found = speeds()
+    for rate in ("25", "100", "300", "1000"):
+        pair = [speedups(found, 4, name, rate, "1").split()[0] for name in ("loco4", "loco4_exact")]
+        assert "from {} to {}".format(*pair) in page
+
+
+def test_the_readmes_predictions_are_the_planners() -> None:
+    """Of docs/plan.md's table of jobs, which a slow test predicts again."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
+    jobs = re.findall(
+        r"\| `(\w+)\.yaml [^`]*--inter-gbit (\d+)` \| 2 x 8 \| (\d+) \|(?: [^|]*\|){3} (\d+\.\d\d x) \|", page
+    )
+    rows = re.findall(r"^\| `(\w+)`, .* \| (\d+) Gbit/s \| (\d+) \| (\d+\.\d\d x)", readme, re.MULTILINE)
+    assert len(rows) == 4
+    assert set(rows) <= set(jobs)
+
+
+def test_the_table_of_options_is_that_of_the_configuration() -> None:
+    options = runpy.run_path(str(ROOT / "tools/options.py"))
+    text = options["PAGE"].read_text(encoding="utf-8")
+    assert options["page"](text) == text, "python tools/options.py"
 
 
 def test_the_readme_says_how_good_the_planner_is() -> None:

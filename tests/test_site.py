@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
-problems = runpy.run_path(str(ROOT / "tools/site/check.py"))["problems"]
+CHECK = runpy.run_path(str(ROOT / "tools/site/check.py"))
+problems, unfound = CHECK["problems"], CHECK["unfound"]
 
 
 @pytest.mark.parametrize(
@@ -40,14 +41,38 @@ def test_a_stylesheet_that_fetches_is_found(tmp_path: Path) -> None:
     assert list(problems(tmp_path)) == ["x.css: loads https://example.org/font.css"]
 
 
-def test_every_page_is_in_the_navigation() -> None:
+def navigation() -> set[str]:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    sections = yaml.safe_load(text)["nav"]
-    named = {
+    return {
         page
-        for section in sections
+        for section in yaml.safe_load(text)["nav"]
         for entry in section.values()
         for page in ([entry] if isinstance(entry, str) else [next(iter(one.values())) for one in entry])
     }
-    outside = {"index.md", "changelog.md", "contributing.md", "security.md"}
-    assert named - outside == {path.name for path in (ROOT / "docs").glob("*.md")}
+
+
+def test_every_page_is_in_the_navigation_but_those_that_stay_in_the_repository() -> None:
+    hooks = (ROOT / "tools/site/hooks.py").read_text(encoding="utf-8")
+    off = {"log.md", "licences.md"}
+    assert all(f'"docs/{page}"' in hooks for page in off)
+    assert navigation() - {"index.md"} == {path.name for path in (ROOT / "docs").glob("*.md")} - off
+
+
+def test_the_site_stays_short() -> None:
+    pages = navigation()
+    files = [ROOT / "README.md" if page == "index.md" else ROOT / "docs" / page for page in pages]
+    assert len(pages) <= 18
+    assert sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files) <= 2500
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
+
+
+def test_a_page_that_search_does_not_find_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text("<p>")
+    (tmp_path / "other.html").write_text("<p>")
+    (tmp_path / "404.html").write_text("<p>")
+    assert list(unfound(tmp_path)) == ["search/search_index.json: no such file"]
+    (tmp_path / "search").mkdir()
+    (tmp_path / "search/search_index.json").write_text(
+        '{"docs": [{"location": "index.html#a", "text": "words"}]}'
+    )
+    assert list(unfound(tmp_path)) == ["search/search_index.json: other.html is not in it"]

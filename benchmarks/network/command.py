@@ -3,8 +3,8 @@
 Hosts are network namespaces at a bridge, and `tc tbf` shapes every host's link in both directions. Megatron
 trains a small LLaMA over them with different gradient exchanges. The step time, the exchange alone and the
 bytes by the interfaces' counters go into a table, network.json and network.png. The command needs root and
-iproute2. It does not touch this machine's own network, and nothing remains, however it ends. docs/network.md
-says how it works and what was measured.
+iproute2. It does not touch this machine's own network, and nothing remains, however it ends. How it works and
+what was measured: docs/benchmarks.md.
 """
 
 from __future__ import annotations

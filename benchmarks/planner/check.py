@@ -10,7 +10,7 @@ The ranks share one machine's cores, and gloo's transport uses them too. The sou
     a bucket's call              bf16_alltoall in more buckets: what each of them adds to a step
     compression, weight code     `bench kernels --typical` on one core
 
-No source is a cell with compression. The exact gather's bits are those of an earlier run (docs/network.md).
+No source is a cell with compression. The exact gather's bits are those of docs/weight_gather.md.
 """
 
 from __future__ import annotations

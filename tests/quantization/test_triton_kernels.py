@@ -95,7 +95,7 @@ def test_they_compile_for_a_hopper_gpu_in_few_instructions():
         assert found["fused"] == FUSED[kernel] + of_mean, line
         prefetches = name.startswith("compress") and where != "odd"
         assert found["buffers"] == (2 if prefetches else 0), line
-        # What an H100 has time for is in docs/performance.md.
+        # What an H100 has time for is in docs/benchmarks.md.
         most = {"odd": MOST_OF_ODD, "rows": MOST_OF_ROWS, "short": MOST_OF_SHORT}.get(where, MOST)
         assert found["instructions"] < most[kernel], line
         if name in MOST_REGISTERS:

@@ -1,11 +1,13 @@
-"""Looks at a built site: links and pictures lead to a file in it, anchors to an element, and no page asks
-another host for anything. Offline; links that a reader follows to other hosts are not looked at.
+"""Looks at a built site: links and pictures lead to a file in it, anchors to an element, no page asks another
+host for anything, and the search index has every page. Offline; links that a reader follows to
+other hosts are not looked at.
 
 Usage: python tools/site/check.py SITE
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -56,6 +58,21 @@ def problems(site: Path) -> Iterator[str]:
                 yield f"{path.relative_to(site)}: loads {target}"
 
 
+def unfound(site: Path) -> Iterator[str]:
+    """Pages that the site's search cannot find, a line each."""
+    index = site / "search/search_index.json"
+    name = index.relative_to(site)
+    if not index.is_file():
+        yield f"{name}: no such file"
+        return
+    found = json.loads(index.read_text(encoding="utf-8"))["docs"]
+    indexed = {urlsplit(one["location"]).path or "index.html" for one in found if one["text"]}
+    for path in sorted(site.rglob("*.html")):
+        page = path.relative_to(site).as_posix()
+        if page != "404.html" and page not in indexed:
+            yield f"{name}: {page} is not in it"
+
+
 def _leads_nowhere(site: Path, pages: dict[Path, _Page], path: Path, target: str) -> str | None:
     parts = urlsplit(target)
     if parts.scheme or parts.netloc:
@@ -75,7 +92,7 @@ def _leads_nowhere(site: Path, pages: dict[Path, _Page], path: Path, target: str
 def main() -> int:
     """Returns 1 if anything is wrong."""
     site = Path(sys.argv[1]).resolve()
-    found = list(problems(site))
+    found = [*problems(site), *unfound(site)]
     for line in found:
         print(line, file=sys.stderr)
     print(f"{site.name}: {len(list(site.rglob('*.html')))} pages, {len(found)} problems")

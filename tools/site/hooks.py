@@ -1,4 +1,4 @@
-"""mkdocs hooks: pages that lie outside of docs/, links that lead there, and GitHub's names of headings.
+"""mkdocs hooks: the home page, which is the README, links of all pages, and GitHub's names of headings.
 
 The pages are written for GitHub: relative links reach any file of the repository. The site has the pages
 alone, and no address of the repository is known to it; so a link to another file becomes its text and its
@@ -15,13 +15,10 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = {
-    "README.md": "index.md",
-    "CHANGELOG.md": "changelog.md",
-    "CONTRIBUTING.md": "contributing.md",
-    "SECURITY.md": "security.md",
-}
+PAGES = {"README.md": "index.md"}
 """Files at the top of the repository -> what they are called in the site."""
+OFF_SITE = ("docs/log.md", "docs/licences.md")
+"""Pages of the repository that the site leaves out (mkdocs.yml: exclude_docs)."""
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")
 
 
@@ -37,7 +34,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages of the repository's own files."""
+    """Add the pages that lie outside of docs/."""
     for source, name in PAGES.items():
         files.append(File.generated(config, name, content=(ROOT / source).read_text(encoding="utf-8")))
     return files
@@ -60,6 +57,6 @@ def _link(found: re.Match[str], folder: str) -> str:
         return found[0]  # mkdocs says so
     if place in PAGES:
         return f"{image}[{text}]({PAGES[place]}{hash_}{anchor})"
-    if place.startswith("docs/") and (ROOT / place).is_file():
+    if place.startswith("docs/") and (ROOT / place).is_file() and place not in OFF_SITE:
         return f"{image}[{text}]({place.removeprefix('docs/')}{hash_}{anchor})"
     return f"{text}" if place.rstrip("/") in text else f"{text} (`{place}`)"

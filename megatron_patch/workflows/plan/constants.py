@@ -23,7 +23,7 @@ class Constant:
 
 
 _NCCL = "NCCL's own tuning table, src/graph/tuning.cc (commit 01afd20): ring, Simple protocol"
-_H100 = "docs/performance.md: instructions of the compiled kernel; no GPU has measured it"
+_H100 = "docs/benchmarks.md: instructions of the compiled kernel; no GPU has measured it"
 
 CONSTANTS = {
     "mfu": Constant(
@@ -36,7 +36,7 @@ CONSTANTS = {
         0.955,
         "of the rate",
         "measured",
-        "docs/network.md: the most that TCP/IP's headers leave; --inter-gbit",
+        "docs/benchmarks.md: the most that TCP/IP's headers leave; --inter-gbit",
     ),
     "intra_efficiency": Constant(
         0.78,
@@ -62,7 +62,7 @@ CONSTANTS = {
         0.70,
         "of memory rate",
         "computed",
-        "docs/performance.md: a copy moves 3.0 TB/s where an H100 has 3.35, "
+        "docs/benchmarks.md: a copy moves 3.0 TB/s where an H100 has 3.35, "
         "and Adam's many streams less; assumed below that",
     ),
     "optimizer_bytes": Constant(
@@ -80,12 +80,12 @@ CONSTANTS = {
         "the own momentum is formed of it (12), the shared one is copied (4)",
     ),
     "cpu_compress": Constant(
-        703e6, "elements/s", "measured", "docs/performance.md: 4 bits, one core with AVX2"
+        703e6, "elements/s", "measured", "docs/benchmarks.md: 4 bits, one core with AVX2"
     ),
-    "cpu_decompress": Constant(5.5e9, "codes/s", "measured", "docs/performance.md: one core with AVX2"),
-    "cpu_weight_encode": Constant(1.43e9, "weights/s", "measured", "docs/performance.md: one core, AVX-512"),
-    "cpu_weight_decode": Constant(1.49e9, "weights/s", "measured", "docs/performance.md: one core, AVX-512"),
-    "cpu_weight_sums": Constant(6e9, "weights/s", "computed", "docs/performance.md: memcpy of 12.65 GB/s"),
+    "cpu_decompress": Constant(5.5e9, "codes/s", "measured", "docs/benchmarks.md: one core with AVX2"),
+    "cpu_weight_encode": Constant(1.43e9, "weights/s", "measured", "docs/benchmarks.md: one core, AVX-512"),
+    "cpu_weight_decode": Constant(1.49e9, "weights/s", "measured", "docs/benchmarks.md: one core, AVX-512"),
+    "cpu_weight_sums": Constant(6e9, "weights/s", "computed", "docs/benchmarks.md: memcpy of 12.65 GB/s"),
     "cpu_optimizer": Constant(174e6, "parameters/s", "measured", "docs/plan.md: torch's Adam, one core"),
     "activation_reserve": Constant(
         0.90,

@@ -94,7 +94,7 @@ def stock_reduce(elements: int, nbytes: int, group: Group, cluster: Cluster, fp3
     call = ring(REDUCE_SCATTER, shard, group, cluster)
     if not cluster.processor.transport:
         return call
-    # gloo's own moves twice the bytes over the links (docs/network.md).
+    # gloo's own moves twice the bytes over the links (docs/benchmarks.md).
     return dataclasses.replace(call, uplink=2 * call.uplink, inside=2 * call.inside)
 
 
