@@ -108,7 +108,7 @@ def test_a_gpu_s_numbers_are_shown_alike(tmp_path: Path, capsys: pytest.CaptureF
         (["--block-size", "100"], ["block_size", "power of two"]),
         (["--elements", "10"], ["--elements", "131072"]),
         (["--elements", "0"], ["--elements", "131072"]),
-        (["--bits", "5"], ["--bits", "5"]),
+        (["--bits", "5"], ["bits", "5"]),
         (["--codec", "sign"], ["codec", "bits 4"]),
     ],
 )
