@@ -6,7 +6,7 @@ SITE_VENV := .venv-site
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test test-compat test-bridge test-frameworks test-gpu gpu-report test-slow bench-network soak fuzz site licences lint format lock dist smoke clean
+.PHONY: help setup pretrain test test-all test-compat test-bridge test-frameworks test-gpu gpu-report test-slow bench-network soak fuzz site licences lint format lock dist smoke clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,8 +22,13 @@ $(READY): requirements.lock pyproject.toml tools/setup.sh $(KERNELS)
 pretrain: $(READY) ## train the tiny LLaMA uncompressed, and with 4-bit LoCo and exact weight gathers; compare
 	@$(BIN)/megatron-loco compare configs/models/llama_tiny_bf16.yaml --methods none,loco --out runs/quickstart --overwrite
 
-test: $(READY) ## the tests (less than 10 minutes on 2 cores)
-	@$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder --durations 15 --durations-min 5
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test: $(READY) ## the tests to run before a commit (4 minutes on 2 cores)
+	@$(PYTEST) -m "not (thorough or e2e or policy or slow)" --durations 5
+
+test-all: $(READY) ## all tests that need no GPU, but for those of minutes each (15 minutes)
+	@$(PYTEST) -m "not slow" --durations 15 --durations-min 5
 
 test-compat: $(READY) ## the seam's tests on the older megatron-core releases that are supported
 	@bash tools/compat.sh "$(VENV)"

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tiers
 from worker_pool import WorkerPool
 
 LONG = (
@@ -52,6 +53,15 @@ def _place(config: pytest.Config) -> tuple[int, int]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    many, seen = tiers.with_many_cases(), set()
+    for item in items:
+        file = item.path.relative_to(tiers.HERE).as_posix()
+        function = f"{file}::{item.name.partition('[')[0]}"
+        mark = tiers.mark_of(file) or ("thorough" if function in many and function in seen else None)
+        if mark:
+            item.add_marker(mark)
+        elif not item.get_closest_marker("slow"):
+            seen.add(function)
     if _place(config)[1] > 1:
         items.sort(key=lambda item: item.path.name not in LONG)
 
