@@ -162,13 +162,13 @@ class CompressionConfig:
     def __post_init__(self) -> None:
         unstated = self.method is None and self.error_beta is None
         vars(self)["_has_default_method"] = unstated  # no field: neither an option nor compared
-        self._set_default("bits", 1 if self.momentum else self._default_bits())
+        self._set_default("bits", 1 if self.is_onebit_adam else self._default_bits())
         widths = {width for entry in registry.codecs().values() for width in entry.bits}
         self._check_choice("bits", tuple(sorted(widths, reverse=True)))
         self._set_default("method", "loco")
         self._check_choice("method", METHODS)
-        self._set_default("start_step", AUTO if self.compresses and not self.momentum else 0)
-        self._set_default("reset_interval", 0 if self.momentum else DEFAULT_RESET_INTERVAL)
+        self._set_default("start_step", AUTO if self.compresses and not self.is_onebit_adam else 0)
+        self._set_default("reset_interval", 0 if self.is_onebit_adam else DEFAULT_RESET_INTERVAL)
         self._check_choice("rounding", ROUNDINGS)
         self._check_choice("error_dtype", ERROR_DTYPES)
         self._check_choice("topology", registry.topologies())
@@ -226,7 +226,7 @@ class CompressionConfig:
 
     def _check_momentum(self) -> None:
         """The options of onebit_adam. Other methods ignore them."""
-        if not self.momentum:
+        if not self.is_onebit_adam:
             return
         steps = self.warmup_steps
         if self.bits != 1:
@@ -275,10 +275,10 @@ class CompressionConfig:
     @property
     def keeps_errors(self) -> bool:
         """Whether the sender keeps an error state between steps."""
-        return self.method in ("error_feedback", "loco") or (self.momentum and self.error_compensation)
+        return self.method in ("error_feedback", "loco") or (self.is_onebit_adam and self.error_compensation)
 
     @property
-    def momentum(self) -> bool:
+    def is_onebit_adam(self) -> bool:
         """Whether Adam's momentum is exchanged, by the optimizer, instead of gradients."""
         return self.method == "onebit_adam"
 

@@ -34,7 +34,7 @@ class AllReduce:
     def __init__(self, tensor: Contents, group: dist.ProcessGroup, setup: Setup) -> None:
         self._group = group
         self._workspace = setup.workspace
-        layout = setup.layout(tensor, group.size(), whole_blocks=setup.config.momentum)
+        layout = setup.layout(tensor, group.size(), whole_blocks=setup.config.is_onebit_adam)
         self.sender = setup.new_sender(layout, last=False)
         self.owner = setup.new_sender(layout.part(group.rank()), first=False)
 

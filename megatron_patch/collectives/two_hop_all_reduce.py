@@ -37,7 +37,7 @@ class TwoHopAllReduce:
         self.numel = tensor.numel
         self._workspace = setup.workspace
         ranks = hops.nodes * hops.local
-        self._whole = setup.layout(tensor, ranks, whole_blocks=setup.config.momentum)
+        self._whole = setup.layout(tensor, ranks, whole_blocks=setup.config.is_onebit_adam)
         self.chunk = hops.nodes * self._whole.shard_size
         layout = self._whole.part(hops.intra.rank() * hops.nodes, hops.nodes)
         self.inside = inside_sender(

@@ -1,7 +1,7 @@
-"""Messages of the exact weight gather on their way: those of several buckets travel in one piece.
+"""The exact weight gather's messages are sent in batches of several buckets.
 
-All ranks send as many bytes as the one that has most to send. Over several buckets this padding averages
-out: the fewer pieces the better, as far as memory goes.
+Every rank pads its batch to the longest one of all ranks. Padding averages out when buckets are batched, so
+batches are as large as memory allows.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class WeightGather:
     def write(self, room: torch.Tensor, own_may_have_changed: bool) -> None:
         """Write the message into `room`, uint8 [its length, zeros behind it].
 
-        What is sent must lead to what the shard holds now: a message that does not says so.
+        If the shard changed after encoding, the message is marked stale.
         """
         size = self._message.numel()
         room[:size].copy_(self._message)

@@ -1,6 +1,6 @@
-"""One bucket on its way out: what a rank holds for it, and its compression by whichever code is there.
+"""Error state of one bucket, and the choice of a backend.
 
-A Sender owns the error state and the random generator; compress.py, or the fused kernels, do the arithmetic.
+A Sender owns the error state and the random generator; compress.py or the fused kernels do the arithmetic.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import functools
 
 import torch
 
-from megatron_patch.compensation import compress as reference
+from megatron_patch.compensation import compress as reference_compress
 from megatron_patch.compensation.compress import STATISTICS
 from megatron_patch.compensation.error_state import MovingAverageError
 from megatron_patch.config import CompressionConfig
@@ -79,7 +79,7 @@ class Sender:
         `payload` is uint8, contiguous: the payloads of all shards, end to end (`layout.payload_starts`).
         """
         tensors, beta = ({}, 0.0) if self.error is None else (self.error.tensors(), self.error.beta)
-        run = backends.fused(self.codec, self.layout, gradient.device) or reference
+        run = backends.fused(self.codec, self.layout, gradient.device) or reference_compress
         statistics = self.statistics if self.measures else None
         if self.generator is None:
             run.compress(gradient, payload, self.codec, self.layout, tensors, beta, None, statistics)

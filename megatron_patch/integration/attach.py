@@ -164,7 +164,7 @@ def _count_on(state: ChunkState, steps: int, steps_seen: int, onset: Onset) -> N
     """The chunk was attached before: its steps count, and what had started stays started."""
     state.restart(steps)
     state.steps_seen = steps_seen
-    state.onset.started |= onset.started and state.config.compresses and not state.config.momentum
+    state.onset.started |= onset.started and state.config.compresses and not state.config.is_onebit_adam
     if dist.get_rank() == 0:
         logger.info("megatron-loco: attached again: steps count on from %d, errors start from zero", steps)
 
@@ -212,7 +212,7 @@ def _update(optimizer: Any, original: Callable[[], Any]) -> Any:
         attached = [
             (chunk, attachment.state, attachment.seams)
             for chunk, attachment in _attachments.items()
-            if attachment.state.config.momentum and optimizer_step.updates(optimizer, chunk)
+            if attachment.state.config.is_onebit_adam and optimizer_step.updates(optimizer, chunk)
         ]
         if not attached:
             return original()

@@ -104,7 +104,7 @@ class ChunkState:
     @property
     def active(self) -> bool:
         """Whether the next exchange is compressed: a method that does, from `start_step` on."""
-        if self.config.momentum:
+        if self.config.is_onebit_adam:
             return self.phase.switch_step is not None and self.steps >= self.phase.switch_step
         return self.config.compresses and self.onset.started
 
@@ -158,7 +158,7 @@ class ChunkState:
     @property
     def _sends_momentum(self) -> bool:
         """Whether the optimizer's step is the exchange (1-bit Adam after its warm-up)."""
-        return self.config.momentum and self.active
+        return self.config.is_onebit_adam and self.active
 
     def exchange_begins(self, passes: int, rerun: bool) -> None:
         """A bucket group exchanges its gradients for the `passes`-th time since the last optimizer step.
@@ -213,7 +213,7 @@ class ChunkState:
         stepped = {id(optimizer) for optimizer in optimizers}
         if self.continues_step(optimizers):
             self._stepped |= stepped
-            if not successful and not self.config.momentum:
+            if not successful and not self.config.is_onebit_adam:
                 self.clear_errors()
             return False
         self._stepped = stepped
@@ -271,9 +271,9 @@ class ChunkState:
                 self.clear_errors()
         else:
             self.events.skipped_steps += 1
-            if not self.config.momentum:  # which exchanges nothing in a step that is skipped
+            if not self.config.is_onebit_adam:  # which exchanges nothing in a step that is skipped
                 self.clear_errors()
-        if loss_scale_factor != 1.0 and not self.config.momentum:  # momentum carries no loss scale
+        if loss_scale_factor != 1.0 and not self.config.is_onebit_adam:  # momentum carries no loss scale
             for sender in self.senders:
                 if sender.error is not None:
                     sender.error.scale_by(loss_scale_factor)

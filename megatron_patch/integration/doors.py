@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
-from megatron_patch.integration import attach as seam
+from megatron_patch.integration import attach as attachments
 from megatron_patch.integration import patching, symbols
 from megatron_patch.integration.checkpoint import hooks as checkpoint
 from megatron_patch.integration.cpu import torch_adam
@@ -61,9 +61,9 @@ def attach(chunks: Any, config: CompressionConfig | None = None) -> None:
     Raises:
         UserError: no such chunks, no CompressionConfig, or a configuration that cannot be served.
     """
-    options, found = _options(config, "attach"), seam.chunks_of(chunks, "attach")
+    options, found = _options(config, "attach"), attachments.chunks_of(chunks, "attach")
     show_log()
-    seam.attach(found, options)
+    attachments.attach(found, options)
     checkpoint.install_where_present(loaded_only=True)
     _install_helpers()
 
@@ -71,7 +71,7 @@ def attach(chunks: Any, config: CompressionConfig | None = None) -> None:
 def disable() -> None:
     """Undo `enable` and detach every model: Megatron's own exchange from the next step on."""
     patching.restore(symbols.INIT, symbols.BASE_INIT)
-    seam.detach_all()
+    attachments.detach_all()
     checkpoint.uninstall()
     while _undo:
         _undo.pop()()

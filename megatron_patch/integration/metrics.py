@@ -220,7 +220,7 @@ class RunMetrics:
 
     def _warm_up(self) -> dict[str, int | None]:
         """Steps after which 1-bit Adam's variance was frozen (None: not yet); nothing for other methods."""
-        if self._config is None or not self._config.momentum:
+        if self._config is None or not self._config.is_onebit_adam:
             return {}
         return {"warmup_steps": next((c.phase.variance_steps for c in self._states()), None)}
 

@@ -42,7 +42,7 @@ class Onset:
             rates: the step's learning rates by parameter group; None where no optimizer was seen.
         """
         before, self.rates = self.rates, list(rates or [])
-        if self.started or not config.compresses or config.momentum:
+        if self.started or not config.compresses or config.is_onebit_adam:
             return
         if isinstance(config.start_step, int):
             self.started = steps >= config.start_step
@@ -56,7 +56,7 @@ class Onset:
     def at(cls, config: CompressionConfig, steps: int) -> Onset:
         """After `steps` successful optimizer steps of which nothing else is known."""
         start = config.start_step
-        return cls(not config.momentum and isinstance(start, int) and steps >= start)
+        return cls(not config.is_onebit_adam and isinstance(start, int) and steps >= start)
 
     @classmethod
     def of_manifest(cls, manifest: Mapping[str, Any], config: CompressionConfig) -> Onset:

@@ -47,7 +47,7 @@ def log_start(states: Sequence[ChunkState]) -> None:
 
     1-bit Adam has a line of its own.
     """
-    if any(not state.config.momentum for state in states) and dist.get_rank() == 0:
+    if any(not state.config.is_onebit_adam for state in states) and dist.get_rank() == 0:
         logger.info("megatron-loco: compression starts at step %d", states[0].steps_seen + 1)
 
 
@@ -61,7 +61,7 @@ def _lines(state: ChunkState, seams: Sequence[BucketGroupSeam]) -> Iterator[tupl
     )
     code = f"{config.bits} bits ({config.code}{', rotated' if config.rotates else ''})"
     yield logging.INFO, f"{config.method}, {code}, block {config.block_size}, {memory}"
-    if not config.momentum and not state.active:
+    if not config.is_onebit_adam and not state.active:
         yield logging.INFO, _start_line(config)
     if config.rounding == "stochastic":
         yield logging.WARNING, DEPRECATED
@@ -101,7 +101,7 @@ def _start_line(config: CompressionConfig) -> str:
 
 def _early_lines(config: CompressionConfig) -> Iterator[tuple[int, str]]:
     """What compression in the first steps costs Adam, whose second moment is young then."""
-    if config.momentum or config.start_step == AUTO:
+    if config.is_onebit_adam or config.start_step == AUTO:
         return
     warmup = training_flags.lr_warmup_steps()
     if int(config.start_step) < warmup:

@@ -66,7 +66,7 @@ def refuse_chunk(chunk: Any, config: CompressionConfig) -> None:
         _refuse_weight_shards(chunk.config)
     if config.codes_weights:
         _refuse_for_exact_gather(chunk.config, chunk.ddp_config.overlap_param_gather)
-    if config.momentum:
+    if config.is_onebit_adam:
         _refuse_for_onebit_adam(chunk.ddp_config)
 
 

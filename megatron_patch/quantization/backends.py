@@ -15,7 +15,7 @@ from typing import Protocol, cast
 
 import torch
 
-from megatron_patch.quantization import decompress_reduce as reference
+from megatron_patch.quantization import decompress_reduce as reference_reduce
 from megatron_patch.quantization import native, weight_code
 from megatron_patch.quantization.codec import Codec
 from megatron_patch.quantization.layout import BlockLayout
@@ -136,7 +136,9 @@ def decompress(payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output
     if kernels is not None and hasattr(kernels, "decompress"):  # in one launch
         kernels.decompress(payloads, codec, coded, output)
     else:
-        reference.decompress(payloads, codec, coded, output, (kernels or reference).decompress_reduce)
+        reference_reduce.decompress(
+            payloads, codec, coded, output, (kernels or reference_reduce).decompress_reduce
+        )
     if layout.exact is not None:
         layout.exact.read(payloads[None], layout.coded_bytes, output)
 
@@ -144,5 +146,5 @@ def decompress(payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output
 def _decompress_reduce(
     payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor, divisor: int
 ) -> None:
-    run = fused(codec, layout, output.device) or reference
+    run = fused(codec, layout, output.device) or reference_reduce
     run.decompress_reduce(payloads, codec, layout, output, divisor)

@@ -72,7 +72,7 @@ def exchange(topology: str, replicated: bool, **options: Any) -> int:
     )
     make = make_all_reduces if replicated else make_reduce_scatters
     assert dist.group.WORLD is not None
-    contents = bucket(vectors=not config.momentum)
+    contents = bucket(vectors=not config.is_onebit_adam)
     (made,) = make([contents], dist.group.WORLD, setup).exchanges
     tensor = torch.zeros(contents.numel)
     output = tensor if replicated else tensor[: contents.numel // RANKS]

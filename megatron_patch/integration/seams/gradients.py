@@ -132,7 +132,7 @@ class BucketGroupSeam:
             if config.num_distributed_optimizer_instances > 1:
                 self.reduce_group = bucket_group.inter_distributed_optimizer_instance_group
         self.momentum: MomentumBuffers | None = None
-        if state.config.momentum:
+        if state.config.is_onebit_adam:
             everyone = self.scatter_group or self.reduce_group
             assert everyone is not None
             self.momentum = MomentumBuffers(bucket_group, everyone, self.scatter_group)
@@ -153,7 +153,7 @@ class BucketGroupSeam:
 
     def _stages(self) -> Iterator[Stage]:
         setup, average = self._state.setup, self.group.ddp_config.average_in_collective
-        buckets = [contents_of(bucket, setup.config.momentum) for bucket in self.group.buckets]
+        buckets = [contents_of(bucket, setup.config.is_onebit_adam) for bucket in self.group.buckets]
         compresses = setup.config.compresses
         if self.momentum is not None:  # whole buckets, whoever holds Adam's state; always the mean
             everyone = self.momentum.group

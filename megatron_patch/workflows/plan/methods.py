@@ -135,7 +135,7 @@ def of_config(config: CompressionConfig) -> Method:
     exact = config.codes_weights
     if not config.compresses:
         return parse("none_exact" if exact else STOCK)
-    if config.momentum:
+    if config.is_onebit_adam:
         return dataclasses.replace(parse(ONEBIT), exact=exact, hops=config.topology)
     return Method(
         f"{config.method}{config.bits}",
