@@ -129,7 +129,7 @@ class Workspace:
         self._events.append(events)
 
     def lap(self) -> Callable[[], float]:
-        """Start counting anew; the answer tells the seconds until now, waiting for the work if it must."""
+        """Start counting anew; returns a callable that gives the elapsed seconds, and waits for the work."""
         seconds, events = self._seconds, self._events
         self._seconds, self._events = 0.0, []
 

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _summary(one: PreparedRun, label: str, args: argparse.Namespace) -> dict[str, Any]:
-    """What a run left: made now, or gone on with, or there already."""
+    """The summary of a run, which is started, resumed, or complete already."""
     if not args.resume:
         return train.execute(one, label, args.overwrite)
     if run_folder.look(one.folder, one.run) is State.DONE:

@@ -254,8 +254,8 @@ class BucketGroupSeam:
     def _stream(self) -> torch.cuda.Stream | None:
         """The CUDA stream on which this group's exchange runs, where it is not the current one.
 
-        With overlap it is one of its own: what is compressed, and what is waited for so that few buckets are
-        in flight, must not hold up the backward pass.
+        With overlap, a side stream keeps compression, and waiting for buckets in flight, from blocking the
+        backward pass.
         """
         config = self.group.ddp_config
         if not config.overlap_grad_reduce or self._state.device.type != "cuda":
