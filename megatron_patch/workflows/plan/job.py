@@ -141,11 +141,7 @@ def _cut(parameters: list[Parameter], size: float, multiple: int, expert: bool) 
 
 
 def of_arguments(name: str, args: argparse.Namespace, weight_gather_ratio: float | None = None) -> Job:
-    """The job of Megatron's validated arguments.
-
-    Raises:
-        UserError: a model or a setting that the plan does not know.
-    """
+    """The job of Megatron's validated arguments."""
     if args.num_distributed_optimizer_instances > 1:
         raise UserError(
             "megatron.num_distributed_optimizer_instances: the plan supports a single optimizer instance; "

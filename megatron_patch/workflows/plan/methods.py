@@ -51,11 +51,7 @@ _KNOWN = (*DEFAULT, REPLICATED, "loco8_exact", "loco3_exact", "loco4_two_hop_int
 
 
 def parse(name: str) -> Method:
-    """The method of a name.
-
-    Raises:
-        UserError: there is none of that name.
-    """
+    """The method of a name."""
     none = "compression.method=none compression.weight_gather="
     fixed = {
         STOCK: Method(STOCK, options=f"{none}stock"),
