@@ -87,11 +87,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
-    """The parser of all commands; of the chosen one with its arguments, which are its module's.
-
-    Raises:
-        UserError: an extra that the chosen command needs is not installed.
-    """
+    """The parser of all commands; of the chosen one with its arguments, which are its module's."""
     parser = Parser(
         prog="megatron-loco",
         description="Low-bit gradient communication for Megatron pretraining.",

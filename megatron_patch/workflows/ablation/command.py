@@ -147,11 +147,7 @@ def _check(left: Sequence[Run]) -> None:
 
 
 def _make_one(one: Run, board: progress.Board, cache: Path | None) -> str:
-    """Make a run, from its checkpoint if it has one; returns a line on what came of it.
-
-    Raises:
-        UserError: another process is at work on it.
-    """
+    """Make a run, from its checkpoint if it has one; returns a line on what came of it."""
     with only_one(one.folder, "ablate"):
         return _make_held(one, board, cache)
 

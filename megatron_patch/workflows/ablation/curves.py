@@ -83,11 +83,7 @@ def text(made: Sequence[tuple[Run, Sequence[Point]]]) -> str:
 
 
 def read(path: Path) -> dict[str, list[Point]]:
-    """The curves in the file at `path`; none if there is no such file.
-
-    Raises:
-        UserError: it cannot be read, or is no file of curves.
-    """
+    """The curves in the file at `path`; none if there is no such file."""
     found: dict[str, list[Point]] = {}
     if not path.exists():
         return found

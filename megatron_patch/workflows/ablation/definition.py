@@ -86,11 +86,7 @@ class Ablation:
         return self.cells[0]
 
     def runs(self, out: Path) -> list[Run]:
-        """All runs in their order, each with a folder of its own below `out`.
-
-        Raises:
-            UserError: settings that are no configuration.
-        """
+        """All runs in their order, each with a folder of its own below `out`."""
         configured = {cell.name: self._configured(cell) for cell in self.cells}
         return [
             Run(cell, seed, _seeded(configured[cell.name], seed), out / cell.name / f"seed-{seed}")
@@ -114,11 +110,7 @@ class Ablation:
 def read(
     path: Path, overrides: Sequence[str] = (), base: str | None = None, seeds: Sequence[int] | None = None
 ) -> Ablation:
-    """Read the definition at `path`; `overrides`, `base` and `seeds` are the command line's.
-
-    Raises:
-        UserError: no such file, no YAML, an unknown key, or a value that is not allowed.
-    """
+    """Read the definition at `path`; `overrides`, `base` and `seeds` are the command line's."""
     content = _content(path)
     recipe = base or content.get("base")
     if not isinstance(recipe, str):

@@ -81,11 +81,7 @@ def columns(run: RunConfig, summary: Mapping[str, Any] | None) -> dict[str, str]
 
 
 def read(path: Path) -> Records:
-    """The runs that are done by the file at `path`; none if it is of a release without configurations.
-
-    Raises:
-        UserError: no such file, or one that is no results.csv.
-    """
+    """The runs that are done by the file at `path`; none if it is of a release without configurations."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             lines = csv.DictReader(file, strict=True)

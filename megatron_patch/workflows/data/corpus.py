@@ -33,9 +33,6 @@ def find_files(source: Path | Installed, include: Sequence[str], skip: Callable[
 
     A pattern with a slash is matched against the path below the source, others against the file's name; `*`
     also crosses slashes. Of installed packages `include` takes the place of the patterns.
-
-    Raises:
-        UserError: the source does not exist or cannot be read, or no file matched.
     """
     if not isinstance(source, Installed):
         return _files_below(source, tuple(include) or ("*",), frozenset(), skip)
@@ -83,11 +80,7 @@ class Corpus:
         return int(self.table[:, 2].sum())
 
     def documents(self) -> Iterator[tuple[bytes, int]]:
-        """Text (UTF-8, or whatever bytes a text file holds) and source bytes of each document, in order.
-
-        Raises:
-            UserError: a file cannot be read or changed meanwhile; a JSON line is broken or lacks the key.
-        """
+        """Text (UTF-8, or whatever bytes a text file holds) and source bytes of each document, in order."""
         opened: dict[int, BinaryIO] = {}
         try:
             for row in self.table:
@@ -142,9 +135,6 @@ def open_corpus(
     """Find the documents, shuffle them, and keep the first `max_bytes` source bytes of them.
 
     A text file is cut to fit the limit, a JSON line is left out. Empty files and blank lines do not count.
-
-    Raises:
-        UserError: a file cannot be read, a document is too long for Megatron's index, nothing is left.
     """
     rows = array("q")
     for number, path in enumerate(files):

@@ -75,9 +75,6 @@ def load_manifest(prefix: Path) -> Manifest | None:
     """The manifest of PREFIX; None if there is none (a PREFIX.json of another kind is none).
 
     The flags are those of the present place and Megatron version, so that a data set can be moved.
-
-    Raises:
-        UserError: the manifest is broken, or a file of the data set is missing or has another size.
     """
     path = beside(prefix, ".json")
     again = "prepare the data set again with --force"
@@ -133,11 +130,7 @@ def is_foreign_json(prefix: Path) -> bool:
 
 
 def check_dataset(prefix: Path) -> None:
-    """See that PREFIX is a whole Megatron data set, with or without a manifest; reads little of the index.
-
-    Raises:
-        UserError: a file is missing, the index is not one of Megatron's, or sizes do not agree.
-    """
+    """See that PREFIX is a whole Megatron data set, with or without a manifest; reads little of the index."""
     index, tokens = beside(prefix, ".idx"), beside(prefix, ".bin")
     for path in (tokens, index):
         if not path.is_file():

@@ -39,11 +39,7 @@ class Installed:
         return ", ".join(f"{name} {_version(name)} {pattern}" for name, pattern in self.items)
 
     def roots(self) -> list[tuple[Path, str]]:
-        """The folder of each package, and its pattern.
-
-        Raises:
-            UserError: a package that is not installed, or has no folder.
-        """
+        """The folder of each package, and its pattern."""
         return [(_folder(name), pattern) for name, pattern in self.items]
 
 
@@ -51,11 +47,7 @@ STDLIB = Installed((("stdlib", "*.py"),))
 
 
 def parse_source(text: str) -> Path | Installed:
-    """`stdlib`, `installed:NAME[/PATTERN],...`, or the path of a folder or file.
-
-    Raises:
-        UserError: `installed:` without a package.
-    """
+    """`stdlib`, `installed:NAME[/PATTERN],...`, or the path of a folder or file."""
     if text == "stdlib":
         return STDLIB
     if not text.startswith(PREFIX):

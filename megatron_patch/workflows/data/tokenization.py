@@ -43,11 +43,7 @@ class TokenizerSpec:
 
 
 def parse_tokenizer(text: str) -> TokenizerSpec:
-    """Read `bytes`, `bpe:SIZE` or the path of a `tokenizer.json` (or of the folder that holds it).
-
-    Raises:
-        UserError: a size that is no integer or too small; a file that is missing or cannot be read.
-    """
+    """Read `bytes`, `bpe:SIZE` or the path of a `tokenizer.json` (or of the folder that holds it)."""
     if text == "bytes":
         return TokenizerSpec("bytes")
     if text == "bpe" or text.startswith("bpe:"):
@@ -141,11 +137,7 @@ def train_bpe(size: int, texts: Iterable[bytes]) -> TextEncoder:
 
 
 def load_encoder(spec: TokenizerSpec) -> Encoder:
-    """The encoder of a spec that needs no training.
-
-    Raises:
-        UserError: the file is no tokenizer, has no end-of-document token, or has gaps in its ids.
-    """
+    """The encoder of a spec that needs no training."""
     if spec.kind == "bytes":
         return ByteEncoder()
     from tokenizers import Tokenizer

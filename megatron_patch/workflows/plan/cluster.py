@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron_patch.workflows.plan import constants
-from megatron_patch.workflows.plan.gpus import Gpu
+from megatron_patch.workflows.plan.gpus import GPUS, Gpu
 
 ALL_TO_ALL, REDUCE_SCATTER, ALL_GATHER = "all_to_all", "reduce_scatter", "all_gather"
 COLLECTIVES = (ALL_TO_ALL, REDUCE_SCATTER, ALL_GATHER)
@@ -102,10 +102,6 @@ class Cluster:
         """Ranks."""
         return self.nodes * self.per_node
 
-    def with_nodes(self, nodes: int) -> Cluster:
-        """The same with another number of nodes."""
-        return dataclasses.replace(self, nodes=nodes)
-
     def with_inter(self, bytes_per_second: float) -> Cluster:
         """The same with another bandwidth between nodes."""
         return dataclasses.replace(
@@ -118,20 +114,11 @@ def of_gpus(
     nodes: int,
     per_node: int,
     inter_gbit: float,
-    intra_gbyte: float | None = None,
-    mfu: float | None = None,
-    compress_rate: float | None = None,
+    intra_gbyte: float | None,
+    mfu: float | None,
+    compress_rate: float | None,
 ) -> Cluster:
-    """A cluster of GPUs from data sheets and constants.py.
-
-    Args:
-        gpu: the kind.
-        nodes, per_node: how many.
-        inter_gbit: of a whole node to the others, 10^9 bits a second each way.
-        intra_gbyte: of a GPU to the others of its node, 10^9 bytes a second each way; None: `gpu`'s link.
-        mfu: useful share of the peak operations; None: constants.py.
-        compress_rate: elements a second at 4 bits; None: computed for `gpu`.
-    """
+    """A cluster of GPUs from data sheets and constants.py; parameters are the options of `plan` so called."""
     value = constants.value
     speed = _kernel_speed(gpu)
     own = speed if compress_rate is None else compress_rate / value("compress")
@@ -175,7 +162,5 @@ def on_cpu(cluster: Cluster, cores: int) -> Cluster:
 
 def _kernel_speed(gpu: Gpu) -> float:
     """The kernels' speed beside an H100's: by instructions or memory, whichever is less."""
-    from megatron_patch.workflows.plan.gpus import GPUS
-
     h100 = GPUS["H100"]
     return min(gpu.lanes / h100.lanes, gpu.memory_gbyte / h100.memory_gbyte)

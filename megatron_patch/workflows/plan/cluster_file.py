@@ -29,11 +29,7 @@ DEFAULT_GPU, DEFAULT_INTER_GBIT = "H100", 400.0
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The file's mapping, checked.
-
-    Raises:
-        UserError: no such file, no YAML mapping, an unknown key, or an impossible value.
-    """
+    """The file's mapping, checked."""
     try:
         content = untrusted.load_yaml(untrusted.read_text(path))
     except OSError as error:
@@ -87,11 +83,7 @@ def _check_links(path: Path, found: Any) -> None:
 
 
 def build(settings: Mapping[str, Any], nodes: int, per_node: int, source: str = "") -> Cluster:
-    """The cluster of checked settings; `nodes` and `per_node` are the recipe's, where settings name none.
-
-    Raises:
-        UserError: a GPU that is not known; several nodes, and nothing known of the links between them.
-    """
+    """The cluster of checked settings; `nodes` and `per_node` are the recipe's, where settings name none."""
     device = settings.get("device")
     name = settings.get("gpu") or gpu_of(device)
     gpu = gpus.find(name)

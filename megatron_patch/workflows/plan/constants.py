@@ -7,7 +7,6 @@ measure it with `bench links`, `bench kernels`, or give it by a flag.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from math import log
 
 
@@ -120,17 +119,10 @@ def exact_bits(ratio: float) -> float:
     Linear in the logarithm between what was measured, and along the last pieces outside of it; at most 16, at
     least the bitmap's 1.
     """
-    points = [(log(x), bits) for x, bits in EXACT_BITS]
     if ratio <= 0:
         return 1.0
     at = log(ratio)
-    low, high = points[0], points[2]
-    for first, second in pairwise(points[:3]):
-        if first[0] <= at <= second[0]:
-            low, high = first, second
-    if at < points[0][0]:
-        low, high = points[0], points[1]
-    elif at > points[2][0]:
-        low, high = points[1], points[3]
+    first, second, third, last = [(log(x), bits) for x, bits in EXACT_BITS]
+    low, high = (first, second) if at < second[0] else (second, third if at <= third[0] else last)
     slope = (high[1] - low[1]) / (high[0] - low[0])
     return min(16.0, max(1.0, low[1] + slope * (at - low[0])))

@@ -62,21 +62,26 @@ class Exchanges:
         """Of an element on Megatron's wire."""
         return self.method.gradient_bytes or self.job.gradient_bytes
 
-    def add(self, task: Task) -> Task:
-        """Append a task."""
-        self.tasks.append(task)
-        return task
-
     def work(self, name: str, seconds: float, after: Sequence[Task], stream: str) -> Task:
         """Something that the rank computes."""
-        return self.add(Task(name, {f"processor{self.stage}": seconds}, after, f"{stream}{self.stage}"))
+        self.tasks.append(Task(name, {f"processor{self.stage}": seconds}, after, f"{stream}{self.stage}"))
+        return self.tasks[-1]
 
     def side(self, kind: str) -> str:
         """The stream on which a bucket is coded."""
         return f"exchange {kind} " if self.job.overlap_gradients and not self.on_cpu else "compute"
 
-    def send(self, name: str, call: Call, after: Sequence[Task], stream: str) -> Task:
-        """A collective."""
+    def send(
+        self, name: str, call: Call, group: Group, after: Sequence[Task], stream: str, weights: bool = False
+    ) -> Task:
+        """A collective of a group's ranks; counts its bytes as those of weights, or of gradients."""
+        if weights:
+            self.sent.weights_between += call.between(group)
+            self.sent.weights_inside += call.inside
+        else:
+            self.sent.gradients_between += call.between(group)
+            self.sent.gradients_inside += call.inside
+        self.sent.uplink += call.uplink
         processor = self.cluster.processor
         needs = {
             f"uplink{self.stage}": call.uplink / self.cluster.between.efficiency.get(call.kind, 1.0),
@@ -85,7 +90,8 @@ class Exchanges:
         if self.on_cpu:
             cost = processor.transport.get((call.scope, call.kind), processor.transport[ALL, call.kind])
             needs[f"processor{self.stage}"] = cost.seconds(call.sent, call.calls)
-        return self.add(Task(name, needs, after, f"{stream}{self.stage}", call.latency))
+        self.tasks.append(Task(name, needs, after, f"{stream}{self.stage}", call.latency))
+        return self.tasks[-1]
 
     def pass_on(self, times: int, after: Sequence[Task]) -> list[Task]:
         """So many sends of a microbatch's activations, or their gradients, to a neighbouring stage."""
@@ -98,7 +104,8 @@ class Exchanges:
         else:
             needs, latency = {f"inside{self.stage}": nbytes}, self.cluster.inside.latency
         waited = times * (self.cluster.call_latency + latency)
-        return [self.add(Task("to another stage", needs, after, f"passed{self.stage}", waited))]
+        self.tasks.append(Task("to another stage", needs, after, f"passed{self.stage}", waited))
+        return self.tasks[-1:]
 
     # --- gradients ---------------------------------------------------------------------------------------
 
@@ -113,8 +120,8 @@ class Exchanges:
             self._start_stock(bucket, group, ready, kind, name)
             return
         under_way = self._under_way.setdefault(kind, [])
-        while len([handle for handle in under_way if not handle.done]) >= IN_FLIGHT:
-            self._finish(next(handle for handle in under_way if not handle.done))
+        for handle in [handle for handle in under_way if not handle.done][: 1 - IN_FLIGHT]:
+            self._finish(handle)
         under_way.append(self._start_low(bucket, group, ready, kind, name))
 
     def finish(self) -> None:
@@ -129,21 +136,19 @@ class Exchanges:
         if not self.distributed:
             before = list(ready)
             for call in traffic.all_reduce(elements, self.gradient_bytes, group, self.cluster):
-                self._count(call, group, gradients=1)
-                before = [self.send(f"{name}: {call.kind}", call, before, f"network {kind} ")]
+                before = [self.send(f"{name}: {call.kind}", call, group, before, f"network {kind} ")]
             return
         summed = job.fp32_accumulation
         call = traffic.stock_reduce(elements, self.gradient_bytes, group, self.cluster, summed)
-        self._count(call, group, gradients=1)
         if not summed:
-            self.send(f"{name}: {call.kind}", call, ready, f"network {kind} ")
+            self.send(f"{name}: {call.kind}", call, group, ready, f"network {kind} ")
             return
         # Each is drained before the next begins: Megatron's previous_grad_reduce_bucket_group.
         under_way = self._under_way.setdefault(kind, [])
         for handle in [handle for handle in under_way if not handle.done]:
             self._finish(handle)
         after = [*ready, *(handle.last for handle in under_way[-1:])]
-        sent = self.send(f"{name}: all-to-all", call, after, f"network {kind} ")
+        sent = self.send(f"{name}: all-to-all", call, group, after, f"network {kind} ")
         seconds = processor.stock_sum.seconds(elements)
         under_way.append(_Handle(sent, f"{name}: sum", seconds, self.side(kind), sent))
 
@@ -172,20 +177,18 @@ class Exchanges:
             f"{name}: compress", processor.compress_work(method.bits).seconds(elements), before, side
         )
         call = traffic.all_to_all(size, over, self.cluster)
-        self._count(call, over, gradients=1)
-        sent = self.send(f"{name}: all-to-all", call, [compressed], f"network {kind} ")
+        sent = self.send(f"{name}: all-to-all", call, over, [compressed], f"network {kind} ")
         summing = processor.decompress.seconds(shard * senders)
         if not self.distributed:  # the sum goes back to all, in low bits too
             own = processor.compress_work(method.bits).seconds(shard)
             summed = self.work(f"{name}: sum", summing + own, [sent], side)
             back = traffic.gather(size, over, self.cluster)
-            self._count(back, over, gradients=1)
-            sent = self.send(f"{name}: all-gather", back, [summed], f"network {kind} ")
+            sent = self.send(f"{name}: all-gather", back, over, [summed], f"network {kind} ")
             summing = processor.decompress.seconds(elements)
             if over is not group:
-                around = traffic.gather(size * group.nodes, traffic.inside_of(group), self.cluster)
-                self._count(around, traffic.inside_of(group), gradients=1)
-                sent = self.send(f"{name}: around the node", around, [sent], f"network {kind} ")
+                here = traffic.inside_of(group)
+                around = traffic.gather(size * group.nodes, here, self.cluster)
+                sent = self.send(f"{name}: around the node", around, here, [sent], f"network {kind} ")
                 summing = processor.decompress.seconds(bucket.elements)
         return _Handle(sent, f"{name}: decompress", summing, side, sent)
 
@@ -203,29 +206,19 @@ class Exchanges:
                 ),
                 calls=1 if self.method.momentum else group.nodes,
             )
-            self._count(call, here, gradients=1)
-            return self.send(f"{name}: sum inside", call, ready, side)
+            return self.send(f"{name}: sum inside", call, here, ready, side)
         bits = self.method.intra_bits
         seconds = processor.compress_work(bits).seconds(bucket.elements)
         compressed = self.work(f"{name}: compress inside", seconds, ready, side)
         call = traffic.all_to_all(
             traffic.payload(bucket.elements, group.local, bits, bucket.exact), here, self.cluster
         )
-        self._count(call, here, gradients=1)
-        sent = self.send(f"{name}: all-to-all inside", call, [compressed], side)
+        sent = self.send(f"{name}: all-to-all inside", call, here, [compressed], side)
         return self.work(f"{name}: sum", processor.decompress.seconds(shard * group.local), [sent], side)
 
     def _finish(self, handle: _Handle) -> None:
         handle.last = self.work(handle.name, handle.seconds, [handle.sent], handle.side)
         handle.done = True
-
-    def _count(self, call: Call, group: Group, gradients: int = 0, weights: int = 0) -> None:
-        between = call.between(group)
-        self.sent.gradients_between += gradients * between
-        self.sent.gradients_inside += gradients * call.inside
-        self.sent.weights_between += weights * between
-        self.sent.weights_inside += weights * call.inside
-        self.sent.uplink += (gradients + weights) * call.uplink
 
     # --- momentum ----------------------------------------------------------------------------------------
 
@@ -245,22 +238,17 @@ class Exchanges:
             size = traffic.payload(elements, over.ranks, 1, whole_blocks=True)
             coded = processor.compress_work(1).seconds(elements)
             before = [self.work(f"{name}: compress", coded, before, "compute")]
-            there, back = (
-                traffic.all_to_all(size, over, self.cluster),
-                traffic.gather(size, over, self.cluster),
-            )
-            before = [self.send(f"{name}: all-to-all", there, before, "compute")]
+            there = traffic.all_to_all(size, over, self.cluster)
+            before = [self.send(f"{name}: all-to-all", there, over, before, "compute")]
             own = elements // over.ranks
             summing = processor.decompress.seconds(elements) + processor.compress_work(1).seconds(own)
             before = [self.work(f"{name}: sum", summing, before, "compute")]
-            before = [self.send(f"{name}: all-gather", back, before, "compute")]
-            self._count(there, over, gradients=1)
-            self._count(back, over, gradients=1)
+            back = traffic.gather(size, over, self.cluster)
+            before = [self.send(f"{name}: all-gather", back, over, before, "compute")]
             if over is not group:
                 here = traffic.inside_of(group)
                 around = traffic.gather(size * group.nodes, here, self.cluster)
-                self._count(around, here, gradients=1)
-                before = [self.send(f"{name}: around the node", around, before, "compute")]
+                before = [self.send(f"{name}: around the node", around, here, before, "compute")]
             shared = processor.decompress.seconds(bucket.elements)
             before = [self.work(f"{name}: decompress", shared, before, "compute")]
         return before

@@ -27,9 +27,6 @@ def calibrated(cluster: Cluster, folder: Path) -> tuple[Cluster, float | None]:
     """`cluster` with the compute rate at which the run's own step takes what was measured; its weight bits.
 
     The run's exchange is simulated over the same links, with the run's own nodes and ranks.
-
-    Raises:
-        UserError: no run that has ended, or one whose exchange alone takes longer by the plan.
     """
     seconds, summary = _median(folder)
     run = configuration.load(folder / "config.yaml")
@@ -46,11 +43,7 @@ def calibrated(cluster: Cluster, folder: Path) -> tuple[Cluster, float | None]:
 
 
 def solve(job: Job, cluster: Cluster, method: Method, seconds: float) -> float:
-    """Operations a second at which a step takes `seconds`.
-
-    Raises:
-        UserError: the exchange alone takes longer.
-    """
+    """Operations a second at which a step takes `seconds`."""
 
     def takes(flops: float) -> float:
         processor = dataclasses.replace(cluster.processor, flops=flops)

@@ -52,11 +52,7 @@ GPUS = {
 
 
 def find(name: str) -> Gpu:
-    """The GPU of that name.
-
-    Raises:
-        UserError: there is none; names those there are.
-    """
+    """The GPU of that name."""
     for known, gpu in GPUS.items():
         if known.lower() == name.lower():
             return gpu

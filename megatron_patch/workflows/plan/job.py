@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -121,10 +120,6 @@ class Job:
         found = [p for p in self.stages[stage].parameters if p.expert == expert]
         return _cut(found, size, math.lcm(ranks, 128), expert)
 
-    def with_batch(self, global_batch: int) -> Job:
-        """The same with another batch."""
-        return dataclasses.replace(self, global_batch=global_batch)
-
 
 def _cut(parameters: list[Parameter], size: float, multiple: int, expert: bool) -> list[Bucket]:
     buckets: list[Bucket] = []
@@ -140,12 +135,8 @@ def _cut(parameters: list[Parameter], size: float, multiple: int, expert: bool) 
     return buckets
 
 
-def of_arguments(name: str, args: argparse.Namespace, weight_gather_ratio: float | None = None) -> Job:
-    """The job of Megatron's validated arguments.
-
-    Raises:
-        UserError: a model or a setting that the plan does not know.
-    """
+def of_arguments(name: str, args: argparse.Namespace) -> Job:
+    """The job of Megatron's validated arguments."""
     if args.num_distributed_optimizer_instances > 1:
         raise UserError(
             "megatron.num_distributed_optimizer_instances: the plan supports a single optimizer instance; "
@@ -156,7 +147,6 @@ def of_arguments(name: str, args: argparse.Namespace, weight_gather_ratio: float
     half = bool(args.bf16 or args.fp16)
     in_fp32 = bool(getattr(args, "accumulate_allreduce_grads_in_fp32", True)) or not half
     tensor = args.tensor_model_parallel_size
-    deviation = args.init_method_std or 0.02
     return Job(
         name=name,
         stages=stages_of(args),
@@ -176,7 +166,7 @@ def of_arguments(name: str, args: argparse.Namespace, weight_gather_ratio: float
         distributed=bool(args.use_distributed_optimizer),
         fp32_accumulation=bool(getattr(args, "ddp_reduce_scatter_with_fp32_accumulation", False)),
         bucket_size=args.ddp_bucket_size,
-        exact_ratio=(weight_gather_ratio or (args.lr or 0.0) / deviation),
+        exact_ratio=(args.lr or 0.0) / (args.init_method_std or 0.02),
         activation_bytes=_activation_bytes(args),
         passed_bytes=_passed_bytes(args),
         recompute=args.recompute_granularity == "full",

@@ -51,11 +51,7 @@ _KNOWN = (*DEFAULT, REPLICATED, "loco8_exact", "loco3_exact", "loco4_two_hop_int
 
 
 def parse(name: str) -> Method:
-    """The method of a name.
-
-    Raises:
-        UserError: there is none of that name.
-    """
+    """The method of a name."""
     none = "compression.method=none compression.weight_gather="
     fixed = {
         STOCK: Method(STOCK, options=f"{none}stock"),
@@ -122,12 +118,7 @@ def chosen(names: str | None, one_precision: bool, several_hops: bool, gathers: 
         if not gathers:
             names_.insert(names_.index("loco4") + 1, "loco2")
         found = [parse(name) for name in names_]
-    return found if gathers else [without_gather(method) for method in found]
-
-
-def without_gather(method: Method) -> Method:
-    """The same where every rank updates all weights."""
-    return dataclasses.replace(method, exact=False)
+    return found if gathers else [dataclasses.replace(method, exact=False) for method in found]
 
 
 def of_config(config: CompressionConfig) -> Method:

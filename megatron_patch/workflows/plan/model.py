@@ -51,11 +51,7 @@ class Stage:
 
 
 def padded_vocabulary(args: argparse.Namespace) -> int:
-    """Rows of the embedding on all tensor-parallel ranks, as Megatron pads them.
-
-    Raises:
-        UserError: nothing says how many there are.
-    """
+    """Rows of the embedding on all tensor-parallel ranks, as Megatron pads them."""
     if getattr(args, "padded_vocab_size", None):
         return int(args.padded_vocab_size)
     if not args.vocab_size:
@@ -67,11 +63,7 @@ def padded_vocabulary(args: argparse.Namespace) -> int:
 
 
 def stages_of(args: argparse.Namespace) -> tuple[Stage, ...]:
-    """The stages of a recipe, from Megatron's validated arguments.
-
-    Raises:
-        UserError: a model whose parameters are not a GPT's.
-    """
+    """The stages of a recipe, from Megatron's validated arguments."""
     if getattr(args, "multi_latent_attention", False) or getattr(
         args, "heterogeneous_layers_config_path", None
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -47,13 +48,13 @@ def grow(job: Job, cluster: Cluster, home: int) -> Iterator[Point]:
         for gpus in SIZES:
             if gpus % each or gpus % cluster.per_node:
                 continue
-            there = cluster.with_nodes(gpus // cluster.per_node)
+            there = dataclasses.replace(cluster, nodes=gpus // cluster.per_node)
             batch = job.global_batch
             if kind == "weak":
                 batch = job.micro_batch * job.microbatches(home) * job.replicas(gpus)
             if batch % (job.micro_batch * job.replicas(gpus)):
                 continue
-            at = job.with_batch(batch)
+            at = dataclasses.replace(job, global_batch=batch)
             first, second = simulate(at, there, stock), simulate(at, there, other)
             yield Point(
                 kind,

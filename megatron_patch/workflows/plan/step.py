@@ -17,6 +17,7 @@ makes the pipeline's bubble; with v virtual stages for the first v-th of it only
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,16 +54,11 @@ def simulate(job: Job, cluster: Cluster, method: Method) -> Step:
     """A step in the middle of training: what overlaps with its ends belongs to it once."""
     tasks, made = _tasks(job, cluster, method)
     seconds = fluid.run(tasks, _capacity(job, cluster))
-    alone = seconds if method.free else _without(job, cluster, method)
+    alone = seconds
+    if not method.free:
+        free, _ = _tasks(job, cluster, dataclasses.replace(FREE, distributed=method.distributed))
+        alone = fluid.run(free, _capacity(job, cluster))
     return Step(method, seconds, max(0.0, seconds - alone), tuple(m.sent for m in made), tuple(tasks))
-
-
-def _without(job: Job, cluster: Cluster, method: Method) -> float:
-    import dataclasses
-
-    free = dataclasses.replace(FREE, distributed=method.distributed)
-    tasks, _ = _tasks(job, cluster, free)
-    return fluid.run(tasks, _capacity(job, cluster))
 
 
 def _capacity(job: Job, cluster: Cluster) -> dict[str, float]:

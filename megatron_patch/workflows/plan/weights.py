@@ -32,8 +32,7 @@ def code(of: Exchanges, buckets: Sequence[Bucket], after: Sequence[Task]) -> lis
         seconds = processor.weight_encode.seconds(owned) + processor.weight_sums.seconds(whole)
         coded = of.work("weights: encode", seconds, before, "compute")
         lengths = traffic.gather(_LENGTHS_BYTES * len(chosen), group, of.cluster)
-        of._count(lengths, group, weights=1)
-        before = [of.send("weights: lengths", lengths, [coded], "network weights ")]
+        before = [of.send("weights: lengths", lengths, group, [coded], "network weights ", weights=True)]
     return before
 
 
@@ -46,9 +45,8 @@ def gather(of: Exchanges, batch: Sequence[Bucket], after: Sequence[Task], number
     elements = sum(bucket.elements for bucket in batch)
     bits = of.job.bits_of_weights if of.method.exact else 8.0 * of.job.weight_bytes
     call = traffic.gather(elements / group.ranks * bits / 8, group, of.cluster)
-    of._count(call, group, weights=1)
     stream = "network experts' weights " if expert else "network weights "
-    sent = of.send(f"weights {number}: all-gather", call, after, stream)
+    sent = of.send(f"weights {number}: all-gather", call, group, after, stream, weights=True)
     if not of.method.exact:
         return [sent]
     seconds = of.cluster.processor.weight_decode.seconds(elements * (1 - 1 / group.ranks))

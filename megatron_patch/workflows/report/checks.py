@@ -18,11 +18,7 @@ _TEXTS = ("method", "device")
 
 
 def check_summary(summary: Mapping[str, Any], where: str) -> None:
-    """See that the sections of a summary are mappings, counts whole numbers, and names text.
-
-    Raises:
-        UserError: `where`, the key and the value.
-    """
+    """See that the sections of a summary are mappings, counts whole numbers, and names text."""
     check_record(summary, where)
     for key in (*_MEASURED, "versions"):
         if not isinstance(summary.get(key, {}), dict):
@@ -36,11 +32,7 @@ def check_summary(summary: Mapping[str, Any], where: str) -> None:
 
 
 def check_record(record: Mapping[str, Any], where: str) -> None:
-    """See that what a record has by bucket or reason is a mapping of numbers.
-
-    Raises:
-        UserError: `where`, the key and the value.
-    """
+    """See that what a record has by bucket or reason is a mapping of numbers."""
     for key in _COUNTED:
         found = record.get(key)
         if found is None:

@@ -39,11 +39,7 @@ class Section:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The file of `plan --json` or `--out`.
-
-    Raises:
-        UserError: it is none.
-    """
+    """The file of `plan --json` or `--out`."""
     try:
         found = load_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

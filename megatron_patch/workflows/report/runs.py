@@ -163,11 +163,7 @@ def is_missing(value: Any) -> bool:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """The runs in and below `folders`, each once, in this order; below a folder uncompressed ones first.
-
-    Raises:
-        UserError: a folder that is not there or holds no run, or a file that no run leaves so.
-    """
+    """The runs in and below `folders`, each once, in this order; below a folder uncompressed ones first."""
     found: dict[Path, Run] = {}
     for folder in folders:
         if folder.is_file():

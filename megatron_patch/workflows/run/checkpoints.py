@@ -32,9 +32,6 @@ def refuse_other_checkpoints(run: RunConfig, folder: Path, *, started_again: boo
 
     Args:
         started_again: the same command will be given again, whether there are checkpoints yet or not.
-
-    Raises:
-        UserError: megatron.load or megatron.finetune would load something else, or begin at step 0.
     """
     own = place(run, folder)
     load, finetune = run.megatron.get("load"), run.megatron.get("finetune")
@@ -56,11 +53,7 @@ def refuse_other_checkpoints(run: RunConfig, folder: Path, *, started_again: boo
 
 
 def check_restartable(run: RunConfig, folder: Path) -> None:
-    """See that a job that a scheduler stops and starts again, by the same command, comes to its end.
-
-    Raises:
-        UserError: it saves nothing, or would load something else than it saved.
-    """
+    """See that a job that a scheduler stops and starts again, by the same command, comes to its end."""
     if run.megatron.get("save_interval") is None:
         raise UserError(
             "megatron.save_interval: not set, so a job that is stopped and started again would begin at "
@@ -70,11 +63,7 @@ def check_restartable(run: RunConfig, folder: Path) -> None:
 
 
 def refuse_shared(runs: Iterable[RunConfig]) -> None:
-    """See that several runs do not save into one folder.
-
-    Raises:
-        UserError: one of them has megatron.save.
-    """
+    """See that several runs do not save into one folder."""
     for run in runs:
         if run.megatron.get("save"):
             raise UserError(

@@ -32,9 +32,6 @@ class Claim:
         checkpoints: where the run saves.
         files: config.yaml and command.txt, with the text that each of them shall have.
         shared: other nodes write to the folder, too.
-
-    Raises:
-        UserError: as `run_folder.check_folder` does, or the folder cannot be written.
     """
 
     def __init__(

@@ -150,11 +150,7 @@ def _override(text: str) -> DictConfig:
 
 
 def resolved(composed: DictConfig, path: Path) -> dict[str, Any]:
-    """What was composed of `path`, as plain values, `${...}` replaced.
-
-    Raises:
-        UserError: one of them names nothing, or itself; a number that is too large.
-    """
+    """What was composed of `path`, as plain values, `${...}` replaced."""
     _check_interpolations(composed, path)
     try:
         content = OmegaConf.to_container(composed, resolve=True)
@@ -181,11 +177,7 @@ def _check_interpolations(composed: DictConfig, path: Path) -> None:
 
 
 def compose(path: Path) -> DictConfig:
-    """The YAML mapping at `path` over the files that its `defaults` name.
-
-    Raises:
-        UserError: a file that does not exist, is no YAML mapping, or includes itself.
-    """
+    """The YAML mapping at `path` over the files that its `defaults` name."""
     return _compose(path, (), [])
 
 

@@ -37,9 +37,6 @@ def flags_of(section: Mapping[str, Any], parser: argparse.ArgumentParser) -> lis
     """`{num_layers: 4, swiglu: true}` -> `["--num-layers", "4", "--swiglu"]`.
 
     `null` leaves a flag out, and so does `false` for one that is a switch.
-
-    Raises:
-        UserError: a key that is no flag, or a value of another type than the flag takes.
     """
     options = {option: action for action in parser._actions for option in action.option_strings}
     flags: list[str] = []
@@ -102,11 +99,7 @@ def compression_flags(config: CompressionConfig, attach: bool) -> list[str]:
 
 
 def check(run: RunConfig, flags: list[str], parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse `flags` as a rank would, and refuse what cannot run; returns Megatron's validated arguments.
-
-    Raises:
-        UserError: flags that Megatron or the compression refuses, or more ranks than the batch allows.
-    """
+    """Parse `flags` as a rank would, and refuse what cannot run; returns Megatron's validated arguments."""
     args = parser.parse_args(flags)
     if run.attach:
         refuse_flags(args)

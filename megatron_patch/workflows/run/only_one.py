@@ -29,9 +29,6 @@ def only_one(folder: Path, command: str, wait: float = 0) -> Iterator[None]:
     Args:
         command: what the other process is called in the message.
         wait: for how many seconds to wait for the other process's end.
-
-    Raises:
-        UserError: another process holds the folder, or the folder cannot be written.
     """
     place = folder.resolve()
     if place in _HELD:

@@ -60,11 +60,7 @@ _ONLY_WITH = {
 
 
 def check_values(args: argparse.Namespace) -> None:
-    """Refuse numbers that no run can have, from the arguments as they were parsed.
-
-    Raises:
-        UserError: a size of 0, a negative rate, ...
-    """
+    """Refuse numbers that no run can have, from the arguments as they were parsed."""
     for names, fits, words in (
         (_AT_LEAST_1, lambda value: value >= 1, "1 or more"),
         (_AT_LEAST_0, lambda value: value >= 0, "0 or more"),
@@ -94,11 +90,7 @@ def check_values(args: argparse.Namespace) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Build what a rank builds before its first step, from validated `args`, which stay as they are.
-
-    Raises:
-        UserError: what some rank would have ended with.
-    """
+    """Build what a rank builds before its first step, from validated `args`, which stay as they are."""
     for build in (_schedule, _transformer, _optimizer, _split):
         with _quietly():
             try:

@@ -48,9 +48,6 @@ def prepare_run(run: RunConfig, folder: Path, *, dry: bool = False, cache: Path 
     With `dry` nothing is written, and neither data nor GPUs nor the other nodes have to be there. `cache` is
     where Megatron keeps the data set's shuffled index, beside the data set if None: it writes without a lock,
     so that runs that begin at the same time with the same seed each need one of their own.
-
-    Raises:
-        UserError: whatever of the configuration cannot run.
     """
     if not dry:
         _check_nodes(run.launch)

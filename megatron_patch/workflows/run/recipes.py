@@ -30,11 +30,7 @@ def is_file(path: Path) -> bool:
 
 
 def method_recipe(name: str) -> Path:
-    """configs/methods/NAME.yaml.
-
-    Raises:
-        UserError: there is none; names those there are.
-    """
+    """configs/methods/NAME.yaml."""
     path = shipped(f"configs/methods/{name}.yaml")
     if not path.is_file():
         known = sorted(p.stem for p in path.parent.glob("*.yaml"))

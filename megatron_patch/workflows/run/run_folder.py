@@ -58,11 +58,7 @@ def look(folder: Path, wanted: RunConfig) -> State:
 
 
 def check_unchanged(folder: Path, wanted: RunConfig) -> None:
-    """Look whether the run in `folder` may be resumed.
-
-    Raises:
-        UserError: it has another configuration.
-    """
+    """Look whether the run in `folder` may be resumed."""
     if look(folder, wanted) is State.CHANGED:
         raise UserError(
             f"out: {folder} holds a run of another configuration; choose another folder, or add --overwrite "
@@ -107,9 +103,6 @@ def summary(folder: Path, also: Sequence[Sequence[str]] = ()) -> dict[str, Any] 
 
     Args:
         also: where numbers must be, beside those that say how far the run came.
-
-    Raises:
-        UserError: it is not what a run leaves, which writes it whole.
     """
     path = folder / "summary.json"
     try:
