@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from megatron_patch.errors import UserError
 from megatron_patch.files import write_whole
-from megatron_patch.workflows import train
+from megatron_patch.workflows import tables, train
 from megatron_patch.workflows.plots import draw_comparison
 from megatron_patch.workflows.run import checkpoints, configuration, launcher, recipes, run_folder
 from megatron_patch.workflows.run.prepare import PreparedRun, prepare_run
@@ -104,15 +103,10 @@ def write_comparison(out: Path, summaries: dict[str, dict[str, Any]]) -> None:
     write_whole(out / "comparison.md", _markdown(rows, summaries[baseline]))
     curves = {name: _read_metrics(out / name / "metrics.jsonl") for name in summaries}
     draw_comparison(out / "comparison.png", curves, summaries)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in _COLUMNS:
-        table.add_column(column, justify="left" if column == "method" else "right")
-    for row in rows:
-        table.add_row(*row)
     # A log or a pipe has no width of its own; the table must not be folded to 80 columns there.
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print()
-    console.print(table)
+    console.print(tables.terminal(_COLUMNS, rows, left=("method",)))
     console.print(f"\n{out / 'comparison.md'}  {out / 'comparison.png'}", highlight=False)
 
 
@@ -137,12 +131,10 @@ def _row(name: str, summary: dict[str, Any], difference: float | None) -> tuple[
 
 
 def _markdown(rows: list[tuple[str, ...]], summary: dict[str, Any]) -> str:
-    lines = ["| " + " | ".join(_COLUMNS) + " |", "|" + " --- |" * len(_COLUMNS)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
     versions = ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
     return (
-        "\n".join(lines)
-        + f"\n\n{summary['world_size']} ranks, {summary['steps']} steps, {summary['device']}; {versions}."
+        f"{tables.markdown(_COLUMNS, rows)}\n\n"
+        f"{summary['world_size']} ranks, {summary['steps']} steps, {summary['device']}; {versions}."
         " Bytes are payload sent by one rank, those of weights the mean of the steps that were logged; error"
         " state is per rank, step time is the median.\n"
     )

@@ -19,6 +19,7 @@ from typing import Any
 
 from rich.table import Table
 
+from megatron_patch.workflows import tables
 from megatron_patch.workflows.ablation import curves, records, trend
 from megatron_patch.workflows.ablation.definition import Ablation, Cell, Run
 from megatron_patch.workflows.ablation.statistics import CONFIDENCE, Interval, interval, percent
@@ -57,17 +58,8 @@ class Outcome:
     state: State
     summary: dict[str, Any] | None
 
-    @property
-    def loss(self) -> float | None:
-        """Validation loss, None where there is none to compare."""
-        return self._finite("valid_loss")
-
-    @property
-    def test_loss(self) -> float | None:
-        """Loss on the test set, None where there is none."""
-        return self._finite("test_loss")
-
-    def _finite(self, name: str) -> float | None:
+    def finite(self, name: str) -> float | None:
+        """A loss of the summary, None where there is none to compare."""
         value = None if self.summary is None else self.summary.get(name)
         return value if value is not None and math.isfinite(value) else None
 
@@ -96,17 +88,14 @@ class Results:
         self.ablation = ablation
         self.outcomes = [outcome(run, known or {}) for run in runs]
         self._known_curves = known_curves or {}
-        self._losses: dict[str, dict[int, float]] = {cell.name: {} for cell in ablation.cells}
-        self._test_losses: dict[str, dict[int, float]] = {cell.name: {} for cell in ablation.cells}
-        for one in self.outcomes:
-            if one.loss is not None:
-                self._losses[one.run.cell.name][one.run.seed] = one.loss
-            if one.test_loss is not None:
-                self._test_losses[one.run.cell.name][one.run.seed] = one.test_loss
+        self._losses: dict[tuple[str, str], dict[int, float]] = {}
+        for one, kind in itertools.product(self.outcomes, ("valid_loss", "test_loss")):
+            if (loss := one.finite(kind)) is not None:
+                self._losses.setdefault((one.run.cell.name, kind), {})[one.run.seed] = loss
 
-    def losses(self, cell: Cell) -> dict[int, float]:
-        """Validation loss by seed, of the runs that are done."""
-        return self._losses[cell.name]
+    def losses(self, cell: Cell, kind: str = "valid_loss") -> dict[int, float]:
+        """Validation loss, or test loss, by seed, of the runs that are done."""
+        return self._losses.get((cell.name, kind), {})
 
     def differences(self, cell: Cell, reference: Cell | None = None) -> dict[int, float]:
         """Percent by seed, against the baseline or another cell."""
@@ -152,9 +141,9 @@ class Results:
     def test_rows(self) -> list[tuple[str, ...]]:
         """A line per cell on the test set, of ablations whose runs have one (data.test_path)."""
         rows: list[tuple[str, ...]] = []
-        baseline = self._test_losses[self.ablation.baseline.name]
+        baseline = self.losses(self.ablation.baseline, "test_loss")
         for cell in self.ablation.cells:
-            if losses := self._test_losses[cell.name]:
+            if losses := self.losses(cell, "test_loss"):
                 perplexity = statistics.fmean(math.exp(loss) for loss in losses.values())
                 found = interval(list(percent(losses, baseline).values()))
                 known = found and cell != self.ablation.baseline
@@ -228,6 +217,16 @@ class Results:
             if key
         ]
 
+    def _sections(self) -> list[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
+        """Title, columns and rows of the tables behind the first one, where they have rows."""
+        alone = f"Cells that differ in `{self.ablation.contrast}` alone"
+        found = (
+            (alone, CONTRAST_COLUMNS, self.contrast_rows()),
+            (trend.WHAT, TREND_COLUMNS, self.trend_rows()),
+            ("On the test set, after the last step", TEST_COLUMNS, self.test_rows()),
+        )
+        return [section for section in found if section[2]]
+
     def markdown(self) -> str:
         """ablation.md."""
         ablation = self.ablation
@@ -237,29 +236,21 @@ class Results:
             f"seeds {', '.join(map(str, ablation.seeds))}. Difference: validation loss against "
             f"`{ablation.baseline.name}` of the same seed, in percent, mean and {_INTERVAL} over the seeds "
             "(Student's t, each comparison by itself).\n",
-            _markdown_table(COLUMNS, self.rows()),
+            tables.markdown(COLUMNS, self.rows()),
         ]
-        if contrasts := self.contrast_rows():
-            parts += [
-                f"\nCells that differ in `{ablation.contrast}` alone:\n",
-                _markdown_table(CONTRAST_COLUMNS, contrasts),
-            ]
-        if trends := self.trend_rows():
-            parts += [f"\n{trend.WHAT}:\n", _markdown_table(TREND_COLUMNS, trends)]
-        if tested := self.test_rows():
-            parts += ["\nOn the test set, after the last step:\n", _markdown_table(TEST_COLUMNS, tested)]
+        for title, columns, rows in self._sections():
+            parts += [f"\n{title}:\n", tables.markdown(columns, rows)]
         return "\n".join([*parts, self._footnote()])
 
     def tables(self) -> list[Table]:
         """The same for the terminal."""
-        tables = [_rich_table(COLUMNS, self.rows())]
-        if contrasts := self.contrast_rows():
-            tables.append(_rich_table((f"{self.ablation.contrast}", *CONTRAST_COLUMNS[1:]), contrasts))
-        if trends := self.trend_rows():
-            tables.append(_rich_table(TREND_COLUMNS, trends))
-        if tested := self.test_rows():
-            tables.append(_rich_table(TEST_COLUMNS, tested))
-        return tables
+        found = [(COLUMNS, self.rows()), *((columns, rows) for _, columns, rows in self._sections())]
+        return [
+            tables.terminal(
+                (first or f"{self.ablation.contrast}", *others), rows, left=(first, ""), overflow="fold"
+            )
+            for (first, *others), rows in found
+        ]
 
     def _row(self, cell: Cell) -> tuple[str, ...]:
         losses = interval(list(self.losses(cell).values()))
@@ -321,17 +312,3 @@ def _mean(losses: Interval | None) -> str:
 def _interval_columns(found: Interval, unit: str = " %") -> tuple[str, str, str, str]:
     bounds = "-" if found.low is None else f"{found.low:+.2f} to {found.high:+.2f}"
     return str(found.n), f"{found.mean:+.2f}{unit}", bounds, found.verdict
-
-
-def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
-
-
-def _rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index and column else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table

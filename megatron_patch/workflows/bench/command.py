@@ -18,6 +18,7 @@ from megatron_patch.config import ROTATIONS, SHARD, CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.files import output_folder, write_whole
 from megatron_patch.registry import OWN_CODECS
+from megatron_patch.workflows import tables
 from megatron_patch.workflows.bench import links
 
 _SENDERS = 8
@@ -140,27 +141,19 @@ def show(result: dict[str, Any]) -> None:
     """The table on the terminal."""
     rates, memcpy = result["elements_per_second"], result["memcpy_bytes_per_second"]
     reference = rates.get("torch_chunked") or rates.get("torch", 0.0)
-    table = _table("what", "M elements/s", "GB/s", "of memcpy", "of torch")
-    for name, rate in sorted(rates.items(), key=lambda item: item[1]):
-        if name == "native":
-            continue
-        traffic = rate * result["bytes_per_element"]
-        table.add_row(
-            _what(name),
-            f"{rate / 1e6:.0f}",
-            f"{traffic / 1e9:.2f}",
-            f"{traffic / (2 * memcpy):.0%}",
-            f"{rate / reference:.1f} x" if reference else "",
-        )
     reduced = result["decompress_reduce_elements_per_second"]
-    traffic = reduced * result["decompress_reduce_bytes_per_element"]
-    table.add_row(
-        _what("decompress_reduce"),
-        f"{reduced / 1e6:.0f}",
-        f"{traffic / 1e9:.2f}",
-        f"{traffic / (2 * memcpy):.0%}",
-        "",
-    )
+    table = tables.terminal(("what", "M elements/s", "GB/s", "of memcpy", "of torch"), (), left=("what",))
+
+    def add(name: str, rate: float, nbytes: float, of_torch: str) -> None:
+        traffic = rate * nbytes
+        shares = f"{traffic / 1e9:.2f}", f"{traffic / (2 * memcpy):.0%}"
+        table.add_row(_what(name), f"{rate / 1e6:.0f}", *shares, of_torch)
+
+    for name, rate in sorted(rates.items(), key=lambda item: item[1]):
+        if name != "native":
+            of_torch = f"{rate / reference:.1f} x" if reference else ""
+            add(name, rate, result["bytes_per_element"], of_torch)
+    add("decompress_reduce", reduced, result["decompress_reduce_bytes_per_element"], "")
     for way, rate in _weight_code_rates(result).items():
         table.add_row(f"weight code, {way}", f"{rate / 1e6:.0f}", "", "", "")
     for name, rate in result.get("onebit_adam", {}).items():
@@ -189,23 +182,14 @@ _ONEBIT = {
 
 
 def _beside(rates: dict[str, float], uniform: dict[str, float]) -> Table:
-    table = _table("what", "M elements/s", "of the uniform code", "ratio")
-    for name, rate in uniform.items():
-        table.add_row(
-            _what(name), f"{rates[name] / 1e6:.0f}", f"{rate / 1e6:.0f}", f"{rates[name] / rate:.0%}"
-        )
-    return table
+    rows = [
+        (_what(name), f"{rates[name] / 1e6:.0f}", f"{rate / 1e6:.0f}", f"{rates[name] / rate:.0%}")
+        for name, rate in uniform.items()
+    ]
+    return tables.terminal(("what", "M elements/s", "of the uniform code", "ratio"), rows, left=("what",))
 
 
 def _what(name: str) -> str:
     """What the table calls the kernels of `name`."""
     reduces = name == "decompress_reduce"
     return f"{name}, {_SENDERS} senders" if reduces else f"compress, {name.replace('_', ' ')}"
-
-
-def _table(what: str, *numbers: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(what)
-    for column in numbers:
-        table.add_column(column, justify="right")
-    return table

@@ -15,10 +15,10 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -69,7 +69,7 @@ def measure(
         with native.using(index):
             rates[f"native_{name}"], *others = (elements / one for one in timed(compressing))
             uniform |= {f"native_{name}": rate for rate in others}
-    with _reference():
+    with mock.patch.dict(os.environ, {backends.VARIABLE: "torch"}):
         for size in _PIECES:
             piece = Sender(config, BlockLayout.of(size, 1, config.bits, config.block_size), device)
             one = torch.empty(1, piece.layout.payload_bytes, dtype=torch.uint8)
@@ -173,19 +173,6 @@ def _onebit_adam(timed: _Timed) -> dict[str, float]:
     return {
         f"{name}_elements_per_second": bucket.numel() / one for name, one in zip(calls, times, strict=True)
     }
-
-
-@contextmanager
-def _reference() -> Iterator[None]:
-    before = os.environ.get(backends.VARIABLE)
-    os.environ[backends.VARIABLE] = "torch"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[backends.VARIABLE]
-        else:
-            os.environ[backends.VARIABLE] = before
 
 
 def _timed(calls: Sequence[Callable[[], object]], seconds: float, typical: bool) -> list[float]:

@@ -22,14 +22,14 @@ from megatron_patch.workflows.data.files import (
     FORMAT,
     Manifest,
     beside,
-    check_dataset,
     commit,
     is_foreign_json,
+    is_whole,
     load_manifest,
     megatron_flags,
     partial_folder,
 )
-from megatron_patch.workflows.data.installed import STDLIB, Installed, parse_source
+from megatron_patch.workflows.data.installed import Installed, parse_source
 from megatron_patch.workflows.data.tokenization import (
     Encoder,
     TokenizerSpec,
@@ -37,17 +37,6 @@ from megatron_patch.workflows.data.tokenization import (
     parse_tokenizer,
     train_bpe,
 )
-
-__all__ = [
-    "STDLIB",
-    "Manifest",
-    "add_arguments",
-    "check_dataset",
-    "load_manifest",
-    "parse_source",
-    "prepare",
-    "run",
-]
 
 _BATCH_BYTES = 4 << 20  # tokenized at once, over all cores
 _FEW_DOCUMENTS = 34  # below, Megatron's default split 969,30,1 can leave validation without a document
@@ -108,7 +97,7 @@ def prepare(
         prefix.parent.mkdir(parents=True, exist_ok=True)
         with partial_folder(prefix) as (folder, leftovers):
             ours = leftovers or beside(prefix, ".json").exists()
-            if not (ours or force) and _is_whole(prefix):
+            if not (ours or force) and is_whole(prefix):
                 raise UserError(
                     f"out: {prefix} is a Megatron data set that prepare-data did not make; "
                     "choose another --out, or overwrite it with --force"
@@ -193,14 +182,6 @@ def _fingerprint(files: list[Path], source: Path | Installed, options: Mapping[s
         name = path.relative_to(root) if root else path
         digest.update(f"{name}\0{state.st_size}\0{state.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
-
-
-def _is_whole(prefix: Path) -> bool:
-    try:
-        check_dataset(prefix)
-    except UserError:
-        return False
-    return True
 
 
 def _batches(corpus: Corpus, advance: Advance) -> Iterator[list[bytes]]:

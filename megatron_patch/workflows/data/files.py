@@ -177,6 +177,15 @@ def check_dataset(prefix: Path) -> None:
     load_manifest(prefix)
 
 
+def is_whole(prefix: Path) -> bool:
+    """Whether `check_dataset` has nothing to say of PREFIX."""
+    try:
+        check_dataset(prefix)
+    except UserError:
+        return False
+    return True
+
+
 def _nearest(prefix: Path) -> str:
     """What the user most likely meant by a prefix without files."""
     if prefix.suffix in (".bin", ".idx") and prefix.with_suffix(".idx").is_file():

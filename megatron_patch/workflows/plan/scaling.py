@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from megatron_patch.workflows import tables
 from megatron_patch.workflows.plan import methods
 from megatron_patch.workflows.plan.cluster import Cluster
 from megatron_patch.workflows.plan.job import Job
@@ -69,14 +70,9 @@ def grow(job: Job, cluster: Cluster, home: int) -> Iterator[Point]:
 
 def table(name: str, found: list[Point]) -> Table:
     """One recipe's growth."""
-    shown = Table(title=name, box=None, pad_edge=False, header_style="bold", title_justify="left")
-    for column in (
-        *("scaling", "GPUs", "microbatches", "stock (s)", "not waiting", f"{METHOD} (s)", "not waiting"),
-        "speed-up",
-    ):
-        shown.add_column(column, justify="left" if column == "scaling" else "right")
-    for point in found:
-        shown.add_row(
+    columns = ("scaling", "GPUs", "microbatches", "stock (s)", "not waiting", f"{METHOD} (s)", "not waiting")
+    rows = [
+        (
             point.kind,
             f"{point.gpus:,}",
             str(point.microbatches),
@@ -86,4 +82,6 @@ def table(name: str, found: list[Point]) -> Table:
             f"{point.efficiency:.0%}",
             f"{point.stock_seconds / point.seconds:.2f} x",
         )
-    return shown
+        for point in found
+    ]
+    return tables.terminal((*columns, "speed-up"), rows, left=("scaling",), title=name)

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from megatron_patch.workflows import tables
 from megatron_patch.workflows.plan import constants, gpus
 from megatron_patch.workflows.plan.cluster import Cluster
 from megatron_patch.workflows.plan.job import Job
@@ -34,15 +35,9 @@ def title(job: Job, cluster: Cluster, gpu: str) -> str:
 
 def table(found: Sequence[Row], best: Row) -> Table:
     """A row for each method."""
-    shown = Table(box=None, pad_edge=False, header_style="bold")
-    shown.add_column("method", no_wrap=True)
-    for column in (
-        *("step (s)", "speed-up", "tokens/s", "exposed (s)", "GB a node sends"),
-        *("memory GB", "pays below"),
-    ):
-        shown.add_column(column, justify="right")
-    for row in found:
-        shown.add_row(
+    columns = ("method", "step (s)", "speed-up", "tokens/s", "exposed (s)", "GB a node sends", "memory GB")
+    rows = [
+        (
             ("> " if row is best else "  ") + row.method.name,
             f"{row.seconds:.3f}",
             f"{row.speedup:.2f} x",
@@ -52,6 +47,10 @@ def table(found: Sequence[Row], best: Row) -> Table:
             f"{row.memory_bytes / 1e9:.1f}" + ("" if row.fits else " (!)"),
             below(row.pays_below),
         )
+        for row in found
+    ]
+    shown = tables.terminal((*columns, "pays below"), rows, left=("method",))
+    shown.columns[0].no_wrap = True
     return shown
 
 
@@ -64,23 +63,25 @@ def below(gbit: float | None) -> str:
     return "always" if math.isinf(gbit) else f"{gbit:.3g} Gbit/s"
 
 
-def explanation(job: Job, cluster: Cluster, gpu: gpus.Gpu | None) -> list[Table]:
+def explanation(job: Job, cluster: Cluster, gpu: gpus.Gpu) -> list[Table]:
     """Every number of the model, with its source."""
-    numbers = Table(title="numbers", box=None, pad_edge=False, header_style="bold", title_justify="left")
-    for column in ("name", "value", "unit", "kind", "source"):
-        numbers.add_column(column, justify="right" if column == "value" else "left")
-    for name, one in constants.CONSTANTS.items():
-        numbers.add_row(name, f"{one.value:g}", one.unit, one.kind, one.source)
+    numbers = tables.terminal(
+        ("name", "value", "unit", "kind", "source"),
+        [
+            (name, f"{one.value:g}", one.unit, one.kind, one.source)
+            for name, one in constants.CONSTANTS.items()
+        ],
+        left=("name", "unit", "kind", "source"),
+        title="numbers",
+    )
     numbers.add_row(
         "weight bits", f"{job.bits_of_weights:.2f}", "bits a weight", "measured",
         f"{constants.EXACT_SOURCE}; here {job.exact_ratio:.3g}; --weight-bits",
     )  # fmt: skip
-    if gpu is not None:
-        for field in ("tflops", "memory_gb", "memory_gbyte", "link_gbyte"):
-            numbers.add_row(f"{gpu.name} {field}", f"{getattr(gpu, field):g}", "", "data sheet", gpu.source)
-    used = Table(title="this cluster", box=None, pad_edge=False, header_style="bold", title_justify="left")
-    for column in ("what", "value", "from"):
-        used.add_column(column)
+    for field in ("tflops", "memory_gb", "memory_gbyte", "link_gbyte"):
+        numbers.add_row(f"{gpu.name} {field}", f"{getattr(gpu, field):g}", "", "data sheet", gpu.source)
+    columns = ("what", "value", "from")
+    used = tables.terminal(columns, (), left=columns, title="this cluster")
     source = cluster.measured or "the options and the numbers above"
     processor = cluster.processor
     for what, value in (

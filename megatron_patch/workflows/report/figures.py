@@ -143,14 +143,13 @@ def _picture(quantity: Quantity, found: dict[int, _Drawn], label: str) -> tuple[
     """The SVG, and a sentence on what lies above the axis."""
     with themed(quantity.key) as (figure, axes):
         for style, drawn in found.items():
-            _draw_group(axes, style, drawn)
+            for number, curve in enumerate([*drawn.each, drawn.mean]):
+                draw_line(axes, *_thinned(curve), style, number, thin=number < len(drawn.each))
         above = _limits(axes, quantity, list(found.values()))
         axes.locator_params(axis="x", nbins=6, integer=True)
         axes.set_xlabel("optimizer step")
         axes.set_ylabel(quantity.axis)
-        stream = io.StringIO()
-        figure.savefig(stream, format="svg", transparent=True)
-    return for_page(stream.getvalue(), quantity.key, label), above
+        return for_page(figure, quantity.key, label), above
 
 
 @contextlib.contextmanager
@@ -182,24 +181,17 @@ def themed(name: str) -> Iterator[tuple[Any, Any]]:
         yield figure, axes
 
 
-def style(place: int) -> tuple[str, str]:
-    """Colour and dashes of a curve, by its place."""
-    return _CURVES[place % COLOURS], DASHES[place % len(DASHES)]
-
-
-def _draw_group(axes: Any, style: int, drawn: _Drawn) -> None:
-    colour, dashes = _CURVES[style % COLOURS], DASHES[style % len(DASHES)]
-    lines = [(curve, 0.7, 0.45) for curve in drawn.each] + [(drawn.mean, 1.8, 1.0)]
-    for number, (curve, width, alpha) in enumerate(lines):
-        steps, values = _thinned(curve)
-        (line,) = axes.plot(steps, values, color=colour, linewidth=width, alpha=alpha)
-        if dashes and curve is drawn.mean:
-            # matplotlib counts dashes in line widths.
-            line.set_dashes([float(part) / width for part in dashes.split()])
-        if np.isfinite(values).sum() == 1:
-            line.set_marker("o")  # a line through one point is nothing
-            line.set_markersize(4)
-        line.set_gid(f"curve-{style}-{number}")
+def draw_line(axes: Any, steps: Any, values: Any, style: int, number: int, thin: bool = False) -> None:
+    """A group's line of that number, in the colour of its style, and in its dashes unless it is thin."""
+    width, alpha = (0.7, 0.45) if thin else (1.8, 1.0)
+    (line,) = axes.plot(steps, values, color=_CURVES[style % COLOURS], linewidth=width, alpha=alpha)
+    if not thin and (dashes := DASHES[style % len(DASHES)]):
+        # matplotlib counts dashes in line widths.
+        line.set_dashes([float(part) / width for part in dashes.split()])
+    if np.isfinite(values).sum() == 1:
+        line.set_marker("o")  # a line through one point is nothing
+        line.set_markersize(4)
+    line.set_gid(f"curve-{style}-{number}")
 
 
 def _thinned(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
@@ -237,9 +229,11 @@ def _limits(axes: Any, quantity: Quantity, found: list[_Drawn]) -> str:
     return f"{len(above)} of {len(values)} points lie above the axis, up to {digits(above.max())}."
 
 
-def for_page(svg: str, name: str, label: str) -> str:
-    """matplotlib's file as an element of a page that has several of them."""
-    body = svg[svg.index("<svg") :]
+def for_page(figure: Any, name: str, label: str) -> str:
+    """matplotlib's SVG as an element of a page that has several of them."""
+    stream = io.StringIO()
+    figure.savefig(stream, format="svg", transparent=True)
+    body = stream.getvalue().partition("<svg")[2]
     body = re.sub(r"<metadata>.*?</metadata>\s*", "", body, flags=re.S)
     body = re.sub(r"<style.*?</style>", "", body, flags=re.S)  # it would hold for the whole page
     # Identifiers must be the page's only ones of that name; curves are found by class (page.html).

@@ -62,6 +62,7 @@ def render(runs: Sequence[Run], plan: dict[str, Any] | None = None) -> str:
     columns = table.columns(runs)
     drawn = groups[: figures.MOST_GROUPS]
     named = list(zip(run_names(runs), runs, strict=True))
+    predicted = planned.section(plan) if plan else None
     shown = [figures.draw(quantity, drawn) for quantity in chosen]
     return _template().render(
         heading=_heading(runs, groups),
@@ -89,8 +90,8 @@ def render(runs: Sequence[Run], plan: dict[str, Any] | None = None) -> str:
         differences=differences(groups),
         sideways=len(groups) <= _MOST_COLUMNS,
         first_config=runs[0].config_text,
-        planned=planned.section(plan) if plan else None,
-        planned_svg=Markup(planned.section(plan).svg) if plan else "",
+        planned=predicted,
+        planned_svg=Markup(predicted.svg) if predicted else "",
         unfinished=[(name, run.state) for name, run in named if not run.finished],
         environments=_environments(named),
     )
@@ -113,18 +114,7 @@ def _style(index: int) -> tuple[int, str]:
 
 def _rows(columns: Sequence[table.Column], groups: Sequence[Group]) -> list[Row]:
     found = table.validation_differences(groups)
-    return [
-        (
-            group.name,
-            table.state(group.runs),
-            [
-                *table.cells(columns, group.counted, found),
-                *table.method_and_bits(group.runs),
-                table.steps(group.runs),
-            ],
-        )
-        for group in groups
-    ]
+    return [_row(columns, group.name, group.runs, group.counted, found) for group in groups]
 
 
 def _each_run(columns: Sequence[table.Column], named: Sequence[Named], groups: Sequence[Group]) -> list[Row]:
@@ -132,14 +122,18 @@ def _each_run(columns: Sequence[table.Column], named: Sequence[Named], groups: S
     if len(groups) == len(named):
         return []
     found = table.validation_differences(groups)
-    return [
-        (
-            name,
-            table.state([run]),
-            [*table.cells(columns, [run], found), *table.method_and_bits([run]), table.steps([run])],
-        )
-        for name, run in named
-    ]
+    return [_row(columns, name, [run], [run], found) for name, run in named]
+
+
+def _row(
+    columns: Sequence[table.Column],
+    name: str,
+    runs: Sequence[Run],
+    counted: Sequence[Run],
+    found: dict[int, float],
+) -> Row:
+    numbers = table.cells(columns, counted, found)
+    return name, table.state(runs), [*numbers, *table.method_and_bits(runs), table.steps(runs)]
 
 
 def _notes(runs: Sequence[Run], groups: Sequence[Group]) -> list[str]:

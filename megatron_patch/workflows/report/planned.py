@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,15 +111,9 @@ def _picture(plan: dict[str, Any], title: str) -> str:
     stock = next(iter(seconds.values()))
     with figures.themed("plan") as (canvas, axes):
         for place, one in enumerate(seconds.values()):
-            colour, dashes = figures.style(place)
             gains = [base / other for base, other in zip(stock, one, strict=True)]
-            (line,) = axes.plot(gbit, gains, color=colour, linewidth=1.8)
-            if dashes:
-                line.set_dashes([float(part) / 1.8 for part in dashes.split()])
-            line.set_gid(f"curve-{place}-0")
+            figures.draw_line(axes, gbit, gains, place, 0)
         axes.set_xscale("log")
         axes.set_xlabel("usable Gbit/s between nodes, of each node")
         axes.set_ylabel("speed, of stock's")
-        stream = io.StringIO()
-        canvas.savefig(stream, format="svg", transparent=True)
-    return figures.for_page(stream.getvalue(), "plan", f"Predicted speed over bandwidth, {title}")
+        return figures.for_page(canvas, "plan", f"Predicted speed over bandwidth, {title}")

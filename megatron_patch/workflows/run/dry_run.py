@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_patch.errors import UserError
+from megatron_patch.integration import patching
 from megatron_patch.workflows.data import files as data_files
 from megatron_patch.workflows.run import launcher
 from megatron_patch.workflows.run.configuration import Data, RunConfig
@@ -27,35 +27,25 @@ def data_settings(run: RunConfig) -> dict[str, Any]:
     prefix = Path(data.path)
     found = data_files.load_manifest(prefix)
     kind = found.tokenizer if found else data.tokenizer.partition(":")[0]
-    if found is None and data.source is None and _is_there(prefix):
+    if found is None and data.source is None and data_files.is_whole(prefix):
         return {**data.path_flags}  # made by other means: the flags of its tokenizer stand in megatron:
     return {**data.path_flags, **data_files.megatron_flags(kind, prefix)}
-
-
-def _is_there(prefix: Path) -> bool:
-    try:
-        data_files.check_dataset(prefix)
-    except UserError:
-        return False
-    return True
 
 
 def data_line(run: RunConfig) -> str:
     """One line on the data: there already, prepared by the run itself, or to be prepared first."""
     data = run.data
     if data.path is None:
-        named = run.megatron.get("data_path")
-        missing = [str(item) for item in named or [] if not (_is_number(item) or _is_there(Path(item)))]
+        missing = [text for text in named_prefixes(run) if not data_files.is_whole(Path(text))]
         if missing:
             return f"data: needed, and not there: {', '.join(missing)} (.bin and .idx)"
-        return (
-            f"data: {'as megatron.data_path says' if named else 'made up by Megatron (megatron.mock_data)'}"
-        )
+        named = "as megatron.data_path says" if run.megatron.get("data_path") else None
+        return f"data: {named or 'made up by Megatron (megatron.mock_data)'}"
     return "\n# ".join(_part_line(data, path, source) for path, source in data.parts)
 
 
 def _part_line(data: Data, path: str, source: str | None) -> str:
-    if _is_there(Path(path)):
+    if data_files.is_whole(Path(path)):
         return f"data: {path}.bin and .idx are there"
     if source is not None:
         return f"data: {path} would be prepared from {source}, tokenizer {data.tokenizer}"
@@ -63,11 +53,16 @@ def _part_line(data: Data, path: str, source: str | None) -> str:
     return f"data: {path}.bin and .idx are needed, and not there: {command}"
 
 
-def _is_number(item: object) -> bool:
-    with contextlib.suppress(ValueError):
-        float(str(item))
-        return True
-    return False
+def named_prefixes(run: RunConfig) -> list[str]:
+    """The data sets of megatron.data_path, Megatron's own form: weights and prefixes in turn."""
+
+    def is_number(text: str) -> bool:
+        with contextlib.suppress(ValueError):
+            float(text)
+            return True
+        return False
+
+    return [text for text in map(str, run.megatron.get("data_path") or []) if not is_number(text)]
 
 
 def shown(run: RunConfig, job: launcher.Job, notes: Sequence[str] = ()) -> str:
@@ -93,14 +88,8 @@ def assumed_gpu() -> Iterator[None]:
         yield
         return
     hopper = {
-        "get_device_capability": lambda device=None: (9, 0),
-        "get_device_properties": lambda device=None: SimpleNamespace(major=9, minor=0),
+        "torch.cuda:get_device_capability": lambda device=None: (9, 0),
+        "torch.cuda:get_device_properties": lambda device=None: SimpleNamespace(major=9, minor=0),
     }
-    before = {name: getattr(torch.cuda, name) for name in hopper}
-    try:
-        for name, answer in hopper.items():
-            setattr(torch.cuda, name, answer)
+    with patching.swapped(hopper):
         yield
-    finally:
-        for name, function in before.items():
-            setattr(torch.cuda, name, function)

@@ -15,6 +15,7 @@ from typing import Any
 from megatron_patch.errors import UserError
 from megatron_patch.integration.checkpoint import tracker
 from megatron_patch.workflows.data.files import beside, check_dataset, load_manifest
+from megatron_patch.workflows.data.installed import parse_source
 from megatron_patch.workflows.run import checkpoints, configuration, dry_run, launcher, recipes
 from megatron_patch.workflows.run.configuration import RunConfig
 
@@ -128,16 +129,15 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 def _data_settings(run: RunConfig) -> dict[str, Any]:
     data = run.data
     if data.path is None:
-        for item in run.megatron.get("data_path") or []:
-            if not _is_number(item):  # Megatron's own form: weights and prefixes in turn
-                check_dataset(Path(item))
+        for prefix in dry_run.named_prefixes(run):
+            check_dataset(Path(prefix))
         return {}
     tokenizer = data.tokenizer
     for path, source in data.parts:
         if source is None:
             check_dataset(Path(path))
         else:
-            from megatron_patch.workflows.data.command import parse_source, prepare
+            from megatron_patch.workflows.data.command import prepare
 
             known = load_manifest(Path(path)) is not None
             prepare(parse_source(source), Path(path), tokenizer=tokenizer, quiet=known)
@@ -157,11 +157,3 @@ def _folder_settings(run: RunConfig, folder: Path, cache: Path | None) -> dict[s
     if run.data.path is not None:
         settings["data_cache_path"] = str(cache or f"{run.data.path}-cache")
     return settings
-
-
-def _is_number(item: object) -> bool:
-    try:
-        float(str(item))
-    except ValueError:
-        return False
-    return True

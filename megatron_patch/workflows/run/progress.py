@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
@@ -31,9 +30,7 @@ class Live:
             self.progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *problem: object) -> None:
         if self.console.is_terminal:
             self.progress.stop()
 
@@ -67,7 +64,7 @@ class Board(Live):
         )
 
 
-class StepProgress:
+class StepProgress(Live):
     """Follows `metrics`, a metrics.jsonl that a run appends to, from step `done` to `steps`; `tick` often.
 
     With a `board` it is a line of that, and silent where there is no terminal.
@@ -76,6 +73,7 @@ class StepProgress:
     def __init__(
         self, label: str, steps: int, metrics: Path, done: int = 0, board: Board | None = None
     ) -> None:
+        super().__init__(board.progress if board else _bars())
         self._label = label
         self._steps = steps
         self._path = metrics
@@ -83,9 +81,7 @@ class StepProgress:
         self._printed = done
         self._begin()
         self._board = board
-        self._live = board or Live(_bars())
-        self._console, self._progress = self._live.console, self._live.progress
-        self._task = self._progress.add_task(label, total=max(steps, 1), completed=done, shown="starting")
+        self._task = self.progress.add_task(label, total=max(steps, 1), completed=done, shown="starting")
 
     def _begin(self) -> None:
         """Wait for a metrics file other than the one that is there now."""
@@ -93,36 +89,32 @@ class StepProgress:
         self._first: tuple[float, int] | None = None
         self._stale = self._path.stat().st_ino if self._path.exists() else None
 
-    def __enter__(self) -> StepProgress:
-        if not self._board:
-            self._live.__enter__()
-        return self
+    def __enter__(self) -> Self:
+        return self if self._board else super().__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *problem: object) -> None:
         self.tick()
         if self._board:
-            self._progress.remove_task(self._task)
+            self.progress.remove_task(self._task)
         else:
-            self._live.__exit__(kind, error, trace)
+            super().__exit__(*problem)
 
     def say(self, line: str) -> None:
         """Show a line of its own; what it tells of has all ranks started again."""
         self._begin()
-        self._progress.update(self._task, shown="starting again")
-        self._console.print(f"{self._label}: {line}", highlight=False, soft_wrap=True)
+        self.progress.update(self._task, shown="starting again")
+        self.console.print(f"{self._label}: {line}", highlight=False, soft_wrap=True)
 
     def tick(self) -> None:
         """Read what is new and show it."""
         fresh = self._read()
-        if self._console.is_terminal:
+        if self.console.is_terminal:
             if fresh:
-                self._progress.update(self._task, completed=self._last["step"], shown=self._shown())
-            self._progress.refresh()
+                self.progress.update(self._task, completed=self._last["step"], shown=self._shown())
+            self.progress.refresh()
         elif fresh and not self._board and self._last["step"] >= self._printed + self._steps / 10:
             self._printed = self._last["step"]
-            self._console.print(
+            self.console.print(
                 f"{self._label}: step {self._printed}/{self._steps}  {self._shown()}", highlight=False
             )
 

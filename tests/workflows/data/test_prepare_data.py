@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from megatron_patch.errors import UserError
 from megatron_patch.workflows.data import corpus
 from megatron_patch.workflows.data import files as data_files
-from megatron_patch.workflows.data.command import add_arguments, check_dataset, load_manifest, prepare, run
+from megatron_patch.workflows.data.command import add_arguments, prepare, run
+from megatron_patch.workflows.data.files import check_dataset, load_manifest
 from megatron_patch.workflows.data.installed import STDLIB, Installed, parse_source
 
 with warnings.catch_warnings():

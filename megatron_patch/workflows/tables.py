@@ -1,0 +1,30 @@
+"""Tables of texts, for the terminal and for Markdown files."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
+
+from rich.table import Table
+
+
+def terminal(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    left: Container[str],
+    title: str | None = None,
+    **of_columns: Any,
+) -> Table:
+    """A table whose columns are aligned right, but for those in `left`."""
+    table = Table(title=title, box=None, pad_edge=False, header_style="bold", title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right", **of_columns)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The same as Markdown, without a line end behind it."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
