@@ -35,7 +35,7 @@ from megatron_patch.workflows.plan.cluster import (
 from megatron_patch.workflows.plan.cluster_file import fit, points
 from megatron_patch.workflows.plan.job import ALL, BETWEEN, INSIDE, Job
 from megatron_patch.workflows.plan.methods import Method
-from megatron_patch.workflows.plan.model import Parameter, Stage
+from megatron_patch.workflows.plan.model import Parameter, PipelineStage
 from megatron_patch.workflows.plan.step import simulate
 
 _PARTS = {ALL_TO_ALL: "exchange_seconds", ALL_GATHER: "gather_seconds"}
@@ -114,7 +114,7 @@ def _parameters(llama: Mapping[str, int]) -> int:
     return sum(parameter.numel for parameter in stage_of(llama).parameters)
 
 
-def stage_of(llama: Mapping[str, int]) -> Stage:
+def stage_of(llama: Mapping[str, int]) -> PipelineStage:
     """The network benchmark's model (network/training.py), in Megatron's order of registration."""
     hidden, ffn, rows = llama["hidden"], llama["ffn"], llama["vocabulary"]
 
@@ -130,7 +130,7 @@ def stage_of(llama: Mapping[str, int]) -> Stage:
         matrix(hidden, ffn),
     ]
     ends = [Parameter((hidden,)), matrix(rows, hidden)]
-    return Stage((Parameter((rows, hidden)), *layer * llama["layers"], *ends))
+    return PipelineStage((Parameter((rows, hidden)), *layer * llama["layers"], *ends))
 
 
 def _cluster(found: Mapping[str, Any], cell: Cell, job: Job) -> Cluster:

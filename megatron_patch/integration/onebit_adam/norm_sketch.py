@@ -24,7 +24,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from megatron_patch.integration.onebit_adam.operands import COLUMNS, STRETCH, Piece
+from megatron_patch.integration.onebit_adam.operands import COLUMNS, STRETCH, ScaledValues
 
 _TABLE = 16 * STRETCH
 
@@ -40,14 +40,14 @@ class NormSketch:
     def __init__(self, seed: int, device: torch.device) -> None:
         self._random = random.Random(seed)
         self._device = device
-        self._pieces: list[Piece] = []
+        self._pieces: list[ScaledValues] = []
 
     def add(self, piece: torch.Tensor, factor: float) -> None:
         """Add the next elements, `factor` times `piece` of any float dtype and shape; they are read later."""
         values = piece.reshape(-1)
         stretches = range(0, values.numel(), STRETCH)
         starts = [self._random.randrange(_TABLE - min(values.numel() - at, STRETCH)) for at in stretches]
-        self._pieces.append(Piece(values, factor, starts))
+        self._pieces.append(ScaledValues(values, factor, starts))
 
     def squared_norm_of_mean(self, group: dist.ProcessGroup) -> torch.Tensor:
         """An estimate of |mean over the group's ranks|^2, fp64 []; every rank of it must call this once."""
@@ -63,7 +63,7 @@ class NormSketch:
         return fold(self._pieces, signs(self._device))
 
 
-def fold(pieces: list[Piece], table: torch.Tensor) -> torch.Tensor:
+def fold(pieces: list[ScaledValues], table: torch.Tensor) -> torch.Tensor:
     """The sketch of pieces, fp32 [COLUMNS]."""
     values = torch.zeros(COLUMNS, dtype=torch.float32, device=table.device)
     for part, factor, start in _stretches(pieces):
@@ -74,7 +74,7 @@ def fold(pieces: list[Piece], table: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def _stretches(pieces: list[Piece]) -> Iterator[tuple[torch.Tensor, float, int]]:
+def _stretches(pieces: list[ScaledValues]) -> Iterator[tuple[torch.Tensor, float, int]]:
     for piece in pieces:
         for part, start in zip(piece.values.split(STRETCH), piece.starts, strict=True):
             yield part, piece.factor, start

@@ -13,7 +13,7 @@ STRETCH = 256 * COLUMNS
 
 
 @dataclass(frozen=True)
-class Piece:
+class ScaledValues:
     """Elements that follow each other: `values`, of any float dtype, times `factor`.
 
     The k-th stretch of them takes its signs from the table's `starts`[k]-th on.

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_patch.integration.onebit_adam.operands import COLUMNS, STRETCH, Piece
+from megatron_patch.integration.onebit_adam.operands import COLUMNS, STRETCH, ScaledValues
 from megatron_patch.quantization.triton_kernels.float_bits import from_bf16
 
 _ROWS = 4  # of a stretch at a time
@@ -17,7 +17,7 @@ _PROGRAMS = 1024  # at most: enough for any GPU
 _POINTED_AT = {torch.float32: tl.float32, torch.bfloat16: tl.int16, torch.float16: tl.float16}
 
 
-def fold(pieces: list[Piece], table: torch.Tensor) -> torch.Tensor:
+def fold(pieces: list[ScaledValues], table: torch.Tensor) -> torch.Tensor:
     """norm_sketch.fold, for contiguous pieces on the GPU that is current."""
     found = torch.zeros(COLUMNS, dtype=torch.float32, device=table.device)
     for dtype, pointed_at in _POINTED_AT.items():
@@ -41,7 +41,7 @@ def fold(pieces: list[Piece], table: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _table(pieces: list[Piece]) -> torch.Tensor:
+def _table(pieces: list[ScaledValues]) -> torch.Tensor:
     """int64 [stretches, 4]: address, number of elements, where its signs begin, the bits of its factor."""
     rows = [torch.empty(0, 4, dtype=torch.int64, device="cpu")]
     for piece in pieces:

@@ -162,7 +162,7 @@ def _onebit_adam(timed: _Timed) -> dict[str, float]:
     sizes = update.Sizes(lr=1e-3, weight_decay=0.1, eps=1e-8, momentum_bias=0.5, variance_bias=0.5)
     bucket = torch.cat(gradients).to(torch.bfloat16)
     momentum = torch.zeros(bucket.numel())
-    piece = norm_sketch.Piece(bucket, 1.0, [0] * -(-bucket.numel() // norm_sketch.STRETCH))
+    piece = norm_sketch.ScaledValues(bucket, 1.0, [0] * -(-bucket.numel() // norm_sketch.STRETCH))
 
     def form() -> None:
         norm_sketch.fold([piece], norm_sketch.signs(bucket.device))

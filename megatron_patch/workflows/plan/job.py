@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_patch.errors import UserError
 from megatron_patch.workflows.plan import constants
 from megatron_patch.workflows.plan.cluster import Cluster
-from megatron_patch.workflows.plan.model import Parameter, Stage, padded_vocabulary, stages_of
+from megatron_patch.workflows.plan.model import Parameter, PipelineStage, padded_vocabulary, stages_of
 
 ALL, INSIDE, BETWEEN = "all", "inside", "between"
 _SMALLEST_BUCKET, _BUCKET_OF_A_RANK = 40_000_000, 1_000_000
@@ -45,7 +45,7 @@ class Job:
     """One training job; sizes are Megatron's flags of the same names."""
 
     name: str
-    stages: tuple[Stage, ...]
+    stages: tuple[PipelineStage, ...]
     tensor: int
     pipeline: int
     context: int

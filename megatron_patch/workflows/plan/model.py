@@ -35,7 +35,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """One pipeline stage of a rank; `parameters` in the order of the forward pass."""
 
     parameters: tuple[Parameter, ...]
@@ -62,7 +62,7 @@ def padded_vocabulary(args: argparse.Namespace) -> int:
     return -(-int(args.vocab_size) // multiple) * multiple
 
 
-def stages_of(args: argparse.Namespace) -> tuple[Stage, ...]:
+def stages_of(args: argparse.Namespace) -> tuple[PipelineStage, ...]:
     """The stages of a recipe, from Megatron's validated arguments."""
     if getattr(args, "multi_latent_attention", False) or getattr(
         args, "heterogeneous_layers_config_path", None
@@ -90,7 +90,7 @@ def stages_of(args: argparse.Namespace) -> tuple[Stage, ...]:
             found += _norm(args)
             if not (tied and pipeline == 1):
                 found.append(Parameter((rows, hidden), 2.0 * rows * hidden))
-        stages.append(Stage(tuple(found)))
+        stages.append(PipelineStage(tuple(found)))
     return tuple(stages)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_patch.workflows.plan.cluster import Cluster, Link, Processor, Work
 from megatron_patch.workflows.plan.job import Job
-from megatron_patch.workflows.plan.model import Parameter, Stage
+from megatron_patch.workflows.plan.model import Parameter, PipelineStage
 
 HIDDEN = 256
 
@@ -20,7 +20,7 @@ def job(batch: int, pipeline: int = 1, experts: bool = False, overlap: bool = Tr
         layer += [Parameter((HIDDEN, HIDDEN), 2.0 * HIDDEN**2, expert=True)] * 2
     return Job(
         name="small",
-        stages=(Stage(tuple(layer * layers)),) * pipeline,
+        stages=(PipelineStage(tuple(layer * layers)),) * pipeline,
         tensor=1,
         pipeline=pipeline,
         context=1,
