@@ -1,4 +1,4 @@
-"""The user's mistakes, and how they are told; what a bare assert stands for."""
+"""UserError and other failures that end a command with one line; the source text of a failed assert."""
 
 from __future__ import annotations
 

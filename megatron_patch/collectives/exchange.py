@@ -1,4 +1,4 @@
-"""What an exchange is: it carries one bucket's tensor between ranks in low bits, and keeps what that needs.
+"""An exchange carries one bucket's tensor between ranks in low bits, and owns the error states for it.
 
 An exchange is one file that implements `Exchange`. makers.py chooses among the package's own; a user's is
 registered with its `Topology` (registry.py). The bucket groups' seam starts an exchange; checkpoints, metrics
@@ -24,7 +24,7 @@ from megatron_patch.quantization.layout import BlockLayout
 
 
 class Handle(Protocol):
-    """An exchange under way."""
+    """An exchange that has been started."""
 
     def wait(self) -> object:
         """Block (on CUDA: the current stream) until the output is written. Once only."""
@@ -33,7 +33,7 @@ class Handle(Protocol):
 
 @dataclass(frozen=True)
 class SenderState:
-    """A sender whose state a checkpoint must keep, and what that state is of."""
+    """A sender whose error state a checkpoint must keep, and which elements of the bucket it belongs to."""
 
     sender: Sender
     kind: str
@@ -58,7 +58,7 @@ class ExchangeTraffic:
 
 
 class Exchange(Protocol):
-    """One bucket's way between the ranks of a group."""
+    """The exchange of one bucket between the ranks of a group."""
 
     def start(self, tensor: torch.Tensor, output: torch.Tensor, average: bool) -> Handle:
         """Compress and send `tensor`, [B] of fp32, bf16 or fp16; the handle's `wait` writes `output`.
@@ -77,19 +77,19 @@ class Exchange(Protocol):
         ...
 
     def describe(self) -> str:
-        """What it is, and over which ranks: a few words for the log."""
+        """A few words for the log: the kind of exchange, and its ranks."""
         ...
 
 
 class NewSender(Protocol):
-    """Makes the sender of a layout, which is the first and the last of a tensor's hops unless told so."""
+    """Creates the sender of a layout, by default for both the first and the last level of an exchange."""
 
     def __call__(self, layout: BlockLayout, first: bool = True, last: bool = True) -> Sender: ...
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What the exchanges of one model chunk are made with."""
+    """What the exchanges of one model chunk share when they are created."""
 
     config: CompressionConfig
     workspace: Workspace
@@ -108,7 +108,7 @@ class Setup:
 
 
 class Topology(Protocol):
-    """Makes the exchanges of a way between ranks; every rank of `group` calls its functions alike."""
+    """Creates the exchanges of one topology; all ranks of `group` call its functions with equal arguments."""
 
     @staticmethod
     def reduce_scatter(contents: Contents, group: dist.ProcessGroup, setup: Setup) -> Exchange:

@@ -1,4 +1,4 @@
-"""A collective that failed: which ranks are lost.
+"""After a failed collective: which ranks are lost.
 
 When a host's link is cut, every backend says that something timed out, and none says who. So each rank that
 sees a collective fail reports to the job's store (torch.distributed's own), and looks who else does:

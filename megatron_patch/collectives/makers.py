@@ -59,5 +59,5 @@ def _hops(group: dist.ProcessGroup, setup: Setup) -> tuple[TwoHops | None, str |
     try:
         return two_hops(group, agreed_ranks_per_node(group, config.ranks_per_node, setup.device)), None
     except NoTwoHops as reason:
-        told = reason.irregular or config.topology == "two_hop"
-        return None, str(reason) if told else None
+        unexpected = reason.irregular or config.topology == "two_hop"
+        return None, str(reason) if unexpected else None

@@ -1,4 +1,4 @@
-"""Which ranks of a group share a node, and the groups for hops within a node and between nodes.
+"""Which ranks of a group share a node, and the process groups within a node and between nodes.
 
 A ring reduce-scatter carries every node's sum once over its link; a flat all-to-all carries every rank's own
 copy. With R of the group's ranks on a node, summing inside the node first cuts what leaves it R times.
@@ -40,9 +40,9 @@ class TwoHops:
 
 
 class NoTwoHops(Exception):
-    """A group that two hops do not serve, or not better than one; the text says why.
+    """A group for which two hops are not possible, or no better than one; the text says why.
 
-    `irregular` is true where they might serve it if its ranks lay otherwise, or if more was known of them.
+    `irregular` is true if another placement of its ranks, or knowledge of it, would make two hops possible.
     """
 
     def __init__(self, why: str, irregular: bool = False) -> None:
@@ -89,10 +89,10 @@ def agreed_ranks_per_node(
     dist.all_gather_into_tensor(answers, own, group=group)
     found = sorted(set(answers.tolist()))
     if len(found) > 1:
-        told = ", ".join(str(number) if number else "unknown" for number in found)
+        counts = ", ".join(str(number) if number else "unknown" for number in found)
         raise NoTwoHops(
-            f"its ranks have unlike numbers of ranks on their nodes ({told}), by LOCAL_WORLD_SIZE or Slurm's "
-            "or Open MPI's variables; set ranks_per_node if they lie regularly",
+            f"its ranks have unlike numbers of ranks on their nodes ({counts}), by LOCAL_WORLD_SIZE or "
+            "Slurm's or Open MPI's variables; set ranks_per_node if they lie regularly",
             irregular=True,
         )
     return mine

@@ -92,8 +92,8 @@ class BatchHandle:
     def check(self) -> None:
         """See that every message fitted. On CPU `wait` does it; on CUDA it would wait for the gather.
 
-        An owner that changed its weights after they were coded has told all ranks: on CPU they gather the
-        buckets in full.
+        An owner that changed its weights after they were coded has marked its message: on CPU all ranks
+        gather the buckets in full.
 
         Raises:
             WeightsDiffer: a message that did not fit this rank's copies; on CUDA also such an owner's.

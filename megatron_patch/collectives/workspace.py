@@ -1,4 +1,4 @@
-"""What exchanges share: buffers for payloads on their way, and for each model chunk a stopwatch.
+"""Buffers for payloads, which all exchanges share, and a stopwatch for each model chunk.
 
 Buffers are taken, used and given back, so that a steady state allocates nothing. All chunks of a rank use the
 same ones: those whose gradients are one bucket (Megatron's pipeline ranks above 0, and its later virtual
@@ -133,9 +133,9 @@ class Workspace:
         seconds, events = self._seconds, self._events
         self._seconds, self._events = 0.0, []
 
-        def told() -> float:
+        def elapsed() -> float:
             for _, end in events:  # of expert and dense exchanges on streams of their own
                 end.synchronize()
             return seconds + sum(start.elapsed_time(end) for start, end in events) / 1e3
 
-        return told
+        return elapsed

@@ -7,8 +7,8 @@ a state that is new looks for its own elements among them:
     as many senders as before     sender n takes what sender n held
     another number of senders     every new sender starts from the mean of what the old ones held
 
-so that what the senders together owe to an element of the reduced gradient stays owed: sum_n w_n*e_n, where
-w_n is the weight of what sender n sends (1 where Megatron asks for the sum, 1/N for the average).
+so that the pending correction of each element of the reduced gradient, sum_n w_n*e_n, is unchanged, where w_n
+is the weight of what sender n sends (1 where Megatron asks for the sum, 1/N for the average).
 Elements that no rank held start from zero.
 """
 

@@ -1,4 +1,4 @@
-"""Which code compresses: a fused kernel where one serves the codec on the device, else the torch reference.
+"""Chooses a fused kernel where one supports the codec on the device, else the torch reference.
 
 Results are the same bits, so that ranks may differ in what they run. MEGATRON_LOCO_KERNELS=torch takes the
 reference everywhere.
@@ -32,7 +32,7 @@ class Backend(Protocol):
     __name__: str
 
     def supports(self, codec: Codec, layout: BlockLayout) -> bool:
-        """Whether the kernels give the codec's bits for this cut; what they do not is the reference's."""
+        """Whether the kernels support the codec for this cut; else the torch reference is used."""
         ...
 
     def compress(
@@ -75,7 +75,7 @@ class WeightCoder(Protocol):
 
 
 def weight_coder(device: torch.device) -> WeightCoder:
-    """Who codes weights' changes on a device."""
+    """The implementation of the weight code for a device."""
     kernels = available(device)
     if kernels is None:
         return cast(WeightCoder, weight_code)
@@ -89,7 +89,7 @@ def fused(codec: Codec, layout: BlockLayout, device: torch.device) -> Backend | 
 
 
 def available(device: torch.device) -> Backend | None:
-    """The kernels of a device, whatever codecs they serve."""
+    """The kernels of a device; None: the torch reference."""
     if os.environ.get(VARIABLE, "auto") == "torch":
         return None
     if device.type == "cpu":

@@ -63,9 +63,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Contents:
-    """What is exchanged: `numel` elements, and where the parameters lie in them.
+    """The contents of an exchanged tensor: `numel` elements, and where the parameters lie in them.
 
-    Without `spans` (None) nothing is known of parameters: blocks are counted from each shard's beginning.
+    If `spans` is None, the parameters are unknown: blocks are counted from each shard's beginning.
     """
 
     numel: int

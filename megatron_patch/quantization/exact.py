@@ -1,4 +1,4 @@
-"""The elements of a tensor that are sent as they are: vectors, such as norms' weights and biases.
+"""The elements of a tensor that are sent uncompressed: vectors, such as norms' weights and biases.
 
 They are some thousandths of a model's elements, of sizes unlike those of the matrices beside them. Their
 numbers lie behind the scales of a payload, in fp32. The owner sums them in fp64, divides where Megatron
@@ -17,7 +17,7 @@ from megatron_patch.quantization.blocks import Range, Span, within
 from megatron_patch.quantization.scales import over
 
 NONE_HERE = -1
-"""Stands for an element where a shard has less of them than others."""
+"""Fills the row of a shard that has fewer of these elements than others."""
 
 
 _Key = tuple[torch.device, int, int]
@@ -26,7 +26,7 @@ _Key = tuple[torch.device, int, int]
 
 @dataclass(frozen=True, eq=False)
 class ExactElements:
-    """Where they are in each of N shards of S elements."""
+    """The positions of these elements in each of N shards of S elements."""
 
     parts: tuple[tuple[Range, ...], ...]
     """Of each shard."""
@@ -35,7 +35,7 @@ class ExactElements:
 
     @staticmethod
     def of(spans: Sequence[Span], shards: Sequence[Sequence[Range]], shard_size: int) -> ExactElements | None:
-        """Those of the spans that are `exact`, in shards that are some ranges of a tensor; None: there are
+        """The elements of the spans marked `exact`, in shards given as ranges of a tensor; None if there are
         none."""
         exact = [span for span in spans if span.exact]
         parts = tuple(
@@ -45,13 +45,13 @@ class ExactElements:
         return ExactElements(parts, shard_size) if any(parts) else None
 
     def shards(self, first: int, count: int, step: int) -> ExactElements | None:
-        """Those of `count` of the shards, each `step`-th; None: there are none."""
+        """The elements of `count` shards from `first` on, every `step`-th; None if there are none."""
         parts = self.parts[first::step][:count]
         return ExactElements(parts, self.shard_size) if any(parts) else None
 
     @property
     def nbytes(self) -> list[int]:
-        """Bytes of each shard's payload that they take."""
+        """Bytes that these elements take in each shard's payload."""
         return [4 * sum(high - low for low, high in parts) for parts in self.parts]
 
     @functools.cached_property
@@ -66,7 +66,7 @@ class ExactElements:
         return found
 
     def _kept(self, key: _Key, made: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
-        """What `made` returns, on the key's device; made and copied there once."""
+        """The result of `made` on the key's device, computed and copied there once."""
         if key not in self._copies:
             self._copies[key] = [part.to(key[0]) for part in made()]
         return self._copies[key]
@@ -80,7 +80,8 @@ class ExactElements:
         return (self.places + shard * self.shard_size)[there], slots[there]
 
     def write(self, tensor: torch.Tensor, payload: torch.Tensor, start: int, starts: torch.Tensor) -> None:
-        """Write those of `tensor`, [B] of any float dtype, into the payloads of all shards, and zeros behind.
+        """Write these elements of `tensor`, [B] of any float dtype, into the payloads of all shards, and
+        zeros after them.
 
         The payloads begin at the bytes `starts` [N + 1] of `payload`, uint8; elements from byte `start` of
         each on, a multiple of 4.

@@ -1,4 +1,4 @@
-"""How a tensor is cut, and how its shards lie on the wire.
+"""How a tensor is cut into shards and blocks, and how a shard's payload is laid out.
 
 A tensor of B elements (a bucket, or part of one) belongs to N ranks: shard j = elements [j*S, (j+1)*S), S =
 ceil(B/N). Megatron pads the buckets of its distributed optimizer so that N divides B; elsewhere the last
@@ -69,7 +69,7 @@ class BlockLayout:
         `spans` are the parameters that blocks follow (None: blocks are counted from each shard's
         beginning). With `pieces` M > 1 blocks are cut where any of M*N stretches of one length ends. Shard
         j has numbers j*M to j*M + M - 1 of them where they are `in_order`; else the tensor was put in
-        another order since `spans` told its places, and it has j, N + j, 2*N + j, ..., one after the other.
+        another order after `spans` were computed, and it has j, N + j, 2*N + j, ..., one after the other.
         """
         size = -(-numel // shards)
         if whole_blocks and block_size != "shard":
@@ -129,7 +129,7 @@ class BlockLayout:
     @functools.cached_property
     def payload_starts(self) -> torch.Tensor:
         """Where each shard's payload begins among those of all shards, end to end, and where the last one
-        ends: bytes, int64 [N + 1], on CPU."""
+        ends: in bytes, int64 [N + 1], on CPU."""
         return torch.tensor([0, *self.payload_sizes], device="cpu").cumsum(0)
 
     def payload_starts_on(self, device: torch.device) -> torch.Tensor:

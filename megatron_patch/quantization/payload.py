@@ -1,4 +1,4 @@
-"""Codes and scales <-> the bytes of a payload, whose places layout.py tells."""
+"""Codes and scales <-> the bytes of a payload, at the positions that layout.py computes."""
 
 from __future__ import annotations
 

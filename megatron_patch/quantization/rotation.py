@@ -36,7 +36,7 @@ class Rotation:
     """The owner rotates the sum of what was sent back; else it is handed on as it is."""
 
     def hop(self, first: bool = False, last: bool = False) -> Rotation:
-        """The same in one of several hops, between which sums stay rotated."""
+        """The same for one level of a hierarchical exchange, between whose levels sums stay rotated."""
         return Rotation(self.rotated, self.rotated and first, self.rotated and last)
 
 

@@ -115,7 +115,7 @@ class ErrorSave:
         self._refuse([(0, answer[1])])
 
     def write(self) -> None:
-        """Write this rank's file; what goes wrong is told by `complete`."""
+        """Write this rank's file; `complete` reports what goes wrong."""
         try:
             if self._tensors:
                 tensors = {name: tensor.cpu() for name, tensor in self._tensors.items()}

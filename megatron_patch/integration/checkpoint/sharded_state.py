@@ -8,7 +8,7 @@
     load_state_dict(model, state)
 
 Keys carry the rank that saved them, so no two ranks write the same one. What a rank needs of a checkpoint is
-told by its manifest: its own tensors under the same layout, under another one those of all old ranks that
+named by its manifest: its own tensors under the same layout, under another one those of all old ranks that
 held its parameters. The manifest is text, the same on all ranks.
 """
 

@@ -1,4 +1,4 @@
-"""The seam: one Megatron bucket group's gradients go out in low bits.
+"""Seam: reduces the gradients of one Megatron bucket group in low bits.
 
 `_ParamAndGradBucketGroup.start_grad_sync` (megatron.core.distributed.param_and_grad_buffer) does much that
 must stay upstream's: draining predecessors, NaN checks, gradient_scaling_factor, streams, CUDA-graph events.
@@ -46,7 +46,7 @@ _REPLAYING = (RerunState.RERUNNING_IN_PLACE, RerunState.RERUNNING_FROM_CHECKPOIN
 
 
 class _AllHandles:
-    """Stands where upstream keeps a bucket group's one handle (`grad_reduce_handle`)."""
+    """Takes the place of upstream's single handle of a bucket group (`grad_reduce_handle`)."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class _AllHandles:
 
 @dataclass(frozen=True)
 class Stage:
-    """One of the collectives that a bucket group's gradients pass, one after the other."""
+    """One of the collectives that reduce a bucket group's gradients, in their order."""
 
     kind: str
     """What Megatron calls it: "reduce-scatter" or "all-reduce"."""
@@ -178,7 +178,7 @@ class BucketGroupSeam:
 
     @property
     def exchanges(self) -> Iterator[Exchange]:
-        """Those of all stages and buckets, in the order of their allocation."""
+        """The exchanges of all stages and buckets, in the order of their allocation."""
         return (exchange for stage in self.stages for exchange in stage.made.exchanges)
 
     @property
@@ -187,7 +187,7 @@ class BucketGroupSeam:
         return any(stage.made.exchanges for stage in self.stages)
 
     def detach(self) -> None:
-        """Give the bucket group the method back that it had."""
+        """Restore the bucket group's original method."""
         self._detached = True
         self._override.undo()
 
@@ -237,7 +237,7 @@ class BucketGroupSeam:
             self.group.grad_reduce_handle = _AllHandles([], [])
 
     def _start(self, calls: CollectiveCalls) -> Sequence[Handle]:
-        """Run what was asked for; the last collective of each bucket may still be under way."""
+        """Start the recorded collectives; the last one of each bucket may still be running on return."""
         handles: list[Handle] = []
         for stage in self.stages:
             for handle in handles:
@@ -279,7 +279,7 @@ class BucketGroupSeam:
             )
 
     def _note_pass(self) -> None:
-        """Tell the chunk's state which backward pass of this optimizer step the exchange is of."""
+        """Report to the chunk's state which backward pass of this optimizer step the exchange belongs to."""
         state = self._state
         self._passes = self._passes + 1 if self._step == state.ended_steps else 1
         state.exchange_begins(self._passes, get_rerun_state_machine().state in _REPLAYING)

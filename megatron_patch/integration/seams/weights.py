@@ -1,4 +1,4 @@
-"""The seam: one Megatron bucket group's updated weights are gathered exactly, from their changes.
+"""Seam: gathers one Megatron bucket group's updated weights exactly, from their changes.
 
 `_ParamAndGradBucketGroup.start_param_sync` (megatron.core.distributed.param_and_grad_buffer) is where every
 gather of weights begins: after the optimizer's step, from forward hooks, from the pipeline's schedule, and
@@ -163,7 +163,7 @@ class WeightSeam:
         self._override = patching.override(bucket_group, "start_param_sync", start_param_sync)
 
     def detach(self) -> None:
-        """Give the bucket group the method back that it had."""
+        """Restore the bucket group's original method."""
         self._detached = True
         self._override.undo()
 

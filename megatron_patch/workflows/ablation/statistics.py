@@ -29,7 +29,7 @@ class Interval:
 
     @property
     def verdict(self) -> str:
-        """Whether the sign of the mean can be told."""
+        """Whether the interval excludes zero."""
         if self.low is None or self.high is None:
             return "one seed"
         if self.low <= 0 <= self.high:

@@ -207,7 +207,10 @@ def _say(line: str, quiet: bool) -> None:
 
 @contextlib.contextmanager
 def _progress(label: str, total: int, quiet: bool) -> Iterator[Advance]:
-    """Yields a function to be told of bytes done. A bar on a terminal, else a line every ten seconds."""
+    """Yields a function that is called with the bytes done since its last call.
+
+    It shows a bar on a terminal, else a line every ten seconds.
+    """
     if quiet:
         yield lambda done: None
     elif sys.stderr.isatty():

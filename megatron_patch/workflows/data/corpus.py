@@ -21,7 +21,7 @@ import numpy.typing as npt
 from megatron_patch.errors import UserError
 from megatron_patch.workflows.data.installed import SKIPPED, Installed
 
-Advance = Callable[[int], None]  # told how many source bytes were done since the last call
+Advance = Callable[[int], None]  # called with the source bytes done since its last call
 
 JSON_SUFFIXES = {".jsonl", ".json"}
 _OPEN_FILES = 64
@@ -169,16 +169,16 @@ def open_corpus(
 
 
 def _add_lines(rows: array[int], number: int, path: Path, advance: Advance) -> None:
-    offset = told = 0
+    offset = reported = 0
     with path.open("rb") as stream:
         for line in stream:
             if not line.isspace():
                 rows.extend((number, offset, len(line)))
             offset += len(line)
-            if offset - told > 1 << 24:
-                advance(offset - told)
-                told = offset
-    advance(offset - told)
+            if offset - reported > 1 << 24:
+                advance(offset - reported)
+                reported = offset
+    advance(offset - reported)
 
 
 def _is_json(path: Path) -> bool:

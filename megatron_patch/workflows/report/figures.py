@@ -130,7 +130,7 @@ def _mean(curves: list[Curve]) -> Curve:
 
 
 def _described(quantity: Quantity, legend: list[Entry]) -> str:
-    """What a reader who does not see the picture is told: the legend has the numbers of all curves."""
+    """The picture's text for readers who do not see it; the legend has the numbers of all curves."""
     shown = "; ".join(f"{entry.name}: {entry.value}" for entry in legend[:4])
     more = f"; and {len(legend) - 4} more below" if len(legend) > 4 else ""
     kind = "last values" if quantity.last else "medians"

@@ -267,11 +267,11 @@ def _flat(content: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 def _first_failure(folder: Path) -> str | None:
     """The earliest error among those that the ranks left (workflows/run/launcher.py)."""
-    told = []
+    errors = []
     for path in sorted(folder.glob("rank-*.json")):
         with contextlib.suppress(UserError):  # a rank that was killed as it wrote
             record = _read_json(path)
             if lines := str(record.get("error") or "").splitlines():
                 time = record.get("time", 0)
-                told.append((0 if is_missing(time) or math.isnan(time) else time, lines[0]))
-    return min(told)[1] if told else None
+                errors.append((0 if is_missing(time) or math.isnan(time) else time, lines[0]))
+    return min(errors)[1] if errors else None

@@ -85,9 +85,9 @@ def refusal(error: Exception, args: argparse.Namespace) -> UserError:
         return UserError(f"megatron: {kind}{message}")
     if not condition:
         return UserError(f"megatron: {type(error).__name__}")
-    told = ", ".join(f"{name} is {value!r}" for name, value in values.items())
+    stated = ", ".join(f"{name} is {value!r}" for name, value in values.items())
     condition = condition.replace("args.", "").replace("self.", "")
-    return UserError(f"megatron: Megatron requires {condition}" + (f", but {told}" if told else ""))
+    return UserError(f"megatron: Megatron requires {condition}" + (f", but {stated}" if stated else ""))
 
 
 def _asserted(error: AssertionError) -> tuple[str, dict[str, Any]]:

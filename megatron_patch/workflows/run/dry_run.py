@@ -78,7 +78,7 @@ def shown(run: RunConfig, job: launcher.Job, notes: Sequence[str] = ()) -> str:
 
 @contextlib.contextmanager
 def assumed_gpu() -> Iterator[None]:
-    """Within the block Megatron's validation, which asks for the GPU's generation, is told Hopper's.
+    """Within the block Megatron's validation, which asks for the GPU's generation, sees Hopper's.
 
     Only where there is no GPU: a run on GPUs is checked against the one it finds.
     """

@@ -4,7 +4,7 @@ The folders are the only record of how far an ablation, or a comparison, has com
 
     config.yaml alone           interrupted: it resumes from its last checkpoint, or starts anew without one
     summary.json                done: written in one piece, as the run's last act; of fewer steps than were
-                                asked for, interrupted: Megatron saved and ended when told to
+                                asked for, interrupted: Megatron saved and ended on request
     failed.txt                  failed: the launcher's report of why
 
 A folder whose config.yaml is another one than is now asked for is `changed`: its numbers would be compared
