@@ -125,8 +125,8 @@ def _make(
         try:
             for one in left:
                 board.begin()
-                outcome = _make_one(one, board, one.folder / "data-cache" if alone else None)
-                board.end(f"{one.label}: {outcome}")
+                result = _make_one(one, board, one.folder / "data-cache" if alone else None)
+                board.end(f"{one.label}: {result}")
                 if not alone:
                     write(Results(ablation, runs, *known), out)
         except (KeyboardInterrupt, launcher.Stopped):
