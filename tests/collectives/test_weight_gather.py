@@ -367,5 +367,9 @@ def test_a_buffer_that_an_evaluation_needs_first_serves_a_training_too():
 
     pool = Pool(torch.device("cpu"))
     with torch.inference_mode():
-        pool.give(pool.take(2, 100))
-    pool.take(2, 100).fill_(7)
+        first = pool.take(2, 100)
+        pool.give(first)
+    buffer = pool.take(2, 100)
+    assert buffer.data_ptr() == first.data_ptr()
+    assert not buffer.is_inference()
+    assert (buffer.fill_(7) == 7).all()
