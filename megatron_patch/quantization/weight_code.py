@@ -38,7 +38,8 @@ from megatron_patch.quantization.weight_sums import TILE as TILE
 from megatron_patch.quantization.weight_sums import sums as sums
 from megatron_patch.quantization.weight_sums import tiles_of as tiles_of
 
-CODED, RAW, STALE = 1, 2, 3
+CODED, RAW, STALE = 1, 2, 0xFC
+"""Kinds. No flipped bit makes the others STALE: one rank alone would gather in full, and wait."""
 NO_BITMAP = 0xFFFF
 HEADER_BYTES = 56
 KIND, UNCHANGED = 0, 2

@@ -464,6 +464,12 @@ def test_decoding_does_not_wait_for_the_gpu(name):
     assert torch.equal(weights.cpu(), new)
 
 
+def test_no_bit_that_flips_makes_a_message_stale():
+    """One rank alone would then gather in full, and wait for the others for ever."""
+    flipped = {kind ^ 1 << bit for kind in (weight_code.CODED, weight_code.RAW) for bit in range(64)}
+    assert weight_code.STALE not in flipped
+
+
 @triton_coders
 def test_a_message_whose_header_or_counts_are_wrong_leaves_the_weights_alone(name):
     one = CODERS[name]
