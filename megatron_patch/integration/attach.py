@@ -41,6 +41,7 @@ from megatron_patch.integration.unsupported import (
     refuse_chunk,
     refuse_graphed,
     refuse_one_by_one,
+    refuse_other_optimizer,
     refuse_stepping,
 )
 
@@ -69,6 +70,8 @@ class Attachment:
 
     def detach(self) -> None:
         for seam in self.seams:
+            if self.state.unreduced and seam.momentum is not None:
+                seam.momentum.reduce_gradients()  # for a step that will be Megatron's own
             seam.detach()
         self.weights.detach()
         replicated_params.unmark(self._marked)
@@ -157,7 +160,7 @@ def attach(chunks: Sequence[Any], config: CompressionConfig) -> None:
             [seam for attachment in found for seam in attachment.seams],
             [seam for attachment in found for seam in attachment.weights.seams],
         )
-    optimizer_step.listen(_end_step, _step)
+    optimizer_step.listen(_Steps())
 
 
 def _count_on(state: ChunkState, steps: int, steps_seen: int, onset: Onset) -> None:
@@ -183,56 +186,90 @@ def detach_all() -> None:
     optimizer_step.stop_listening()
 
 
-def _step(optimizer: Any, original: Callable[[], Any]) -> Any:
-    """A step of Megatron's, and the gather of what it updated."""
-    updated = [
+class _Steps:
+    """The steps of the optimizers that update attached chunks (optimizer_step.Stepper)."""
+
+    def step(self, optimizer: Any, original: Callable[[], Any]) -> Any:
+        _look_at(optimizer)
+        onebit = _onebit_for(optimizer)
+        return _and_gathered(optimizer, original if onebit is None else lambda: onebit.step(original))
+
+    def prepare(self, optimizer: Any, original: Callable[[], bool]) -> bool:
+        _look_at(optimizer)
+        onebit = _onebit_for(optimizer)
+        return original() if onebit is None else onebit.prepare(original)
+
+    def update(self, optimizer: Any, original: Callable[[], bool]) -> bool:
+        onebit = onebit_of(optimizer)
+        done = _and_gathered(optimizer, original if onebit is None else lambda: onebit.update(original))
+        return bool(done)
+
+    def other_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        refuse_other_optimizer(
+            optimizer, [a.state for a in _updated_by(optimizer) if a.state.config.is_onebit_adam]
+        )
+
+    def prepared(self, optimizer: Any, loss_scale_factor: float) -> None:
+        for attachment in _updated_by(optimizer):
+            attachment.state.optimizer_prepared(loss_scale_factor)
+
+    def ended(self, optimizer: Any, successful: bool, loss_scale_factor: float) -> None:
+        updated = _updated_by(optimizer)
+        if not updated:
+            return
+        parts, rates = optimizer_step.leaves_of(optimizer), optimizer_step.learning_rates(optimizer)
+        waited = [attachment.state for attachment in updated if not attachment.state.active]
+        for attachment in updated:
+            ended = attachment.state.optimizer_stepped(parts, successful, loss_scale_factor, rates)
+            attachment.weights.end_step(continues=not ended)
+        log_start([state for state in waited if state.active])
+
+
+def _updated_by(optimizer: Any) -> list[Attachment]:
+    return [
         attachment for chunk, attachment in _attachments.items() if optimizer_step.updates(optimizer, chunk)
     ]
-    for part in optimizer_step.leaves_of(optimizer) if updated else ():
-        refuse_graphed(part.config)
-        if any(attachment.state.config.compresses for attachment in updated):
-            refuse_stepping(part)
-    _use_default_method([attachment.state for attachment in updated], optimizer)
-    weights = [attachment.weights for attachment in updated]
-    return gathered_after(weights, functools.partial(_update, optimizer, original))
 
 
-def _use_default_method(states: Sequence[ChunkState], optimizer: Any) -> None:
-    """Where no method was given, the default depends on Megatron's optimizer, which this step shows first."""
+def _look_at(optimizer: Any) -> None:
+    """Refuse what a Megatron optimizer shows at its step only, and take the default method for it."""
+    states = [attachment.state for attachment in _updated_by(optimizer)]
     for part in optimizer_step.leaves_of(optimizer) if states else ():
+        refuse_graphed(part.config)
+        if any(state.config.compresses for state in states):
+            refuse_stepping(part)
+        # Where no method was given, the default depends on the optimizer.
         name = getattr(part.config, "optimizer", None)
         changed = [state for state in states if state.use_default_method_of(name)]
         if changed and dist.get_rank() == 0:
             logger.info("megatron-loco: method %s, the default with Muon", states[0].config.method)
 
 
-def _update(optimizer: Any, original: Callable[[], Any]) -> Any:
-    """A step of Megatron's, which 1-bit Adam makes where it is attached."""
-    if (onebit := onebit_of(optimizer)) is None:
-        attached = [
-            (chunk, attachment.state, attachment.seams)
-            for chunk, attachment in _attachments.items()
-            if attachment.state.config.is_onebit_adam and optimizer_step.updates(optimizer, chunk)
-        ]
-        if not attached:
-            return original()
+def _and_gathered(optimizer: Any, update: Callable[[], Any]) -> Any:
+    """An update of weights, and the gather of what it updated."""
+    return gathered_after([attachment.weights for attachment in _updated_by(optimizer)], update)
+
+
+def _onebit_for(optimizer: Any) -> OneBitAdam | None:
+    """1-bit Adam's part of an optimizer, made at its first step; None where it is not attached.
+
+    Raises:
+        UserError: the optimizer's step cannot be 1-bit Adam's.
+    """
+    onebit = onebit_of(optimizer)
+    attached = [
+        (chunk, attachment.state, attachment.seams)
+        for chunk, attachment in _attachments.items()
+        if onebit is None
+        and attachment.state.config.is_onebit_adam
+        and optimizer_step.updates(optimizer, chunk)
+    ]
+    if attached:
         refuse_one_by_one([state for _, state, _ in attached], optimizer_step.leaves_of(optimizer))
         onebit = OneBitAdam(optimizer, attached)
         setattr(optimizer, _ONEBIT, onebit)
         _onebit_optimizers.add(optimizer)
-    return onebit.step(original)
-
-
-def _end_step(optimizer: Any, successful: bool, loss_scale_factor: float) -> None:
-    updated = [a for chunk, a in _attachments.items() if optimizer_step.updates(optimizer, chunk)]
-    if not updated:
-        return
-    parts, rates = optimizer_step.leaves_of(optimizer), optimizer_step.learning_rates(optimizer)
-    waited = [attachment.state for attachment in updated if not attachment.state.active]
-    for attachment in updated:
-        ended = attachment.state.optimizer_stepped(parts, successful, loss_scale_factor, rates)
-        attachment.weights.end_step(continues=not ended)
-    log_start([state for state in waited if state.active])
+    return onebit
 
 
 @functools.cache

@@ -98,8 +98,11 @@ class ChunkState:
         self._unseen_steps = 0
         self._started_unseen = False
         self.onset = Onset.at(config, 0)
-        self.phase = Phase(config.warmup_steps)
+        self.phase = Phase()
         """Of 1-bit Adam."""
+        self._prepared: float | None = None
+        """An optimizer has prepared the gradients of this step and not used them yet: by what it has changed
+        fp16's loss scale."""
 
     @property
     def active(self) -> bool:
@@ -156,6 +159,11 @@ class ChunkState:
         return self._passes > 0 and not self._sends_momentum
 
     @property
+    def unreduced(self) -> bool:
+        """Whether gradients were left unreduced (1-bit Adam) that no optimizer has used yet."""
+        return self._passes > 0 and self._sends_momentum
+
+    @property
     def _sends_momentum(self) -> bool:
         """Whether the optimizer's step is the exchange (1-bit Adam after its warm-up)."""
         return self.config.is_onebit_adam and self.active
@@ -169,6 +177,10 @@ class ChunkState:
         """
         if passes <= self._passes:
             return  # another bucket group of the same backward pass
+        if self._prepared is not None:  # and did not use them: an overflow that another optimizer has found
+            self.end_step(successful=False)
+            self._passes = 1
+            return
         if passes == 1 or rerun or self._optimizer_seen:
             self._passes = passes
             if passes > 1 and not self._sends_momentum:
@@ -183,6 +195,11 @@ class ChunkState:
         """Count an exchange as a step, in a loop whose optimizer cannot be seen. Nothing in other loops."""
         if self._optimizer_seen or not self._passes:
             return
+        if self._sends_momentum:
+            raise RuntimeError(
+                "megatron-loco: onebit_adam left gradients unreduced, and no step of a Megatron optimizer "
+                "has used them: step the optimizer that get_megatron_optimizer returns"
+            )
         if not self._unseen_steps:
             logger.warning(
                 "megatron-loco: no optimizer step was seen between two gradient exchanges; "
@@ -192,6 +209,14 @@ class ChunkState:
         self.end_step(successful=True)
         self._unseen_steps += 1
         self._started_unseen |= waited and self.active
+
+    def optimizer_prepared(self, loss_scale_factor: float) -> None:
+        """An optimizer has prepared this step's gradients, by a call of its own, and has found no overflow.
+
+        If it does not use them before the next exchange, its step was skipped.
+        """
+        if self._passes:
+            self._prepared = (self._prepared or 1.0) * loss_scale_factor
 
     def optimizer_stepped(
         self, optimizers: Sequence[object], successful: bool, loss_scale_factor: float, rates: Sequence[float]
@@ -237,7 +262,8 @@ class ChunkState:
         self.clear_errors()
         self.steps = self.steps_seen = steps
         self.onset = Onset.at(self.config, steps)
-        self.phase = Phase(self.config.warmup_steps)
+        self.phase = Phase()
+        self._prepared = None
         self._passes = self._unseen_steps = 0
         self._started_unseen = False
         self.ended_steps += 1
@@ -259,6 +285,8 @@ class ChunkState:
             step=self.steps_seen + 1,
         )
         self._traffic, self._used, self._inside_bytes, self._passes = Traffic(), [], 0.0, 0
+        loss_scale_factor *= self._prepared or 1.0
+        self._prepared = None
         self.workspace.pool.in_flight.clear()  # all chunks' are over when a step is
         self.steps_seen += 1
         self.ended_steps += 1

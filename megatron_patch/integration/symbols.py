@@ -21,9 +21,10 @@ START_PARAM_SYNC = f"{_BUFFER}:_ParamAndGradBucketGroup.start_param_sync"
 REDUCE_SCATTER = f"{_BUFFER}:dist_reduce_scatter_func"
 TORCH = f"{_BUFFER}:torch"
 ALL_GATHER = f"{_BUFFER}:dist_all_gather_func"
-CHAINED_STEP = f"{_OPTIMIZER}:ChainedOptimizer.step"
-MIXED_PRECISION_STEP = f"{_OPTIMIZER}:MixedPrecisionOptimizer.step"
-FP32_STEP = f"{_OPTIMIZER}:FP32Optimizer.step"
+_OPTIMIZERS = tuple(f"{_OPTIMIZER}:{name}Optimizer" for name in ("Chained", "MixedPrecision", "FP32"))
+STEPS = tuple(f"{path}.step" for path in _OPTIMIZERS)
+PREPARES = tuple(f"{path}.prepare_grads" for path in _OPTIMIZERS)
+UPDATES = tuple(f"{path}.step_with_ready_grads" for path in (*_OPTIMIZERS, _DISTRIBUTED_OPTIMIZER))
 SAVE_CHECKPOINT = f"{_CHECKPOINTING}:save_checkpoint"
 TRACKER_FILENAME = f"{_CHECKPOINTING}:get_checkpoint_tracker_filename"
 SCHEDULE_ASYNC_SAVE = f"{_CHECKPOINTING}:schedule_async_save"
@@ -70,6 +71,7 @@ _STEP = (
     "exact weight gather begins before it and ends after it. On the class: optimizers are built after the "
     "model"
 )
+_HALF = "half of a step, where a loop or an optimizer around it (MimoOptimizer) calls the two by themselves"
 
 
 def _checkpoint(why: str) -> Symbol:
@@ -111,9 +113,8 @@ SYMBOLS = {
         "for the length of `start_param_sync`",
         "the collective that it asks for, by this global in all releases",
     ),
-    CHAINED_STEP: Symbol("seams/optimizer_step.py", _ATTACHED, _STEP),
-    MIXED_PRECISION_STEP: Symbol("seams/optimizer_step.py", _ATTACHED, "likewise, where nothing is chained"),
-    FP32_STEP: Symbol("seams/optimizer_step.py", _ATTACHED, "likewise"),
+    **{path: Symbol("seams/optimizer_step.py", _ATTACHED, _STEP) for path in STEPS},
+    **{path: Symbol("seams/optimizer_step.py", _ATTACHED, _HALF) for path in (*PREPARES, *UPDATES)},
     SAVE_CHECKPOINT: _checkpoint("error states are copied and written before the checkpoint is announced"),
     TRACKER_FILENAME: _checkpoint(
         "asked for once, after all ranks' barrier and before a synchronous save is announced as the latest"

@@ -6,7 +6,7 @@ wrapped model itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from packaging.version import Version
@@ -107,6 +107,40 @@ def refuse_one_by_one(states: Sequence[Any], optimizers: Sequence[Any]) -> None:
         raise UserError(
             "onebit_adam exchanges the momentum of all of a model's optimizers at once: call step() of the "
             "optimizer that get_megatron_optimizer returns, not of those that it chains"
+        )
+
+
+def refuse_other_optimizer(optimizer: Any, states: Sequence[Any]) -> None:
+    """Refuse 1-bit Adam, attached with these states, where an optimizer that is not Megatron's steps.
+
+    Raises:
+        UserError: naming the optimizer and what to change.
+    """
+    if states:
+        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        raise UserError(
+            f"onebit_adam makes the step of Megatron's own optimizers, and this model's is {kind}: take the "
+            "optimizer that get_megatron_optimizer returns, or method loco"
+        )
+
+
+def refuse_unattached(parts: Sequence[Any], chunks: Sequence[Any], parameters: Iterable[Any]) -> None:
+    """Refuse 1-bit Adam where its optimizer updates other models, too, whose gradients it would not exchange.
+
+    Args:
+        parts: Megatron's optimizers, chaining no others.
+        chunks: the attached chunks that they update.
+        parameters: of the model, that they update.
+
+    Raises:
+        UserError: saying what to attach.
+    """
+    known = {id(chunk) for chunk in chunks}
+    others = any(id(chunk) not in known for part in parts for chunk in getattr(part, "model_chunks", ()))
+    if others or any(all(p not in chunk.param_to_bucket_group for chunk in chunks) for p in parameters):
+        raise UserError(
+            "onebit_adam exchanges the momentum of all that an optimizer updates, and this one updates a "
+            "model that is not attached with it, too: attach all of its models, or give each an optimizer"
         )
 
 

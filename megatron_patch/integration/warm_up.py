@@ -1,9 +1,11 @@
 """When 1-bit Adam's warm-up is over: after `warmup_steps`, or when Adam's variance has settled.
 
-`warmup: auto` compares the L1 norm of the variance v, its bias corrected, over all parameters of the job with
-what it was 1/(1-b2) steps ago, the time in which v forgets (arXiv 2102.02888, section 7.1). The warm-up is
-over when the smaller is at least `SETTLED` of the larger, and the learning rate has not risen in between:
+`warmup: auto` compares the L1 norm of the variance v, its bias corrected, over all parameters of the model
+with what it was 1/(1-b2) steps ago, the time in which v forgets (arXiv 2102.02888, section 7.1). The warm-up
+is over when the smaller is at least `SETTLED` of the larger, and the learning rate has not risen in between:
 while it rises, the norm may turn, and pass its old value by chance.
+
+Steps are those that made the variance, which Adam counts, not the job's.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ class Phase:
     """How far 1-bit Adam is. Saved with every checkpoint, so that a resumed run decides as one left alone."""
 
     switch_step: int | None = None
-    """Optimizer steps after which momentum is sent in 1 bit; None: not known yet."""
+    """Optimizer steps after which momentum is sent in 1 bit; None in the warm-up."""
     variance_steps: int | None = None
     """Steps that made Adam's variance, which is frozen now; None in the warm-up."""
     norms: list[float] = field(default_factory=list)
@@ -31,35 +33,73 @@ class Phase:
     `warmup: auto` alone."""
     learning_rate: float = 0.0
     """The largest of the last step."""
+    warm_up_from: int = 0
+    """Adam's steps when the warm-up began; more than 0 where a variance was lost."""
 
 
-def settled(phase: Phase, parts: Sequence[Any]) -> bool:
-    """Look at Megatron's optimizers after a step of theirs. Every rank of the job must call it."""
-    rates = [float(group["lr"]) for part in parts for group in part.optimizer.param_groups]
-    sizes = [
-        state["exp_avg_sq"].sum(dtype=torch.float64)
-        for part in parts
-        for state in part.optimizer.state.values()
-    ]
-    norm = torch.stack(sizes or [torch.zeros((), dtype=torch.float64, device="cpu")]).sum()
-    steps = max(map(adam_steps, parts), default=0)
-    beta2 = max((part.config.adam_beta2 for part in parts), default=0.0)
-    most = torch.tensor([max(rates, default=0.0), steps, beta2], dtype=torch.float64, device="cpu")
-    if "nccl" in dist.get_backend():
-        norm, most = norm.cuda(), most.cuda()
-    dist.all_reduce(norm)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    rate, steps, beta2 = most.tolist()
+class ModelRanks:
+    """All ranks that hold a part or a copy of one model.
+
+    Args:
+        chunk: Megatron's DDP instance, which knows its process groups.
+    """
+
+    def __init__(self, chunk: Any) -> None:
+        pipeline = chunk.pp_group[0] if isinstance(chunk.pp_group, list) else chunk.pp_group
+        groups = [chunk.dp_cp_group, chunk.tp_group, pipeline]
+        self._groups = [group for group in groups if group is not None and group.size() > 1]
+        self.alone = chunk.dp_cp_group.size() == chunk.expt_dp_group.size() == 1
+        """Whether each parameter has a single rank, so that nothing is exchanged."""
+
+    def reduce(self, values: Sequence[float | torch.Tensor], op: Any) -> list[float]:
+        """The values' sums, or largest or smallest ones, over the ranks; every one of them must call it."""
+        device = "cuda" if any("nccl" in dist.get_backend(group) for group in self._groups) else "cpu"
+        scalars = [torch.as_tensor(value, dtype=torch.float64).to(device) for value in values]
+        total = torch.stack(scalars)
+        for group in self._groups:
+            dist.all_reduce(total, op=op, group=group)
+        found: list[float] = total.tolist()
+        return found
+
+
+def over(phase: Phase, steps: int, wanted: int | None, parts: Sequence[Any], model: ModelRanks) -> int | None:
+    """Look at a model's optimizers after a step of theirs: is the warm-up over? Call it on all of its ranks.
+
+    Args:
+        phase: is told what the step shows.
+        steps: the job's, this one included.
+        wanted: steps of a fixed warm-up; None: when the variance has settled.
+        parts: this rank's optimizers, chaining no others.
+
+    Returns:
+        The steps that made the variance where the warm-up is over, else None.
+    """
+    if wanted is not None and steps < wanted:
+        return None
+    rates = [float(group["lr"] or 0.0) for part in parts for group in part.optimizer.param_groups]
+    variances = [state["exp_avg_sq"] for part in parts for state in part.optimizer.state.values()]
+    sizes = [variance.sum(dtype=torch.float64) for variance in variances]
+    (norm,) = model.reduce([torch.stack(sizes).sum() if sizes else 0.0], dist.ReduceOp.SUM)
+    rate, made, beta2 = model.reduce(
+        [
+            max(rates, default=0.0),
+            max(map(adam_steps, parts), default=0),
+            max((part.config.adam_beta2 for part in parts), default=0.0),
+        ],
+        dist.ReduceOp.MAX,
+    )
+    if wanted is not None:
+        return int(made) if made - phase.warm_up_from >= wanted and norm > 0 else None
     rising, phase.learning_rate = rate > phase.learning_rate, rate
     if rising:
         phase.norms = []
-        return False
+        return None
     window = round(1 / (1 - beta2))
-    phase.norms = [*phase.norms, float(norm) / (1 - beta2 ** max(steps, 1))][-window - 1 :]
+    phase.norms = [*phase.norms, norm / (1 - beta2 ** max(made, 1))][-window - 1 :]
     if len(phase.norms) <= window:
-        return False
+        return None
     now, then = phase.norms[-1], phase.norms[0]
-    return min(now, then) >= SETTLED * max(now, then) > 0
+    return int(made) if min(now, then) >= SETTLED * max(now, then) > 0 else None
 
 
 def adam_steps(part: Any) -> int:

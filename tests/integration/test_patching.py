@@ -126,6 +126,7 @@ def whole_way(path: str) -> None:
     from torch.optim.optimizer import _global_optimizer_post_hooks
 
     import megatron_patch
+    from megatron_patch.integration import attach
     from megatron_patch.integration.cpu import device, torch_adam
     from megatron_patch.integration.metrics import RunMetrics
     from megatron_patch.integration.seams import optimizer_step
@@ -149,7 +150,7 @@ def whole_way(path: str) -> None:
     for _ in range(2):
         megatron_patch.enable(config)
         metrics.install()
-        optimizer_step.listen(lambda *_: None, lambda _, step: step())  # as `attach` does
+        optimizer_step.listen(attach._Steps())  # as `attach` does
     during = state()
     assert not [name for name, value in during.items() if value == before[name]]
     megatron_patch.disable()

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_patch.compensation.resharding import ALL_REDUCE, NODE_SUM, OWNER, REDUCE_SCATTER
 from megatron_patch.integration.chunk import Events
+from megatron_patch.integration.warm_up import Phase
 
 _KINDS = (REDUCE_SCATTER, NODE_SUM, ALL_REDUCE, OWNER)
 _GROUPS = {"tensor", "pipeline", "expert", "data", "instances"}
@@ -56,10 +57,11 @@ def check_manifest(manifest: Any, file_name: Any) -> None:
 
 
 def _phase(phase: Mapping[str, Any]) -> None:
-    _need(phase.keys() <= {"switch_step", "variance_steps", "norms", "learning_rate"}, "phase")
+    _need(phase.keys() <= {field.name for field in dataclasses.fields(Phase)}, "phase")
     for key in ("switch_step", "variance_steps"):
         if phase.get(key) is not None:
             _count(phase[key], f"phase: {key}")
+    _count(phase.get("warm_up_from", 0), "phase: warm_up_from")
     numbers = [*_list(phase.get("norms", []), "phase: norms"), phase.get("learning_rate", 0.0)]
     _need(all(map(_number, numbers)), "phase")
 

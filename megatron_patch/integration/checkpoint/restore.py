@@ -313,9 +313,12 @@ def _or_damaged(states: Iterator[tuple[torch.Tensor, int]]) -> Iterator[tuple[to
 
 
 def _resumed(phase: Phase, config: CompressionConfig) -> Phase:
-    """The saved phase; a warm-up that is not over ends when the options of this run say."""
+    """The saved phase; a warm-up that is not over ends when the options of this run say.
+
+    Checkpoints of releases before 0.3 have the step that was planned.
+    """
     if phase.variance_steps is None and config.warmup_steps is not None:
-        phase.switch_step = config.warmup_steps
+        phase.switch_step = None
     return phase
 
 

@@ -4,15 +4,18 @@
     from then on  bucket groups leave gradients unreduced (seams/gradients.py), finalize_model_grads works on
                   them as they are (it is linear), and `step` stands for the optimizer's:
 
-      1  the norm of the mean gradient, over the whole job; NaN or Inf anywhere: nothing changes
+      1  the norm of the mean gradient, over the whole model; NaN or Inf anywhere: nothing changes
       2  m_i = b1*m + (1-b1)*g_i, clipped by one factor; the low-bit all-reduce makes of them the shared m
       3  x <- x - lr*(m^/(sqrt(v^)+eps) + wd*x) where the inner Adam would step; Megatron's own
          `step_with_ready_grads` does the rest: copies to bf16, gathers of sharded weights
 
 m is held whole on every rank, fp32, in the order of the gradient buffers. Adam's state stays Megatron's: v
 is `exp_avg_sq`, and `exp_avg` is given its part of m in every step, so checkpoints, schedules and groups of
-weight decay work as ever. Which part of m is whose, the optimizers say themselves: they "copy gradients" as
-always while every parameter's `main_grad` is a view of m.
+weight decay work as ever. Before each step all ranks of the model agree on what they find there: where
+somebody has changed `exp_avg` (a rollback), m is taken from it; where v is missing, all zero or younger than
+it was (another optimizer, zeroed moments), the gradients are reduced in full and a new warm-up begins. Which
+part of m is whose, the optimizers say themselves: they "copy gradients" as always while every parameter's
+`main_grad` is a view of m.
 """
 
 from __future__ import annotations
@@ -22,28 +25,32 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_patch.collectives.lost_ranks import naming_lost_ranks
-from megatron_patch.integration import warm_up
+from megatron_patch.integration import patching, warm_up
 from megatron_patch.integration.chunk import ChunkState
 from megatron_patch.integration.onebit_adam import replicas, update
 from megatron_patch.integration.onebit_adam.norm_sketch import NormSketch
 from megatron_patch.integration.seams.gradients import BucketGroupSeam
-from megatron_patch.integration.seams.optimizer_step import leaves_of, loss_scale
-from megatron_patch.integration.unsupported import refuse_optimizer
+from megatron_patch.integration.seams.optimizer_step import leaves_of, loss_scale, model_parameters
+from megatron_patch.integration.unsupported import refuse_optimizer, refuse_unattached
 
 logger = logging.getLogger(__name__)
 
 StepResult = tuple[bool, float | None, int | None]
 _NORM_EPS = 1e-6
 """Megatron's own, in clip_grad_by_total_norm_fp32."""
+_UNLIKE = 1e-4
+"""Relative: by more, sums of magnitudes are those of other momenta, not of other orders of summation."""
 
 
 class OneBitAdam:
@@ -54,54 +61,112 @@ class OneBitAdam:
         attached: each DDP-wrapped chunk with its state and seams.
 
     Raises:
-        UserError: an optimizer that is no Adam, or keeps its state where 1-bit Adam cannot go.
+        UserError: an optimizer that is no Adam, keeps its state where 1-bit Adam cannot go, or updates models
+            that are not attached.
     """
 
     def __init__(
         self, optimizer: Any, attached: Sequence[tuple[Any, ChunkState, Sequence[BucketGroupSeam]]]
     ) -> None:
         self._optimizer = optimizer
-        self._parts = [part for part in leaves_of(optimizer) if not getattr(part, "is_stub_optimizer", False)]
+        self._leaves = leaves_of(optimizer)
+        self._parts = [part for part in self._leaves if not getattr(part, "is_stub_optimizer", False)]
+        self._chunks = [chunk for chunk, _, _ in attached]
         for part in self._parts:
             refuse_optimizer(part)
-        self._chunks = [chunk for chunk, _, _ in attached]
+        updated = (parameter for part in self._parts for parameter in model_parameters(part))
+        refuse_unattached(self._parts, self._chunks, updated)
         self._states = [state for _, state, _ in attached]
         self._seams = [(state, seam) for _, state, seams in attached for seam in seams]
         self._momentum = [seam.momentum for _, seam in self._seams if seam.momentum is not None]
-        self._copies: list[replicas.Replicas] = []
+        self._copies: list[replicas.Replicas] | None = None
+        self._model = warm_up.ModelRanks(self._chunks[0])
+        self._ready: _Prepared | None = None
 
+    @torch.no_grad()
     def step(self, original: Callable[[], StepResult]) -> StepResult:
         """The optimizer's step in either phase; `original` is Megatron's own."""
-        first = self._states[0]
-        if first.active:
-            return self._compressed_step()
+        if self._states[0].active:
+            with self._momentum_as_gradients():
+                found = self._look()
+                if found is not None and found.overflows:
+                    return False, None, None
+                if found is not None:
+                    settings = self._optimizer.config
+                    if found.norm > getattr(settings, "grad_norm_skip_threshold", math.inf):
+                        return False, found.norm, None
+                    limit = settings.clip_grad
+                    clip = min(1.0, limit / (found.norm + _NORM_EPS)) if limit > 0 else 1.0
+                    return self._compressed_step(found, clip), found.norm, None
+            self._begin_warm_up_again()
         result = original()
-        phase = first.phase
-        if result[0] and phase.switch_step is None and warm_up.settled(phase, self._parts):
-            for state in self._states:
-                state.phase.switch_step = state.steps + 1  # this one is not counted yet
+        self._end_warm_up_step(result[0])
         return result
 
     @torch.no_grad()
-    def _compressed_step(self) -> StepResult:
-        scale = loss_scale(self._optimizer)
-        norm = self._norm() / scale
-        for part in self._parts:
-            if getattr(part, "grad_scaler", None) is not None:
-                part.grad_scaler.update(not math.isfinite(norm))
-        if not math.isfinite(norm):
-            return False, None, None
-        if norm > getattr(self._optimizer.config, "grad_norm_skip_threshold", math.inf):
-            return False, norm, None
-        limit = self._optimizer.config.clip_grad
-        clip = min(1.0, limit / (norm + _NORM_EPS)) if limit > 0 else 1.0
-        with self._momentum_as_gradients():
-            self._exchange(clip / scale)
-            successful = self._update()
-        return successful, norm, None
+    def prepare(self, original: Callable[[], bool]) -> bool:
+        """The first half of a step, where a loop clips between the halves; whether there was an overflow.
 
-    def _norm(self) -> float:
-        """The norm of the mean gradient over the whole job, estimated to 2 % (onebit_adam/norm_sketch.py).
+        In the compressed phase the loop gets copies of this rank's own gradients, and the norm of their mean.
+        """
+        self._ready = None
+        if self._states[0].active:
+            with self._momentum_as_gradients():
+                found = self._look()
+            if found is not None:
+                if not found.overflows:
+                    self._ready = _Prepared(self._optimizer, self._parts, found)
+                return found.overflows
+            self._begin_warm_up_again()
+        return original()
+
+    @torch.no_grad()
+    def update(self, original: Callable[[], bool]) -> bool:
+        """The second half of a step; whether parameters were updated."""
+        ready, self._ready = self._ready, None
+        if ready is None:
+            successful = original()
+            self._end_warm_up_step(successful)
+            return successful
+        clip = self._model.reduce([ready.clipped_by()], dist.ReduceOp.MIN)[0]
+        with self._momentum_as_gradients():
+            return self._compressed_step(ready.found, clip)
+
+    def _look(self) -> _Found | None:
+        """What all ranks find before a compressed step; None where the variance is not what was frozen.
+
+        Within `_momentum_as_gradients`. Tells fp16's scalers whether gradients overflowed.
+        """
+        own = [found for part in self._parts for found in _own(part)]
+        known = [state for _, state in own if {"exp_avg", "exp_avg_sq"} <= state.keys()]
+        frozen_at = self._states[0].phase.variance_steps or 0
+        lost = len(known) < len(own) or any(warm_up.adam_steps(part) < frozen_at for part in self._parts)
+        unlike = variance = torch.zeros((), dtype=torch.float64, device=self._states[0].device)
+        if own and not lost:
+            held = _sizes([parameter.grad for parameter, _ in own])
+            kept = _sizes([state["exp_avg"] for state in known])
+            unlike = ((held - kept).abs() > _UNLIKE * held).any().double()
+            variance = _sizes([state["exp_avg_sq"] for state in known]).sum()
+        norm, ranks_unlike, ranks_lost, total_variance = self._model.reduce(
+            [self._squared_norm(), unlike, lost, variance], dist.ReduceOp.SUM
+        )
+        if ranks_lost or not total_variance:
+            return None
+        scale = loss_scale(self._optimizer)
+        found = _Found(math.sqrt(norm) / scale if math.isfinite(norm) else math.nan, ranks_unlike > 0, scale)
+        for part in self._leaves:
+            if getattr(part, "grad_scaler", None) is not None:
+                part.grad_scaler.update(found.overflows)
+        return found
+
+    def _compressed_step(self, found: _Found, clip: float) -> bool:
+        if found.unlike:
+            self._take_moments()
+        self._exchange(clip / found.scale)
+        return self._update()
+
+    def _squared_norm(self) -> torch.Tensor:
+        """This rank's share of the mean gradient's squared norm, estimated to 4 % (norm_sketch.py), fp64 [].
 
         NaN where a gradient of any rank is not finite. What several ranks of the model hold counts once.
         """
@@ -116,12 +181,12 @@ class OneBitAdam:
                 for bucket in seam.group.buckets:
                     for parameter in bucket.params_list:
                         if _counts(parameter):
-                            sketch.add(parameter.main_grad, seam.momentum.mean_factor)
+                            start, end = bucket.param_to_index[parameter]
+                            sketch.add(bucket.grad_data[start:end], seam.momentum.mean_factor)
             total = torch.zeros((), dtype=torch.float64, device=first.device)
             for group, sketch in sketches.items():
                 total += sketch.squared_norm_of_mean(group) / group.size()
-            dist.all_reduce(total)
-        return math.sqrt(total) if math.isfinite(total) else math.nan
+        return total
 
     def _exchange(self, factor: float) -> None:
         """Form every rank's own momentum, and make it the shared one."""
@@ -142,7 +207,7 @@ class OneBitAdam:
                 for handle in handles:
                     handle.wait()
             seam.momentum.clear_padding()
-        for shared in self._copies:
+        for shared in self._copies or ():
             shared.average()
 
     def _update(self) -> bool:
@@ -165,7 +230,7 @@ class OneBitAdam:
                 group["step"] = steps
             updated = []
             for parameter in group["params"]:
-                if parameter.grad is None:
+                if parameter.grad is None or not parameter.numel():
                     continue
                 state = part.optimizer.state[parameter]
                 if "step" in state:
@@ -191,13 +256,9 @@ class OneBitAdam:
                 gradients[parameter], views[parameter] = parameter.main_grad, view
                 parameter.main_grad = view
         try:
-            for part in self._parts:
-                if isinstance(part, FP32Optimizer):
-                    part.prepare_grads()
-                else:
-                    part._copy_model_grads_to_main_grads()
-            if new:
-                self._begin(views)
+            if new or self._copies is None:
+                self._copies = list(replicas.find(self._chunks, views))
+            _copy_gradients(self._parts)
             yield
         finally:
             for parameter, gradient in gradients.items():
@@ -205,33 +266,122 @@ class OneBitAdam:
             for part in self._parts:
                 part.zero_grad()
 
-    def _begin(self, views: dict[Any, torch.Tensor]) -> None:
-        """The first step since the warm-up, or since a checkpoint was loaded: m is what Adam holds."""
+    def _take_moments(self) -> None:
+        """m is what Adam holds: in the first step since the warm-up or a checkpoint, or after a rollback."""
         for part in self._parts:
-            for group in part.optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.copy_(part.optimizer.state[parameter]["exp_avg"])
+            for parameter, state in _own(part):
+                parameter.grad.copy_(state["exp_avg"])
         for momentum in self._momentum:
             momentum.gather()
-        self._copies = list(replicas.find(self._chunks, views))
-        if self._states[0].phase.variance_steps is None:
-            self._announce_switch()
 
-    def _announce_switch(self) -> None:
-        steps = torch.tensor([max(map(warm_up.adam_steps, self._parts), default=0)], device="cpu")
-        if "nccl" in dist.get_backend():
-            steps = steps.cuda()
-        dist.all_reduce(steps, op=dist.ReduceOp.MAX)
+    def _end_warm_up_step(self, successful: bool) -> None:
+        first = self._states[0]
+        if not successful or first.phase.switch_step is not None or self._model.alone:
+            return
+        steps = first.steps + 1  # this one is not counted yet
+        variance_steps = warm_up.over(first.phase, steps, first.config.warmup_steps, self._parts, self._model)
+        if variance_steps is None:
+            return
         for state in self._states:
-            state.phase.variance_steps = int(steps)
+            state.phase.switch_step, state.phase.variance_steps = state.steps + 1, variance_steps
         if dist.get_rank() == 0:
             logger.warning(
                 "megatron-loco: 1-bit Adam's warm-up is over after %d steps (%s): the variance is frozen, "
                 "and from now on momentum is exchanged in 1 bit instead of gradients",
-                int(steps),
-                self._states[0].config.warmup,
+                variance_steps,
+                first.config.warmup,
             )
+
+    def _begin_warm_up_again(self) -> None:
+        """Reduce the gradients of this step, and those of the next ones, until there is a variance again."""
+        own = max(map(warm_up.adam_steps, self._parts), default=0)
+        (steps,) = self._model.reduce([own], dist.ReduceOp.MAX)
+        for state in self._states:
+            state.phase = warm_up.Phase(warm_up_from=int(steps))
+            state.clear_errors()
+        for momentum in self._momentum:
+            momentum.held = None
+            momentum.reduce_gradients()
+        if dist.get_rank() == 0:
+            logger.warning(
+                "megatron-loco: Adam's variance is not the one that was frozen (lost, zeroed, or of fewer "
+                "steps): 1-bit Adam begins a new warm-up, with gradients exchanged in full until it is over"
+            )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What all ranks of the model agree on before a compressed step."""
+
+    norm: float
+    """Of the mean gradient; NaN after an overflow."""
+    unlike: bool
+    """Whether Adam's momentum is not what was exchanged last."""
+    scale: float
+    """fp16's loss scale that the gradients carry."""
+
+    @property
+    def overflows(self) -> bool:
+        return not math.isfinite(self.norm)
+
+
+class _Prepared:
+    """A compressed step between its halves: the loop may read gradients and their norm, and clip them.
+
+    The gradients are copies of what this rank's own backward passes left. By how much the loop has scaled
+    them is read from one element of each optimizer.
+    """
+
+    def __init__(self, optimizer: Any, parts: Sequence[Any], found: _Found) -> None:
+        self.found = found
+        _copy_gradients(parts)
+        self._probes: list[tuple[torch.Tensor, float]] = []
+        for part in parts:
+            for parameter, _ in _own(part):
+                parameter.grad = parameter.grad / found.scale  # a copy: it may lie in the gradient buffer
+            largest = ((p.grad.view(-1)[p.grad.abs().argmax()], p) for p, _ in _own(part))
+            probe = next((element for element, _ in largest if element), None)
+            if probe is not None:
+                self._probes.append((probe, float(probe)))
+
+        def clip_grad_norm(limit: float) -> float:
+            parameters = optimizer.get_parameters()
+            if parameters:
+                clip_grad_by_total_norm_fp32(parameters, limit, found.norm)
+            return found.norm
+
+        self._overrides = [
+            patching.override(optimizer, "get_grad_norm", lambda: found.norm),
+            patching.override(optimizer, "clip_grad_norm", clip_grad_norm),
+        ]
+
+    def clipped_by(self) -> float:
+        """The factor; ends what the loop sees."""
+        for override in self._overrides:
+            override.undo()
+        return min((float(element) / before for element, before in self._probes), default=1.0)
+
+
+def _own(part: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """The parameters of one of Megatron's optimizers that have gradients, each with Adam's state."""
+    for group in part.optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter.numel():
+                yield parameter, part.optimizer.state.get(parameter, {})
+
+
+def _copy_gradients(parts: Sequence[Any]) -> None:
+    """Give the optimizers' parameters the `main_grad` of the model's."""
+    for part in parts:
+        if isinstance(part, FP32Optimizer):
+            part.prepare_grads()
+        else:
+            part._copy_model_grads_to_main_grads()
+
+
+def _sizes(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The L1 norm of each tensor, fp64 [n]."""
+    return torch.stack(torch._foreach_norm(tensors, 1)).double()
 
 
 def _counts(parameter: torch.nn.Parameter) -> bool:

@@ -28,7 +28,8 @@ class MomentumBuffers:
         self.held: list[torch.Tensor] | None = None
         """fp32 [B] for each bucket; None before momentum is exchanged."""
         self.mean_factor = 1.0
-        """What an unreduced gradient is multiplied by to be its rank's own, of which the mean is wanted."""
+        """Megatron has scaled the unreduced gradients for its own collective. Times this factor, a rank's are
+        those whose mean over the ranks is the gradient of the step."""
 
     def views(self) -> Iterator[tuple[Any, torch.Tensor]]:
         """Every parameter with its part of m, which is allocated where it is not there yet."""
@@ -47,6 +48,12 @@ class MomentumBuffers:
         for held in self.held or ():
             own = held.view(ranks.size(), -1)[ranks.rank()].clone()
             dist.all_gather_into_tensor(held, own, group=ranks)
+
+    def reduce_gradients(self) -> None:
+        """Reduce the gradients that were left unreduced, in full, for an optimizer step of Megatron's own."""
+        for bucket in self._bucket_group.buckets:
+            bucket.grad_data.mul_(self.mean_factor / self.group.size())
+            dist.all_reduce(bucket.grad_data, group=self.group)
 
     def clear_padding(self) -> None:
         """Zero m between and behind a bucket's parameters.

@@ -1,11 +1,11 @@
-"""How a step ended: optimizers tell the states of the model chunks whose parameters they update.
+"""The optimizers' steps: optimizers tell the states of the model chunks whose parameters they update.
 
-`MegatronOptimizer.step()` returns (successful, grad_norm, zeros). The outermost step of a training
-iteration is ChainedOptimizer's (what get_megatron_optimizer returns), or that of a single optimizer, which
-has it from MixedPrecisionOptimizer (DistributedOptimizer too) or FP32Optimizer: those methods are wrapped on
-their classes, since optimizers are built long after `attach`. Upstream's loop, schedule and arithmetic stay
-untouched. Other optimizers of torch tell by the hook that torch has for all of them; what they step is not
-changed.
+Megatron's optimizers update weights in two calls, `prepare_grads()`, which copies and unscales gradients and
+finds overflows, and `step_with_ready_grads()`; `step()` makes both, with clipping in between. Whatever is
+called outermost is the step: `step` of a chain (what get_megatron_optimizer returns) or of a single
+optimizer, or the pair, as MimoOptimizer and other loops call it. The methods are wrapped on their classes,
+since optimizers are built long after `attach`; upstream's loop, schedule and arithmetic stay untouched. Other
+optimizers of torch tell by the hooks that torch has for all of them; what they step is not changed.
 """
 
 from __future__ import annotations
@@ -13,24 +13,43 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.optimizer.optimizer import FP32Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from megatron_patch.integration import patching, symbols
 
-StepListener = Callable[[Any, bool, float], None]
-"""Called after an outermost step with the optimizer, whether the step succeeded, and the factor by which it
-changed the loss scale (1.0 without one: bf16, fp32)."""
 
-Stepper = Callable[[Any, Callable[[], Any]], Any]
-"""Called with the optimizer and its own step; returns what that would."""
+class Stepper(Protocol):
+    """What makes and hears of the outermost steps of all optimizers in this process.
 
-_STEPS = (symbols.CHAINED_STEP, symbols.MIXED_PRECISION_STEP, symbols.FP32_STEP)
-_torch_hook: RemovableHandle | None = None
+    `original` is Megatron's own method, without arguments. `loss_scale_factor` is by how much the step
+    changed fp16's loss scale (1.0 without one).
+    """
+
+    def step(self, optimizer: Any, original: Callable[[], Any]) -> Any:
+        """Make a whole step; returns what `original` would: (successful, grad_norm, zeros)."""
+
+    def prepare(self, optimizer: Any, original: Callable[[], bool]) -> bool:
+        """Make the first half of a step; returns whether it found an overflow, which ends the step."""
+
+    def update(self, optimizer: Any, original: Callable[[], bool]) -> bool:
+        """Make the second half; returns whether parameters were updated."""
+
+    def other_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that is not Megatron's begins its step."""
+
+    def prepared(self, optimizer: Any, loss_scale_factor: float) -> None:
+        """The first half has ended without an overflow."""
+
+    def ended(self, optimizer: Any, successful: bool, loss_scale_factor: float) -> None:
+        """A step has ended."""
+
+
+_torch_hooks: list[RemovableHandle] = []
 _in_step = False
 """Within a step of a Megatron optimizer: the steps of those inside it are parts of it."""
 
@@ -38,12 +57,16 @@ _in_step = False
 def updates(optimizer: Any, chunk: Any) -> bool:
     """Whether an optimizer updates parameters of a DDP-wrapped model chunk, on this rank or others.
 
-    A layer-wise optimizer may own none of a chunk's parameters on some ranks: it knows its chunks.
+    A layer-wise optimizer may own none of a chunk's parameters on some ranks: it knows its chunks. A chunk
+    that is frozen whole is stepped by Megatron's stub of an optimizer, which holds nothing.
     """
+    leaves = leaves_of(optimizer)
+    if not chunk.param_to_bucket_group and any(getattr(leaf, "is_stub_optimizer", False) for leaf in leaves):
+        return True
     return any(
         any(known is chunk for known in getattr(part, "model_chunks", []))
-        or any(parameter in chunk.param_to_bucket_group for parameter in _model_parameters(part))
-        for part in [optimizer, *leaves_of(optimizer)]
+        or any(parameter in chunk.param_to_bucket_group for parameter in model_parameters(part))
+        for part in [optimizer, *leaves]
     )
 
 
@@ -54,7 +77,7 @@ def leaves_of(optimizer: Any) -> list[Any]:
     return [optimizer] if parts is None else [leaf for part in parts for leaf in leaves_of(part)]
 
 
-def _model_parameters(part: Any) -> Iterator[torch.nn.Parameter]:
+def model_parameters(part: Any) -> Iterator[torch.nn.Parameter]:
     """The model's parameters that a replicated optimizer updates (a distributed one knows its chunks)."""
     if isinstance(part, torch.optim.Optimizer):
         groups = [group["params"] for group in part.param_groups]
@@ -70,7 +93,7 @@ def _model_parameters(part: Any) -> Iterator[torch.nn.Parameter]:
 def learning_rates(optimizer: Any) -> list[float]:
     """Of its parameter groups, in their order, which is that of all ranks."""
     groups = (group for part in leaves_of(optimizer) for group in part.param_groups)
-    return [float(group.get("lr", 0.0)) for group in groups]
+    return [float(group.get("lr") or 0.0) for group in groups]
 
 
 def loss_scale(optimizer: Any) -> float:
@@ -80,44 +103,73 @@ def loss_scale(optimizer: Any) -> float:
     return float(optimizer.get_loss_scale())
 
 
-def listen(listener: StepListener, stepper: Stepper) -> None:
-    """Have `stepper` make every step of a Megatron optimizer in this process, and `listener` hear of its end
-    and of other optimizers' steps.
+def listen(stepper: Stepper) -> None:
+    """Have `stepper` make every step of a Megatron optimizer in this process, and hear of other optimizers'.
 
     Idempotent.
     """
-    global _torch_hook
 
-    def heard(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            global _in_step
-            if _in_step:
-                return original(self, *args, **kwargs)
-            before, _in_step = loss_scale(self), True
-            try:
-                result = stepper(self, functools.partial(original, self, *args, **kwargs))
-            finally:
-                _in_step = False
-            listener(self, bool(result[0]), loss_scale(self) / before)
-            return result
+    def whole(optimizer: Any, original: Callable[[], Any]) -> Any:
+        before = loss_scale(optimizer)
+        result = stepper.step(optimizer, original)
+        stepper.ended(optimizer, bool(result[0]), loss_scale(optimizer) / before)
+        return result
 
-        return step
+    def first_half(optimizer: Any, original: Callable[[], bool]) -> bool:
+        before = loss_scale(optimizer)
+        overflow = stepper.prepare(optimizer, original)
+        factor = loss_scale(optimizer) / before
+        if overflow:
+            stepper.ended(optimizer, False, factor)
+        else:
+            stepper.prepared(optimizer, factor)
+        return overflow
 
-    def heard_of(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def second_half(optimizer: Any, original: Callable[[], bool]) -> bool:
+        successful = stepper.update(optimizer, original)
+        stepper.ended(optimizer, bool(successful), 1.0)
+        return successful
+
+    for paths, make in (
+        (symbols.STEPS, whole),
+        (symbols.PREPARES, first_half),
+        (symbols.UPDATES, second_half),
+    ):
+        for path in paths:
+            patching.replace(path, functools.partial(_outermost, make))
+
+    def other_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not _in_step:
-            listener(optimizer, True, 1.0)
+            stepper.other_begins(optimizer)
 
-    for path in _STEPS:
-        patching.replace(path, heard)
-    if _torch_hook is None:
-        _torch_hook = register_optimizer_step_post_hook(heard_of)
+    def other_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not _in_step:
+            stepper.ended(optimizer, True, 1.0)
+
+    if not _torch_hooks:
+        _torch_hooks.append(register_optimizer_step_pre_hook(other_begins))
+        _torch_hooks.append(register_optimizer_step_post_hook(other_ended))
+
+
+def _outermost(make: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that `make` stands for, but within another such method."""
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _in_step
+        if _in_step:
+            return original(self, *args, **kwargs)
+        _in_step = True
+        try:
+            return make(self, functools.partial(original, self, *args, **kwargs))
+        finally:
+            _in_step = False
+
+    return method
 
 
 def stop_listening() -> None:
-    """Give the optimizers their own `step` back."""
-    global _torch_hook
-    patching.restore(*_STEPS)
-    if _torch_hook is not None:
-        _torch_hook.remove()
-        _torch_hook = None
+    """Give the optimizers their own methods back."""
+    patching.restore(*symbols.STEPS, *symbols.PREPARES, *symbols.UPDATES)
+    while _torch_hooks:
+        _torch_hooks.pop().remove()

@@ -198,7 +198,8 @@ def change_ranks(folder: str, model: dict[str, Any], save: bool) -> tuple[Any, l
     if save:
         _number_weights(gpt)
         generator = torch.Generator().manual_seed(seeded(torch.distributed.get_rank()))
-        compressor.steps, compressor.phase.variance_steps = 7, 4
+        compressor.steps = 7
+        compressor.phase.switch_step = compressor.phase.variance_steps = 4
         for sender in compressor.senders:
             sender.error.set(torch.randn(sender.layout.numel, generator=generator))
         if first:

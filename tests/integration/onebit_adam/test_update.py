@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from seeds import seeded
 from torch.overrides import TorchFunctionMode
 
@@ -74,15 +73,15 @@ def waits_of(count: int) -> tuple[int, list[float]]:
         param_groups=[{"lr": 1.0, "params": [], "step": 3}], state=dict(enumerate(states))
     )
     part = SimpleNamespace(optimizer=optimizer, config=SimpleNamespace(adam_beta2=0.9))
+    one = SimpleNamespace(size=lambda: 1)
+    chunk: Any = SimpleNamespace(dp_cp_group=one, expt_dp_group=one, tp_group=one, pp_group=one)
     phase = warm_up.Phase(learning_rate=1.0)
     with Waits() as mode:
-        warm_up.settled(phase, [part])
+        warm_up.over(phase, 3, None, [part], warm_up.ModelRanks(chunk))
     total = math.fsum(float(state["exp_avg_sq"].double().sum()) for state in states)
     assert phase.norms == pytest.approx([total / (1 - 0.9**3)])
     return mode.count, phase.norms
 
 
-def test_the_warm_up_waits_as_often_for_many_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op=None: None)
-    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+def test_the_warm_up_waits_as_often_for_many_parameters() -> None:
     assert waits_of(0)[0] == waits_of(2)[0] == waits_of(50)[0] <= 2
