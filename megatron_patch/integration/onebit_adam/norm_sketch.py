@@ -45,6 +45,8 @@ class NormSketch:
     def add(self, piece: torch.Tensor, factor: float) -> None:
         """Add the next elements, `factor` times `piece` of any float dtype and shape; they are read later."""
         values = piece.reshape(-1)
+        if not values.numel():
+            return
         stretches = range(0, values.numel(), STRETCH)
         starts = [self._random.randrange(_TABLE - min(values.numel() - at, STRETCH)) for at in stretches]
         self._pieces.append(ScaledValues(values, factor, starts))

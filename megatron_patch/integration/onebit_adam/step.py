@@ -140,7 +140,8 @@ class OneBitAdam:
         own = [found for part in self._parts for found in _own(part)]
         known = [state for _, state in own if {"exp_avg", "exp_avg_sq"} <= state.keys()]
         frozen_at = self._states[0].phase.variance_steps or 0
-        lost = len(known) < len(own) or any(warm_up.adam_steps(part) < frozen_at for part in self._parts)
+        holding = [part for part in self._parts if any(_own(part))]
+        lost = len(known) < len(own) or any(warm_up.adam_steps(part) < frozen_at for part in holding)
         unlike = variance = torch.zeros((), dtype=torch.float64, device=self._states[0].device)
         if own and not lost:
             held = _sizes([parameter.grad for parameter, _ in own])
