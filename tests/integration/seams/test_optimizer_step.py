@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from megatron_patch.integration.seams.optimizer_step import leaves_of, updates
 
@@ -21,3 +24,114 @@ def test_a_chain_in_a_chain_is_stepped_part_by_part():
     layer_wise = SimpleNamespace(chained_optimizers=[muon, adam])
     assert leaves_of(SimpleNamespace(chained_optimizers=[layer_wise, rest])) == [muon, adam, rest]
     assert leaves_of(rest) == [rest]
+
+
+# --- steps that are made in two halves -------------------------------------------------------------------
+
+
+class Pair:
+    """An optimizer around others that steps as Megatron's MimoOptimizer does: by their halves."""
+
+    def __init__(self, *optimizers: Any) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> bool:
+        found = False
+        for optimizer in self.optimizers:
+            found |= optimizer.prepare_grads()
+        if found:
+            return False
+        for optimizer in self.optimizers:
+            optimizer.step_with_ready_grads()
+        return True
+
+
+HALF = {
+    "dtypes": ("float16",),
+    "grad_reduce_in_fp32": False,
+    "optimizer": {
+        "initial_loss_scale": 256.0,
+        "loss_scale_window": 2,
+        "hysteresis": 1,
+        "min_loss_scale": 1.0,
+    },
+}
+
+
+def by_halves(outer: str, overflows: tuple[int, ...], own_overflow: bool) -> dict[str, Any]:
+    """In a worker: fp16 steps, whole or by halves; an overflow in this model or in the other one."""
+    import torch
+    from integration.seam_runs import errors_of
+    from integration.tiny_model import build
+
+    import megatron_patch
+    from megatron_patch.integration.attach import chunk_state_of
+
+    tiny, other = build(**HALF), build(**HALF)
+    config = megatron_patch.CompressionConfig(method="loco", bits=4, start_step=0, weight_gather="exact")
+    megatron_patch.attach([tiny.ddp, other.ddp], config)
+    state = chunk_state_of(tiny.ddp)
+    if outer == "mimo":
+        from megatron.core.models.mimo.optimizer import MimoOptimizer, ModuleOptimizerInfo
+
+        infos = {
+            name: ModuleOptimizerInfo(one.optimizer, None, None, True)
+            for name, one in (("a", tiny), ("b", other))
+        }
+        optimizer: Any = MimoOptimizer(infos, tiny.optimizer.config)
+    elif outer == "pair":
+        optimizer = Pair(tiny.optimizer, other.optimizer)
+    scales, skipped, errors, weights = [], [], [], []
+    for step in range(7):
+        for one in (tiny, other):
+            gradients = one.random_gradients(step)
+            hit = step in overflows and (one is tiny) == own_overflow
+            if hit:
+                gradients[0][0, 0] = torch.inf
+            one.exchange([1e-2 * gradient for gradient in gradients])
+        if outer == "whole":
+            tiny.optimizer.step()
+            other.optimizer.step()
+        else:
+            optimizer.step()
+        scales.append(float(tiny.optimizer.get_loss_scale()))
+        skipped.append(state.events.skipped_steps)
+        errors.append(float(sum(abs(error).sum() for error in errors_of(state))))
+        weights.append(megatron_patch.report(tiny.ddp).weight_bytes)
+    tiny.exchange(tiny.random_gradients(9))  # which ends a step that another model's overflow has skipped
+    found = {
+        "scales": scales,
+        "skipped": skipped,
+        "ended": state.events.skipped_steps,
+        "replays": state.events.replays,
+        "errors": errors,
+        "weight bytes": weights,
+        "weights": tiny.weights().tolist(),
+        "steps": state.steps,
+    }
+    megatron_patch.disable()
+    return found
+
+
+@pytest.mark.parametrize("outer", ["pair", "mimo"])
+def test_halves_of_steps_are_steps(pool: Any, outer: str) -> None:
+    """Overflows are counted, errors follow the loss scale, and the exact gather sends its messages."""
+    if outer == "mimo":
+        pytest.importorskip("megatron.core.models.mimo.optimizer")
+    whole = pool.run(by_halves, "whole", (3,), True, world_size=2)
+    found = pool.run(by_halves, outer, (3,), True, world_size=2)
+    assert found[0]["skipped"] == [0, 0, 0, 1, 1, 1, 1]
+    assert found[0]["scales"][1] == 2 * found[0]["scales"][3], "it grew, and it fell"
+    for report, same in zip(found, whole, strict=True):
+        assert report["scales"] == same["scales"]
+        assert report["errors"] == same["errors"]
+        assert report["weight bytes"] == same["weight bytes"]
+        assert report["weights"] == same["weights"]
+
+
+def test_a_step_that_another_model_s_overflow_skips_is_skipped(pool: Any) -> None:
+    """This model's optimizer has prepared its gradients, and was not asked to use them."""
+    for report in pool.run(by_halves, "pair", (3, 5), False, world_size=2):
+        assert report["ended"] == 2
+        assert report["replays"] == 0
+        assert report["steps"] == 5
