@@ -82,16 +82,29 @@ class MovingAverageError:
         return load(self._state, self.layout)
 
     def flat(self) -> torch.Tensor:
-        """decode(e) in the bucket's order and without fill, rotated back, fp32 [B]."""
-        blocks = self.decode()
-        return self.layout.flat(rotate_back(blocks, self.layout) if self.rotated else blocks)
+        """decode(e) in the bucket's order and without fill, rotated back, fp32 [B] on CPU."""
+        stored = {name: tensor.cpu().view(1, -1) for name, tensor in self._state.items()}
+        found = torch.zeros(self.layout.numel, device="cpu")
+        for which, part in self.layout.by_width:
+            chosen = {name: t[:, which] if name == "scales" else t for name, t in stored.items()}
+            blocks = load(chosen, part)
+            found += part.flat(rotate_back(blocks, part) if self.rotated else blocks)
+        return found
 
     def set(self, values: torch.Tensor) -> None:
-        """e <- encode(values), fp32 [B], not rotated yet."""
-        blocks = self.layout.cut(values)
-        if self.rotated:
-            blocks = rotate(blocks, self.layout)
-        store(self._state, self.layout, blocks, torch.zeros_like(blocks[..., 0], dtype=torch.bool))
+        """e <- encode(values), fp32 [B] on CPU, not rotated yet."""
+        new = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in self._state.items()}
+        for which, part in self.layout.by_width:
+            blocks = part.cut(values)
+            if self.rotated:
+                blocks = rotate(blocks, part)
+            if "values" in new:
+                new["values"].view(-1).add_(part.join(blocks)[0])
+                continue
+            codes, scales = _INT8.quantize(blocks)
+            new["codes"].view(-1).add_(part.join(codes)[0])
+            new["scales"].view(-1)[which] = scales[0].to(torch.bfloat16)
+        self.restore(new)
 
     def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
         """Put back what `tensors` gave, bit for bit; other names in `saved` are ignored.

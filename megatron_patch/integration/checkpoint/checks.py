@@ -18,8 +18,6 @@ from megatron_patch.integration.warm_up import Phase
 _KINDS = (REDUCE_SCATTER, NODE_SUM, ALL_REDUCE, OWNER)
 _GROUPS = {"tensor", "pipeline", "expert", "data", "instances"}
 _MOST = 1 << 62
-_MOST_FILL = 1024
-"""Elements of blocks, fill included, for each byte of a rank's file."""
 
 
 def check_manifest(manifest: Any, file_name: Any) -> None:
@@ -139,14 +137,13 @@ def _rank(layout: tuple[list[Any], list[Any]], positions: Any, nbytes: int | Non
         bucket = buckets[state["bucket"]]["numel"]
         _need(rows >= 1 and start + (rows - 1) * stride + length <= bucket, "positions")
         _need(index < state["senders"], "positions: index")
-        shards, size, block = state["shards"], state["shard_size"], state["block"]
+        shards, size = state["shards"], state["shard_size"]
         _need(rows * length <= shards * size, "states: shard_size")
         if state["dtype"] is None or not nbytes:
             continue
         # An error takes a byte an element and more, and all files together hold the bucket.
-        _need(shards * size <= nbytes and bucket <= every, "the number of elements")
-        blocks = -(-size // block) if state.get("blocks") is None else state["blocks"]
-        _need(shards * blocks * block <= _MOST_FILL * nbytes, "states: blocks")
+        _need(shards * max(size, 1) <= nbytes and bucket <= every, "the number of elements")
+        _need((state.get("blocks") or 0) <= max(size, 1), "states: blocks")
 
 
 def _need(fits: bool, what: str) -> None:

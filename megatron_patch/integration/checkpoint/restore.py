@@ -212,7 +212,7 @@ class Reader:
             self._rank.senders, _or_damaged(reshard(new, self._saved_states())), strict=True
         ):
             assert sender.error is not None
-            sender.error.set((values * factor).to(sender.statistics.device))
+            sender.error.set(values * factor)
             lost += missing
             total += values.numel()
         everyone: list[Any] = [None] * dist.get_world_size()
