@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from packaging.version import Version
 
 from megatron_patch.config import MUONS, CompressionConfig
@@ -64,10 +65,22 @@ def refuse_chunk(chunk: Any, config: CompressionConfig) -> None:
     _refuse_settings(chunk.config)
     if config.compresses:
         _refuse_weight_shards(chunk.config)
+        _refuse_gradients(chunk)
     if config.codes_weights:
         _refuse_for_exact_gather(chunk.config, chunk.ddp_config.overlap_param_gather)
     if config.is_onebit_adam:
         _refuse_for_onebit_adam(chunk.ddp_config)
+
+
+def _refuse_gradients(chunk: Any) -> None:
+    served = (torch.float32, torch.bfloat16, torch.float16)
+    for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+        for dtype in {bucket.grad_data.dtype for bucket in group.buckets}.difference(served):
+            if chunk.dp_cp_group.size() > 1:  # else none is exchanged
+                raise UserError(
+                    f"gradients in {dtype} cannot be compressed, those in float32, bfloat16 or float16 can: "
+                    "cast the model, or set DistributedDataParallelConfig.grad_reduce_in_fp32"
+                )
 
 
 def refuse_wrapper(chunk: Any) -> None:

@@ -189,6 +189,33 @@ def test_what_cannot_be_served_is_refused_by_name(pool):
     assert "DistributedDataParallel" in answers["Linear"]
 
 
+def gradients_in_fp64(method: str) -> str:
+    from integration.tiny_model import build
+    from megatron.core.distributed import DistributedDataParallel
+
+    import megatron_patch
+
+    tiny = build(grad_reduce_in_fp32=False)
+    ddp = DistributedDataParallel(tiny.ddp.config, tiny.ddp.ddp_config, tiny.ddp.module.double())
+    try:
+        megatron_patch.attach([ddp], megatron_patch.CompressionConfig(method=method, start_step=0))
+        ddp([gradient.double() for gradient in tiny.random_gradients(0)]).backward()
+        ddp.finish_grad_sync()
+    except megatron_patch.UserError as error:
+        return str(error)
+    finally:
+        megatron_patch.disable()
+    return "trained"
+
+
+def test_gradients_in_fp64_are_refused_when_they_are_attached_unless_none_is_compressed(pool):
+    for told in pool.run(gradients_in_fp64, "loco", world_size=2):
+        assert told.startswith("gradients in torch.float64 cannot be compressed")
+        assert "grad_reduce_in_fp32" in told
+    assert pool.run(gradients_in_fp64, "none", world_size=2) == ["trained"] * 2
+    assert pool.run(gradients_in_fp64, "loco", world_size=1) == ["trained"]
+
+
 def single_rank(compression: dict[str, Any] | None) -> dict[str, Any]:
     with logged() as messages:
         report = trained({}, compression, steps=3)
