@@ -14,8 +14,9 @@ from megatron_patch.compensation.compress import STATISTICS
 from megatron_patch.compensation.error_state import MovingAverageError
 from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization import backends
-from megatron_patch.quantization.codec import codec_of
+from megatron_patch.quantization.codec import check_codec, codec_of
 from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.registry import OWN_CODECS, codecs
 
 NOISE = 1 << 24
 """Random numbers, in fp32, that are held at a time for stochastic rounding."""
@@ -45,6 +46,8 @@ class Sender:
         last: bool = True,
     ) -> None:
         self.layout = layout
+        if config.code not in OWN_CODECS:
+            check_codec(codecs()[config.code], config.bits, config.block_size, device)
         self.codec = codec_of(config, first, last)
         self.error: MovingAverageError | None = None
         if config.keeps_errors:

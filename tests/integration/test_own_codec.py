@@ -88,6 +88,64 @@ def test_its_errors_are_saved_and_resumed(pool, tmp_path, where):
     assert largest_difference(whole[0], forgotten[0]) > 0
 
 
+def attached_with_a_wrong_codec(fault: str) -> str:
+    """In a worker: what is said when a model is attached with a codec that has this fault."""
+    import torch
+    from integration.tiny_model import build
+
+    import megatron_patch
+    from megatron_patch.quantization.codec import Encoded
+    from megatron_patch.quantization.payload import read_payload, write_payload
+    from megatron_patch.quantization.uniform import Uniform
+
+    class Faulty(Uniform):
+        def encode(self, h: Any, layout: Any, payload: Any, noise: Any = None) -> Encoded:
+            codes, scales = self.quantize(h)
+            finite = torch.isfinite(scales)
+            stored = torch.where(finite, scales, 0.0) if fault == "NaN as zeros" else scales
+            room = torch.empty_like(payload)
+            write_payload(codes, stored, layout, room)
+            length = payload.shape[1] - (2 if fault == "unwritten" else 0)
+            payload[:, :length] = room[:, :length]
+            if fault == "NaN is finite":
+                finite = torch.ones_like(finite)
+            return Encoded(codes.float() * torch.where(scales.isfinite(), scales, 0.0)[..., None], finite)
+
+        def decode(self, payload: Any, layout: Any) -> Any:
+            codes, scales = read_payload(payload, layout)
+            signed = codes if fault == "unsigned" else codes << 8 - self.bits >> 8 - self.bits
+            return signed.float() * scales[..., None]
+
+    megatron_patch.register_codec(f"faulty_{len(fault)}", bits=[4])(Faulty)
+    tiny = build()
+    config = megatron_patch.CompressionConfig(method="loco", codec=f"faulty_{len(fault)}", start_step=0)
+    try:
+        megatron_patch.attach([tiny.ddp], config)
+        tiny.step(tiny.random_gradients(0))
+    except megatron_patch.UserError as error:
+        assert all("start_grad_sync" not in vars(group) for group in tiny.groups), "attached by half"
+        return str(error)
+    finally:
+        megatron_patch.disable()
+    return "trains"
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("", "trains"),
+        ("unsigned", "without a sign"),
+        ("NaN as zeros", "encode returns 0 (finite: False) and decode 0"),
+        ("NaN is finite", "encode returns 0 (finite: True) and decode nan"),
+        ("unwritten", "does not write every byte"),
+    ],
+)
+def test_a_codec_that_does_not_decode_what_it_encodes_is_refused(pool, fault, said):
+    for told in pool.run(attached_with_a_wrong_codec, fault, world_size=2):
+        assert said in told
+        assert len(told.splitlines()) == 1
+
+
 def through_own_exchange() -> tuple[float, list[str]]:
     """In a worker: the largest difference to the flat exchanges that it consists of, and what was made."""
     import megatron_patch

@@ -17,7 +17,7 @@ from simulation.loco_float64 import LoCoSimulation
 from megatron_patch import registry
 from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization import decompress_reduce as reference
-from megatron_patch.quantization.codec import Encoded, codec_of
+from megatron_patch.quantization.codec import Encoded, check_codec, codec_of
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.packing import unpack
 from megatron_patch.quantization.scales import largest_scale as largest_scale_of
@@ -507,3 +507,10 @@ def test_any_finite_gradient_is_sent_as_the_simulation_sends_it(values, bits, bl
     np.testing.assert_array_equal(scales.numpy(), result.scales[0])
     usable = per_element(scales > 0, layout)[0].numpy() & ~result.near_tie[0]
     np.testing.assert_array_equal(codes[0].numpy()[usable], result.codes[0][usable])
+
+
+@pytest.mark.parametrize("block_size", [16, 4096, "shard"])
+def test_the_check_of_registered_codecs_finds_no_fault_in_the_packages_own(block_size: int | str) -> None:
+    for name in registry.OWN_CODECS:
+        for bits in registry.codecs()[name].bits:
+            check_codec(registry.codecs()[name], bits, block_size, torch.device("cpu"))
