@@ -82,8 +82,8 @@ def agreed_ranks_per_node(
         NoTwoHops: on every rank, where their environments do not say the same.
     """
     mine = ranks_per_node(configured)
-    if configured is not None or dist.get_backend(group) == "fake":
-        return mine  # the fake one stands for ranks that do not exist
+    if dist.get_backend(group) == "fake":
+        return mine  # it stands for ranks that do not exist
     answers = torch.empty(group.size(), dtype=torch.int64, device=device)
     own = torch.full((1,), mine or 0, dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(answers, own, group=group)
@@ -91,8 +91,9 @@ def agreed_ranks_per_node(
     if len(found) > 1:
         counts = ", ".join(str(number) if number else "unknown" for number in found)
         raise NoTwoHops(
-            f"its ranks have unlike numbers of ranks on their nodes ({counts}), by LOCAL_WORLD_SIZE or "
-            "Slurm's or Open MPI's variables; set ranks_per_node if they lie regularly",
+            f"its ranks have unlike numbers of ranks on their nodes ({counts}), by ranks_per_node or by "
+            "LOCAL_WORLD_SIZE or Slurm's or Open MPI's variables; give all ranks the same ranks_per_node if "
+            "they lie regularly",
             irregular=True,
         )
     return mine

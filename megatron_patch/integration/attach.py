@@ -36,7 +36,7 @@ from megatron_patch.integration.onset import Onset
 from megatron_patch.integration.seams import optimizer_step, replicated_params
 from megatron_patch.integration.seams.gradients import BucketGroupSeam
 from megatron_patch.integration.seams.weights import ChunkWeights, gathered_after
-from megatron_patch.integration.startup_log import log_start, log_startup
+from megatron_patch.integration.startup_log import log_startup
 from megatron_patch.integration.unsupported import (
     refuse_chunk,
     refuse_graphed,
@@ -60,7 +60,8 @@ class Attachment:
         device = buckets[0].grad_data.device if buckets else torch.device("cpu")
         self.asked = config
         """The options as given; the state's method may be another with Muon."""
-        self.state = ChunkState(config.for_optimizer(training_flags.get("optimizer")), device)
+        ranks = [chunk.dp_cp_group, *([chunk.tp_group] if chunk.expert_parallel_bucket_groups else [])]
+        self.state = ChunkState(config.for_optimizer(training_flags.get("optimizer")), device, ranks)
         self.seams = [
             BucketGroupSeam(group, self.state, expert=place >= len(chunk.bucket_groups))
             for place, group in enumerate(groups)
@@ -154,6 +155,7 @@ def attach(chunks: Sequence[Any], config: CompressionConfig) -> None:
             _count_on(_attachments[chunk].state, *_detached.pop(chunk))
     if new:
         found = [_attachments[chunk] for chunk in new]
+        found[0].state.announces = True
         log_startup(
             new[0],
             found[0].state,
@@ -218,11 +220,9 @@ class _Steps:
         if not updated:
             return
         parts, rates = optimizer_step.leaves_of(optimizer), optimizer_step.learning_rates(optimizer)
-        waited = [attachment.state for attachment in updated if not attachment.state.active]
         for attachment in updated:
             ended = attachment.state.optimizer_stepped(parts, successful, loss_scale_factor, rates)
             attachment.weights.end_step(continues=not ended)
-        log_start([state for state in waited if state.active])
 
 
 def _updated_by(optimizer: Any) -> list[Attachment]:

@@ -27,6 +27,8 @@ from megatron_patch.quantization.layout import BlockLayout
 
 logger = logging.getLogger(__name__)
 
+_LONG = 2000
+"""Steps after which the log says what the start of compression waits for."""
 IN_FLIGHT = 2
 """Exchanges of a rank over one group of ranks that may be under way at a time: so many buckets' payloads
 are held in memory. Ranks may dispatch dense and expert buckets in unlike orders: an exchange that waited for
@@ -42,8 +44,9 @@ class Events:
     skipped_steps: int = 0
     """The optimizer skipped its step (fp16 overflow): the exchange must not count, e <- 0."""
     replays: int = 0
-    """A backward pass ran again within one optimizer step (Megatron's rerun state machine, or a loop that
-    skips the optimizer's step): e <- 0."""
+    """A backward pass ran again within one optimizer step, as Megatron's rerun state machine says: e <- 0."""
+    repeated_exchanges: int = 0
+    """Gradients were exchanged again within one optimizer step, by the loop's design: errors are kept."""
     uncompressed_syncs: int = 0
     """Exchanges of a whole bucket group that bypassed compression (force_all_reduce, before start_step)."""
 
@@ -73,10 +76,16 @@ class ChunkState:
     Args:
         config: the options.
         device: where the gradient buffers live.
+        ranks: groups whose ranks exchange gradients with this one, which start together.
     """
 
-    def __init__(self, config: CompressionConfig, device: torch.device) -> None:
+    def __init__(
+        self, config: CompressionConfig, device: torch.device, ranks: Sequence[dist.ProcessGroup] = ()
+    ) -> None:
         self.config = config
+        self._ranks = [group for group in ranks if group.size() > 1]
+        self.announces = False
+        """Whether the log says by this chunk that compression starts."""
         self.device = device
         self.workspace = Workspace(device, shared_pool(device))
         self.senders: list[Sender] = []
@@ -95,9 +104,13 @@ class ChunkState:
         self._optimizer_seen = False
         self._passes = 0
         self._stepped: set[int] = set()
+        self._optimizers: list[set[int]] = []
+        """Those that have stepped, in the order of their first steps, each by the ids of its parts."""
         self._unseen_steps = 0
         self._started_unseen = False
         self.onset = Onset.at(config, 0)
+        self._agreed = self._agreed_for_good = False
+        """Whether all ranks compress the exchanges of this pass; whether that will not change any more."""
         self.phase = Phase()
         """Of 1-bit Adam."""
         self._prepared: float | None = None
@@ -109,7 +122,7 @@ class ChunkState:
         """Whether the next exchange is compressed: a method that does, from `start_step` on."""
         if self.config.is_onebit_adam:
             return self.phase.switch_step is not None and self.steps >= self.phase.switch_step
-        return self.config.compresses and self.onset.started
+        return self.config.compresses and self._agreed
 
     @property
     def error_bytes(self) -> int:
@@ -171,25 +184,57 @@ class ChunkState:
     def exchange_begins(self, passes: int, rerun: bool) -> None:
         """A bucket group exchanges its gradients for the `passes`-th time since the last optimizer step.
 
-        A second exchange is that of a backward pass that ran again, and what the first one left must not
-        count: Megatron's state machine says so (`rerun`), or optimizer steps were seen before. Else no
-        optimizer of this loop can be seen, and exchanges are counted as steps.
+        Where Megatron's state machine says so (`rerun`), a second exchange is that of a backward pass that
+        ran again, and what the first one left must not count. Else, where optimizer steps were seen before,
+        the loop exchanges several times a step. Else no optimizer of this loop can be seen, and exchanges are
+        counted as steps.
         """
         if passes <= self._passes:
             return  # another bucket group of the same backward pass
         if self._prepared is not None:  # and did not use them: an overflow that another optimizer has found
             self.end_step(successful=False)
-            self._passes = 1
-            return
-        if passes == 1 or rerun or self._optimizer_seen:
-            self._passes = passes
-            if passes > 1 and not self._sends_momentum:
+            passes = 1
+        elif passes > 1 and not rerun and not self._optimizer_seen:
+            self.end_unseen_step()
+            passes = 1
+        self._passes = passes
+        if passes > 1 and not self._sends_momentum:
+            self._used = []  # the later exchange is the step's
+            if rerun:
                 self.events.replays += 1
                 self.clear_errors()
-                self._traffic, self._used, self._inside_bytes = Traffic(), [], 0.0
+                self._traffic, self._inside_bytes = Traffic(), 0.0
+            else:
+                self._note_repetition()
+        self._agree()
+
+    def _note_repetition(self) -> None:
+        if not self.events.repeated_exchanges and self.announces and dist.get_rank() == 0:
+            logger.warning(
+                "megatron-loco: gradients are exchanged more than once in an optimizer step: all of it is "
+                "sent and counted, and what an exchange loses is added to the next one"
+            )
+        self.events.repeated_exchanges += 1
+
+    def _agree(self) -> None:
+        """Before the first exchange of a pass: do all ranks compress? In the warm-up one small all-reduce.
+
+        Ranks read the learning rates by themselves, and one that has seen no optimizer yet (its parameters
+        are another rank's, in a loop with a ZeRO of its own) follows those that have.
+        """
+        if self._agreed_for_good or not self.config.compresses or self.config.is_onebit_adam:
             return
-        self.end_unseen_step()
-        self._passes = 1
+        started, seen = self.onset.started, self._optimizer_seen
+        answers = torch.tensor(
+            [started or not seen, not seen, started], dtype=torch.int32, device=self.device
+        )
+        for group in self._ranks:
+            dist.all_reduce(answers, op=dist.ReduceOp.MIN, group=group)
+        of_those_that_saw, nobody_saw, of_all = answers.tolist()
+        before, self._agreed = self._agreed, bool(of_all if nobody_saw else of_those_that_saw)
+        self._agreed_for_good = self._agreed and not nobody_saw
+        if self._agreed and not before and self.steps_seen and self.announces and dist.get_rank() == 0:
+            logger.info("megatron-loco: compression starts at step %d", self.steps_seen + 1)
 
     def end_unseen_step(self) -> None:
         """Count an exchange as a step, in a loop whose optimizer cannot be seen. Nothing in other loops."""
@@ -205,10 +250,10 @@ class ChunkState:
                 "megatron-loco: no optimizer step was seen between two gradient exchanges; "
                 "counting exchanges as steps"
             )
-        waited = not self.active
+        waited = not self.onset.started
         self.end_step(successful=True)
         self._unseen_steps += 1
-        self._started_unseen |= waited and self.active
+        self._started_unseen |= waited and self.onset.started
 
     def optimizer_prepared(self, loss_scale_factor: float) -> None:
         """An optimizer has prepared this step's gradients, by a call of its own, and has found no overflow.
@@ -236,13 +281,18 @@ class ChunkState:
             self._optimizer_seen = True
             self._forget_unseen_steps()
         stepped = {id(optimizer) for optimizer in optimizers}
+        if stepped not in self._optimizers:
+            self._optimizers.append(stepped)
+        place = self._optimizers.index(stepped)
         if self.continues_step(optimizers):
             self._stepped |= stepped
+            if successful:
+                self.onset.after_another(self.steps, rates, place)
             if not successful and not self.config.is_onebit_adam:
                 self.clear_errors()
             return False
         self._stepped = stepped
-        self.end_step(successful, loss_scale_factor, rates)
+        self.end_step(successful, loss_scale_factor, rates, place)
         return True
 
     def continues_step(self, optimizers: Sequence[object]) -> bool:
@@ -262,6 +312,7 @@ class ChunkState:
         self.clear_errors()
         self.steps = self.steps_seen = steps
         self.onset = Onset.at(self.config, steps)
+        self._agreed = self._agreed_for_good = False
         self.phase = Phase()
         self._prepared = None
         self._passes = self._unseen_steps = 0
@@ -269,11 +320,16 @@ class ChunkState:
         self.ended_steps += 1
 
     def end_step(
-        self, successful: bool, loss_scale_factor: float = 1.0, rates: Sequence[float] | None = None
+        self,
+        successful: bool,
+        loss_scale_factor: float = 1.0,
+        rates: Sequence[float] | None = None,
+        optimizer: int = 0,
     ) -> None:
         """End an optimizer step: report it, count it, clear or rescale the errors.
 
-        The arguments are as in `optimizer_stepped`; `rates` is None where no optimizer was seen.
+        The arguments are as in `optimizer_stepped` and `Onset.after_step`; `rates` is None where no optimizer
+        was seen.
         """
         measured = [sender.statistics for sender in self._used if sender.measures]
         self.report = ChunkReport(
@@ -306,7 +362,14 @@ class ChunkState:
                 if sender.error is not None:
                     sender.error.scale_by(loss_scale_factor)
         if successful:
-            self.onset.after_step(self.config, self.steps, rates)
+            self.onset.after_step(self.config, self.steps, rates, optimizer)
+            if self.steps == _LONG and not self.onset.started and self.announces and dist.get_rank() == 0:
+                logger.warning(
+                    "megatron-loco: after %d steps compression has not started: start_step auto waits for "
+                    "learning rates that no longer rise (%s); a number as start_step starts it",
+                    self.steps,
+                    ", ".join(f"{rate:g}" for rate in rates or ()) or "no rate was seen",
+                )
 
     def use_default_method_of(self, optimizer: object) -> bool:
         """Take the default method that Megatron's optimizer, by its name, has; returns whether it changes.

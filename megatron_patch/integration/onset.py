@@ -2,11 +2,12 @@
 
 What rounding adds costs most in the first steps, while Adam's second moment is young, and those steps are the
 learning rate's warm-up. `start_step: auto` therefore reads the learning rates of all parameter groups at each
-optimizer step. Compression starts after the first step in which none of them was higher than in the step
-before: with Megatron's schedule one step after the last rise, with a constant rate after the second step.
+optimizer step. Compression starts when no rate has risen for more steps in a row than ever before a rise:
+with Megatron's schedule one step after the last rise, with one that rises in stairs after the last stair. A
+rate that has been the same since the first step may be the first stair: it is waited for `FIRST_STAIR` steps.
 
-Megatron gives all ranks the same parameter groups, and their schedulers the same rates, so that all ranks
-decide alike without communication. A skipped step does not count: it leaves the scheduler where it is.
+Megatron gives all ranks the same parameter groups, and their schedulers the same rates. Whatever ranks find,
+they start together (chunk.py). A skipped step does not count: it leaves the scheduler where it is.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ from typing import Any
 
 from megatron_patch.config import CompressionConfig
 
+FIRST_STAIR = 10
 _ROUNDING = 1e-9
 """Relative: by less a schedule's own arithmetic may differ from one step to the next."""
-
-
-def _rises(before: float, now: float) -> bool:
-    return now > before * (1 + _ROUNDING)
+_SCHEDULED = 0.3
+"""Relative: a rate that falls by more right after it rose is that of another schedule, after a resume."""
 
 
 @dataclass
@@ -30,18 +30,33 @@ class Onset:
     """Whether the compression of gradients has started. Saved with every checkpoint; it starts once only."""
 
     started: bool = False
-    rates: list[float] = field(default_factory=list)
-    """Learning rates of the last successful step, by parameter group; empty before the first one."""
+    rates: list[list[float]] = field(default_factory=list)
+    """Learning rates of each optimizer's last successful step, by parameter group; optimizers in the order of
+    their first steps."""
+    still: int = 0
+    """Steps since a rate rose."""
+    longest: int = 0
+    """The most that `still` was before a rate rose."""
+    moves: bool = False
+    """Whether a rate has ever risen or fallen."""
+    dropped: bool = False
+    """Whether the last step's rates were those of another schedule."""
+    since: int | None = None
+    """Optimizer steps after which it started."""
 
-    def after_step(self, config: CompressionConfig, steps: int, rates: Sequence[float] | None) -> None:
+    def after_step(
+        self, config: CompressionConfig, steps: int, rates: Sequence[float] | None, optimizer: int = 0
+    ) -> None:
         """Look at a successful step: does compression start with the next one?
 
         Args:
             config: the options; `start_step` is a number or "auto".
             steps: successful optimizer steps until now.
             rates: the step's learning rates by parameter group; None where no optimizer was seen.
+            optimizer: the number of the optimizer, in the order of their first steps.
         """
-        before, self.rates = self.rates, list(rates or [])
+        if rates is not None and self._stands_still(rates, optimizer):
+            self.still += 1
         if self.started or not config.compresses or config.is_onebit_adam:
             return
         if isinstance(config.start_step, int):
@@ -49,8 +64,35 @@ class Onset:
         elif rates is None:  # nothing will ever tell more
             self.started = True
         else:
-            same_groups = len(before) == len(self.rates) > 0
-            self.started = same_groups and not any(map(_rises, before, self.rates))
+            enough = max(self.longest + 1, len(self.rates), 1 if self.moves else FIRST_STAIR)
+            self.started = self.still >= enough
+        self.since = steps if self.started else None
+
+    def after_another(self, steps: int, rates: Sequence[float], optimizer: int) -> None:
+        """Look at another optimizer of the model, in the same step: where its rates rise, it is too early."""
+        still, longest = self.still, self.longest
+        if self._stands_still(rates, optimizer):
+            return
+        if self.still < still:  # the step had counted as one without a rise
+            self.longest = max(longest, still - 1)
+        if self.since == steps:
+            self.started, self.since = False, None
+
+    def _stands_still(self, rates: Sequence[float], optimizer: int) -> bool:
+        """Whether an optimizer's rates have not risen since its last step; notes them."""
+        self.rates += [[]] * (optimizer + 1 - len(self.rates))
+        before, self.rates[optimizer] = self.rates[optimizer], list(rates)
+        now = self.rates[optimizer]
+        if len(before) != len(now) or not any(now):
+            return False
+        rose = any(_rises(*pair) for pair in zip(before, now, strict=True))
+        fell = any(_rises(*pair) for pair in zip(now, before, strict=True))
+        dropped = any(rate < old * (1 - _SCHEDULED) for old, rate in zip(before, now, strict=True))
+        other = dropped and self.moves and self.still == 0 and not self.dropped
+        self.moves, self.dropped = self.moves or rose or fell, other
+        if rose:
+            self.longest, self.still = max(self.longest, self.still), 0
+        return not rose and not other
 
     @classmethod
     def at(cls, config: CompressionConfig, steps: int) -> Onset:
@@ -67,8 +109,15 @@ class Onset:
         now, saved = cls.at(config, manifest["steps"]), manifest["config"]
         if "onset" in manifest:
             found = cls(**manifest["onset"])
+            if found.rates and not isinstance(found.rates[0], list):  # before 0.3: of one optimizer
+                found.rates = [found.rates]
         else:
             start = saved.get("start_step", 0)
             onebit = saved["method"] == "onebit_adam"
             found = cls(not onebit and isinstance(start, int) and manifest["steps"] >= start)
-        return cls(found.started or now.started, found.rates)
+        found.started |= now.started
+        return found
+
+
+def _rises(before: float, now: float) -> bool:
+    return now > before * (1 + _ROUNDING)

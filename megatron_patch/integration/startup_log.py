@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopReduceScatter
 from megatron_patch.config import AUTO, DEPRECATED, CompressionConfig
@@ -42,15 +41,6 @@ def log_startup(
         logger.log(level, "megatron-loco: %s%s", stage, line)
 
 
-def log_start(states: Sequence[ChunkState]) -> None:
-    """Log that compression starts with the next step, in the chunks of these states, if there are any.
-
-    1-bit Adam has a line of its own.
-    """
-    if any(not state.config.is_onebit_adam for state in states) and dist.get_rank() == 0:
-        logger.info("megatron-loco: compression starts at step %d", states[0].steps_seen + 1)
-
-
 def _lines(state: ChunkState, seams: Sequence[BucketGroupSeam]) -> Iterator[tuple[int, str]]:
     config = state.config
     if not config.compresses:
@@ -61,7 +51,7 @@ def _lines(state: ChunkState, seams: Sequence[BucketGroupSeam]) -> Iterator[tupl
     )
     code = f"{config.bits} bits ({config.code}{', rotated' if config.rotates else ''})"
     yield logging.INFO, f"{config.method}, {code}, block {config.block_size}, {memory}"
-    if not config.is_onebit_adam and not state.active:
+    if not config.is_onebit_adam and not state.onset.started:
         yield logging.INFO, _start_line(config)
     if config.rounding == "stochastic":
         yield logging.WARNING, DEPRECATED

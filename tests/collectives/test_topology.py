@@ -121,7 +121,7 @@ def test_ranks_that_read_unlike_environments_all_go_flat_and_say_why(
         assert scatter.startswith("reduce-scatter over 4 ranks: its ranks have unlike numbers of ranks")
         assert reduce.startswith("all-reduce over 4 ranks: its ranks have unlike numbers of ranks")
         assert unlike in scatter
-        assert "set ranks_per_node" in scatter
+        assert "same ranks_per_node" in scatter
 
 
 def test_ranks_that_read_the_same_take_two_hops(pool: Any) -> None:

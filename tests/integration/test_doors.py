@@ -175,7 +175,7 @@ def attached_again() -> dict[str, Any]:
     with logged() as lines:
         megatron_patch.attach(tiny.ddp, megatron_patch.CompressionConfig(start_step=2))
     state = chunk_state_of(tiny.ddp)
-    found = {"steps": (state.steps, state.steps_seen), "active": state.active, "lines": lines}
+    found = {"steps": (state.steps, state.steps_seen), "active": state.onset.started, "lines": lines}
     megatron_patch.disable()
     return found
 

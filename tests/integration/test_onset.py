@@ -89,7 +89,10 @@ def test_it_starts_after_the_warm_up_of_megatron_s_schedules(pool, style, grows)
 @pytest.mark.parametrize(
     ("rates", "start"),
     [
-        ([[1e-3]] * 5, 3),  # constant
+        ([[1e-3]] * 15, 12),  # constant: it might be the first stair of a warm-up
+        ([[1e-3]] * 3 + [[2e-3]] * 3 + [[3e-3]] * 3 + [[4e-3]] * 9, 14),  # stairs of three steps
+        ([[0.0]] * 4 + [[1e-3], [2e-3], [2e-3]], 8),  # a rate of zero is none
+        ([[1e-3], [2e-3], [1.1e-3], [1.2e-3], [1.3e-3], [1.3e-3]], 7),  # resumed with half the peak
         ([[1e-3], [9e-4], [8e-4]], 3),  # falls from the first step on
         ([[1e-3], [1e-2], [1e-2]], 4),
         ([[1.0, 1e-3], [1.0, 2e-3], [0.5, 3e-3], [0.4, 3e-3]], 5),  # the other group still rises
@@ -116,14 +119,27 @@ def test_other_groups_than_before_say_nothing():
         assert not onset.started
 
 
+def test_all_optimizers_of_a_model_are_waited_for():
+    """Stepped one by one in a step, or in turns, each with groups of its own."""
+    onset = Onset()
+    for step, (first, second) in enumerate([(1, 1), (2, 2), (2, 3)] + [(2, 4)] * 4, start=1):
+        onset.after_step(AUTO, step, [first], 0)
+        onset.after_another(step, [second, second], 1)
+        assert onset.started == (step >= 6), step
+    onset = Onset()
+    for step, rate in enumerate([1, 1, 2, 2, 3, 3, 3, 3], start=1):  # each one's own rate rises three times
+        onset.after_step(AUTO, step, [rate] * (1 + step % 2), step % 2)
+        assert onset.started == (step >= 8), step
+
+
 def test_what_has_started_stays_started():
     onset = Onset()
-    for rate in (1e-3, 1e-3, 2e-3, 5e-3):  # a cycle
+    for rate in (1e-3, 9e-4, 2e-3, 5e-3):  # a cycle
         onset.after_step(AUTO, 1, [rate])
     assert onset.started
     number = CompressionConfig(start_step=300)
     saved = {"steps": 200, "config": CompressionConfig(start_step=100).as_dict()}
-    for manifest in (saved, saved | {"onset": {"started": True, "rates": [1e-3]}}):
+    for manifest in (saved, saved | {"onset": {"started": True, "rates": [1e-3]}}):  # as 0.2 wrote it
         assert Onset.of_manifest(manifest, number).started
         assert Onset.of_manifest(manifest, AUTO).started
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_patch.compensation.resharding import ALL_REDUCE, NODE_SUM, OWNER, REDUCE_SCATTER
 from megatron_patch.integration.chunk import Events
+from megatron_patch.integration.onset import Onset
 from megatron_patch.integration.warm_up import Phase
 
 _KINDS = (REDUCE_SCATTER, NODE_SUM, ALL_REDUCE, OWNER)
@@ -65,9 +66,13 @@ def _phase(phase: Mapping[str, Any]) -> None:
 
 
 def _onset(onset: Mapping[str, Any]) -> None:
-    _need(onset.keys() <= {"started", "rates"}, "onset")
-    _need(isinstance(onset.get("started", False), bool), "onset: started")
-    _need(all(map(_number, _list(onset.get("rates", []), "onset: rates"))), "onset: rates")
+    _need(onset.keys() <= {field.name for field in dataclasses.fields(Onset)}, "onset")
+    for key in ("started", "moves", "dropped"):
+        _need(isinstance(onset.get(key, False), bool), f"onset: {key}")
+    for key in ("still", "longest", "since"):
+        _count(onset.get(key) or 0, f"onset: {key}")
+    for rates in _list(onset.get("rates", []), "onset: rates"):
+        _need(all(map(_number, rates if isinstance(rates, list) else [rates])), "onset: rates")
 
 
 def _file(rank: Mapping[str, Any], number: int, file_name: Any) -> int | None:
