@@ -10,7 +10,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 from megatron_patch import registry
@@ -145,6 +145,9 @@ class CompressionConfig:
         False, "refuse a checkpoint whose error state is damaged, instead of starting from zero"
     )
 
+    _resolved: InitVar[Mapping[str, Any] | None] = None
+    """What options that were left out became. dataclasses.replace hands it on, and they are resolved anew."""
+
     @classmethod
     def for_megatron(cls, flags: Mapping[str, Any], **options: Any) -> CompressionConfig:
         """The options of a job whose Megatron flags, with underscores, are known."""
@@ -155,13 +158,15 @@ class CompressionConfig:
 
         A method or an `error_beta` that was given stays.
         """
-        if name not in MUONS or not vars(self)["_has_default_method"]:
+        if name not in MUONS or not {"method", "error_beta"} <= vars(self)["_resolved"].keys():
             return self
         return replace(self, method="error_feedback", error_beta=None)
 
-    def __post_init__(self) -> None:
-        unstated = self.method is None and self.error_beta is None
-        vars(self)["_has_default_method"] = unstated  # no field: neither an option nor compared
+    def __post_init__(self, _resolved: Mapping[str, Any] | None) -> None:
+        for name, value in (_resolved or {}).items():
+            if getattr(self, name) == value:
+                object.__setattr__(self, name, None)
+        unstated = [option.name for option in dataclasses.fields(self) if getattr(self, option.name) is None]
         self._set_default("bits", 1 if self.is_onebit_adam else self._default_bits())
         widths = {width for entry in registry.codecs().values() for width in entry.bits}
         self._check_choice("bits", tuple(sorted(widths, reverse=True)))
@@ -192,6 +197,7 @@ class CompressionConfig:
         self._check_codec()
         self._check_momentum()
         self._resolve_beta()
+        vars(self)["_resolved"] = {name: getattr(self, name) for name in unstated}
 
     def _set_default(self, name: str, value: Any) -> None:
         if getattr(self, name) is None:

@@ -305,3 +305,36 @@ def test_the_package_exports_it():
 def test_stochastic_rounding_is_deprecated():
     with pytest.warns(DeprecationWarning, match=r"compression\.rounding stochastic is deprecated"):
         CompressionConfig(rounding="stochastic")
+
+
+LEFT_OUT = [
+    ({}, {"bits": 8}),
+    ({}, {"bits": 1}),
+    ({}, {"rounding": "stochastic"}),
+    ({}, {"block_size": "shard"}),
+    ({}, {"method": "error_feedback"}),
+    ({}, {"method": "onebit_adam"}),
+    ({}, {"method": "none"}),
+    ({"method": "onebit_adam"}, {"method": "loco"}),
+    ({"method": "onebit_adam"}, {"warmup_steps": 100}),
+    ({"method": "none"}, {"method": "loco"}),
+    ({"codec": "uniform"}, {"bits": 8}),
+]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("given", "changed"), LEFT_OUT)
+def test_what_was_left_out_is_resolved_anew_in_a_copy_with_another_option(given, changed):
+    asked = CompressionConfig(**given)
+    found = dataclasses.replace(asked, **changed)
+    expected = CompressionConfig(**{**given, **changed})
+    assert found == expected
+    left_out = {option.name: option.default for option in dataclasses.fields(asked)}
+    assert dataclasses.replace(found, **{name: given.get(name, left_out[name]) for name in changed}) == asked
+    assert found.for_optimizer("muon") == expected.for_optimizer("muon")
+
+
+def test_what_was_given_stays_in_a_copy():
+    with pytest.raises(UserError, match=r"compression\.codec: 'levels' is not allowed"):
+        dataclasses.replace(CompressionConfig(codec="levels"), bits=8)
+    assert dataclasses.replace(CompressionConfig(start_step=0), bits=8).start_step == 0
