@@ -119,7 +119,7 @@ def _save_with_states(original: Callable[..., Any], *args: Any, **kwargs: Any) -
 
     asked = _bound(original, args, kwargs)
     chunks, folder = compressed(asked["model"]), _folder_to_save(asked)
-    if not chunks or folder is None:
+    if folder is None or not _on_all_ranks(bool(chunks)):
         return original(*args, **kwargs)
     flags = get_args()
     saving = ErrorSave(chunks, folder, int(asked["iteration"]), asked["optimizer"])
@@ -135,6 +135,19 @@ def _save_with_states(original: Callable[..., Any], *args: Any, **kwargs: Any) -
         raise
     finally:
         _saving = None
+
+
+def _on_all_ranks(here: bool) -> bool:
+    """Whether all ranks have states to save or to load; says so where some only have."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, here)
+    if any(found) and not all(found) and dist.get_rank() == 0:
+        logger.warning(
+            "megatron-loco: ranks %s have no attached model, so no error states are saved or loaded with "
+            "this checkpoint; attach the model on all ranks, or call megatron_patch.state_dict on all",
+            ", ".join(str(rank) for rank, has in enumerate(found) if not has),
+        )
+    return all(found)
 
 
 def _folder_to_save(asked: dict[str, Any]) -> Path | None:
@@ -207,8 +220,12 @@ def _load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     result = original(*args, **kwargs)
     chunks = compressed(asked["ddp_model"])
     loaded, _loaded = _loaded, None
-    if not chunks or loaded is None:
+    if loaded is None or not _on_all_ranks(bool(chunks)):
         return result
+    if (asked["optimizer"] is None or flags.no_load_optim) and any(
+        state.ended_steps for state in attached_states()
+    ):
+        return result  # other weights for a while, such as those of a reference model: no step of training
     state, name, release, kind = loaded
     folder, without = _folder_of(str(name)), "the checkpoint has none"
     for reason, holds in (

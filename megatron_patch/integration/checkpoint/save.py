@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_patch.errors import UserError
 from megatron_patch.integration.checkpoint import files as sidecar
-from megatron_patch.integration.checkpoint.files import RankFile
+from megatron_patch.integration.checkpoint.files import RankFile, RankLayout
 from megatron_patch.integration.checkpoint.rank_state import RankState
 from megatron_patch.integration.seams.optimizer_step import loss_scale
 
@@ -32,6 +32,8 @@ _live: WeakSet[ErrorSave] = WeakSet()
 def content_of(rank: RankState, iteration: int, scale: float) -> dict[str, Any]:
     """What a manifest says of the whole job; `scale` is fp16's loss scale, the errors' unit."""
     counted = rank.states[0]
+    for state in rank.states:
+        state.end_unseen_step()  # a loop saves between steps, though nothing has told that one has ended
     return {
         "iteration": iteration,
         "config": rank.config.as_dict(),
@@ -47,10 +49,9 @@ def content_of(rank: RankState, iteration: int, scale: float) -> dict[str, Any]:
     }
 
 
-def gathered(rank: RankState, mine: Any) -> list[Any]:
+def gathered(layout: RankLayout, mine: Any) -> list[Any]:
     """From every rank `mine`, its layout and its positions, for `listed`. Call on all ranks."""
     everyone: list[Any] = [None] * dist.get_world_size()
-    layout = rank.layout
     dist.all_gather_object(everyone, (mine, layout.without_positions().as_json(), layout.positions))
     return everyone
 
@@ -138,7 +139,7 @@ class ErrorSave:
         """
         if self._thread is not None:
             self._thread.join()
-        everyone = gathered(self._rank, (self._problem, self._file))
+        everyone = gathered(self._rank.layout, (self._problem, self._file))
         self._refuse([(rank, problem) for rank, ((problem, _), *_) in enumerate(everyone)])
         problem = None
         if dist.get_rank() == 0:

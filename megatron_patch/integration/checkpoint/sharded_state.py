@@ -22,13 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_patch.errors import UserError
 from megatron_patch.integration.attach import chunk_state_of, chunks_of
 from megatron_patch.integration.checkpoint import files
-from megatron_patch.integration.checkpoint.files import Damaged
+from megatron_patch.integration.checkpoint.files import Damaged, RankLayout
 from megatron_patch.integration.checkpoint.rank_state import RankState
 from megatron_patch.integration.checkpoint.restore import Reader
 from megatron_patch.integration.checkpoint.save import content_of, gathered, listed
@@ -72,18 +71,19 @@ def state_dict(
     """
     global asked_for
     chunks = compressed(chunks_of(model, "state_dict"))
-    if not chunks:
+    if not chunks:  # other ranks may have some, and ask all
+        if reader is not None:
+            _all_ranks(True)
+        else:
+            gathered(RankLayout(()), False)
         return {}
     asked_for = True
     _refuse_fp16_without(optimizer, chunks)
     rank = RankState(chunks)
     if reader is not None:
         return _room_for(rank, reader, path)
-    if not isinstance(optimizer, MegatronOptimizer):  # of whose steps nothing may be known
-        for state in rank.states:
-            state.end_unseen_step()
     tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in rank.tensors()}
-    everyone = gathered(rank, bool(tensors))
+    everyone = gathered(rank.layout, bool(tensors))
     content = content_of(rank, rank.states[0].steps, loss_scale(optimizer))
     manifest = {"format": files.FORMAT, **content, **listed([mine for mine, *_ in everyone], everyone)}
     here = f"{_RANK}{dist.get_rank()}."
@@ -102,6 +102,7 @@ def load_state_dict(model: Any, state: dict[str, Any], optimizer: Any = None) ->
     """
     chunks = compressed(chunks_of(model, "load_state_dict"))
     if not chunks:
+        _all_ranks(True)
         return
     _refuse_fp16_without(optimizer, chunks)
     rank = RankState(chunks)
@@ -166,7 +167,7 @@ def _room_for(rank: RankState, reader: Any, path: str | None) -> dict[str, Any]:
     metadata = reader.read_metadata()
     prefix = _prefix_in(metadata, path)
     state: dict[str, Any] = {prefix + MANIFEST: ""}
-    dcp.load(state, storage_reader=reader)
+    dcp.load(state, storage_reader=reader, no_dist=True)
     found = _reader_of(rank, {MANIFEST: state.pop(prefix + MANIFEST)})
     ranks: Sequence[int | None] = [found.mine] if _all_ranks(found.fits) else found.overlapping()
     room: dict[str, Any] = {MANIFEST: ""}
