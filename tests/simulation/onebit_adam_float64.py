@@ -5,8 +5,9 @@
                                                   d_i = a_i - C(a_i)
                        the owner of each chunk:   A = mean of C(a_i) + D         D = A - C(A)
                        all:                       m = C(A), and 0 where no parameter lies
-                       x = x - lr*(m/(1-b1^t) / (sqrt(v/(1-b2^T)) + eps) + wd*x), but for the first term
-                           where v = 0
+                       s = m/(1-b1^t) / (sqrt(v/(1-b2^T)) + eps), within +-max(1, (1-b1)/sqrt(1-b2)),
+                           and 0 where v = 0
+                       x = x - lr*(s + wd*x)
     c                  clip / (norm + 1e-6) where that is below 1, norm that of the mean of g_i
 
 In two hops a node's workers sum their m_i, and the node stands for a worker: its d is of the sum.
@@ -115,6 +116,9 @@ class OneBitAdamSimulation:
             self.m[self.padding] = 0.0
         size = np.sqrt(self.v / (1 - beta2 ** min(self.steps, self.warmup_steps))) + self.eps
         update = np.where(self.v > 0, self.m / (1 - beta1**self.steps) / size, 0.0)
+        if self.steps > self.warmup_steps:
+            most = max(1.0, (1 - beta1) / np.sqrt(1 - beta2))
+            update = np.clip(update, -most, most)
         self.x = self.x - self.lr * (update + self.decay * self.x)
 
     def _exchange(self, own: np.ndarray, part: slice, blocks: list[slice]) -> np.ndarray:

@@ -35,6 +35,8 @@ class Sizes:
     """1 - b1^t."""
     variance_bias: float
     """1 - b2^T."""
+    most: float
+    """The bound of a step, in learning rates."""
 
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

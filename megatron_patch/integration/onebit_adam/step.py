@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 StepResult = tuple[bool, float | None, int | None]
 _NORM_EPS = 1e-6
 """Megatron's own, in clip_grad_by_total_norm_fp32."""
+_COUNTED_STEPS = (1, 10, 100, 1_000, 10_000, 100_000)
+"""After the warm-up: the elements that are held are counted in these, since counting costs a pass."""
 _UNLIKE = 1e-4
 """Relative: by more, sums of magnitudes are those of other momenta, not of other orders of summation."""
 
@@ -82,6 +84,8 @@ class OneBitAdam:
         self._copies: list[replicas.Replicas] | None = None
         self._model = warm_up.ModelRanks(self._chunks[0])
         self._ready: _Prepared | None = None
+        self._held = torch.zeros(2, dtype=torch.int64)
+        """Elements that are held in this step, on this rank (update.held)."""
 
     @torch.no_grad()
     def step(self, original: Callable[[], StepResult]) -> StepResult:
@@ -215,15 +219,35 @@ class OneBitAdam:
         """Megatron's `step_with_ready_grads`, with ours where the inner Adam's step would be."""
         for part in self._parts:
             part.optimizer.step = functools.partial(self._inner_step, part)
+        self._held = torch.zeros(2, dtype=torch.int64, device=self._states[0].device)
         try:
             return bool(self._optimizer.step_with_ready_grads())
         finally:
             for part in self._parts:
                 del part.optimizer.step
+            self._say_what_is_held()
+
+    def _say_what_is_held(self) -> None:
+        """A line at some steps: how many elements the frozen variance does not serve."""
+        state = self._states[0]
+        compressed_steps = state.steps + 1 - (state.phase.switch_step or 0)
+        if compressed_steps not in _COUNTED_STEPS:
+            return
+        beyond, without = self._model.reduce(list(self._held), dist.ReduceOp.SUM)
+        if (beyond or without) and dist.get_rank() == 0:
+            logger.info(
+                "megatron-loco: 1-bit Adam, step %d after the warm-up: %d elements are held to the largest "
+                "step that Adam makes, %d had no gradient in the warm-up and stay",
+                compressed_steps,
+                beyond,
+                without,
+            )
 
     def _inner_step(self, part: Any) -> None:
-        variance_steps = self._states[0].phase.variance_steps
-        assert variance_steps is not None
+        phase = self._states[0].phase
+        assert phase.switch_step is not None
+        assert phase.variance_steps is not None
+        compressed_steps = self._states[0].steps + 1 - phase.switch_step
         steps = warm_up.adam_steps(part) + 1
         for group in part.optimizer.param_groups:
             beta1, beta2 = group["betas"]
@@ -242,8 +266,11 @@ class OneBitAdam:
                 weight_decay=group["weight_decay"],
                 eps=group["eps"],
                 momentum_bias=1 - beta1**steps,
-                variance_bias=1 - beta2**variance_steps,
+                variance_bias=1 - beta2**phase.variance_steps,
+                most=update.most(beta1, beta2),
             )
+            if compressed_steps in _COUNTED_STEPS:
+                self._held = self._held + update.held(updated, sizes)
             update.update(updated, sizes)
 
     @contextmanager

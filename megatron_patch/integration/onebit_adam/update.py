@@ -5,15 +5,19 @@ After the warm-up the variance v is frozen, and m, the momentum, is what travels
     m_i = b1*m + (1-b1)*g_i                     `form`
     m   = C(mean of C(m_i + d_i) + D)           the low-bit all-reduce (collectives/all_reduce.py): d_i and D
                                                 are its senders' and owners' errors
-    x   = x - lr*(m^ / (sqrt(v^) + eps) + wd*x) `update`, m^ = m / (1 - b1^t), v^ = v / (1 - b2^T)
+    x   = x - lr*(s + wd*x)                     `update`, s = m^ / (sqrt(v^) + eps) within +-most,
+                                                m^ = m / (1 - b1^t), v^ = v / (1 - b2^T)
 
 The paper leaves Adam's bias correction out; here it stays as in the warm-up: t counts all steps,
-T the steps of the warm-up, in which v was made.
+T the steps of the warm-up, in which v was made. `most` is the bound of Adam's own steps (arXiv 1412.6980,
+section 2.1), which a frozen v does not keep: an element that hardly had a gradient in the warm-up has next to
+no v, and every momentum of its block is as large as the block's mean.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Sequence
 
 import torch
@@ -27,7 +31,7 @@ def form(momentum: torch.Tensor, gradient: torch.Tensor, beta1: float, factor: f
 
 
 def update(parameters: Sequence[Tensors], sizes: Sizes) -> None:
-    """x <- x - lr*(m^ / (sqrt(v^) + eps) + weight_decay*x), and exp_avg <- m, in fp32.
+    """x <- x - lr*(s + weight_decay*x), s = m^ / (sqrt(v^) + eps) within +-most, and exp_avg <- m, in fp32.
 
     An element whose variance is 0 never had a gradient: what its momentum says is its block's rounding, and
     it stays put (but for weight decay).
@@ -38,6 +42,22 @@ def update(parameters: Sequence[Tensors], sizes: Sizes) -> None:
         parameters = kernel.update(parameters, sizes)
     for tensors in parameters:
         _update_one(*tensors, sizes)
+
+
+def most(beta1: float, beta2: float) -> float:
+    """The largest step that Adam makes, in learning rates: that of the first gradient after many zeros."""
+    return float(max(1.0, (1 - beta1) / math.sqrt(1 - beta2)))
+
+
+def held(parameters: Sequence[Tensors], sizes: Sizes) -> torch.Tensor:
+    """How many elements' steps the bound holds, and how many have no variance: int64 [2]."""
+    counts = torch.zeros(2, dtype=torch.int64, device=parameters[0][0].device if parameters else "cpu")
+    for _, momentum, variance, _ in parameters:
+        size = (variance / sizes.variance_bias).sqrt_().add_(sizes.eps)
+        beyond = momentum.abs() > size.mul_(sizes.most * sizes.momentum_bias)
+        counts[0] += (beyond & (variance != 0)).sum()
+        counts[1] += (variance == 0).sum()
+    return counts
 
 
 def _update_one(
@@ -51,6 +71,7 @@ def _update_one(
     if sizes.weight_decay:
         parameter.mul_(1 - sizes.lr * sizes.weight_decay)
     size = (variance / sizes.variance_bias).sqrt_().add_(sizes.eps)
-    step = momentum / size
+    largest = sizes.most * sizes.momentum_bias
+    step = (momentum / size).clamp_(-largest, largest)
     step.masked_fill_(variance == 0, 0.0)
     parameter.add_(step, alpha=-sizes.lr / sizes.momentum_bias)

@@ -25,6 +25,7 @@ def update(parameters: Sequence[Tensors], sizes: Sizes) -> list[Tensors]:
             -sizes.lr / sizes.momentum_bias,
             sizes.variance_bias,
             sizes.eps,
+            sizes.most * sizes.momentum_bias,
             TILE=_TILE,
             enable_fp_fusion=False,
         )
@@ -49,6 +50,7 @@ def _update_kernel(
     rate,  # -lr / momentum_bias
     variance_bias,
     eps,
+    most,  # of momentum / size
     TILE: tl.constexpr,
 ):
     row = chunks + tl.program_id(0).to(tl.int64) * 5
@@ -65,7 +67,8 @@ def _update_kernel(
         bias = tl.full([TILE], 1.0, tl.float32) * variance_bias
         size = tl.sqrt_rn(tl.div_rn(variance, bias)) + eps
         size = tl.where(variance == 0, 1.0, size)
-        step = tl.where(variance == 0, 0.0, tl.div_rn(momentum, size))
+        step = tl.minimum(tl.maximum(tl.div_rn(momentum, size), -most), most)
+        step = tl.where(variance == 0, 0.0, step)
         tl.store(x + at, tl.load(x + at, mask=there, other=0.0) * kept + step * rate, mask=there)
         tl.store(exp_avg + at, momentum, mask=there)
         x += TILE

@@ -159,7 +159,7 @@ def _onebit_adam(timed: _Timed) -> dict[str, float]:
         (parameter.detach(), gradient, state["exp_avg_sq"], state["exp_avg"])
         for parameter, gradient, state in zip(parameters, gradients, states, strict=True)
     ]
-    sizes = update.Sizes(lr=1e-3, weight_decay=0.1, eps=1e-8, momentum_bias=0.5, variance_bias=0.5)
+    sizes = update.Sizes(lr=1e-3, weight_decay=0.1, eps=1e-8, momentum_bias=0.5, variance_bias=0.5, most=1.0)
     bucket = torch.cat(gradients).to(torch.bfloat16)
     momentum = torch.zeros(bucket.numel())
     piece = norm_sketch.ScaledValues(bucket, 1.0, [0] * -(-bucket.numel() // norm_sketch.STRETCH))

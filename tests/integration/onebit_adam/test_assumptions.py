@@ -441,3 +441,39 @@ def frozen_stage() -> tuple[list[bool], list[float], bool]:
     torch.distributed.all_gather(everyone, weights, group=tiny.ddp.dp_cp_group)
     megatron_patch.disable()
     return active, norms, torch.equal(*everyone)
+
+
+def test_elements_that_were_rare_in_the_warm_up_move_no_further_than_adam_s(pool: Any) -> None:
+    """Gradients of 1e-9 beside 1e-2 in a row, and a row that has its gradients after the warm-up only."""
+    reports = pool.run(rare, world_size=RANKS)
+    for report in reports:
+        assert report["moved"] <= 1.001, "in learning rates; stock Adam moves as far"
+        assert report["unseen"] == 0
+    (line, *_) = [line for line in reports[0]["lines"] if "are held" in line]
+    assert "step 1 after the warm-up" in line
+
+
+def rare() -> dict[str, Any]:
+    from integration.seam_runs import logged
+
+    import megatron_patch
+
+    with logged() as lines:
+        tiny = attached(REPLICATED | {"optimizer": REPLICATED["optimizer"] | {"clip_grad": 0.0}})
+        moved = 0.0
+        for step in range(30):
+            gradients = tiny.random_gradients(step)
+            gradients[0].fill_(1e-2)
+            gradients[0][:, ::2] = 1e-9
+            if step < 3:
+                gradients[0][3] = 1e-9
+                gradients[0][5] = 0.0
+            before = tiny.parameters[0].detach().clone()
+            tiny.exchange(gradients)
+            tiny.optimizer.step()
+            change = (tiny.parameters[0].detach() - before) / OPTIMIZER["lr"]
+            if step >= 3:
+                moved = max(moved, float(change.abs().max()))
+        unseen = float(change[5].abs().max())
+    megatron_patch.disable()
+    return {"moved": moved, "unseen": unseen, "lines": list(lines)}

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from megatron_patch.integration import warm_up
 from megatron_patch.integration.onebit_adam import update
 
-SIZES = update.Sizes(lr=1e-3, weight_decay=0.1, eps=1e-8, momentum_bias=0.4, variance_bias=0.05)
+SIZES = update.Sizes(lr=1e-3, weight_decay=0.1, eps=1e-8, momentum_bias=0.4, variance_bias=0.05, most=2.0)
 
 
 def parameters() -> list[update.Tensors]:
@@ -35,6 +35,7 @@ def test_parameters_move_as_the_formulas_say(weight_decay: float) -> None:
     update.update(after, sizes)
     for (x, m, v, _), (found, *_, exp_avg) in zip(before, after, strict=True):
         step = (m.double() / sizes.momentum_bias) / ((v.double() / sizes.variance_bias).sqrt() + sizes.eps)
+        step = step.clamp(-sizes.most, sizes.most)
         step[v == 0] = 0
         wanted = x.double() * (1 - sizes.lr * weight_decay) - sizes.lr * step
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-7)
