@@ -211,6 +211,10 @@ class _Steps:
             optimizer, [a.state for a in _updated_by(optimizer) if a.state.config.is_onebit_adam]
         )
 
+    def rescaled(self, optimizer: Any, factor: float) -> None:
+        for attachment in _updated_by(optimizer):
+            attachment.state.loss_rescaled(factor)
+
     def prepared(self, optimizer: Any, loss_scale_factor: float) -> None:
         for attachment in _updated_by(optimizer):
             attachment.state.optimizer_prepared(loss_scale_factor)

@@ -295,6 +295,16 @@ class ChunkState:
         self.end_step(successful, loss_scale_factor, rates, place)
         return True
 
+    def loss_rescaled(self, factor: float) -> None:
+        """Torch's GradScaler, which steps the model's optimizers, has changed its scale by a factor.
+
+        Where gradients wait for a step that optimizers made before, the scaler has skipped that step.
+        """
+        if self._passes and self._optimizer_seen:
+            self.end_step(False, factor)
+        elif factor != 1.0:
+            self._scale_errors(factor)
+
     def continues_step(self, optimizers: Sequence[object]) -> bool:
         """Whether a step of these is part of the step that another optimizer of the model has ended."""
         stepped = {id(optimizer) for optimizer in optimizers}
@@ -358,9 +368,7 @@ class ChunkState:
             if not self.config.is_onebit_adam:  # which exchanges nothing in a step that is skipped
                 self.clear_errors()
         if loss_scale_factor != 1.0 and not self.config.is_onebit_adam:  # momentum carries no loss scale
-            for sender in self.senders:
-                if sender.error is not None:
-                    sender.error.scale_by(loss_scale_factor)
+            self._scale_errors(loss_scale_factor)
         if successful:
             self.onset.after_step(self.config, self.steps, rates, optimizer)
             if self.steps == _LONG and not self.onset.started and self.announces and dist.get_rank() == 0:
@@ -379,13 +387,17 @@ class ChunkState:
         config = self.config.for_optimizer(optimizer)
         if config == self.config:
             return False
-        factor = (1 - config.beta) / (1 - self.config.beta)
+        self._scale_errors((1 - config.beta) / (1 - self.config.beta))
         self.config = config
         for sender in self.senders:
             if sender.error is not None:
                 sender.error.beta = config.beta
-                sender.error.scale_by(factor)
         return True
+
+    def _scale_errors(self, factor: float) -> None:
+        for sender in self.senders:
+            if sender.error is not None:
+                sender.error.scale_by(factor)
 
     def clear_errors(self) -> None:
         """e <- 0 in all buckets at once."""

@@ -2,12 +2,13 @@
 
 `start_grad_sync` asks for them through two globals of megatron.core.distributed.param_and_grad_buffer,
 `dist_reduce_scatter_func` and `torch`, and `start_param_sync` through `dist_all_gather_func`; for a while
-they are ours.
+they are ours, for the thread that asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,20 @@ class _View:
         return getattr(self._module, name)
 
 
+_one_thread = threading.RLock()
+"""Two threads that put their own in place would take each other's for upstream's."""
+
+
+def _for_this_thread(ours: Callable[..., Any], upstreams: Callable[..., Any]) -> Callable[..., Any]:
+    """`ours` where this thread calls; another thread's exchange, of a model without compression, goes on."""
+    thread = threading.get_ident()
+
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return (ours if threading.get_ident() == thread else upstreams)(*args, **kwargs)
+
+    return either
+
+
 @contextmanager
 def intercepted() -> Iterator[CollectiveCalls]:
     """Within the block, upstream's gradient collectives are recorded instead of run."""
@@ -57,10 +72,13 @@ def intercepted() -> Iterator[CollectiveCalls]:
         calls.all_reduce.append((tensor, tensor))
         calls.average = op == dist.ReduceOp.AVG
 
-    upstream: Any = param_and_grad_buffer.torch
-    view = _View(upstream, distributed=_View(upstream.distributed, all_reduce=all_reduce))
-    with patching.swapped({symbols.REDUCE_SCATTER: reduce_scatter, symbols.TORCH: view}):
-        yield calls
+    with _one_thread:
+        upstream: Any = param_and_grad_buffer.torch
+        either = _for_this_thread(all_reduce, upstream.distributed.all_reduce)
+        view = _View(upstream, distributed=_View(upstream.distributed, all_reduce=either))
+        scatter = _for_this_thread(reduce_scatter, param_and_grad_buffer.dist_reduce_scatter_func)
+        with patching.swapped({symbols.REDUCE_SCATTER: scatter, symbols.TORCH: view}):
+            yield calls
 
 
 @contextmanager
@@ -71,5 +89,7 @@ def intercepted_all_gathers() -> Iterator[list[torch.Tensor]]:
     def all_gather(output: torch.Tensor, input: torch.Tensor, **_: Any) -> None:
         outputs.append(output)
 
-    with patching.swapped({symbols.ALL_GATHER: all_gather}):
-        yield outputs
+    with _one_thread:
+        either = _for_this_thread(all_gather, param_and_grad_buffer.dist_all_gather_func)
+        with patching.swapped({symbols.ALL_GATHER: either}):
+            yield outputs

@@ -42,6 +42,9 @@ class Stepper(Protocol):
     def other_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer that is not Megatron's begins its step."""
 
+    def rescaled(self, optimizer: Any, factor: float) -> None:
+        """Torch's GradScaler, which has been asked to step an optimizer, has changed its scale or not."""
+
     def prepared(self, optimizer: Any, loss_scale_factor: float) -> None:
         """The first half has ended without an overflow."""
 
@@ -49,6 +52,8 @@ class Stepper(Protocol):
         """A step has ended."""
 
 
+_SCALED = "_megatron_loco_optimizers"
+"""Where torch's GradScaler holds the optimizers that it has stepped since its last update."""
 _torch_hooks: list[RemovableHandle] = []
 _in_step = False
 """Within a step of a Megatron optimizer: the steps of those inside it are parts of it."""
@@ -146,6 +151,26 @@ def listen(stepper: Stepper) -> None:
         if not _in_step:
             stepper.ended(optimizer, True, 1.0)
 
+    def scaled_step(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            vars(self).setdefault(_SCALED, []).append(optimizer)
+            return original(self, optimizer, *args, **kwargs)
+
+        return step
+
+    def scale_update(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def update(self: Any, *args: Any, **kwargs: Any) -> None:
+            before = self.get_scale()
+            original(self, *args, **kwargs)
+            for optimizer in vars(self).pop(_SCALED, []):
+                stepper.rescaled(optimizer, self.get_scale() / before)
+
+        return update
+
+    patching.replace(symbols.SCALER_STEP, scaled_step)
+    patching.replace(symbols.SCALER_UPDATE, scale_update)
     if not _torch_hooks:
         _torch_hooks.append(register_optimizer_step_pre_hook(other_begins))
         _torch_hooks.append(register_optimizer_step_post_hook(other_ended))
@@ -171,5 +196,6 @@ def _outermost(make: Callable[..., Any], original: Callable[..., Any]) -> Callab
 def stop_listening() -> None:
     """Give the optimizers their own methods back."""
     patching.restore(*symbols.STEPS, *symbols.PREPARES, *symbols.UPDATES)
+    patching.restore(symbols.SCALER_STEP, symbols.SCALER_UPDATE)
     while _torch_hooks:
         _torch_hooks.pop().remove()

@@ -359,3 +359,43 @@ def test_experts_are_compressed_over_their_own_ranks(pool):
                     assert np.array_equal(
                         reports[rank]["shards"][step][bucket].numpy(), simulated[step][place]
                     )
+
+
+def other_threads() -> list[str]:
+    """In a worker: what another thread's exchange reaches while this one's is recorded."""
+    import threading
+
+    from megatron.core.distributed import param_and_grad_buffer
+
+    from megatron_patch.integration import patching, symbols
+    from megatron_patch.integration.seams.intercept import intercepted
+
+    found: list[str] = []
+
+    def stock(*_: Any, **__: Any) -> None:
+        found.append("upstream's")
+
+    def exchange() -> None:
+        param_and_grad_buffer.dist_reduce_scatter_func(None, None)
+
+    def recorded() -> None:
+        with intercepted() as calls:
+            exchange()
+        found.append(f"recorded {len(calls.reduce_scatter)}")
+
+    with patching.swapped({symbols.REDUCE_SCATTER: stock}):
+        with intercepted() as calls:
+            exchange()
+            plain, ours = threading.Thread(target=exchange), threading.Thread(target=recorded)
+            plain.start()
+            plain.join()
+            ours.start()  # which waits until this thread's is over
+            ours.join(0.2)
+            found.append(f"recorded {len(calls.reduce_scatter)}")
+        ours.join()
+        exchange()
+    return found
+
+
+def test_another_thread_s_exchange_is_not_recorded(pool):
+    assert pool.run(other_threads, world_size=1) == [["upstream's", "recorded 1", "recorded 1", "upstream's"]]
