@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,51 +20,17 @@ from megatron_patch.collectives.traffic import Traffic
 from megatron_patch.collectives.workspace import Workspace, shared_pool
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
-from megatron_patch.integration.onset import Onset
+from megatron_patch.integration.events import ChunkReport, Events
+from megatron_patch.integration.onset import LONG, Onset, StartTogether
 from megatron_patch.integration.warm_up import Phase
 from megatron_patch.quantization.layout import BlockLayout
 
 logger = logging.getLogger(__name__)
 
-_LONG = 2000
-"""Steps after which the log says what the start of compression waits for."""
 IN_FLIGHT = 2
 """Exchanges of a rank over one group of ranks that may be under way at a time: so many buckets' payloads
 are held in memory. Ranks may dispatch dense and expert buckets in unlike orders: an exchange that waited for
 one of another group could wait for ever."""
-
-
-@dataclass
-class Events:
-    """How often something out of the ordinary happened to the errors."""
-
-    resets: int = 0
-    """Every `reset_interval` steps, once compression has started: e <- 0 in all buckets."""
-    skipped_steps: int = 0
-    """The optimizer skipped its step (fp16 overflow): the exchange must not count, e <- 0."""
-    replays: int = 0
-    """A backward pass ran again within one optimizer step, as Megatron's rerun state machine says: e <- 0."""
-    repeated_exchanges: int = 0
-    """Gradients were exchanged again within one optimizer step, by the loop's design: errors are kept."""
-    uncompressed_syncs: int = 0
-    """Exchanges of a whole bucket group that bypassed compression (force_all_reduce, before start_step)."""
-
-
-@dataclass(frozen=True)
-class ChunkReport:
-    """What the last finished step's exchanges were like on this rank."""
-
-    traffic: Traffic = field(default_factory=Traffic)
-    compressed: bool = False
-    """Whether anything was."""
-    statistics: torch.Tensor | None = None
-    """fp64 [5], summed over buckets, as compensation.compress.STATISTICS; None: nothing was measured."""
-    compression_seconds: Callable[[], float] = float
-    """Time spent in compressing and decompressing; on CUDA, asking waits for it."""
-    inside_bytes: float = 0.0
-    """Bytes sent to ranks of the same node by the first of two hops; `traffic` counts the second."""
-    step: int = 0
-    """Its `steps_seen`; 0: no step has ended."""
 
 
 class ChunkState:
@@ -83,9 +48,7 @@ class ChunkState:
         self, config: CompressionConfig, device: torch.device, ranks: Sequence[dist.ProcessGroup] = ()
     ) -> None:
         self.config = config
-        self._ranks = [group for group in ranks if group.size() > 1]
-        self.announces = False
-        """Whether the log says by this chunk that compression starts."""
+        self.announces = False  # set on the one of a model's chunks that speaks for all in the log
         self.device = device
         self.workspace = Workspace(device, shared_pool(device))
         self.senders: list[Sender] = []
@@ -109,20 +72,18 @@ class ChunkState:
         self._unseen_steps = 0
         self._started_unseen = False
         self.onset = Onset.at(config, 0)
-        self._agreed = self._agreed_for_good = False
-        """Whether all ranks compress the exchanges of this pass; whether that will not change any more."""
+        self._together = StartTogether(ranks, device)
         self.phase = Phase()
         """Of 1-bit Adam."""
         self._prepared: float | None = None
-        """An optimizer has prepared the gradients of this step and not used them yet: by what it has changed
-        fp16's loss scale."""
+        """By what an optimizer that has prepared gradients, and not used them yet, has changed the loss scale."""
 
     @property
     def active(self) -> bool:
         """Whether the next exchange is compressed: a method that does, from `start_step` on."""
         if self.config.is_onebit_adam:
             return self.phase.switch_step is not None and self.steps >= self.phase.switch_step
-        return self.config.compresses and self._agreed
+        return self.config.compresses and self._together.started
 
     @property
     def error_bytes(self) -> int:
@@ -205,35 +166,21 @@ class ChunkState:
                 self.clear_errors()
                 self._traffic, self._inside_bytes = Traffic(), 0.0
             else:
-                self._note_repetition()
+                if not self.events.repeated_exchanges and self.announces and dist.get_rank() == 0:
+                    logger.warning(
+                        "megatron-loco: gradients are exchanged more than once in an optimizer step: what an "
+                        "exchange loses is added to the next one"
+                    )
+                self.events.repeated_exchanges += 1
         self._agree()
 
-    def _note_repetition(self) -> None:
-        if not self.events.repeated_exchanges and self.announces and dist.get_rank() == 0:
-            logger.warning(
-                "megatron-loco: gradients are exchanged more than once in an optimizer step: all of it is "
-                "sent and counted, and what an exchange loses is added to the next one"
-            )
-        self.events.repeated_exchanges += 1
-
     def _agree(self) -> None:
-        """Before the first exchange of a pass: do all ranks compress? In the warm-up one small all-reduce.
-
-        Ranks read the learning rates by themselves, and one that has seen no optimizer yet (its parameters
-        are another rank's, in a loop with a ZeRO of its own) follows those that have.
-        """
-        if self._agreed_for_good or not self.config.compresses or self.config.is_onebit_adam:
+        """Before the first exchange of a pass: do all ranks compress?"""
+        if self.config.is_onebit_adam or not self.config.compresses:
             return
-        started, seen = self.onset.started, self._optimizer_seen
-        answers = torch.tensor(
-            [started or not seen, not seen, started], dtype=torch.int32, device=self.device
-        )
-        for group in self._ranks:
-            dist.all_reduce(answers, op=dist.ReduceOp.MIN, group=group)
-        of_those_that_saw, nobody_saw, of_all = answers.tolist()
-        before, self._agreed = self._agreed, bool(of_all if nobody_saw else of_those_that_saw)
-        self._agreed_for_good = self._agreed and not nobody_saw
-        if self._agreed and not before and self.steps_seen and self.announces and dist.get_rank() == 0:
+        before = self.active
+        self._together.ask(self.onset.started, self._optimizer_seen)
+        if self.active and not before and self.steps_seen and self.announces and dist.get_rank() == 0:
             logger.info("megatron-loco: compression starts at step %d", self.steps_seen + 1)
 
     def end_unseen_step(self) -> None:
@@ -296,10 +243,7 @@ class ChunkState:
         return True
 
     def loss_rescaled(self, factor: float) -> None:
-        """Torch's GradScaler, which steps the model's optimizers, has changed its scale by a factor.
-
-        Where gradients wait for a step that optimizers made before, the scaler has skipped that step.
-        """
+        """Torch's GradScaler changed its scale by a factor, and, if gradients still wait, skipped their step."""
         if self._passes and self._optimizer_seen:
             self.end_step(False, factor)
         elif factor != 1.0:
@@ -322,7 +266,7 @@ class ChunkState:
         self.clear_errors()
         self.steps = self.steps_seen = steps
         self.onset = Onset.at(self.config, steps)
-        self._agreed = self._agreed_for_good = False
+        self._together.again()
         self.phase = Phase()
         self._prepared = None
         self._passes = self._unseen_steps = 0
@@ -371,13 +315,8 @@ class ChunkState:
             self._scale_errors(loss_scale_factor)
         if successful:
             self.onset.after_step(self.config, self.steps, rates, optimizer)
-            if self.steps == _LONG and not self.onset.started and self.announces and dist.get_rank() == 0:
-                logger.warning(
-                    "megatron-loco: after %d steps compression has not started: start_step auto waits for "
-                    "learning rates that no longer rise (%s); a number as start_step starts it",
-                    self.steps,
-                    ", ".join(f"{rate:g}" for rate in rates or ()) or "no rate was seen",
-                )
+            if self.steps == LONG and not self.onset.started and self.announces and dist.get_rank() == 0:
+                logger.warning("megatron-loco: %s", self.onset.what_it_waits_for(self.steps))
 
     def use_default_method_of(self, optimizer: object) -> bool:
         """Take the default method that Megatron's optimizer, by its name, has; returns whether it changes.

@@ -16,9 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from megatron_patch.config import CompressionConfig
 
 FIRST_STAIR = 10
+LONG = 2000
+"""Steps after which the log says what the start of compression waits for."""
 _ROUNDING = 1e-9
 """Relative: by less a schedule's own arithmetic may differ from one step to the next."""
 _SCHEDULED = 0.3
@@ -78,6 +83,14 @@ class Onset:
         if self.since == steps:
             self.started, self.since = False, None
 
+    def what_it_waits_for(self, steps: int) -> str:
+        """A line for the log of a job that has waited long."""
+        rates = ", ".join(f"{rate:g}" for optimizer in self.rates for rate in optimizer)
+        return (
+            f"after {steps} steps compression has not started: start_step auto waits for learning rates that "
+            f"no longer rise ({rates or 'no rate was seen'}); a number as start_step starts it"
+        )
+
     def _stands_still(self, rates: Sequence[float], optimizer: int) -> bool:
         """Whether an optimizer's rates have not risen since its last step; notes them."""
         self.rates += [[]] * (optimizer + 1 - len(self.rates))
@@ -117,6 +130,43 @@ class Onset:
             found = cls(not onebit and isinstance(start, int) and manifest["steps"] >= start)
         found.started |= now.started
         return found
+
+
+class StartTogether:
+    """Whether all ranks that exchange gradients with this one compress them: they start together.
+
+    Ranks read the learning rates by themselves, and one that has seen no optimizer step yet (its parameters
+    are another rank's, in a loop with a ZeRO of its own) follows those that have.
+
+    Args:
+        ranks: the groups of those ranks.
+        device: of tensors that the groups' collectives take.
+    """
+
+    def __init__(self, ranks: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+        self._ranks = [group for group in ranks if group.size() > 1]
+        self._device = device
+        self.again()
+
+    def again(self) -> None:
+        """Ask anew, as after a checkpoint was loaded."""
+        self.started = self._for_good = False
+
+    def ask(self, wants: bool, seen: bool) -> None:
+        """Before the first exchange of a pass; every rank calls it. One small all-reduce until it is settled.
+
+        Args:
+            wants: whether this rank's onset has started.
+            seen: whether this rank has seen an optimizer step.
+        """
+        if self._for_good:
+            return
+        answers = torch.tensor([wants or not seen, not seen, wants], dtype=torch.int32, device=self._device)
+        for group in self._ranks:
+            dist.all_reduce(answers, op=dist.ReduceOp.MIN, group=group)
+        those_that_saw, nobody_saw, everyone = answers.tolist()
+        self.started = bool(everyone if nobody_saw else those_that_saw)
+        self._for_good = self.started and not nobody_saw
 
 
 def _rises(before: float, now: float) -> bool:

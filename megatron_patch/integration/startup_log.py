@@ -13,6 +13,7 @@ from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopReduceScatte
 from megatron_patch.config import AUTO, DEPRECATED, CompressionConfig
 from megatron_patch.integration import training_flags
 from megatron_patch.integration.chunk import ChunkState
+from megatron_patch.integration.onset import FIRST_STAIR
 from megatron_patch.integration.seams.gradients import BucketGroupSeam
 from megatron_patch.integration.seams.weights import WeightSeam
 
@@ -86,7 +87,10 @@ def _start_line(config: CompressionConfig) -> str:
     if training_flags.get("optimizer") is None:
         return line
     # The rate of step 1 has no warm-up behind it, and the first that is not higher tells it.
-    return f"{line}: expected at step {training_flags.lr_warmup_steps() + 3}, by Megatron's flags"
+    steps = training_flags.lr_warmup_steps()
+    if not steps and training_flags.get("lr_decay_style") == "constant":
+        steps = FIRST_STAIR - 1
+    return f"{line}: expected at step {steps + 3}, by Megatron's flags"
 
 
 def _early_lines(config: CompressionConfig) -> Iterator[tuple[int, str]]:

@@ -116,7 +116,7 @@ def onebit_step(parameters: int) -> int:
     tensors = [tuple(torch.zeros(5000) for _ in range(4)) for _ in range(parameters)]
     for gradient, *_ in tensors:
         sketch.add(gradient, 1.0)
-    sizes = update.Sizes(lr=1.0, weight_decay=0.1, eps=1e-8, momentum_bias=1.0, variance_bias=1.0)
+    sizes = update.Sizes(lr=1.0, weight_decay=0.1, eps=1e-8, momentum_bias=1.0, variance_bias=1.0, most=1.0)
     table = signs(CPU)
     compile_for_gpu.kernels.clear()
     sketch_kernel.fold(sketch._pieces, table)

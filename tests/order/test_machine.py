@@ -175,7 +175,9 @@ def what_kernels_change() -> dict[str, set[str]]:
         sketch = NormSketch(1, torch.device("cpu"))
         sketch.add(torch.randn(500), 1.0)
         sketch_kernel.fold(sketch._pieces, signs(torch.device("cpu")))
-        sizes = update.Sizes(lr=1.0, weight_decay=0.1, eps=1e-8, momentum_bias=1.0, variance_bias=1.0)
+        sizes = update.Sizes(
+            lr=1.0, weight_decay=0.1, eps=1e-8, momentum_bias=1.0, variance_bias=1.0, most=1.0
+        )
         update_kernel.update([tuple(torch.rand(50) for _ in range(4))], sizes)
     finally:
         KernelInterface.__getitem__ = original

@@ -139,7 +139,7 @@ def a_step_of_onebit_adam(draw: random.Random, _: int, ran: Ran) -> None:
     torch.testing.assert_close(sketch_kernel.fold(sketch._pieces, table), expected, rtol=1e-4, atol=1e-3)
     tensors = [tuple(torch.rand(n, generator=generator) for _ in range(4)) for n in (1, 1500)]
     copies = [tuple(tensor.clone() for tensor in four) for four in tensors]
-    sizes = update.Sizes(lr=0.1, weight_decay=0.1, eps=1e-8, momentum_bias=0.3, variance_bias=0.2)
+    sizes = update.Sizes(lr=0.1, weight_decay=0.1, eps=1e-8, momentum_bias=0.3, variance_bias=0.2, most=2.0)
     ran.by_address = [tensor for four in tensors for tensor in four]
     assert update_kernel.update(tensors, sizes) == []
     ran.by_address = []

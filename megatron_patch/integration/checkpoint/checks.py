@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_patch.compensation.resharding import ALL_REDUCE, NODE_SUM, OWNER, REDUCE_SCATTER
-from megatron_patch.integration.chunk import Events
+from megatron_patch.integration.events import Events
 from megatron_patch.integration.onset import Onset
 from megatron_patch.integration.warm_up import Phase
 

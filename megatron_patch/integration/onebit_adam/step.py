@@ -25,21 +25,19 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_patch.collectives.lost_ranks import naming_lost_ranks
-from megatron_patch.integration import patching, warm_up
+from megatron_patch.integration import warm_up
 from megatron_patch.integration.chunk import ChunkState
 from megatron_patch.integration.onebit_adam import replicas, update
 from megatron_patch.integration.onebit_adam.norm_sketch import NormSketch
+from megatron_patch.integration.onebit_adam.prepared import Found, Prepared, copy_gradients, magnitudes, own
 from megatron_patch.integration.seams.gradients import BucketGroupSeam
 from megatron_patch.integration.seams.optimizer_step import leaves_of, loss_scale, model_parameters
 from megatron_patch.integration.unsupported import refuse_optimizer, refuse_unattached
@@ -83,7 +81,7 @@ class OneBitAdam:
         self._momentum = [seam.momentum for _, seam in self._seams if seam.momentum is not None]
         self._copies: list[replicas.Replicas] | None = None
         self._model = warm_up.ModelRanks(self._chunks[0])
-        self._ready: _Prepared | None = None
+        self._ready: Prepared | None = None
         self._held = torch.zeros(2, dtype=torch.int64)
         """Elements that are held in this step, on this rank (update.held)."""
 
@@ -119,7 +117,7 @@ class OneBitAdam:
                 found = self._look()
             if found is not None:
                 if not found.overflows:
-                    self._ready = _Prepared(self._optimizer, self._parts, found)
+                    self._ready = Prepared(self._optimizer, self._parts, found)
                 return found.overflows
             self._begin_warm_up_again()
         return original()
@@ -136,35 +134,35 @@ class OneBitAdam:
         with self._momentum_as_gradients():
             return self._compressed_step(ready.found, clip)
 
-    def _look(self) -> _Found | None:
+    def _look(self) -> Found | None:
         """What all ranks find before a compressed step; None where the variance is not what was frozen.
 
         Within `_momentum_as_gradients`. Tells fp16's scalers whether gradients overflowed.
         """
-        own = [found for part in self._parts for found in _own(part)]
-        known = [state for _, state in own if {"exp_avg", "exp_avg_sq"} <= state.keys()]
+        mine = [found for part in self._parts for found in own(part)]
+        known = [state for _, state in mine if {"exp_avg", "exp_avg_sq"} <= state.keys()]
         frozen_at = self._states[0].phase.variance_steps or 0
-        holding = [part for part in self._parts if any(_own(part))]
-        lost = len(known) < len(own) or any(warm_up.adam_steps(part) < frozen_at for part in holding)
+        holding = [part for part in self._parts if any(own(part))]
+        lost = len(known) < len(mine) or any(warm_up.adam_steps(part) < frozen_at for part in holding)
         unlike = variance = torch.zeros((), dtype=torch.float64, device=self._states[0].device)
-        if own and not lost:
-            held = _sizes([parameter.grad for parameter, _ in own])
-            kept = _sizes([state["exp_avg"] for state in known])
+        if mine and not lost:
+            held = magnitudes([parameter.grad for parameter, _ in mine])
+            kept = magnitudes([state["exp_avg"] for state in known])
             unlike = ((held - kept).abs() > _UNLIKE * held).any().double()
-            variance = _sizes([state["exp_avg_sq"] for state in known]).sum()
+            variance = magnitudes([state["exp_avg_sq"] for state in known]).sum()
         norm, ranks_unlike, ranks_lost, total_variance = self._model.reduce(
             [self._squared_norm(), unlike, lost, variance], dist.ReduceOp.SUM
         )
         if ranks_lost or not total_variance:
             return None
         scale = loss_scale(self._optimizer)
-        found = _Found(math.sqrt(norm) / scale if math.isfinite(norm) else math.nan, ranks_unlike > 0, scale)
+        found = Found(math.sqrt(norm) / scale if math.isfinite(norm) else math.nan, ranks_unlike > 0, scale)
         for part in self._leaves:
             if getattr(part, "grad_scaler", None) is not None:
                 part.grad_scaler.update(found.overflows)
         return found
 
-    def _compressed_step(self, found: _Found, clip: float) -> bool:
+    def _compressed_step(self, found: Found, clip: float) -> bool:
         if found.unlike:
             self._take_moments()
         self._exchange(clip / found.scale)
@@ -286,7 +284,7 @@ class OneBitAdam:
         try:
             if new or self._copies is None:
                 self._copies = list(replicas.find(self._chunks, views))
-            _copy_gradients(self._parts)
+            copy_gradients(self._parts)
             yield
         finally:
             for parameter, gradient in gradients.items():
@@ -297,7 +295,7 @@ class OneBitAdam:
     def _take_moments(self) -> None:
         """m is what Adam holds: in the first step since the warm-up or a checkpoint, or after a rollback."""
         for part in self._parts:
-            for parameter, state in _own(part):
+            for parameter, state in own(part):
                 parameter.grad.copy_(state["exp_avg"])
         for momentum in self._momentum:
             momentum.gather()
@@ -322,8 +320,8 @@ class OneBitAdam:
 
     def _begin_warm_up_again(self) -> None:
         """Reduce the gradients of this step, and those of the next ones, until there is a variance again."""
-        own = max(map(warm_up.adam_steps, self._parts), default=0)
-        (steps,) = self._model.reduce([own], dist.ReduceOp.MAX)
+        counted = max(map(warm_up.adam_steps, self._parts), default=0)
+        (steps,) = self._model.reduce([counted], dist.ReduceOp.MAX)
         for state in self._states:
             state.phase = warm_up.Phase(warm_up_from=int(steps))
             state.clear_errors()
@@ -335,81 +333,6 @@ class OneBitAdam:
                 "megatron-loco: Adam's variance is not the one that was frozen (lost, zeroed, or of fewer "
                 "steps): 1-bit Adam begins a new warm-up, with gradients exchanged in full until it is over"
             )
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What all ranks of the model agree on before a compressed step."""
-
-    norm: float
-    """Of the mean gradient; NaN after an overflow."""
-    unlike: bool
-    """Whether Adam's momentum is not what was exchanged last."""
-    scale: float
-    """fp16's loss scale that the gradients carry."""
-
-    @property
-    def overflows(self) -> bool:
-        return not math.isfinite(self.norm)
-
-
-class _Prepared:
-    """A compressed step between its halves: the loop may read gradients and their norm, and clip them.
-
-    The gradients are copies of what this rank's own backward passes left. By how much the loop has scaled
-    them is read from one element of each optimizer.
-    """
-
-    def __init__(self, optimizer: Any, parts: Sequence[Any], found: _Found) -> None:
-        self.found = found
-        _copy_gradients(parts)
-        self._probes: list[tuple[torch.Tensor, float]] = []
-        for part in parts:
-            for parameter, _ in _own(part):
-                parameter.grad = parameter.grad / found.scale  # a copy: it may lie in the gradient buffer
-            largest = ((p.grad.view(-1)[p.grad.abs().argmax()], p) for p, _ in _own(part))
-            probe = next((element for element, _ in largest if element), None)
-            if probe is not None:
-                self._probes.append((probe, float(probe)))
-
-        def clip_grad_norm(limit: float) -> float:
-            parameters = optimizer.get_parameters()
-            if parameters:
-                clip_grad_by_total_norm_fp32(parameters, limit, found.norm)
-            return found.norm
-
-        self._overrides = [
-            patching.override(optimizer, "get_grad_norm", lambda: found.norm),
-            patching.override(optimizer, "clip_grad_norm", clip_grad_norm),
-        ]
-
-    def clipped_by(self) -> float:
-        """The factor; ends what the loop sees."""
-        for override in self._overrides:
-            override.undo()
-        return min((float(element) / before for element, before in self._probes), default=1.0)
-
-
-def _own(part: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The parameters of one of Megatron's optimizers that have gradients, each with Adam's state."""
-    for group in part.optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None and parameter.numel():
-                yield parameter, part.optimizer.state.get(parameter, {})
-
-
-def _copy_gradients(parts: Sequence[Any]) -> None:
-    """Give the optimizers' parameters the `main_grad` of the model's."""
-    for part in parts:
-        if isinstance(part, FP32Optimizer):
-            part.prepare_grads()
-        else:
-            part._copy_model_grads_to_main_grads()
-
-
-def _sizes(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The L1 norm of each tensor, fp64 [n]."""
-    return torch.stack(torch._foreach_norm(tensors, 1)).double()
 
 
 def _counts(parameter: torch.nn.Parameter) -> bool:

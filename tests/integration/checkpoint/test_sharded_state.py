@@ -22,7 +22,14 @@ from integration.checkpoint.test_save_restore import (
 )
 from integration.seam_runs import logged
 
-LOCO = {"method": "loco", "bits": 4, "codec": "uniform", "rounding": "stochastic", "reset_interval": 5}
+LOCO = {
+    "method": "loco",
+    "bits": 4,
+    "start_step": 0,
+    "codec": "uniform",
+    "rounding": "stochastic",
+    "reset_interval": 5,
+}
 ROTATED = {"method": "loco", "bits": 4, "start_step": 0}
 FP16 = {
     "dtype": "fp16",
