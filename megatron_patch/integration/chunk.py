@@ -76,7 +76,7 @@ class ChunkState:
         self.phase = Phase()
         """Of 1-bit Adam."""
         self._prepared: float | None = None
-        """By what an optimizer that has prepared gradients, and not used them yet, has changed the loss scale."""
+        """By how much an optimizer that has prepared this step's gradients has changed the loss scale."""
 
     @property
     def active(self) -> bool:
@@ -243,7 +243,7 @@ class ChunkState:
         return True
 
     def loss_rescaled(self, factor: float) -> None:
-        """Torch's GradScaler changed its scale by a factor, and, if gradients still wait, skipped their step."""
+        """Torch's GradScaler changed its scale, and skipped the step of gradients that still wait."""
         if self._passes and self._optimizer_seen:
             self.end_step(False, factor)
         elif factor != 1.0:
