@@ -5,7 +5,7 @@
                                                   d_i = a_i - C(a_i)
                        the owner of each chunk:   A = mean of C(a_i) + D         D = A - C(A)
                        all:                       m = C(A), and 0 where no parameter lies
-                       s = m/(1-b1^t) / (sqrt(v/(1-b2^T)) + eps), within +-max(1, (1-b1)/sqrt(1-b2)),
+                       s = m/(1-b1^t) / (sqrt(v/(1-b2^T)) + eps), within +-3*max(1, (1-b1)/sqrt(1-b2)),
                            and 0 where v = 0
                        x = x - lr*(s + wd*x)
     c                  clip / (norm + 1e-6) where that is below 1, norm that of the mean of g_i
@@ -91,6 +91,10 @@ class OneBitAdamSimulation:
         self.padding = np.zeros(len(self.x), dtype=bool) if padding is None else padding
         self.steps = 0
         self.norm = 0.0
+        self.bound = 3.0
+        """Of a step, in those that Adam can make."""
+        self.largest = 0.0
+        """The largest step after the warm-up, in learning rates."""
 
     def _clip(self, norm: float) -> float:
         self.norm = norm
@@ -117,7 +121,8 @@ class OneBitAdamSimulation:
         size = np.sqrt(self.v / (1 - beta2 ** min(self.steps, self.warmup_steps))) + self.eps
         update = np.where(self.v > 0, self.m / (1 - beta1**self.steps) / size, 0.0)
         if self.steps > self.warmup_steps:
-            most = max(1.0, (1 - beta1) / np.sqrt(1 - beta2))
+            most = self.bound * max(1.0, (1 - beta1) / np.sqrt(1 - beta2))
+            self.largest = max(self.largest, float(np.abs(update).clip(max=most).max()))
             update = np.clip(update, -most, most)
         self.x = self.x - self.lr * (update + self.decay * self.x)
 

@@ -36,7 +36,7 @@ class Sizes:
     variance_bias: float
     """1 - b2^T."""
     most: float
-    """The bound of a step, in learning rates."""
+    """The bound of a step, in learning rates (update.most)."""
 
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

@@ -234,8 +234,8 @@ class OneBitAdam:
         beyond, without = self._model.reduce(list(self._held), dist.ReduceOp.SUM)
         if (beyond or without) and dist.get_rank() == 0:
             logger.info(
-                "megatron-loco: 1-bit Adam, step %d after the warm-up: %d elements are held to the largest "
-                "step that Adam makes, %d had no gradient in the warm-up and stay",
+                "megatron-loco: 1-bit Adam, step %d after the warm-up: %d elements are held to three "
+                "times the largest step that Adam makes, %d had no gradient in the warm-up and stay",
                 compressed_steps,
                 beyond,
                 without,

@@ -153,7 +153,7 @@ class _Bucket:
         size = np.sqrt(self.v / (1 - BETAS[1] ** min(steps, WARMUP))) + EPSILON
         step = np.where(self.v > 0, self.m / (1 - BETAS[0] ** steps) / size, 0.0)
         if steps > WARMUP:
-            most = max(1.0, (1 - BETAS[0]) / np.sqrt(1 - BETAS[1]))
+            most = 3 * max(1.0, (1 - BETAS[0]) / np.sqrt(1 - BETAS[1]))
             step = np.clip(step, -most, most)
         self.x = self.x - LEARNING_RATE * (step + self.decay * self.x)
 
