@@ -21,6 +21,7 @@ from megatron_patch.errors import UserError
 
 BYTES_VOCAB, BYTES_EOD = 257, 256
 MIN_BPE_SIZE = 300
+_MOST_BPE_SIZE = 1 << 20
 _BPE_EOD, _BPE_PAD = "<|endoftext|>", "<|padding|>"
 _KNOWN_EOD = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|eot_id|>", "<｜end▁of▁sentence｜>")
 
@@ -48,8 +49,11 @@ def parse_tokenizer(text: str) -> TokenizerSpec:
         return TokenizerSpec("bytes")
     if text == "bpe" or text.startswith("bpe:"):
         size = text.removeprefix("bpe").removeprefix(":")
-        if not size.isascii() or not size.isdigit() or int(size) < MIN_BPE_SIZE:
-            raise UserError(f"tokenizer: {text!r}; allowed: bpe:SIZE with an integer SIZE >= {MIN_BPE_SIZE}")
+        if not size.isascii() or not size.isdigit() or not MIN_BPE_SIZE <= int(size) <= _MOST_BPE_SIZE:
+            raise UserError(
+                f"tokenizer: {text!r}; allowed: bpe:SIZE with an integer SIZE from {MIN_BPE_SIZE} to "
+                f"{_MOST_BPE_SIZE}"
+            )
         return TokenizerSpec("bpe", size=int(size))
     path = Path(text) / "tokenizer.json" if Path(text).is_dir() else Path(text)
     if not path.is_file():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -19,6 +20,9 @@ from megatron_patch.integration.arguments import PREFIX, add_compression_argumen
 from megatron_patch.integration.unsupported import refuse_flags
 from megatron_patch.workflows.run import preflight
 from megatron_patch.workflows.run.configuration import RunConfig
+
+
+_OURS = PREFIX.replace("-", "_")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,7 +46,10 @@ def flags_of(section: Mapping[str, Any], parser: argparse.ArgumentParser) -> lis
     flags: list[str] = []
     for key, value in section.items():
         option = next((o for o in ("--" + key.replace("_", "-"), "--" + key) if o in options), None)
-        if option is None:
+        if key.replace("-", "_").startswith(_OURS):
+            name = key.replace("-", "_").removeprefix(_OURS)
+            raise UserError(f"megatron.{key}: what is compressed is said by the section compression.{name}")
+        if option is None or options[option].dest == "help":
             names = [o.removeprefix("--").replace("-", "_") for o in options]
             raise UserError(f"megatron.{key}: no such flag of Megatron{nearest(key, names)}")
         if value is not None:
@@ -74,6 +81,8 @@ def _check_value(key: str, value: Any, action: argparse.Action) -> None:
             converted = action.type(str(value))
         except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
             raise UserError(f"megatron.{key}: {value!r} must be {_word(kind)}") from error
+    if isinstance(converted, float) and not math.isfinite(converted):
+        raise UserError(f"megatron.{key}: {value!r} must be a finite number")
     if action.choices is not None and converted not in action.choices:
         allowed = [getattr(choice, "name", choice) for choice in action.choices]
         listed = ", ".join(map(str, allowed))

@@ -52,7 +52,7 @@ def prepare_run(run: RunConfig, folder: Path, *, dry: bool = False, cache: Path 
     """
     if not dry:
         _check_nodes(run.launch)
-    script = recipes.find(run.launch.script)
+    script = recipes.find(run.launch.script or "")
     if not recipes.is_file(script):
         raise UserError(f"launch.script: {run.launch.script!r}: no such file")
     checkpoints.refuse_other_checkpoints(run, folder)

@@ -32,7 +32,7 @@ def is_file(path: Path) -> bool:
 def method_recipe(name: str) -> Path:
     """configs/methods/NAME.yaml."""
     path = shipped(f"configs/methods/{name}.yaml")
-    if not path.is_file():
+    if Path(name).name != name or not path.is_file():
         known = sorted(p.stem for p in path.parent.glob("*.yaml"))
         raise UserError(f"method {name!r}: must be one of {', '.join(known)}{nearest(name, known)}")
     return path

@@ -131,6 +131,9 @@ def test_bad_configurations(text: str, tmp_path: Path, capsys: pytest.CaptureFix
         (["tarin", str(LLAMA)], ["'tarin'"]),
         (["compare", str(LLAMA), "--methods", "none,lcoo"], ["'lcoo'", "did you mean loco"]),
         (["compare", str(LLAMA), "--methods", "none,none"], ["'none,none'", "different"]),
+        (["compare", str(LLAMA), "--methods", "../methods/none"], ["'../methods/none'", "must be one of"]),
+        (["train", str(LLAMA), "launch.script="], ["launch.script", "no such file"]),
+        (["prepare-data", str(LLAMA), "--tokenizer", "bpe:99999999999999"], ["SIZE from 300 to 1048576"]),
     ],
 )
 def test_bad_command_lines(

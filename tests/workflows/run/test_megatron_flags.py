@@ -58,6 +58,9 @@ def test_values_become_flags(parser: argparse.ArgumentParser) -> None:
         ({"lr": "fast"}, ["megatron.lr", "'fast'", "a number"]),
         ({"swiglu": 1}, ["megatron.swiglu", "1", "true or false"]),
         ({"num_layers": True}, ["megatron.num_layers", "True", "a whole number"]),
+        ({"lr": float("inf")}, ["megatron.lr", "inf", "a finite number"]),
+        ({"compression_bits": 2}, ["megatron.compression_bits", "compression.bits"]),
+        ({"help": True}, ["megatron.help", "no such flag"]),
         ({"normalization": "RMSNrom"}, ["megatron.normalization", "'RMSNrom'", "did you mean RMSNorm"]),
     ],
 )
