@@ -8,15 +8,17 @@ decompressing, apart from the time that payloads travel.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
 
 _Key = tuple[str, int]
 
@@ -31,10 +33,9 @@ class Pool:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.nbytes = 0
-        """Bytes of all buffers, in use or not."""
         self._free: dict[_Key, list[torch.Tensor]] = {}
-        self._taken: dict[int, tuple[_Key, torch.Tensor]] = {}
+        self._taken: MutableMapping[torch.Tensor, tuple[_Key, torch.Tensor]] = WeakIdKeyDictionary()
+        """By what was handed out, weakly: an exchange that failed, out of memory say, gives nothing back."""
         self._streams: dict[dist.ProcessGroup, torch.cuda.Stream] = {}
         self.in_flight: dict[dist.ProcessGroup | None, deque[Any]] = {}
         """Handles of exchanges that were begun and may be under way, by the group of ranks (chunk.py)."""
@@ -51,17 +52,23 @@ class Pool:
             whole = free.pop(min(fitting)[1])
         else:
             if free:
-                self.nbytes -= free.pop().numel()
+                free.pop()
             with torch.inference_mode(False):  # the user's evaluation may be the first to need it
                 whole = torch.empty(max(size, 1), dtype=torch.uint8, device=self.device)
-            self.nbytes += whole.numel()
-        self._taken[whole.untyped_storage()._cdata] = key, whole
-        return whole[:size].view(rows, columns)
+        buffer = whole[:size].view(rows, columns)
+        self._taken[buffer] = key, whole
+        return buffer
 
     def give(self, buffer: torch.Tensor) -> None:
-        """Hand a buffer back; its last work must be on the stream that it was taken on."""
-        key, whole = self._taken.pop(buffer.untyped_storage()._cdata)
+        """Hand back what `take` returned; its last work must be on the stream that it was taken on."""
+        key, whole = self._taken.pop(buffer)
         self._free[key].append(whole)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, in use or not."""
+        taken = [whole for _, whole in self._taken.values()]
+        return sum(whole.numel() for whole in itertools.chain(taken, *self._free.values()))
 
     def _stream(self) -> int:
         on_cuda = self.device.type == "cuda"

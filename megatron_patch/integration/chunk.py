@@ -119,7 +119,11 @@ class ChunkState:
         for sender in senders:
             sender.measures = self.measures
         self._used += senders
-        handle = exchange.start(tensor, output, average)
+        try:
+            handle = exchange.start(tensor, output, average)
+        except BaseException:
+            in_flight.clear()  # nobody waits for these: they would be written into the next gradients
+            raise
         in_flight.append(handle)
         return handle
 

@@ -20,7 +20,9 @@ from integration.seam_runs import (
     labels_of,
     logged,
     rerunning,
+    same,
     scaled,
+    trained,
 )
 from simulation.agreement import Agreement
 from simulation.loco_float64 import LoCoSimulation
@@ -66,10 +68,61 @@ def test_the_chunks_of_a_rank_share_their_buffers():
     first, second = (ChunkState(CompressionConfig(method="loco"), torch.device("cpu")) for _ in range(2))
     taken = first.workspace.take(3, 1000)
     first.workspace.give(taken)
-    assert second.workspace.take(2, 1000).data_ptr() == taken.data_ptr()
+    again = second.workspace.take(2, 1000)
+    assert again.data_ptr() == taken.data_ptr()
     assert first.workspace.nbytes == second.workspace.nbytes == 3000
     disable()
     assert ChunkState(CompressionConfig(method="loco"), torch.device("cpu")).workspace.nbytes == 0
+
+
+def out_of_memory(model: dict[str, Any], failing: int) -> dict[str, Any]:
+    """In a worker: five steps' shards; the third one's exchange fails, is caught, and is made again."""
+    import gc
+
+    import megatron_patch
+    from megatron_patch.collectives.workspace import Pool
+
+    tiny, compressor = built(model, {"method": "naive"})
+    shards = [tiny.step(tiny.random_gradients(step)) for step in range(2)]
+    nbytes, take, calls, failed = [compressor.workspace.nbytes], Pool.take, [], False
+
+    def full(pool: Pool, *size: Any) -> torch.Tensor:
+        calls.append(size)
+        if len(calls) == failing:
+            raise torch.OutOfMemoryError
+        return take(pool, *size)
+
+    Pool.take = full
+    try:
+        tiny.step(tiny.random_gradients(2))
+    except torch.OutOfMemoryError:
+        failed = True
+    finally:
+        Pool.take = take
+    for group in tiny.groups:
+        group.grad_reduce_handle = None  # Megatron has no other way to begin anew
+    gc.collect()
+    shards += [tiny.step(tiny.random_gradients(step)) for step in range(2, 5)]
+    nbytes.append(compressor.workspace.nbytes)
+    megatron_patch.disable()
+    return {"shards": shards, "weights": tiny.weights(), "nbytes": nbytes, "failed": failed}
+
+
+MIXED = {"dtypes": ("float32", "bfloat16"), "grad_reduce_in_fp32": False, "single_group": True}
+
+
+@pytest.mark.parametrize(
+    ("model", "failing"), [({}, 2), (MIXED, 3), (MIXED, 4), (SEVERAL, 2), (SEVERAL, 3), (SEVERAL, 5)]
+)
+def test_an_exchange_out_of_memory_leaves_nothing_behind(pool, model, failing):
+    """Neither buffers, nor earlier buckets' gradients, which would be written into the next exchange's."""
+    undisturbed = pool.run(trained, model, {"method": "naive"}, 5, world_size=2)
+    for found, expected in zip(
+        pool.run(out_of_memory, model, failing, world_size=2), undisturbed, strict=True
+    ):
+        assert found["failed"]
+        assert found["nbytes"][1] < 1.1 * found["nbytes"][0], "which of two buffers serves what may change"
+        assert same(found, expected)
 
 
 def delayed(start: int, steps: int) -> dict[str, Any]:

@@ -211,12 +211,14 @@ class BucketGroupSeam:
         self._check(calls)
         stream = self._stream()
         groups = self.scatter_group, self.reduce_group
+        overlaps = group.grad_reduce_handle is not None
+        group.grad_reduce_handle = None  # as upstream leaves it where a collective fails
         with (
             naming_lost_ranks(_WHAT, *groups),
             nullcontext() if stream is None else torch.cuda.stream(stream),
         ):
             handles = self._start(calls)
-            if group.grad_reduce_handle is not None:
+            if overlaps:
                 group.grad_reduce_handle = _AllHandles(handles, groups, stream)
             else:
                 _AllHandles(handles, groups).wait()
