@@ -21,7 +21,6 @@ from megatron_patch.integration.unsupported import refuse_flags
 from megatron_patch.workflows.run import preflight
 from megatron_patch.workflows.run.configuration import RunConfig
 
-
 _OURS = PREFIX.replace("-", "_")
 
 

@@ -539,8 +539,8 @@ def test_data_of_others_is_not_overwritten(source, tmp_path):
         (["keys.jsonl", "--max-bytes", "3"], r"source: no document is left: max-bytes is 3"),
         (["SOURCE", "--max-bytes", "-5"], r"max-bytes: -5; allowed: 1 or more"),
         (["SOURCE", "--seed", "-1"], r"seed: -1; allowed: 0 to"),
-        (["SOURCE", "--tokenizer", "bpe:many"], r"tokenizer: 'bpe:many'; allowed: bpe:SIZE with .* >= 300"),
-        (["SOURCE", "--tokenizer", "bpe:299"], r"tokenizer: 'bpe:299'; allowed: bpe:SIZE with .* >= 300"),
+        (["SOURCE", "--tokenizer", "bpe:many"], r"tokenizer: 'bpe:many'; allowed: bpe:SIZE with .* from 300"),
+        (["SOURCE", "--tokenizer", "bpe:299"], r"tokenizer: 'bpe:299'; allowed: bpe:SIZE with .* from 300"),
         (["SOURCE", "--tokenizer", "bpe"], r"tokenizer: 'bpe'; allowed: bpe:SIZE"),
         (["SOURCE", "--tokenizer", "byte"], r"tokenizer: 'byte' is neither .*allowed: bytes, bpe:SIZE, or"),
         (
