@@ -155,7 +155,7 @@ def attach(chunks: Sequence[Any], config: CompressionConfig) -> None:
             _count_on(_attachments[chunk].state, *_detached.pop(chunk))
     if new:
         found = [_attachments[chunk] for chunk in new]
-        found[0].state.announces = True
+        found[0].state.announces = dist.get_rank() == 0
         log_startup(
             new[0],
             found[0].state,

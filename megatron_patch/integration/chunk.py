@@ -48,7 +48,7 @@ class ChunkState:
         self, config: CompressionConfig, device: torch.device, ranks: Sequence[dist.ProcessGroup] = ()
     ) -> None:
         self.config = config
-        self.announces = False  # set on the one of a model's chunks that speaks for all in the log
+        self.announces = False  # set where one chunk speaks for all of the model and all ranks
         self.device = device
         self.workspace = Workspace(device, shared_pool(device))
         self.senders: list[Sender] = []
@@ -138,7 +138,7 @@ class ChunkState:
 
     @property
     def unreduced(self) -> bool:
-        """Whether gradients were left unreduced (1-bit Adam) that no optimizer has used yet."""
+        """Likewise, of gradients that 1-bit Adam has left unreduced."""
         return self._passes > 0 and self._sends_momentum
 
     @property
@@ -170,7 +170,7 @@ class ChunkState:
                 self.clear_errors()
                 self._traffic, self._inside_bytes = Traffic(), 0.0
             else:
-                if not self.events.repeated_exchanges and self.announces and dist.get_rank() == 0:
+                if not self.events.repeated_exchanges and self.announces:
                     logger.warning(
                         "megatron-loco: gradients are exchanged more than once in an optimizer step: what an "
                         "exchange loses is added to the next one"
@@ -184,7 +184,7 @@ class ChunkState:
             return
         before = self.active
         self._together.ask(self.onset.started, self._optimizer_seen)
-        if self.active and not before and self.steps_seen and self.announces and dist.get_rank() == 0:
+        if self.active and not before and self.steps_seen and self.announces:
             logger.info("megatron-loco: compression starts at step %d", self.steps_seen + 1)
 
     def end_unseen_step(self) -> None:
@@ -197,10 +197,7 @@ class ChunkState:
                 "has used them: step the optimizer that get_megatron_optimizer returns"
             )
         if not self._unseen_steps:
-            logger.warning(
-                "megatron-loco: no optimizer step was seen between two gradient exchanges; "
-                "counting exchanges as steps"
-            )
+            logger.warning("megatron-loco: no optimizer step was seen: counting gradient exchanges as steps")
         waited = not self.onset.started
         self.end_step(successful=True)
         self._unseen_steps += 1
@@ -319,7 +316,7 @@ class ChunkState:
             self._scale_errors(loss_scale_factor)
         if successful:
             self.onset.after_step(self.config, self.steps, rates, optimizer)
-            if self.steps == LONG and not self.onset.started and self.announces and dist.get_rank() == 0:
+            if self.steps == LONG and not self.onset.started and self.announces:
                 logger.warning("megatron-loco: %s", self.onset.what_it_waits_for(self.steps))
 
     def use_default_method_of(self, optimizer: object) -> bool:

@@ -474,7 +474,7 @@ def test_a_loop_without_megatron_s_optimizer_counts_exchanges_and_says_so_once(p
         assert report["resets"] == 2
         assert report["replays"] == 0
         (message,) = report["messages"]
-        assert "counting exchanges as steps" in message
+        assert "counting gradient exchanges as steps" in message
 
 
 def loss_scale(window: int, error_dtype: str) -> dict[str, Any]:
