@@ -144,7 +144,8 @@ class StartTogether:
     """
 
     def __init__(self, ranks: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-        self._ranks = [group for group in ranks if group.size() > 1]
+        # A fake group stands for ranks that do not exist.
+        self._ranks = [group for group in ranks if group.size() > 1 and dist.get_backend(group) != "fake"]
         self._device = device
         self.again()
 
@@ -161,10 +162,13 @@ class StartTogether:
         """
         if self._for_good:
             return
-        answers = torch.tensor([wants or not seen, not seen, wants], dtype=torch.int32, device=self._device)
-        for group in self._ranks:
-            dist.all_reduce(answers, op=dist.ReduceOp.MIN, group=group)
-        those_that_saw, nobody_saw, everyone = answers.tolist()
+        answers = [wants or not seen, not seen, wants]
+        if self._ranks:
+            smallest = torch.tensor(answers, dtype=torch.int32, device=self._device)
+            for group in self._ranks:
+                dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
+            answers = smallest.tolist()
+        those_that_saw, nobody_saw, everyone = answers
         self.started = bool(everyone if nobody_saw else those_that_saw)
         self._for_good = self.started and not nobody_saw
 
