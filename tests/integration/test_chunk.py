@@ -307,7 +307,8 @@ def before_the_first_step() -> dict[str, Any]:
         for step in range(4, 6):
             tiny.step(tiny.random_gradients(step))
             counted.append((state.steps, state.steps_seen, state.onset.started))
-    report = {"counted": counted, "warnings": len([m for m in messages if "counting gradient exchanges" in m])}
+    warnings = len([m for m in messages if "counting gradient exchanges" in m])
+    report = {"counted": counted, "warnings": warnings}
     megatron_patch.disable()
     return report
 
