@@ -18,7 +18,7 @@ import argparse
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from megatron_patch.workflows.plan import hint
 from megatron_patch.workflows.run import configuration, dry_run, launcher, recipes, run_folder
 from megatron_patch.workflows.run.checkpoints import check_restartable, latest_step, place
 from megatron_patch.workflows.run.claim import Claim
+from megatron_patch.workflows.run.configuration import RunConfig
 from megatron_patch.workflows.run.only_one import only_one
 from megatron_patch.workflows.run.prepare import PreparedRun, prepare_run
 from megatron_patch.workflows.run.progress import Board, StepProgress
@@ -55,7 +56,7 @@ def execute(
     """
     if prepared.run.launch.node_rank:
         return _finish(prepared, _start(prepared, label, board, None), 0)
-    with only_one(prepared.folder, "train"):
+    with _held(prepared.run, prepared.folder):
         claim = Claim(
             prepared.folder,
             prepared.checkpoints,
@@ -71,6 +72,20 @@ def execute(
             raise
         claim.begin()
         return _finish(prepared, stopped, _SHARED_SECONDS if prepared.run.launch.nnodes > 1 else 0)
+
+
+@contextlib.contextmanager
+def _held(run: RunConfig, folder: Path, wait: float = 0, create: bool = True) -> Iterator[None]:
+    """Hold what the run writes to: its folder, and where megatron.save puts its checkpoints.
+
+    Without `create` only what exists: elsewhere nobody is at work, and a mistake leaves no folder.
+    """
+    places = {"out": folder} | ({"megatron.save": place(run, folder)} if run.megatron.get("save") else {})
+    with contextlib.ExitStack() as held:
+        for option, path in places.items():
+            if create or path.is_dir():
+                held.enter_context(only_one(path, "train", wait, option))
+        yield
 
 
 def _start(prepared: PreparedRun, label: str, board: Board | None, claim: Claim | None) -> str | None:
@@ -108,7 +123,7 @@ def _finish(prepared: PreparedRun, stopped: str | None, patience: float) -> dict
 
 def resume_or_start(prepared: PreparedRun, label: str, board: Board | None = None) -> dict[str, Any]:
     """`execute` a run that was interrupted, or never started: from its last checkpoint if there is one."""
-    with only_one(prepared.folder, "train"):
+    with _held(prepared.run, prepared.folder):
         resume = latest_step(prepared.checkpoints) is not None
         return execute(prepared, label, overwrite=not resume, resume=resume, board=board)
 
@@ -175,8 +190,9 @@ def run(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
         say(dry_run.shown(configured, planned.job, [said] if said else []))
         return 0
     with contextlib.ExitStack() as held:
-        if first and folder.is_dir():  # else nobody is at work there, and a mistake leaves no folder
-            held.enter_context(only_one(folder, "train", _DYING_SECONDS if args.resume_or_start else 0))
+        if first:
+            patience = _DYING_SECONDS if args.resume_or_start else 0
+            held.enter_context(_held(configured, folder, patience, create=False))
         overwrite, resume = args.overwrite, args.resume
         if first:
             if args.resume_or_start:

@@ -20,7 +20,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextlib.contextmanager
-def only_one(folder: Path, command: str, wait: float = 0) -> Iterator[None]:
+def only_one(folder: Path, command: str, wait: float = 0, option: str = "out") -> Iterator[None]:
     """Within the block no other process gets into the same block for `folder`, which is created.
 
     The lock ends with this process, however that ends. It is a POSIX lock: ranks that are forked do not
@@ -29,6 +29,7 @@ def only_one(folder: Path, command: str, wait: float = 0) -> Iterator[None]:
     Args:
         command: what the other process is called in the message.
         wait: for how many seconds to wait for the other process's end.
+        option: what says that it is this folder.
     """
     place = folder.resolve()
     if place in _HELD:
@@ -38,12 +39,12 @@ def only_one(folder: Path, command: str, wait: float = 0) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / FILE).open("a")
     except OSError as error:
-        raise UserError(f"out: {folder} cannot be written: {error.strerror}") from error
+        raise UserError(f"{option}: {folder} cannot be written: {error.strerror}") from error
     with file:
         deadline = time.monotonic() + wait
         while (problem := _lock(file.fileno())) in _TAKEN:
             if time.monotonic() >= deadline:
-                raise UserError(f"out: another `{command}` is at work in {folder}")
+                raise UserError(f"{option}: another `{command}` is at work in {folder}")
             time.sleep(0.2)
         if problem is not None:
             print(f"{folder} has no locks: see that only one `{command}` works there", file=sys.stderr)

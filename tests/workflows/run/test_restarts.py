@@ -356,6 +356,29 @@ def test_a_second_run_in_a_folder_is_refused(
         other.join()
 
 
+@pytest.mark.parametrize("flags", [["--resume-or-start"], ["--overwrite"], []])
+def test_a_second_run_that_saves_where_another_one_does_is_refused(
+    tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "_DYING_SECONDS", 0)
+    saves, out = tmp_path / "saves", tmp_path / "out"
+    context = multiprocessing.get_context("fork")
+    held, leave = context.Event(), context.Event()
+    other = context.Process(target=hold, args=(saves, held, leave))
+    other.start()
+    try:
+        assert held.wait(60)
+        asked = ["train", CONFIG, *flags, f"megatron.save={saves}", "megatron.save_interval=5"]
+        assert main([*asked, "--out", str(out)]) == 2
+        assert capsys.readouterr().err == (
+            f"megatron-loco: error: megatron.save: another `train` is at work in {saves}\n"
+        )
+        assert not out.exists()
+    finally:
+        other.kill()
+        other.join()
+
+
 def test_a_file_system_without_locks_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
