@@ -84,7 +84,7 @@ def encode(old: torch.Tensor, new: torch.Tensor, message: torch.Tensor) -> int:
 
 def _encode(old: torch.Tensor, new: torch.Tensor, message: torch.Tensor) -> int:
     n = old.numel()
-    difference = _padded(_line(new) - _line(old))
+    difference = _padded(line(new) - line(old))
     first = _first_codes(difference)
     changed = (first > 0).sum(1)
     bitmap = 2 * changed < _lengths(n)
@@ -142,8 +142,7 @@ def decode_each(
     for sender, (start, size) in enumerate(places.tolist()):
         message = messages[sender, start : start + size]
         if sender == own:
-            stale = int(message[:HEADER_BYTES].view(torch.int64)[KIND]) == STALE
-            found[sender] = OWNER_CHANGED if stale else 0
+            found[sender] = OWNER_CHANGED if int(message[0]) == STALE else 0
         else:
             found[sender] = decode_one(message, shards[sender])
 
@@ -164,7 +163,7 @@ def _decode(message: torch.Tensor, weights: torch.Tensor) -> None:
     if header[KIND] == RAW:
         weights.copy_(body.clone().view(torch.int16))
     else:
-        weights.copy_(_line(_line(weights) + _difference(body, n)[:n]))
+        weights.copy_(line(line(weights) + _difference(body, n)[:n]))
     if sums(weights).tolist() != header[NEW_SUMS]:
         raise Mismatch(WEIGHTS_DIFFER if header[KIND] == CODED else MESSAGE_CHANGED)
 
@@ -187,8 +186,8 @@ def read_header(message: torch.Tensor, numel: int) -> list[int]:
     return header
 
 
-def _line(bits: torch.Tensor) -> torch.Tensor:
-    """int16 -> int16; its own inverse."""
+def line(bits: torch.Tensor) -> torch.Tensor:
+    """The place of bit patterns on the line, int16 -> int16; its own inverse."""
     return torch.where(bits < 0, bits ^ 0x7FFF, bits)
 
 

@@ -20,7 +20,7 @@ from megatron_patch.compensation.resharding import REDUCE_SCATTER, Part, Piece, 
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.integration.onebit_adam import norm_sketch
-from megatron_patch.quantization import backends, rotation, scales, weight_code
+from megatron_patch.quantization import backends, entropy_code, rotation, scales, weight_code
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.native import weights as native_weights
 
@@ -137,6 +137,27 @@ def test_the_weight_code_does_not_depend_on_torch_s_defaults(coder):
             shards, verdict = old[None].clone(), torch.zeros(1, dtype=torch.int32, device=CPU)
             coder.decode(message[None], torch.tensor([[0, size]], device=CPU), shards, -1, verdict)
             found.append(fingerprint([message[:size], shards, verdict, coder.sums(new)]))
+        return found
+
+    same_under_all_defaults(work)
+
+
+@pytest.mark.parametrize("coder", [entropy_code], ids=["reference"])
+def test_the_entropy_code_does_not_depend_on_torch_s_defaults(coder):
+    """Shares of 1,024 on both sides of a half, where a rounded half would be another frequency."""
+
+    def work() -> list[str]:
+        found = []
+        for numel, changed in itertools.product((2047, 2048, 4095), (511, 1023, 1024, 1025)):
+            old = torch.arange(numel, dtype=torch.int16, device=CPU)
+            new = old.clone()
+            new[:changed] += 1
+            message = torch.zeros(entropy_code.bound(numel), dtype=torch.uint8, device=CPU)
+            facts = torch.zeros(entropy_code.FACTS, dtype=torch.int64, device=CPU)
+            size = coder.encode(old, new, False, message, facts)
+            shards, verdict = old[None].clone(), torch.zeros(1, dtype=torch.int32, device=CPU)
+            coder.decode(message[None], torch.tensor([[0, size]], device=CPU), shards, -1, verdict)
+            found.append(fingerprint([message[:size], facts, shards, verdict]))
         return found
 
     same_under_all_defaults(work)

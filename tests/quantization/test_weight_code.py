@@ -5,48 +5,32 @@ The bytes are those of `by_hand`, written from the description in weight_code.py
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-import mmap
-import os
 import random
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quantization.weight_coders import (
+    GPU,
+    NO_INTERPRETER,
+    SPECIAL,
+    Coder,
+    Waiting,
+    as_bits,
+    before_a_wall,
+    decode_one,
+    parametrized,
+)
 from seeds import seeded
-from torch.utils._python_dispatch import TorchDispatchMode
+from simulation.weight_sums import sums_by_hand
 
 from megatron_patch.quantization import native, weight_code
-from megatron_patch.quantization.backends import WeightCoder
 from megatron_patch.quantization.native import weights as native_weights
 from megatron_patch.quantization.triton_kernels import weights as triton_weights
 from megatron_patch.quantization.weight_code import HEADER_BYTES, Mismatch, bound
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@dataclass(frozen=True)
-class Coder:
-    """A coder, the device it works on, and by how much its tests are fewer than those of the others."""
-
-    coder: WeightCoder | Any
-    device: str = "cpu"
-    fewer: int = 1
-    without: str = ""
-    """Why it cannot run here."""
-    variant: int | None = None
-
-    def chosen(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.variant is None else native.using(self.variant)
-
-
-GPU = "" if torch.cuda.is_available() and not INTERPRETED else "no GPU is there"
-NO_INTERPRETER = "" if INTERPRETED else "TRITON_INTERPRET is 0"
 CODERS = {
     "reference": Coder(weight_code),
     **{name: Coder(native_weights, variant=index) for index, name in enumerate(native.variants())},
@@ -55,17 +39,8 @@ CODERS = {
 }
 
 
-def of_coders(names: list[str]) -> pytest.MarkDecorator:
-    skipped = {
-        name: pytest.mark.skipif(bool(CODERS[name].without), reason=CODERS[name].without) for name in names
-    }
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=skipped[name]) for name in names])
-
-
-every_coder = of_coders([*CODERS])
-triton_coders = of_coders([name for name in CODERS if name.startswith("triton")])
-SPECIAL = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7FFF, 0xFFFF, 0x0001, 0x8001, 0x3F80]
-"""bf16's zeros, infinities, NaNs, smallest numbers and 1."""
+every_coder = parametrized(CODERS, [*CODERS])
+triton_coders = parametrized(CODERS, [name for name in CODERS if name.startswith("triton")])
 
 
 def coded(name: str, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
@@ -76,12 +51,6 @@ def coded(name: str, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     assert size <= bound(old.numel())
     assert (message[size:] == 0xA5).all(), "nothing is written behind the message"
     return message[:size].cpu()
-
-
-def decode_one(coder: Any, message: torch.Tensor, weights: torch.Tensor, found: torch.Tensor) -> None:
-    """One message, uint8 [bytes], of which the receiver owns nothing."""
-    places = torch.tensor([[0, message.numel()]], device=message.device)
-    coder.decode(message[None], places, weights[None], -1, found)
 
 
 def decoded(name: str, message: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
@@ -98,10 +67,6 @@ def examples(name: str, number: int) -> int:
     return max(number // CODERS[name].fewer, 1)
 
 
-def as_bits(numbers: list[int]) -> torch.Tensor:
-    return torch.tensor([n - 0x10000 if n >= 0x8000 else n for n in numbers], dtype=torch.int16)
-
-
 def line(x: int) -> int:
     return x ^ 0x7FFF if x & 0x8000 else x
 
@@ -115,34 +80,6 @@ def changed(numel: int, seed: int, spread: int, share: float) -> tuple[torch.Ten
     step[torch.rand(numel, generator=random) >= share] = 0
     new = [line((line(x) + d) % 0x10000) for x, d in zip(old.tolist(), step.tolist(), strict=True)]
     return as_bits(old.tolist()), as_bits(new)
-
-
-def hashed(number: int, rounds: list[tuple[int, int]], bits: int) -> int:
-    """A number's bits mixed: of each round a shift to the right, xor, and a factor."""
-    for shift, factor in rounds:
-        number = (number ^ number >> shift) * factor % (1 << bits)
-    return number
-
-
-KEYS = [
-    hashed((j + 1) * 0x9E3779B1 % (1 << 32), [(15, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)], 32)
-    for j in range(1024)
-]
-MIX = [(30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)]
-
-
-def sums_by_hand(patterns: list[int]) -> list[int]:
-    """The two sums of a shard, as their description says."""
-    found = []
-    for keys in (KEYS, [(key << 16 | key >> 16) % (1 << 32) for key in KEYS]):
-        total = 0
-        for tile, start in enumerate(range(0, len(patterns), 2048)):
-            x = patterns[start : start + 2048] + [0] * 2048
-            w = [(x[2 * j] + (x[2 * j + 1] << 16) + keys[j]) % (1 << 32) for j in range(1024)]
-            a = sum(w[j] * w[j + 1] for j in range(0, 1024, 2))
-            total += hashed((a + (tile + 1) * 0x9E3779B97F4A7C15) % (1 << 64), MIX, 64)
-        found.append(total % (1 << 64))
-    return found
 
 
 def by_hand(old: torch.Tensor, new: torch.Tensor) -> list[int]:
@@ -410,17 +347,7 @@ def test_messages_of_all_ranks_at_once(name, numel):
                 assert torch.equal(on_device[2][sender].cpu(), new), sender
 
 
-def before_a_wall(contents: torch.Tensor) -> torch.Tensor:
-    """A copy of uint8 [n], n a multiple of 8, behind which is memory that a process dies of touching."""
-    page, size = mmap.PAGESIZE, contents.numel()
-    wall = -(-size // page) * page
-    memory = mmap.mmap(-1, wall + page)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + wall
-    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), page, 0) == 0
-    return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=wall - size).copy_(contents)
-
-
-@of_coders([name for name in CODERS if CODERS[name].device == "cpu"])
+@parametrized(CODERS, [name for name in CODERS if CODERS[name].device == "cpu"])
 def test_nothing_outside_a_message_and_its_weights_is_read_or_written(name):
     """Whatever counts and codes say."""
     one = CODERS[name]
@@ -439,14 +366,6 @@ def test_nothing_outside_a_message_and_its_weights_is_read_or_written(name):
                 with one.chosen():
                     decode_one(one.coder, before_a_wall(broken), weights, found)
                 assert int(found) >= 0
-
-
-class Waiting(TorchDispatchMode):
-    """Raises where the CPU would wait for a tensor's number."""
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        assert function is not torch.ops.aten._local_scalar_dense.default
-        return function(*arguments, **(options or {}))
 
 
 @triton_coders
