@@ -26,6 +26,7 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
 from megatron.training import get_args
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
@@ -58,6 +59,7 @@ class RunMetrics:
         self._model: list[Any] = []
         self._started = 0.0
         self._seconds: list[float] = []
+        self._rates: list[float] = []
         self._evaluating = ""
         self._losses: dict[str, float] = {}
         self._last: dict[str, Any] = {}
@@ -123,6 +125,8 @@ class RunMetrics:
         self._steps = step
         seconds = time.perf_counter() - self._started
         self._seconds.append(seconds)
+        # Ramp-ups and schedules change the batch, and args.global_batch_size is the last one, or none.
+        self._rates.append(get_current_running_global_batch_size() * args.seq_length / seconds)
         if not self._logs(args, step):
             return
         record = {
@@ -130,7 +134,7 @@ class RunMetrics:
             "loss": _number(arguments["loss_dict"].get("lm loss")),
             "grad_norm": _number(arguments["grad_norm"]),
             "step_seconds": seconds,
-            "tokens_per_second": args.global_batch_size * args.seq_length / seconds,
+            "tokens_per_second": self._rates[-1],
             **self._compression_record(),
         }
         self._last = record
@@ -272,7 +276,7 @@ class RunMetrics:
             "compression_seconds_per_step": _median(
                 self._compression_seconds or [record["compression_seconds"] for record in earlier]
             ),
-            "tokens_per_second": args.global_batch_size * args.seq_length / median,
+            "tokens_per_second": _median(self._rates or [record["tokens_per_second"] for record in earlier]),
             "gradient_wire": {
                 "bytes_per_step": last["gradient_wire_bytes"],
                 "bits_per_element": last["gradient_wire_bits_per_element"],
@@ -306,8 +310,9 @@ def _read(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
             return
 
 
-def _median(seconds: list[float]) -> float:
-    return stats.median(seconds[_WARM_UP_STEPS:] or seconds)
+def _median(values: list[float]) -> float:
+    """Over all steps but the first ones."""
+    return stats.median(values[_WARM_UP_STEPS:] or values)
 
 
 def _number(value: Any) -> float | None:
