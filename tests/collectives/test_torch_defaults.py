@@ -142,8 +142,15 @@ def test_the_weight_code_does_not_depend_on_torch_s_defaults(coder):
     same_under_all_defaults(work)
 
 
-@pytest.mark.parametrize("coder", [entropy_code], ids=["reference"])
-def test_the_entropy_code_does_not_depend_on_torch_s_defaults(coder):
+@pytest.mark.parametrize(
+    ("encode", "decode"),
+    [
+        (entropy_code.encode, entropy_code.decode),
+        (native_weights.encode_entropy, native_weights.decode_entropy),
+    ],
+    ids=["reference", "native"],
+)
+def test_the_entropy_code_does_not_depend_on_torch_s_defaults(encode, decode):
     """Shares of 1,024 on both sides of a half, where a rounded half would be another frequency."""
 
     def work() -> list[str]:
@@ -154,9 +161,9 @@ def test_the_entropy_code_does_not_depend_on_torch_s_defaults(coder):
             new[:changed] += 1
             message = torch.zeros(entropy_code.bound(numel), dtype=torch.uint8, device=CPU)
             facts = torch.zeros(entropy_code.FACTS, dtype=torch.int64, device=CPU)
-            size = coder.encode(old, new, False, message, facts)
+            size = encode(old, new, False, message, facts)
             shards, verdict = old[None].clone(), torch.zeros(1, dtype=torch.int32, device=CPU)
-            coder.decode(message[None], torch.tensor([[0, size]], device=CPU), shards, -1, verdict)
+            decode(message[None], torch.tensor([[0, size]], device=CPU), shards, -1, verdict)
             found.append(fingerprint([message[:size], facts, shards, verdict]))
         return found
 

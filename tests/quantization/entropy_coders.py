@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from quantization.weight_coders import SPECIAL, Coder, decode_one, parametrized, patterns
 from simulation import entropy_coder as by_hand
 
-from megatron_patch.quantization import entropy_code, weight_code
+from megatron_patch.quantization import entropy_code, native, weight_code
 from megatron_patch.quantization.entropy_code import FACTS, bound
+from megatron_patch.quantization.native import weights as native_weights
 
-CODERS = {"reference": Coder(entropy_code, fewer=8)}
+_native = SimpleNamespace(encode=native_weights.encode_entropy, decode=native_weights.decode_entropy)
+CODERS = {
+    "reference": Coder(entropy_code, fewer=8),
+    **{name: Coder(_native, variant=index) for index, name in enumerate(native.variants())},
+}
 every_coder = parametrized(CODERS, [*CODERS])
 cpu_coders = parametrized(CODERS, [name for name in CODERS if CODERS[name].device == "cpu"])
 

@@ -3,117 +3,14 @@
 //
 // Compiled once per instruction set (VARIANT names the namespace); dispatch.cpp picks one at run time.
 #include "kernels.h"
-
-#include <algorithm>
-#include <cstring>
-#ifdef __SSE2__
-#include <immintrin.h>
-#endif
+#include "weights.h"
 
 namespace VARIANT {
 namespace {
 
-constexpr int64_t TILE = 2048, HEADER = 56, CODED = 1, RAW = 2;
+constexpr int64_t TILE = PIECE, HEADER = 56, CODED = 1, RAW = 2;
 constexpr uint16_t NO_BITMAP = 0xffff;
 constexpr int64_t SLACK = 64;  // behind the arrays of a tile: loops may touch some numbers more than there are
-
-// Bit patterns on a line, -0 beside +0; its own inverse.
-inline uint16_t line(uint16_t bits) { return bits ^ (static_cast<int16_t>(bits) >> 15 & 0x7fff); }
-
-// The keys of a tile's words, for each of two sums.
-struct Keys {
-  alignas(64) uint32_t of[2][TILE / 2] = {};
-  constexpr Keys() {
-    for (uint32_t j = 0; j < TILE / 2; ++j) {
-      uint32_t key = (j + 1) * 0x9e3779b1u;
-      key = (key ^ key >> 15) * 0x85ebca6bu;
-      key = (key ^ key >> 13) * 0xc2b2ae35u;
-      key ^= key >> 16;
-      of[0][j] = key;
-      of[1][j] = key >> 16 | key << 16;
-    }
-  }
-};
-constexpr Keys keys;
-
-// The sum of products of a tile's words, two by two, each with its key added. It is associative, so vectors may add.
-inline void products(const uint16_t *tile, uint64_t *sums) {
-#if defined(__AVX512F__)
-  __m512i a = _mm512_setzero_si512(), b = a;
-  for (int64_t j = 0; j < TILE / 2; j += 16) {
-    const __m512i words = _mm512_loadu_si512(tile + 2 * j);
-    const __m512i x = _mm512_add_epi32(words, _mm512_load_si512(keys.of[0] + j));
-    const __m512i y = _mm512_add_epi32(words, _mm512_load_si512(keys.of[1] + j));
-    a = _mm512_add_epi64(a, _mm512_mul_epu32(x, _mm512_srli_epi64(x, 32)));
-    b = _mm512_add_epi64(b, _mm512_mul_epu32(y, _mm512_srli_epi64(y, 32)));
-  }
-  sums[0] = static_cast<uint64_t>(_mm512_reduce_add_epi64(a));
-  sums[1] = static_cast<uint64_t>(_mm512_reduce_add_epi64(b));
-#elif defined(__AVX2__)
-  __m256i a = _mm256_setzero_si256(), b = a;
-  for (int64_t j = 0; j < TILE / 2; j += 8) {
-    const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(tile + 2 * j));
-    const __m256i x = _mm256_add_epi32(words, _mm256_load_si256(reinterpret_cast<const __m256i *>(keys.of[0] + j)));
-    const __m256i y = _mm256_add_epi32(words, _mm256_load_si256(reinterpret_cast<const __m256i *>(keys.of[1] + j)));
-    a = _mm256_add_epi64(a, _mm256_mul_epu32(x, _mm256_srli_epi64(x, 32)));
-    b = _mm256_add_epi64(b, _mm256_mul_epu32(y, _mm256_srli_epi64(y, 32)));
-  }
-  alignas(32) uint64_t lanes[2][4];
-  _mm256_store_si256(reinterpret_cast<__m256i *>(lanes[0]), a);
-  _mm256_store_si256(reinterpret_cast<__m256i *>(lanes[1]), b);
-  for (int k = 0; k < 2; ++k) sums[k] = lanes[k][0] + lanes[k][1] + lanes[k][2] + lanes[k][3];
-#elif defined(__SSE2__)
-  __m128i a = _mm_setzero_si128(), b = a;
-  for (int64_t j = 0; j < TILE / 2; j += 4) {
-    const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i *>(tile + 2 * j));
-    const __m128i x = _mm_add_epi32(words, _mm_load_si128(reinterpret_cast<const __m128i *>(keys.of[0] + j)));
-    const __m128i y = _mm_add_epi32(words, _mm_load_si128(reinterpret_cast<const __m128i *>(keys.of[1] + j)));
-    a = _mm_add_epi64(a, _mm_mul_epu32(x, _mm_srli_epi64(x, 32)));
-    b = _mm_add_epi64(b, _mm_mul_epu32(y, _mm_srli_epi64(y, 32)));
-  }
-  alignas(16) uint64_t lanes[2][2];
-  _mm_store_si128(reinterpret_cast<__m128i *>(lanes[0]), a);
-  _mm_store_si128(reinterpret_cast<__m128i *>(lanes[1]), b);
-  for (int k = 0; k < 2; ++k) sums[k] = lanes[k][0] + lanes[k][1];
-#else
-  sums[0] = sums[1] = 0;
-  for (int64_t j = 0; j < TILE / 2; j += 2) {
-    uint32_t words[2];
-    std::memcpy(words, tile + 2 * j, 8);
-    for (int k = 0; k < 2; ++k) {
-      const uint32_t even = words[0] + keys.of[k][j], odd = words[1] + keys.of[k][j + 1];
-      sums[k] += static_cast<uint64_t>(even) * odd;
-    }
-  }
-#endif
-}
-
-// The two sums of a shard, tile by tile.
-struct Sums {
-  uint64_t of[2] = {0, 0};
-
-  // Adds the n weights of tile number `tile`.
-  void add(const uint16_t *weights, int64_t n, int64_t tile) {
-    uint64_t found[2];
-    if (n == TILE) {
-      products(weights, found);
-    } else {
-      uint16_t filled[TILE] = {};
-      std::memcpy(filled, weights, 2 * n);
-      products(filled, found);
-    }
-    for (int k = 0; k < 2; ++k) {
-      uint64_t z = found[k] + (static_cast<uint64_t>(tile) + 1) * 0x9e3779b97f4a7c15u;
-      z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
-      z = (z ^ z >> 27) * 0x94d049bb133111ebu;
-      of[k] += z ^ z >> 31;
-    }
-  }
-
-  void add_all(const uint16_t *weights, int64_t n) {
-    for (int64_t start = 0; start < n; start += TILE) add(weights + start, std::min(TILE, n - start), start / TILE);
-  }
-};
 
 // Numbers of `bits` bits <-> bytes, the first in the lowest bits; zeros behind the last.
 template <int bits>

@@ -1,10 +1,10 @@
-"""The CPU kernels of quantization/weight_code.py: the same bytes, in one pass for each direction."""
+"""The CPU kernels of quantization/weight_code.py and entropy_code.py: the same bytes."""
 
 from __future__ import annotations
 
 import torch
 
-from megatron_patch.quantization import native
+from megatron_patch.quantization import entropy_code, native
 from megatron_patch.quantization.weight_code import Mismatch, decode_each, read_header
 
 
@@ -28,6 +28,32 @@ def _decode_one(message: torch.Tensor, weights: torch.Tensor) -> int:
     except Mismatch as mismatch:
         return mismatch.found
     run = native.loaded().megatron_loco_weight_decode
+    message_at, weights_at = map(native.pointer, (message, weights))
+    return int(run(native.variant(), message_at, message.numel(), weights_at, weights.numel()))
+
+
+def encode_entropy(
+    old: torch.Tensor, new: torch.Tensor, fp16: bool, message: torch.Tensor, facts: torch.Tensor
+) -> int:
+    """entropy_code.encode."""
+    run = native.loaded().megatron_loco_entropy_encode
+    before, after, to, told = map(native.pointer, (old, new, message, facts))
+    return int(run(native.variant(), before, after, old.numel(), fp16, to, told))
+
+
+def decode_entropy(
+    messages: torch.Tensor, places: torch.Tensor, shards: torch.Tensor, own: int, found: torch.Tensor
+) -> None:
+    """entropy_code.decode."""
+    decode_each(_decode_one_entropy, messages, places, shards, own, found)
+
+
+def _decode_one_entropy(message: torch.Tensor, weights: torch.Tensor) -> int:
+    try:
+        entropy_code.kind_of(message, weights.numel())
+    except Mismatch as mismatch:
+        return mismatch.found
+    run = native.loaded().megatron_loco_entropy_decode
     message_at, weights_at = map(native.pointer, (message, weights))
     return int(run(native.variant(), message_at, message.numel(), weights_at, weights.numel()))
 
