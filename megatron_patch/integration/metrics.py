@@ -26,7 +26,7 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
+from megatron.core import num_microbatches_calculator
 from megatron.training import get_args
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
@@ -126,7 +126,9 @@ class RunMetrics:
         seconds = time.perf_counter() - self._started
         self._seconds.append(seconds)
         # Ramp-ups and schedules change the batch, and args.global_batch_size is the last one, or none.
-        self._rates.append(get_current_running_global_batch_size() * args.seq_length / seconds)
+        calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+        batch = calculator.get_current_running_global_batch_size() if calculator else args.global_batch_size
+        self._rates.append(batch * args.seq_length / seconds)
         if not self._logs(args, step):
             return
         record = {

@@ -46,7 +46,11 @@ def tokens_of_a_growing_batch(folder: str) -> list[float]:
     args = SimpleNamespace(global_batch_size=None, seq_length=8, log_interval=1, train_iters=3)
     with (
         mock.patch.object(metrics, "get_args", return_value=args),
-        mock.patch.object(metrics, "get_current_running_global_batch_size", side_effect=[2, 4, 6]),
+        mock.patch.object(
+            metrics.num_microbatches_calculator,
+            "_GLOBAL_NUM_MICROBATCHES_CALCULATOR",
+            mock.Mock(**{"get_current_running_global_batch_size.side_effect": [2, 4, 6]}),
+        ),
     ):
         for step in (1, 2, 3):
             run._before_step({"model": []})
