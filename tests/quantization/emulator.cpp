@@ -85,6 +85,9 @@ int main(int, char **arguments) {
       function<void(int, const void *)>(name)(variant, structure.data());
     } else if (name == "megatron_loco_weight_sums") {
       function<void(int, int64_t, int64_t, int64_t)>(name)(variant, plain[0], plain[1], plain[2]);
+    } else if (plain.size() == 6) {
+      result = function<int64_t(int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t)>(name)(
+          variant, plain[0], plain[1], plain[2], plain[3], plain[4], plain[5]);
     } else {
       result = function<int64_t(int, int64_t, int64_t, int64_t, int64_t)>(name)(variant, plain[0], plain[1],
                                                                                   plain[2], plain[3]);

@@ -23,9 +23,10 @@ from quantization.backend_agreement import (
     usable,
 )
 from quantization.emulated import Library, emulating
+from quantization.entropy_coders import ANY, NORMAL, changed
 
 import hatch_build
-from megatron_patch.quantization import native, weight_code
+from megatron_patch.quantization import entropy_code, native, weight_code
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.native import weights as native_weights
 
@@ -123,4 +124,30 @@ def test_weights_come_back_from_the_reference_s_bytes(library, numel, spread, sh
     assert same(native_weights.sums(after), weight_code.sums(after))
     truncated = messages[0][:-1].clone()
     native_weights.decode(truncated[None], whole - torch.tensor([[0, 1]]), before.clone()[None], -1, found)
+    assert found != 0
+
+
+@given(
+    numel=st.integers(1, 9000),
+    spread=st.sampled_from([1, 2, 40, 40_000]),
+    share=st.sampled_from([0.0, 0.1, 0.6, 1.0]),
+    fp16=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_entropy_code_of_weights_is_the_reference_s_bytes(library, numel, spread, share, fp16, seed):
+    before, after = changed(numel, seed, spread, share, NORMAL if seed % 2 else ANY, fp16)
+    messages, facts = [], torch.zeros(2, entropy_code.FACTS, dtype=torch.int64)
+    for encode, told in zip((native_weights.encode_entropy, entropy_code.encode), facts, strict=True):
+        message = torch.full((entropy_code.bound(numel),), 0xA5, dtype=torch.uint8)
+        messages.append(message[: encode(before, after, fp16, message, told)])
+    assert same(*messages)
+    assert same(*facts)
+    decoded, found = before.clone(), torch.full((1,), -1, dtype=torch.int32)
+    whole = torch.tensor([[0, messages[0].numel()]])
+    native_weights.decode_entropy(messages[0][None], whole, decoded[None], -1, found)
+    assert found == 0
+    assert same(decoded, after)
+    shorter = whole - torch.tensor([[0, 1]])
+    native_weights.decode_entropy(messages[0][None, :-1].clone(), shorter, before.clone()[None], -1, found)
     assert found != 0
