@@ -211,8 +211,8 @@ class _Steps:
             optimizer, [a.state for a in _updated_by(optimizer) if a.state.config.is_onebit_adam]
         )
 
-    def rescaled(self, optimizer: Any, factor: float) -> None:
-        for attachment in _updated_by(optimizer):
+    def rescaled(self, optimizers: list[Any], factor: float) -> None:
+        for attachment in {a: None for optimizer in optimizers for a in _updated_by(optimizer)}:
             attachment.state.loss_rescaled(factor)
 
     def prepared(self, optimizer: Any, loss_scale_factor: float) -> None:

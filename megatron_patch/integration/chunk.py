@@ -182,9 +182,10 @@ class ChunkState:
         """Before the first exchange of a pass: do all ranks compress?"""
         if self.config.is_onebit_adam or not self.config.compresses:
             return
-        before = self.active
-        self._together.ask(self.onset.started, self._optimizer_seen)
-        if self.active and not before and self.steps_seen and self.announces:
+        before, onset = self.active, self.onset
+        self._together.ask(onset.started, self._optimizer_seen)
+        starts = self.active and not before and (not onset.started or onset.since == self.steps)
+        if starts and self.announces:  # not where a resumed run compresses on
             logger.info("megatron-loco: compression starts at step %d", self.steps_seen + 1)
 
     def end_unseen_step(self) -> None:
@@ -204,10 +205,7 @@ class ChunkState:
         self._started_unseen |= waited and self.onset.started
 
     def optimizer_prepared(self, loss_scale_factor: float) -> None:
-        """An optimizer has prepared this step's gradients, by a call of its own, and has found no overflow.
-
-        If it does not use them before the next exchange, its step was skipped.
-        """
+        """An optimizer has prepared this step's gradients; if it does not use them, its step was skipped."""
         if self._passes:
             self._prepared = (self._prepared or 1.0) * loss_scale_factor
 

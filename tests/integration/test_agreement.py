@@ -169,3 +169,26 @@ def loaded_reference() -> dict[str, Any]:
 def test_a_load_without_an_optimizer_leaves_errors_and_counters(pool: Any) -> None:
     for found in pool.run(loaded_reference, world_size=2):
         assert found == {"same": True, "counted": True}
+
+
+def lines_after(how: str) -> list[str]:
+    """In a worker: the log of a run from its third step on, resumed after that step or as it was."""
+    import megatron_patch
+
+    tiny, state = built({}, {"start_step": 2})
+    for step in range(3):
+        tiny.step(tiny.random_gradients(step))
+    saved = megatron_patch.state_dict(tiny.ddp, tiny.optimizer)
+    if how == "resumed":
+        megatron_patch.load_state_dict(tiny.ddp, saved, tiny.optimizer)
+    with logged() as lines:
+        tiny.step(tiny.random_gradients(3))
+    assert state.report.compressed
+    megatron_patch.disable()
+    return list(lines)
+
+
+def test_a_resumed_run_does_not_say_that_compression_starts(pool: Any) -> None:
+    for how in ("undisturbed", "resumed"):
+        for lines in pool.run(lines_after, how, world_size=2):
+            assert not [line for line in lines if "compression starts" in line]

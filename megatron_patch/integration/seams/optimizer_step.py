@@ -42,8 +42,8 @@ class Stepper(Protocol):
     def other_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer that is not Megatron's begins its step."""
 
-    def rescaled(self, optimizer: Any, factor: float) -> None:
-        """Torch's GradScaler, which has been asked to step an optimizer, has changed its scale or not."""
+    def rescaled(self, optimizers: list[Any], factor: float) -> None:
+        """Torch's GradScaler, which has been asked to step these, has updated its scale, by this factor."""
 
     def prepared(self, optimizer: Any, loss_scale_factor: float) -> None:
         """The first half has ended without an overflow."""
@@ -164,8 +164,7 @@ def listen(stepper: Stepper) -> None:
         def update(self: Any, *args: Any, **kwargs: Any) -> None:
             before = self.get_scale()
             original(self, *args, **kwargs)
-            for optimizer in vars(self).pop(_SCALED, []):
-                stepper.rescaled(optimizer, self.get_scale() / before)
+            stepper.rescaled(vars(self).pop(_SCALED, []), self.get_scale() / before)
 
         return update
 

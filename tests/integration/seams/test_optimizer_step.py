@@ -140,7 +140,7 @@ def test_a_step_that_another_model_s_overflow_skips_is_skipped(pool: Any) -> Non
 # --- torch's own scaler ----------------------------------------------------------------------------------
 
 
-def with_a_scaler() -> dict[str, Any]:
+def with_a_scaler(optimizers: int) -> dict[str, Any]:
     """In a worker: torch's GradScaler, which doubles its scale every two steps, and skips one overflow."""
     import torch
     from integration.seam_runs import built, errors_of
@@ -148,22 +148,26 @@ def with_a_scaler() -> dict[str, Any]:
     import megatron_patch
 
     tiny, state = built({"ddp": {"use_distributed_optimizer": False}}, {"bits": 4, "error_dtype": "fp32"})
-    optimizer = torch.optim.SGD(tiny.parameters, lr=1e-3)
+    parts = [tiny.parameters[start::optimizers] for start in range(optimizers)]
+    each = [torch.optim.SGD(part, lr=1e-3) for part in parts]
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     scaler.scale(torch.zeros(()))
     grown, skipped = [], []
     for step in range(6):
         gradients = [4.0 * gradient for gradient in tiny.random_gradients(step)]
         if step == 4:
-            gradients[0][0, 0] = torch.inf
+            for gradient in gradients:
+                gradient.view(-1)[0] = torch.inf
         tiny.exchange(gradients)
         before = float(sum(abs(error).sum() for error in errors_of(state)))
         scale = scaler.get_scale()
         for parameter in tiny.parameters:
             parameter.grad = parameter.main_grad.clone()
-        scaler.step(optimizer)
+        for optimizer in each:
+            scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in each:
+            optimizer.zero_grad(set_to_none=True)
         after = float(sum(abs(error).sum() for error in errors_of(state)))
         grown.append((scaler.get_scale() / scale, after / before if before else 1.0))
         skipped.append(state.events.skipped_steps)
@@ -172,8 +176,9 @@ def with_a_scaler() -> dict[str, Any]:
     return found
 
 
-def test_torch_s_scaler_rescales_errors_and_skips_steps(pool: Any) -> None:
-    for found in pool.run(with_a_scaler, world_size=2):
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_torch_s_scaler_rescales_errors_and_skips_steps(pool: Any, optimizers: int) -> None:
+    for found in pool.run(with_a_scaler, optimizers, world_size=2):
         scales, errors = zip(*found["grown"], strict=True)
         assert scales == (1.0, 2.0, 1.0, 2.0, 0.5, 1.0)
         assert errors == pytest.approx((1.0, 2.0, 1.0, 2.0, 0.0, 1.0))
