@@ -82,6 +82,8 @@ class OneBitAdam:
         self._copies: list[replicas.Replicas] | None = None
         self._model = warm_up.ModelRanks(self._chunks[0])
         self._ready: Prepared | None = None
+        devices = [bucket.grad_data.device for _, seam in self._seams for bucket in seam.group.buckets]
+        self._device = next(iter(devices), torch.device("cpu"))  # a chunk that is frozen whole has none
         self._held = torch.zeros(2, dtype=torch.int64)
         """Elements that are held in this step, on this rank (update.held)."""
 
@@ -144,7 +146,7 @@ class OneBitAdam:
         frozen_at = self._states[0].phase.variance_steps or 0
         holding = [part for part in self._parts if any(own(part))]
         lost = len(known) < len(mine) or any(warm_up.adam_steps(part) < frozen_at for part in holding)
-        unlike = variance = torch.zeros((), dtype=torch.float64, device=self._states[0].device)
+        unlike = variance = torch.zeros((), dtype=torch.float64, device=self._device)
         if mine and not lost:
             held = magnitudes([parameter.grad for parameter, _ in mine])
             kept = magnitudes([state["exp_avg"] for state in known])
@@ -180,13 +182,13 @@ class OneBitAdam:
                 assert seam.momentum is not None
                 group = seam.momentum.group
                 seed = first.config.seed + first.steps_seen
-                sketch = sketches.setdefault(group, NormSketch(seed, first.device))
+                sketch = sketches.setdefault(group, NormSketch(seed, self._device))
                 for bucket in seam.group.buckets:
                     for parameter in bucket.params_list:
                         if _counts(parameter):
                             start, end = bucket.param_to_index[parameter]
                             sketch.add(bucket.grad_data[start:end], seam.momentum.mean_factor)
-            total = torch.zeros((), dtype=torch.float64, device=first.device)
+            total = torch.zeros((), dtype=torch.float64, device=self._device)
             for group, sketch in sketches.items():
                 total += sketch.squared_norm_of_mean(group) / group.size()
         return total
@@ -217,7 +219,7 @@ class OneBitAdam:
         """Megatron's `step_with_ready_grads`, with ours where the inner Adam's step would be."""
         for part in self._parts:
             part.optimizer.step = functools.partial(self._inner_step, part)
-        self._held = torch.zeros(2, dtype=torch.int64, device=self._states[0].device)
+        self._held = torch.zeros(2, dtype=torch.int64, device=self._device)
         try:
             return bool(self._optimizer.step_with_ready_grads())
         finally:
