@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from megatron_patch.quantization import entropy_code, native
@@ -22,14 +24,23 @@ def decode(
     decode_each(_decode_one, messages, places, shards, own, found)
 
 
-def _decode_one(message: torch.Tensor, weights: torch.Tensor) -> int:
-    try:
-        read_header(message, weights.numel())
-    except Mismatch as mismatch:
-        return mismatch.found
-    run = native.loaded().megatron_loco_weight_decode
-    message_at, weights_at = map(native.pointer, (message, weights))
-    return int(run(native.variant(), message_at, message.numel(), weights_at, weights.numel()))
+def _decoding(check: Callable[[torch.Tensor, int], object], name: str) -> Callable[..., int]:
+    """Decode one message by the library's function `name`, once `check` has read its header."""
+
+    def decode_one(message: torch.Tensor, weights: torch.Tensor) -> int:
+        try:
+            check(message, weights.numel())
+        except Mismatch as mismatch:
+            return mismatch.found
+        run = getattr(native.loaded(), name)
+        message_at, weights_at = map(native.pointer, (message, weights))
+        return int(run(native.variant(), message_at, message.numel(), weights_at, weights.numel()))
+
+    return decode_one
+
+
+_decode_one = _decoding(read_header, "megatron_loco_weight_decode")
+_decode_one_entropy = _decoding(entropy_code.kind_of, "megatron_loco_entropy_decode")
 
 
 def encode_entropy(
@@ -46,16 +57,6 @@ def decode_entropy(
 ) -> None:
     """entropy_code.decode."""
     decode_each(_decode_one_entropy, messages, places, shards, own, found)
-
-
-def _decode_one_entropy(message: torch.Tensor, weights: torch.Tensor) -> int:
-    try:
-        entropy_code.kind_of(message, weights.numel())
-    except Mismatch as mismatch:
-        return mismatch.found
-    run = native.loaded().megatron_loco_entropy_decode
-    message_at, weights_at = map(native.pointer, (message, weights))
-    return int(run(native.variant(), message_at, message.numel(), weights_at, weights.numel()))
 
 
 def sums(weights: torch.Tensor) -> torch.Tensor:
