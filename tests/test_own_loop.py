@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "pretrain_scripts" / "own_loop.py"
 PAGE = ROOT / "docs" / "api.md"
 LINE = re.compile(
-    r"loss (\S+)  step (\d+): loco, 4 bits( \(not compressed in this step\))?: (\S+) bits/gradient, (\S+) bits/weight; "
+    r"loss (\S+)  step (\d+): loco, 4 bits( \(not compressed in this step\))?: "
+    r"(\S+) bits/gradient, (\S+) bits/weight; "
     r"this rank sent \S+ MB of gradients and \S+ MB of weights; error state 0\.478 MB"
 )
 
@@ -46,7 +47,7 @@ def test_it_trains_on_two_ranks_and_prints_reports(tmp_path: Path) -> None:
     losses = [float(line[1]) for line in lines if line]
     assert [int(line[2]) for line in lines if line] == [5, 10, 15, 20, 25, 30]
     assert losses[-1] < losses[0] - 1, "from a byte at random, ln 256 = 5.5, to what Python looks like"
-    # Its learning rate is constant: `start_step: auto` waits ten steps, since it may be a warm-up's first stair.
+    # A constant rate may be a warm-up's first stair: `start_step: auto` waits ten steps.
     assert [int(line[2]) for line in lines if line and line[3]] == [5, 10]
     for line in filter(None, lines):
         assert float(line[4]) == 16 if line[3] else 4.1 < float(line[4]) < 4.5

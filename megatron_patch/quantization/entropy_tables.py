@@ -2,7 +2,8 @@
 
 A move is a symbol and some raw bits: 0 is d = 0, 1 to 40 are classes of size with the sign in the lowest raw
 bit, and ESCAPE is any other d, which follows as a word. The context is the exponent of the old weight, in a
-window of 16. In each context the frequencies are whole and add up to 1,024. docs/entropy_code.md has the rules.
+window of 16. In each context the frequencies are whole and add up to 1,024. docs/weight_codes.md has the
+rules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The entropy code of weights' changes: every bit pattern comes back, and what is not whole is told.
 
-The bytes are those of simulation/entropy_coder.py, written from docs/entropy_code.md with Python's integers.
+The bytes are those of simulation/entropy_coder.py, written from docs/weight_codes.md with Python's integers.
 """
 
 from __future__ import annotations
