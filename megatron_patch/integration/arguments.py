@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_patch.config import CompressionConfig
@@ -64,9 +64,12 @@ def config_from_arguments(args: argparse.Namespace) -> CompressionConfig:
 def after_parsing(
     add_arguments: Callable[[argparse.ArgumentParser], argparse.ArgumentParser],
     then: Callable[[argparse.Namespace], None],
+    defaults: Mapping[str, Any],
 ) -> Callable[[argparse.ArgumentParser], argparse.ArgumentParser]:
     """Wrap Megatron's `add_megatron_arguments`: our flags are added, and `then` sees what was parsed.
 
+    `defaults` are flags of Megatron that are set where the command line does not say otherwise, by their
+    names without dashes; one that this release does not have is left out.
     Scripts import the function that parses by name and at different times from release to release; every
     one of them builds its parser with add_megatron_arguments, so the parser itself carries the hook.
     """
@@ -74,6 +77,10 @@ def after_parsing(
     @functools.wraps(add_arguments)
     def wrapped(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = add_compression_arguments(_with_printable_help(add_arguments(parser)))
+        for option, value in defaults.items():
+            action = parser._option_string_actions.get("--" + option.replace("_", "-"))
+            if action is not None:
+                parser.set_defaults(**{action.dest: action.const if action.nargs == 0 else value})
         parse = parser.parse_known_args
 
         def parse_known_args(*args: Any, **kwargs: Any) -> Any:

@@ -20,6 +20,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megatron_patch.errors import UserError, failed_assert
 
@@ -71,12 +72,14 @@ def _naming_lost_ranks() -> Iterator[None]:
 def _run(script: str, flags: list[str]) -> None:
     # Before Megatron is imported: a script in a checkout of Megatron-LM brings its own.
     sys.path.insert(0, str(Path(script).resolve().parent))
+    defaults: dict[str, Any] = {}
     if _wants_cpu(flags):
         # What is missing here, and is for GPUs: twenty lines of every rank, before its first own one.
         warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
         from megatron_patch.integration.cpu import device as cpu_device
 
         cpu_device.install()
+        defaults = cpu_device.CPU_FLAGS
     from megatron_patch.integration import patching, symbols
     from megatron_patch.integration.arguments import after_parsing, config_from_arguments
     from megatron_patch.integration.checkpoint import hooks as checkpoint
@@ -99,7 +102,7 @@ def _run(script: str, flags: list[str]) -> None:
         installed[0].install()
 
     checkpoint.install()  # before the script imports checkpoint functions by name
-    patching.replace(symbols.ADD_ARGUMENTS, lambda original: after_parsing(original, switch_on))
+    patching.replace(symbols.ADD_ARGUMENTS, lambda original: after_parsing(original, switch_on, defaults))
     saved, sys.argv = sys.argv, [script, *flags]
     try:
         runpy.run_path(script, run_name="__main__")

@@ -249,7 +249,7 @@ def parsed() -> Claims:
 
     seen: list[Any] = []
     original = arguments.add_megatron_arguments
-    arguments.add_megatron_arguments = after_parsing(original, seen.append)
+    arguments.add_megatron_arguments = after_parsing(original, seen.append, {})
     sys.argv = ["pretrain.py", "--num-layers", "2", "--compression-bits", "2"]
     try:
         args = arguments.parse_args()

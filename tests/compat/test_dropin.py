@@ -141,7 +141,7 @@ def helped() -> str:
     from megatron_patch.integration.arguments import after_parsing
 
     original = arguments.add_megatron_arguments
-    arguments.add_megatron_arguments = after_parsing(original, lambda args: None)
+    arguments.add_megatron_arguments = after_parsing(original, lambda args: None, {})
     sys.argv = ["pretrain.py", "--help"]
     text = io.StringIO()
     try:

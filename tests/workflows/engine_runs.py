@@ -90,7 +90,7 @@ RUNS: dict[str, Run] = {
     "stock-bf16": Run(BF16),
     "none-bf16": Run(BF16, NONE),
     "unattached": Run(ours=["--no-compression-attach"]),
-    "loco": Run(ours=LOCO),
+    "loco": Run([*UNTIED, "--log-memory-to-tensorboard"], LOCO),
     "loco-again": Run(ours=LOCO),
     "loco-overlap": Run(OVERLAP, LOCO),
     "loco-late": Run(ours=["--compression-start-step", "100"]),
@@ -148,16 +148,16 @@ def rank_main(asked: Run, rank: int, port: int, folder: Path) -> int:
     torch.set_num_threads(1)
     flags = [flag.replace("{out}", str(folder.parent)) for flag in asked.flags]
     model = [flag for flag in MODEL if flag not in asked.without]
-    argv = [*model, *cpu_flags(), *flags, "--tensorboard-dir", str(folder / "tensorboard")]
+    argv = [*model, *flags, "--tensorboard-dir", str(folder / "tensorboard")]
     if asked.ours is not None:
         from megatron_patch.integration.run_script import main
 
-        ours = ["--compression-device", "cpu", "--compression-output", str(folder)]
+        ours = ["--compression-device", "cpu", "--compression-output", str(folder)]  # it sets the cpu_flags
         status = main([SCRIPT, *argv, *asked.ours, *ours])
     else:
         if asked.door is not None:
             DOORS[asked.door]()
-        sys.argv = [SCRIPT, *argv]
+        sys.argv = [SCRIPT, *argv, *cpu_flags()]
         runpy.run_path(SCRIPT, run_name="__main__")
         status = 0
     from megatron.training.global_vars import get_tensorboard_writer

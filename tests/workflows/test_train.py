@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from worker_pool import in_warm_process
@@ -217,6 +219,16 @@ def test_the_first_cause_is_named(
     for record in records:
         (job.failures / f"rank-{record['rank']}.json").write_text(json.dumps(record))
     assert str(launcher.first_failure(job, ended)).startswith(words)
+
+
+def test_a_rank_that_could_not_say_why_on_a_full_disk(tmp_path: Path, monkeypatch) -> None:
+    job = launcher.Job(Launch(device="cpu", nproc_per_node=4), Path(SCRIPT), [], tmp_path)
+    job.logs.mkdir()
+    (job.logs / "rank-1.log").write_text("Traceback\nof a hundred lines")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    assert str(launcher.first_failure(job, {1: 1})) == (
+        f"rank 1 ended with exit status 1: no space is left on the disk of {tmp_path}"
+    )
 
 
 def children(pid: int) -> list[str]:

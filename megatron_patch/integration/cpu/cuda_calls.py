@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 from collections.abc import Callable
@@ -133,6 +134,7 @@ STAND_INS: dict[str, tuple[Any, str]] = {
     "max_memory_allocated": (answer(0), "training.utils.report_memory"),
     "memory_reserved": (answer(0), "training.utils.report_memory"),
     "max_memory_reserved": (answer(0), "training.utils.report_memory"),
+    "memory_stats": (answer(collections.defaultdict(int)), "training.training: --log-memory-to-tensorboard"),
     "device_memory_used": (answer(0), "training.utils.report_memory"),
     "reset_peak_memory_stats": (nothing(), "training.training"),
     "mem_get_info": (answer((0, 0)), "dist_checkpointing"),

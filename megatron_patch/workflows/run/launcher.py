@@ -38,6 +38,8 @@ _LAST_WORDS_SECONDS = 2.0
 _PR_SET_PDEATHSIG = 1
 _SAVE_SECONDS = 600
 """How long torchrun waits for ranks that were asked to stop, where they save before they do."""
+_ROOM_OF_A_RECORD = 1 << 16
+"""Bytes: a disk with fewer had no room for what a rank says of its failure."""
 _USER_MISTAKE = 2
 """Exit status of a rank that found a mistake of the user's: started again, it would find it again."""
 # How the end of a peer looks from the other side of a socket: an effect, never the cause.
@@ -319,7 +321,10 @@ def first_failure(job: Job, ended: dict[int, int]) -> Exception:
             f"rank {first['rank']} failed: {first['error']}{_where(job, first['rank'])}\n{trace}"
         )
     rank, code = next((rank, code) for rank, code in ended.items() if code)
-    return RankFailed(f"rank {rank} ended with exit status {code}{_where(job, rank)}\n{_tail(job, rank)}")
+    failed = f"rank {rank} ended with exit status {code}"
+    if shutil.disk_usage(job.folder).free < _ROOM_OF_A_RECORD:
+        return RankFailed(f"{failed}: no space is left on the disk of {job.folder}")
+    return RankFailed(f"{failed}{_where(job, rank)}\n{_tail(job, rank)}")
 
 
 def _user_mistakes(job: Job) -> list[UserError]:
