@@ -81,9 +81,9 @@ def report(model: Any = None) -> StepReport:
         UserError: nothing is attached, no step has ended yet, or models have different options and none is
             named.
     """
-    from megatron_patch.integration import last_step
+    from megatron_patch.integration import doors
 
-    return last_step.report(model)
+    return doors.report(model)
 
 
 def state_dict(

@@ -16,13 +16,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from megatron_patch.collectives.exchange import NewSender, Setup
+from megatron_patch.collectives.exchange import Setup
 from megatron_patch.collectives.makers import make_reduce_scatters
 from megatron_patch.collectives.workspace import Workspace
-from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization.blocks import Contents
-from megatron_patch.quantization.layout import BlockLayout
 
 
 def main() -> None:
@@ -46,7 +44,7 @@ def main() -> None:
     for bits in (4, 2):
         config = CompressionConfig(bits=bits, topology="flat", method="naive")
         workspace = Workspace(device)
-        setup = Setup(config, workspace, _new_sender(config, device))
+        setup = Setup(config, workspace)
         (exchange,) = make_reduce_scatters([Contents(elements)], group, setup).exchanges
         ways[f"{bits} bits"] = lambda exchange=exchange: exchange.start(gradient, shard, True).wait()  # type: ignore[misc]
     found = {what: _seconds(way, device, args.runs) for what, way in ways.items()}
@@ -58,13 +56,6 @@ def main() -> None:
 
 def _a_gpu_each() -> bool:
     return torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
-
-
-def _new_sender(config: CompressionConfig, device: torch.device) -> NewSender:
-    def new(layout: BlockLayout, first: bool = True, last: bool = True) -> Sender:
-        return Sender(config, layout, device, 0, first, last)
-
-    return new
 
 
 def _reduce_scatter(output: torch.Tensor, whole: torch.Tensor) -> None:

@@ -26,7 +26,6 @@ from triton.compiler import CompiledKernel
 from megatron_patch.collectives.exchange import Setup
 from megatron_patch.collectives.makers import make_reduce_scatters
 from megatron_patch.collectives.workspace import Workspace
-from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization import backends, triton_kernels
 from megatron_patch.quantization.blocks import Contents, Span
@@ -62,11 +61,7 @@ def all_but_the_launch() -> None:
 
 
 def exchange_of(contents: Contents, config: CompressionConfig) -> Any:
-    setup = Setup(
-        config,
-        Workspace(CPU),
-        lambda layout, first=True, last=True: Sender(config, layout, CPU, 0, first, last),
-    )
+    setup = Setup(config, Workspace(CPU))
     assert dist.group.WORLD is not None
     (exchange,) = make_reduce_scatters([contents], dist.group.WORLD, setup).exchanges
     return exchange

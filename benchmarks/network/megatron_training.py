@@ -30,7 +30,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from benchmarks.network.llama import Llama
 from benchmarks.network.training import Training
 from megatron_patch.config import CompressionConfig
-from megatron_patch.integration.attach import attachment_of, chunk_state_of, onebit_of
+from megatron_patch.integration.attach import attachment_of, onebit_of, session_of
 from megatron_patch.integration.doors import attach, disable
 from megatron_patch.integration.seams import stock_traffic
 
@@ -120,7 +120,7 @@ class MegatronTraining(Training):
 
     @property
     def gradient_bytes(self) -> float:
-        state = chunk_state_of(self.model)
+        state = session_of(self.model)
         if state is not None:
             return state.report.traffic.nbytes
         return sum(stock_traffic.stock_gradients(group).nbytes for group in self.model.bucket_groups)

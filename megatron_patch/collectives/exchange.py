@@ -7,7 +7,8 @@ and the log know only this page.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -81,20 +82,18 @@ class Exchange(Protocol):
         ...
 
 
-class NewSender(Protocol):
-    """Creates the sender of a layout, by default for both the first and the last level of an exchange."""
-
-    def __call__(self, layout: BlockLayout, first: bool = True, last: bool = True) -> Sender: ...
-
-
 @dataclass(frozen=True)
 class Setup:
-    """What the exchanges of one model chunk share when they are created."""
+    """What the exchanges of one model share when they are created."""
 
     config: CompressionConfig
     workspace: Workspace
-    new_sender: NewSender
-    """Allocates a sender of the chunk's, whose errors are reset and counted with the others'."""
+    streams: Iterator[int] = field(default_factory=itertools.count)
+    """Numbers of senders, by which their stochastic rounding differs."""
+
+    def new_sender(self, layout: BlockLayout, first: bool = True, last: bool = True) -> Sender:
+        """The sender of a layout, by default for both the first and the last level of an exchange."""
+        return Sender(self.config, layout, self.device, next(self.streams), first, last)
 
     @property
     def device(self) -> torch.device:

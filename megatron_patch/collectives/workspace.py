@@ -38,7 +38,7 @@ class Pool:
         """By what was handed out, weakly: an exchange that failed, out of memory say, gives nothing back."""
         self._streams: dict[dist.ProcessGroup, torch.cuda.Stream] = {}
         self.in_flight: dict[dist.ProcessGroup | None, deque[Any]] = {}
-        """Handles of exchanges that were begun and may be under way, by the group of ranks (chunk.py)."""
+        """Handles of exchanges that were begun and may be under way, by the group of ranks."""
 
     def take(self, rows: int, columns: int, use: str = "payload") -> torch.Tensor:
         """A buffer of [rows, columns] for work on the current stream, contents undefined.

@@ -30,9 +30,7 @@ from megatron_patch.collectives.workspace import forget_shared_pools
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.integration import training_flags
-from megatron_patch.integration.chunk import ChunkState
 from megatron_patch.integration.onebit_adam.step import OneBitAdam
-from megatron_patch.integration.onset import Onset
 from megatron_patch.integration.seams import optimizer_step, replicated_params
 from megatron_patch.integration.seams.gradients import BucketGroupSeam
 from megatron_patch.integration.seams.weights import ChunkWeights, gathered_after
@@ -44,6 +42,8 @@ from megatron_patch.integration.unsupported import (
     refuse_other_optimizer,
     refuse_stepping,
 )
+from megatron_patch.session.onset import Onset
+from megatron_patch.session.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Attachment:
         self.asked = config
         """The options as given; the state's method may be another with Muon."""
         ranks = [chunk.dp_cp_group, *([chunk.tp_group] if chunk.expert_parallel_bucket_groups else [])]
-        self.state = ChunkState(config.for_optimizer(training_flags.get("optimizer")), device, ranks)
+        self.state = Session(config.for_optimizer(training_flags.get("optimizer")), device, ranks)
         self.seams = [
             BucketGroupSeam(group, self.state, expert=place >= len(chunk.bucket_groups))
             for place, group in enumerate(groups)
@@ -91,7 +91,7 @@ def attachment_of(chunk: Any) -> Attachment | None:
     return _attachments.get(chunk)
 
 
-def chunk_state_of(chunk: Any) -> ChunkState | None:
+def session_of(chunk: Any) -> Session | None:
     """The compression state of an attached DDP instance; None where nothing is attached."""
     attachment = attachment_of(chunk)
     return attachment.state if attachment is not None else None
@@ -102,7 +102,7 @@ def attached_chunks() -> list[Any]:
     return list(_attachments)
 
 
-def attached_states() -> list[ChunkState]:
+def attached_states() -> list[Session]:
     """The compression states of all attached DDP instances."""
     return [attachment.state for attachment in _attachments.values()]
 
@@ -165,7 +165,7 @@ def attach(chunks: Sequence[Any], config: CompressionConfig) -> None:
     optimizer_step.listen(_Steps())
 
 
-def _count_on(state: ChunkState, steps: int, steps_seen: int, onset: Onset) -> None:
+def _count_on(state: Session, steps: int, steps_seen: int, onset: Onset) -> None:
     """The chunk was attached before: its steps count, and what had started stays started."""
     state.restart(steps)
     state.steps_seen = steps_seen

@@ -1,4 +1,4 @@
-"""The ways in: enable, attach (also as a post-wrap hook) and, behind `launch`, enable again.
+"""The ways in: enable, attach (also as a post-wrap hook), behind `launch` enable again; and the report.
 
 All install the same things: the seams of what is attached (attach.py), the hooks that keep error states in
 checkpoints (checkpoint/), and metrics in Megatron's own training loop (metrics.py).
@@ -15,10 +15,12 @@ from typing import Any
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.integration import attach as attachments
-from megatron_patch.integration import patching, symbols
+from megatron_patch.integration import patching, symbols, weight_metrics
 from megatron_patch.integration.checkpoint import hooks as checkpoint
 from megatron_patch.integration.cpu import torch_adam
 from megatron_patch.integration.unsupported import refuse_wrapper
+from megatron_patch.session.report import step_report
+from megatron_patch.step_report import StepReport
 
 
 def enable(config: CompressionConfig | None = None) -> None:
@@ -91,6 +93,19 @@ def _install_helpers() -> None:
 
         RunMetrics().install()
         _undo.append(RunMetrics.uninstall)
+
+
+def report(model: Any = None) -> StepReport:
+    """megatron_patch.report."""
+    chunks = attachments.attached_chunks() if model is None else attachments.chunks_of(model, "report")
+    states = [found.state for chunk in chunks if (found := attachments.attachment_of(chunk)) is not None]
+    if not states:
+        what = "no model is" if model is None else "this model is not"
+        raise UserError(
+            f"report(): {what} attached; call megatron_patch.enable() before the model is wrapped in "
+            "Megatron's DistributedDataParallel, or megatron_patch.attach(model) after it"
+        )
+    return step_report(states, weight_metrics.sent(chunks))
 
 
 def show_log() -> None:

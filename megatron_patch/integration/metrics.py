@@ -33,10 +33,11 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from megatron_patch.collectives.traffic import Traffic
 from megatron_patch.config import CompressionConfig
 from megatron_patch.files import write_whole
-from megatron_patch.integration import last_step, patching, symbols, weight_metrics
-from megatron_patch.integration.attach import chunk_state_of
-from megatron_patch.integration.chunk import ChunkState
+from megatron_patch.integration import patching, symbols, weight_metrics
+from megatron_patch.integration.attach import session_of
 from megatron_patch.integration.seams import stock_traffic
+from megatron_patch.session.report import sums as sums_of
+from megatron_patch.session.session import Session
 
 _WRAPPED = (symbols.TRAIN_STEP, symbols.TRAINING_LOG, symbols.EVALUATE_AND_PRINT, symbols.EVALUATE)
 _OF_CODED_WEIGHTS = ("weight_unchanged_share", "weight_bits_by_bucket", "raw_weight_gathers")
@@ -149,8 +150,8 @@ class RunMetrics:
             self._file.flush()
         self._show(record, step)
 
-    def _states(self) -> list[ChunkState]:
-        return [c for chunk in self._model if (c := chunk_state_of(chunk)) is not None]
+    def _states(self) -> list[Session]:
+        return [c for chunk in self._model if (c := session_of(chunk)) is not None]
 
     @property
     def _config(self) -> CompressionConfig | None:
@@ -160,7 +161,7 @@ class RunMetrics:
     def _compression_record(self) -> dict[str, Any]:
         weights, coded = weight_metrics.sent(self._model), weight_metrics.coded(self._model)
         states = self._states()
-        sums = last_step.sums(states)
+        sums = sums_of(states)
         gradients = sums.traffic
         for group in weight_metrics.bucket_groups(self._model) if not states else ():
             gradients.add(stock_traffic.stock_gradients(group))

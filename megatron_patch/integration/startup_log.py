@@ -12,10 +12,10 @@ import torch
 from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopReduceScatter
 from megatron_patch.config import AUTO, DEPRECATED, CompressionConfig
 from megatron_patch.integration import training_flags
-from megatron_patch.integration.chunk import ChunkState
-from megatron_patch.integration.onset import FIRST_STAIR
 from megatron_patch.integration.seams.gradients import BucketGroupSeam
 from megatron_patch.integration.seams.weights import WeightSeam
+from megatron_patch.session.onset import FIRST_STAIR
+from megatron_patch.session.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _COSTS_BELOW_BITS = 4
 
 def log_startup(
     chunk: Any,
-    state: ChunkState,
+    state: Session,
     seams: Sequence[BucketGroupSeam],
     weight_seams: Sequence[WeightSeam],
 ) -> None:
@@ -42,7 +42,7 @@ def log_startup(
         logger.log(level, "megatron-loco: %s%s", stage, line)
 
 
-def _lines(state: ChunkState, seams: Sequence[BucketGroupSeam]) -> Iterator[tuple[int, str]]:
+def _lines(state: Session, seams: Sequence[BucketGroupSeam]) -> Iterator[tuple[int, str]]:
     config = state.config
     if not config.compresses:
         yield logging.INFO, "method none: Megatron's own gradient exchange"

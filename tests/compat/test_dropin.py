@@ -42,7 +42,7 @@ def trained(way: str) -> tuple[list[bool], Any]:
     from integration.tiny_model import build
 
     import megatron_patch
-    from megatron_patch.integration.attach import chunk_state_of
+    from megatron_patch.integration.attach import session_of
 
     config = megatron_patch.CompressionConfig(**LOCO)
     try:
@@ -58,7 +58,7 @@ def trained(way: str) -> tuple[list[bool], Any]:
             assert bridge(chunks, [*look, partial(megatron_patch.attach, config=config), *look]) is chunks
             assert seen == [chunks, chunks]  # the hook that comes after it gets the wrapped chunks too
         shards = [t.step(t.random_gradients(step)) for step in range(STEPS) for t in tinies]
-        attached = [chunk_state_of(chunk) is not None for chunk in chunks]
+        attached = [session_of(chunk) is not None for chunk in chunks]
     finally:
         megatron_patch.disable()
     return attached, torch.cat([part.reshape(-1) for of_step in shards for part in of_step])
@@ -99,7 +99,7 @@ def built_by_megatron() -> str | bool:
     from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
     import megatron_patch
-    from megatron_patch.integration.attach import chunk_state_of
+    from megatron_patch.integration.attach import session_of
 
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
@@ -116,7 +116,7 @@ def built_by_megatron() -> str | bool:
             ProcessGroupCollection.use_mpu_process_groups(),
             ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=True),
         )
-        return chunk_state_of(chunk) is not None
+        return session_of(chunk) is not None
     finally:
         megatron_patch.disable()
 
@@ -196,7 +196,7 @@ def logged_to_wandb(config: dict[str, Any]) -> tuple[list[tuple[dict[str, float]
     from megatron.training import global_vars, training
 
     import megatron_patch
-    from megatron_patch.integration.attach import chunk_state_of
+    from megatron_patch.integration.attach import session_of
 
     tiny = build()
     calls: list[tuple[dict[str, float], int]] = []
@@ -220,7 +220,7 @@ def logged_to_wandb(config: dict[str, Any]) -> tuple[list[tuple[dict[str, float]
                 log=lambda values, step: calls.append((dict(values), step))
             )
         megatron_patch.attach([tiny.ddp], megatron_patch.CompressionConfig(**config))
-        state = chunk_state_of(tiny.ddp)
+        state = session_of(tiny.ddp)
         assert state is not None
         for step in range(1, STEPS + 1):
             global_vars._GLOBAL_ARGS.curr_iteration = step - 1

@@ -24,10 +24,10 @@ from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.integration.checkpoint import files, restore
 from megatron_patch.integration.checkpoint.files import Damaged, RankLayout, Storage
-from megatron_patch.integration.events import Events
-from megatron_patch.integration.warm_up import Phase
 from megatron_patch.quantization.blocks import BlockTable, Span
 from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.session.events import Events
+from megatron_patch.session.onset import Phase
 
 from .mutations import as_json, changed_bytes, changed_tree
 

@@ -22,7 +22,6 @@ from megatron_patch.collectives.exchange import Setup
 from megatron_patch.collectives.makers import make_all_reduces, make_reduce_scatters
 from megatron_patch.collectives.weight_gather import WeightGather
 from megatron_patch.collectives.workspace import Workspace
-from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.integration.onebit_adam import sketch_kernel, update, update_kernel
 from megatron_patch.integration.onebit_adam.norm_sketch import NormSketch, signs
@@ -65,11 +64,7 @@ def exchange(topology: str, replicated: bool, **options: Any) -> int:
     """Launches of one bucket's exchange, the tables being on the device already."""
     two_hops = {"topology": "two_hop", "ranks_per_node": RANKS_OF_NODE}
     config = CompressionConfig(**options, **two_hops if topology == "two hops" else {"topology": "flat"})
-    setup = Setup(
-        config,
-        Workspace(CPU),
-        lambda layout, first=True, last=True: Sender(config, layout, CPU, 0, first, last),
-    )
+    setup = Setup(config, Workspace(CPU))
     make = make_all_reduces if replicated else make_reduce_scatters
     assert dist.group.WORLD is not None
     contents = bucket(vectors=not config.is_onebit_adam)

@@ -20,7 +20,7 @@ def built(
     from integration.tiny_model import build
 
     import megatron_patch
-    from megatron_patch.integration.attach import chunk_state_of
+    from megatron_patch.integration.attach import session_of
 
     tiny = build(**model)
     if compression is None:
@@ -29,7 +29,7 @@ def built(
         megatron_patch.attach(
             [tiny.ddp], megatron_patch.CompressionConfig(**{"method": "loco", "start_step": 0} | compression)
         )
-    return tiny, chunk_state_of(tiny.ddp)
+    return tiny, session_of(tiny.ddp)
 
 
 def errors_of(compressor: Any) -> list[Any]:

@@ -79,7 +79,7 @@ def saved_by_some(folder: str) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     import megatron_patch
-    from megatron_patch.integration.attach import chunk_state_of
+    from megatron_patch.integration.attach import session_of
     from megatron_patch.integration.checkpoint import hooks
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
@@ -87,11 +87,11 @@ def saved_by_some(folder: str) -> dict[str, Any]:
     attached = dist.get_rank() == 0
     if attached:
         megatron_patch.attach(tiny.ddp, megatron_patch.CompressionConfig(start_step=0))
-        chunk_state_of(tiny.ddp).steps = 7
+        session_of(tiny.ddp).steps = 7
     state = megatron_patch.state_dict(tiny.ddp)
     dcp.save({"compression": state}, checkpoint_id=folder)
     if attached:
-        chunk_state_of(tiny.ddp).restart(0)
+        session_of(tiny.ddp).restart(0)
     room = megatron_patch.state_dict(tiny.ddp, reader=dcp.FileSystemReader(folder))
     dcp.load({"compression": room}, checkpoint_id=folder)
     megatron_patch.load_state_dict(tiny.ddp, room)
@@ -99,7 +99,7 @@ def saved_by_some(folder: str) -> dict[str, Any]:
         saves = hooks._on_all_ranks(attached)
     found = {
         "saved": bool(state),
-        "steps": chunk_state_of(tiny.ddp).steps if attached else None,
+        "steps": session_of(tiny.ddp).steps if attached else None,
         "saves": saves,
         "lines": list(lines),
     }

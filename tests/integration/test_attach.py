@@ -38,7 +38,7 @@ def attach_and_disable() -> dict[str, Any]:
 
     import megatron_patch
     from megatron_patch import CompressionConfig, UserError
-    from megatron_patch.integration.attach import chunk_state_of
+    from megatron_patch.integration.attach import session_of
 
     classes = (ChainedOptimizer, MixedPrecisionOptimizer, FP32Optimizer)
     stock_steps = [cls.step for cls in classes]
@@ -47,7 +47,7 @@ def attach_and_disable() -> dict[str, Any]:
     report: dict[str, Any] = {}
     chunks = [tiny.ddp]
     report["returns its argument"] = megatron_patch.attach(chunks, config) is chunks
-    compressor = chunk_state_of(tiny.ddp)
+    compressor = session_of(tiny.ddp)
     methods = [group.start_grad_sync for group in tiny.groups]
     report["overridden"] = all("start_grad_sync" in vars(group) for group in tiny.groups)
     report["listening"] = [cls.step for cls in classes] != stock_steps
@@ -56,7 +56,7 @@ def attach_and_disable() -> dict[str, Any]:
     tiny.step(tiny.random_gradients(0))
     megatron_patch.attach(tiny.ddp, CompressionConfig(method="loco", bits=2, start_step=0))
     report["idempotent"] = (
-        chunk_state_of(tiny.ddp) is compressor
+        session_of(tiny.ddp) is compressor
         and [group.start_grad_sync for group in tiny.groups] == methods
         and [cls.step for cls in classes] == wrapped_steps
         and compressor.steps == 1
@@ -72,7 +72,7 @@ def attach_and_disable() -> dict[str, Any]:
     report["restored"] = (
         not any("start_grad_sync" in vars(group) for group in tiny.groups)
         and [cls.step for cls in classes] == stock_steps
-        and chunk_state_of(tiny.ddp) is None
+        and session_of(tiny.ddp) is None
     )
     megatron_patch.disable()
     # Same weights, same further gradients, stock exchange: the shards must be the stock ones.
@@ -88,7 +88,7 @@ def attach_and_disable() -> dict[str, Any]:
     )
     report["counted after"] = compressor.steps
     megatron_patch.attach(tiny.ddp, CompressionConfig(method="loco", bits=4, start_step=0))
-    report["attached anew"] = chunk_state_of(tiny.ddp).config.bits
+    report["attached anew"] = session_of(tiny.ddp).config.bits
     megatron_patch.disable()
     return report
 
@@ -107,7 +107,7 @@ def enable_and_disable() -> dict[str, Any]:
 
     import megatron_patch
     from megatron_patch import CompressionConfig
-    from megatron_patch.integration.attach import chunk_state_of
+    from megatron_patch.integration.attach import session_of
 
     stock = DistributedDataParallel.__init__
     report: dict[str, Any] = {"attached": trained(SEVERAL, {"bits": 2})}
@@ -124,7 +124,7 @@ def enable_and_disable() -> dict[str, Any]:
     report["unwrapped"] = DistributedDataParallel.__init__ is stock
     later, none = built({}, {}, attached=False)
     report["later is stock"] = none is None and "start_grad_sync" not in vars(later.groups[0])
-    report["earlier is detached"] = chunk_state_of(tiny.ddp) is None
+    report["earlier is detached"] = session_of(tiny.ddp) is None
     return report
 
 
@@ -142,7 +142,7 @@ def refusals() -> dict[str, Any]:
     from integration.tiny_model import build
 
     import megatron_patch
-    from megatron_patch.integration.attach import chunk_state_of
+    from megatron_patch.integration.attach import session_of
 
     answers = {}
     sharded, experts = build().ddp, build().ddp
@@ -152,7 +152,7 @@ def refusals() -> dict[str, Any]:
     megatron_patch.attach(
         [sharded], megatron_patch.CompressionConfig(method="none")
     )  # no gradient compressed
-    assert chunk_state_of(sharded) is not None
+    assert session_of(sharded) is not None
     megatron_patch.disable()
     graphs, older_graphs = build().ddp, build().ddp
     graphs.config.cuda_graph_impl = "full_iteration"
@@ -169,7 +169,7 @@ def refusals() -> dict[str, Any]:
             megatron_patch.attach([chunk])
         except megatron_patch.UserError as error:
             answers[name] = str(error)
-        assert chunk_state_of(chunk) is None
+        assert session_of(chunk) is None
     megatron_patch.disable()
     return answers
 

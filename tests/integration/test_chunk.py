@@ -29,7 +29,7 @@ from simulation.loco_float64 import LoCoSimulation
 
 from megatron_patch.collectives.exchange import ExchangeTraffic
 from megatron_patch.config import CompressionConfig
-from megatron_patch.integration.chunk import ChunkState
+from megatron_patch.session.session import Session
 
 
 class Recorded:
@@ -54,7 +54,7 @@ class Recorded:
 def test_an_exchange_waits_for_old_ones_of_its_own_group_only():
     """Ranks may dispatch dense and expert buckets in unlike orders. The chunks of a rank have one limit."""
     waits: list[str] = []
-    chunks = [ChunkState(CompressionConfig(method="loco"), torch.device("cpu")) for _ in range(2)]
+    chunks = [Session(CompressionConfig(method="loco"), torch.device("cpu")) for _ in range(2)]
     for number, group in enumerate(("dense", "dense", "expert", "dense", "expert", "expert")):
         exchange = Recorded(f"{group} {number}", waits)
         chunks[number % 2].start(exchange, None, None, True, group)
@@ -65,14 +65,14 @@ def test_the_chunks_of_a_rank_share_their_buffers():
     """One chunk's payloads are over when the next one's begin; after `disable` there are others."""
     from megatron_patch import disable
 
-    first, second = (ChunkState(CompressionConfig(method="loco"), torch.device("cpu")) for _ in range(2))
+    first, second = (Session(CompressionConfig(method="loco"), torch.device("cpu")) for _ in range(2))
     taken = first.workspace.take(3, 1000)
     first.workspace.give(taken)
     again = second.workspace.take(2, 1000)
     assert again.data_ptr() == taken.data_ptr()
     assert first.workspace.nbytes == second.workspace.nbytes == 3000
     disable()
-    assert ChunkState(CompressionConfig(method="loco"), torch.device("cpu")).workspace.nbytes == 0
+    assert Session(CompressionConfig(method="loco"), torch.device("cpu")).workspace.nbytes == 0
 
 
 def out_of_memory(model: dict[str, Any], failing: int) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def attached_again() -> dict[str, Any]:
     from integration.seam_runs import built
 
     import megatron_patch
-    from megatron_patch.integration.attach import chunk_state_of
+    from megatron_patch.integration.attach import session_of
 
     tiny, _ = built({}, {"start_step": 2})
     for step in range(3):
@@ -174,7 +174,7 @@ def attached_again() -> dict[str, Any]:
     tiny.step(tiny.random_gradients(3))
     with logged() as lines:
         megatron_patch.attach(tiny.ddp, megatron_patch.CompressionConfig(start_step=2))
-    state = chunk_state_of(tiny.ddp)
+    state = session_of(tiny.ddp)
     found = {"steps": (state.steps, state.steps_seen), "active": state.onset.started, "lines": lines}
     megatron_patch.disable()
     return found

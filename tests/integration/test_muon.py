@@ -209,12 +209,12 @@ def attached_before_muon(options: dict[str, Any]) -> dict[str, Any]:
     from integration.gpt_model import build
 
     import megatron_patch
-    from megatron_patch.integration.attach import chunk_state_of
+    from megatron_patch.integration.attach import session_of
 
     gpt = build(**muon("layout"))
     config = megatron_patch.CompressionConfig(bits=4, start_step=0, error_dtype="fp32", **options)
     megatron_patch.attach(gpt.chunks, config)
-    states = [chunk_state_of(chunk) for chunk in gpt.chunks]
+    states = [session_of(chunk) for chunk in gpt.chunks]
     senders = [sender for state in states for sender in state.senders]
     before = [state.config.method for state in states]
     gpt.backward(0)

@@ -29,13 +29,13 @@ def train(model: dict[str, Any], compression: dict[str, Any], how: str) -> dict[
     from integration.tiny_model import build
 
     import megatron_patch
-    from megatron_patch.integration.attach import chunk_state_of
+    from megatron_patch.integration.attach import session_of
 
     tiny = build(**model)
     megatron_patch.attach(
         [tiny.ddp], megatron_patch.CompressionConfig(**{"method": "loco", "start_step": 0} | compression)
     )
-    compressor = chunk_state_of(tiny.ddp)
+    compressor = session_of(tiny.ddp)
     sent: dict[int, torch.Tensor] = {}
 
     def record(place: int, sender: Any) -> None:

@@ -191,7 +191,7 @@ def _train(setup: Setup, gpu: Any, recorder: Any, steps: int, order: random.Rand
     import torch
 
     import megatron_patch
-    from megatron_patch.integration.attach import chunk_state_of
+    from megatron_patch.integration.attach import session_of
 
     with gpu.all_made_here():
         chunks, optimizer = _built(setup)
@@ -199,7 +199,7 @@ def _train(setup: Setup, gpu: Any, recorder: Any, steps: int, order: random.Rand
         **{"method": "loco", "topology": "flat", "start_step": 0} | setup.compression
     )
     megatron_patch.attach([chunk.ddp for chunk in chunks], config)
-    states = [chunk_state_of(chunk.ddp) for chunk in chunks]
+    states = [session_of(chunk.ddp) for chunk in chunks]
     for _ in range(steps):
         for chunk in chunks:
             chunk.ddp.zero_grad_buffer()

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_patch.compensation.resharding import ALL_REDUCE, NODE_SUM, OWNER, REDUCE_SCATTER
-from megatron_patch.integration.events import Events
-from megatron_patch.integration.onset import Onset
-from megatron_patch.integration.warm_up import Phase
+from megatron_patch.session.events import Events
+from megatron_patch.session.onset import Onset, Phase
 
 _KINDS = (REDUCE_SCATTER, NODE_SUM, ALL_REDUCE, OWNER)
 _GROUPS = {"tensor", "pipeline", "expert", "data", "instances"}

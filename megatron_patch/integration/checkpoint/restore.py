@@ -24,10 +24,9 @@ from megatron_patch.integration.checkpoint import files as sidecar
 from megatron_patch.integration.checkpoint.checks import check_manifest
 from megatron_patch.integration.checkpoint.files import Damaged, RankFile, RankLayout, RankTensors, Storage
 from megatron_patch.integration.checkpoint.rank_state import RankState
-from megatron_patch.integration.events import Events
-from megatron_patch.integration.onset import Onset
 from megatron_patch.integration.seams.optimizer_step import loss_scale
-from megatron_patch.integration.warm_up import Phase
+from megatron_patch.session.events import Events
+from megatron_patch.session.onset import Onset, Phase
 
 logger = logging.getLogger(__name__)
 

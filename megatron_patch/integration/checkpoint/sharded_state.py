@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_patch.errors import UserError
-from megatron_patch.integration.attach import chunk_state_of, chunks_of
+from megatron_patch.integration.attach import chunks_of, session_of
 from megatron_patch.integration.checkpoint import files
 from megatron_patch.integration.checkpoint.files import Damaged, RankLayout
 from megatron_patch.integration.checkpoint.rank_state import RankState
@@ -47,7 +47,7 @@ def compressed(chunks: Any) -> list[Any]:
     """The DDP-wrapped chunks whose gradients leave in low bits."""
     found = []
     for chunk in chunks if isinstance(chunks, list | tuple) else [chunks]:
-        state = chunk_state_of(chunk)
+        state = session_of(chunk)
         if state is not None and state.config.compresses:
             found.append(chunk)
     return found

@@ -33,14 +33,14 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_patch.collectives.lost_ranks import naming_lost_ranks
-from megatron_patch.integration import warm_up
-from megatron_patch.integration.chunk import ChunkState
-from megatron_patch.integration.onebit_adam import replicas, update
+from megatron_patch.integration.onebit_adam import replicas, update, warm_up
 from megatron_patch.integration.onebit_adam.norm_sketch import NormSketch
 from megatron_patch.integration.onebit_adam.prepared import Found, Prepared, copy_gradients, magnitudes, own
 from megatron_patch.integration.seams.gradients import BucketGroupSeam
 from megatron_patch.integration.seams.optimizer_step import leaves_of, loss_scale, model_parameters
 from megatron_patch.integration.unsupported import refuse_optimizer, refuse_unattached
+from megatron_patch.session.onset import Phase
+from megatron_patch.session.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class OneBitAdam:
     """
 
     def __init__(
-        self, optimizer: Any, attached: Sequence[tuple[Any, ChunkState, Sequence[BucketGroupSeam]]]
+        self, optimizer: Any, attached: Sequence[tuple[Any, Session, Sequence[BucketGroupSeam]]]
     ) -> None:
         self._optimizer = optimizer
         self._leaves = leaves_of(optimizer)
@@ -325,7 +325,7 @@ class OneBitAdam:
         counted = max(map(warm_up.adam_steps, self._parts), default=0)
         (steps,) = self._model.reduce([counted], dist.ReduceOp.MAX)
         for state in self._states:
-            state.phase = warm_up.Phase(warm_up_from=int(steps))
+            state.phase = Phase(warm_up_from=int(steps))
             state.clear_errors()
         for momentum in self._momentum:
             momentum.held = None

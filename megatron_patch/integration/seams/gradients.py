@@ -35,11 +35,11 @@ from megatron_patch.collectives.exchange import Exchange, Handle
 from megatron_patch.collectives.lost_ranks import naming_lost_ranks
 from megatron_patch.collectives.makers import Made, make_all_reduces, make_reduce_scatters
 from megatron_patch.integration import patching
-from megatron_patch.integration.chunk import ChunkState
 from megatron_patch.integration.seams.intercept import CollectiveCalls, intercepted
 from megatron_patch.integration.seams.momentum_buffers import MomentumBuffers
 from megatron_patch.integration.seams.stock_traffic import stock_gradients
 from megatron_patch.quantization.blocks import Contents, Span
+from megatron_patch.session.session import Session
 
 _WHAT = "gradient exchange"
 _REPLAYING = (RerunState.RERUNNING_IN_PLACE, RerunState.RERUNNING_FROM_CHECKPOINT)
@@ -118,7 +118,7 @@ class BucketGroupSeam:
         expert: whether the parameters are experts', reduced over the expert-data-parallel group.
     """
 
-    def __init__(self, bucket_group: Any, state: ChunkState, expert: bool = False) -> None:
+    def __init__(self, bucket_group: Any, state: Session, expert: bool = False) -> None:
         self.group = bucket_group
         self.expert = expert
         self._state = state
@@ -137,6 +137,7 @@ class BucketGroupSeam:
             assert everyone is not None
             self.momentum = MomentumBuffers(bucket_group, everyone, self.scatter_group)
         self.stages = list(self._stages())
+        state.exchanges += self.exchanges
 
         self._step, self._passes = -1, 0
         self._detached = False

@@ -30,7 +30,6 @@ from megatron_patch.collectives.traffic import Traffic
 from megatron_patch.collectives.weight_batch import Batch, BatchHandle, batches
 from megatron_patch.collectives.weight_gather import Agreement, WeightGather, agree
 from megatron_patch.integration import patching
-from megatron_patch.integration.chunk import IN_FLIGHT, ChunkState
 from megatron_patch.integration.seams.intercept import intercepted_all_gathers
 from megatron_patch.integration.seams.stock_traffic import bucket_weights
 from megatron_patch.integration.seams.weight_report import (
@@ -43,6 +42,7 @@ from megatron_patch.integration.seams.weight_report import (
     BucketReport,
     stock_because,
 )
+from megatron_patch.session.session import IN_FLIGHT, Session
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class ChunkWeights:
         state: the chunk's, for its options and its workspace.
     """
 
-    def __init__(self, chunk: Any, state: ChunkState) -> None:
+    def __init__(self, chunk: Any, state: Session) -> None:
         dense = len(chunk.bucket_groups)
         groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
         self.state = state

@@ -8,7 +8,7 @@ A bucket is a chain of parts, each a task on a stream:
     1-bit Adam         form, compress, all-to-all, sum, compress, all-gather, decompress; one bucket at a time
 
 What stands behind the bar is done when the bucket is waited for: at the latest at the end, and before the
-second-next bucket begins (integration/chunk.py, IN_FLIGHT). On GPUs compression has a stream of its own,
+second-next bucket begins (session/session.py, IN_FLIGHT). On GPUs compression has a stream of its own,
 which waits for the first hop; on a CPU it is the rank's own thread.
 """
 

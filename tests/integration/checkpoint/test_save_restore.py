@@ -450,13 +450,13 @@ def load_damaged(folder: str, ids: str, parallel: dict[str, Any]) -> dict[str, A
     import torch
 
     import megatron_patch
-    from megatron_patch.integration.attach import chunk_state_of
+    from megatron_patch.integration.attach import session_of
     from megatron_patch.integration.checkpoint.restore import Checkpoint, restore
 
     found: dict[str, Any] = {}
     for strict in (False, True):
         gpt = _build(parallel, {"strict_load": strict})
-        compressor = chunk_state_of(gpt.chunks[0])
+        compressor = session_of(gpt.chunks[0])
         for name, (damage, _) in DAMAGES.items():
             copy = Path(folder, f"{name} {strict}", "iter_0000007")
             if torch.distributed.get_rank() == 0:

@@ -66,7 +66,7 @@ def interrupted(folder: str, model: dict[str, Any], options: dict[str, Any], how
     from integration.recording import weights
 
     import megatron_patch
-    from megatron_patch.integration.attach import chunk_state_of
+    from megatron_patch.integration.attach import session_of
 
     gpt = build(**model)
     config = megatron_patch.CompressionConfig(**options)
@@ -82,7 +82,7 @@ def interrupted(folder: str, model: dict[str, Any], options: dict[str, Any], how
         gpt.backward(step)
         gpt.update()
     gpt.gather()
-    report = weights(gpt) | {"steps": [chunk_state_of(chunk).steps for chunk in gpt.chunks]}
+    report = weights(gpt) | {"steps": [session_of(chunk).steps for chunk in gpt.chunks]}
     megatron_patch.disable()
     return report
 

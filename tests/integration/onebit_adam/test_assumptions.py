@@ -29,9 +29,9 @@ def attached(model: dict[str, Any], warmup: int = 3, **options: Any) -> Any:
 
 
 def state_of(tiny: Any) -> Any:
-    from megatron_patch.integration.attach import chunk_state_of
+    from megatron_patch.integration.attach import session_of
 
-    return chunk_state_of(tiny.ddp)
+    return session_of(tiny.ddp)
 
 
 def stepped(tiny: Any, step: int, optimizer_step: Any = None) -> Any:

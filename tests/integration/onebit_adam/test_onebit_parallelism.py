@@ -58,7 +58,7 @@ def train_case(model: dict[str, Any]) -> dict[str, Any]:
     from integration.recording import described, trained, weights
 
     import megatron_patch
-    from megatron_patch.integration.attach import chunk_state_of
+    from megatron_patch.integration.attach import session_of
 
     none = trained(build(**model), {"method": "none"}, WARMUP)
     gpt = build(**model)
@@ -92,7 +92,7 @@ def train_case(model: dict[str, Any]) -> dict[str, Any]:
         "steps": [],
     }
     for step in range(STEPS):
-        record = {"scale": gpt.loss_scale, "active": chunk_state_of(gpt.chunks[0]).active}
+        record = {"scale": gpt.loss_scale, "active": session_of(gpt.chunks[0]).active}
         gpt.backward(step)
         if step:  # only now are the parameters of the last step surely gathered
             report["steps"][-1]["weights"] = weights(gpt)

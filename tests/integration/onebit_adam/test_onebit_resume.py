@@ -185,14 +185,14 @@ def change_ranks(folder: str, model: dict[str, Any], save: bool) -> tuple[Any, l
     from megatron.core import dist_checkpointing
 
     import megatron_patch
-    from megatron_patch.integration.attach import chunk_state_of
+    from megatron_patch.integration.attach import session_of
     from megatron_patch.integration.checkpoint.restore import Checkpoint, restore
     from megatron_patch.integration.checkpoint.save import ErrorSave
 
     gpt = build(**model)
     config = megatron_patch.CompressionConfig(method="onebit_adam", warmup_steps=4, error_dtype="fp32")
     megatron_patch.attach(gpt.chunks, config)
-    compressor = chunk_state_of(gpt.chunks[0])
+    compressor = session_of(gpt.chunks[0])
     weights, first = Path(folder, "weights"), torch.distributed.get_rank() == 0
     lines: list[str] = []
     if save:

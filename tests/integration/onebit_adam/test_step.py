@@ -27,12 +27,12 @@ def train(model: dict[str, Any], compression: dict[str, Any]) -> dict[str, Any]:
     from integration.tiny_model import build
 
     import megatron_patch
-    from megatron_patch.integration.attach import chunk_state_of
+    from megatron_patch.integration.attach import session_of
 
     model = {**model, "optimizer": OPTIMIZER | model.get("optimizer", {})}
     tiny = build(**model)
     megatron_patch.attach([tiny.ddp], megatron_patch.CompressionConfig(method="onebit_adam", **compression))
-    compressor = chunk_state_of(tiny.ddp)
+    compressor = session_of(tiny.ddp)
 
     def in_order(values: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat([flat.double() for flat in tiny.in_buckets(values)])

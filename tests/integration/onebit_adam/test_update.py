@@ -11,8 +11,7 @@ import torch
 from seeds import seeded
 from torch.overrides import TorchFunctionMode
 
-from megatron_patch.integration import warm_up
-from megatron_patch.integration.onebit_adam import update
+from megatron_patch.integration.onebit_adam import update, warm_up
 
 SIZES = update.Sizes(lr=1e-3, weight_decay=0.1, eps=1e-8, momentum_bias=0.4, variance_bias=0.05, most=2.0)
 

@@ -28,13 +28,13 @@ def compressed(model: dict[str, Any], **compression: Any) -> tuple[Any, Any]:
     from integration.tiny_model import build
 
     import megatron_patch
-    from megatron_patch.integration.attach import chunk_state_of
+    from megatron_patch.integration.attach import session_of
 
     tiny = build(**model)
     megatron_patch.attach(
         [tiny.ddp], megatron_patch.CompressionConfig(**{"method": "loco", "start_step": 0} | compression)
     )
-    return tiny, chunk_state_of(tiny.ddp)
+    return tiny, session_of(tiny.ddp)
 
 
 def each(function: Any, model: dict[str, Any], compressions: list[dict[str, Any]]) -> list[Any]:

@@ -65,12 +65,12 @@ def by_halves(outer: str, overflows: tuple[int, ...], own_overflow: bool) -> dic
     from integration.tiny_model import build
 
     import megatron_patch
-    from megatron_patch.integration.attach import chunk_state_of
+    from megatron_patch.integration.attach import session_of
 
     tiny, other = build(**HALF), build(**HALF)
     config = megatron_patch.CompressionConfig(method="loco", bits=4, start_step=0, weight_gather="exact")
     megatron_patch.attach([tiny.ddp, other.ddp], config)
-    state = chunk_state_of(tiny.ddp)
+    state = session_of(tiny.ddp)
     if outer == "mimo":
         from megatron.core.models.mimo.optimizer import MimoOptimizer, ModuleOptimizerInfo
 

@@ -11,30 +11,14 @@ Steps are those that made the variance, which Adam counts, not the job's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_patch.session.onset import Phase
+
 SETTLED = 0.96
-
-
-@dataclass
-class Phase:
-    """How far 1-bit Adam is. Saved with every checkpoint, so that a resumed run decides as one left alone."""
-
-    switch_step: int | None = None
-    """Optimizer steps after which momentum is sent in 1 bit; None in the warm-up."""
-    variance_steps: int | None = None
-    """Steps that made Adam's variance, which is frozen now; None in the warm-up."""
-    norms: list[float] = field(default_factory=list)
-    """L1 norms of the variance after the last steps without a rise of the learning rate, oldest first;
-    `warmup: auto` alone."""
-    learning_rate: float = 0.0
-    """The largest of the last step."""
-    warm_up_from: int = 0
-    """Adam's steps when the warm-up began; more than 0 where a variance was lost."""
 
 
 class ModelRanks:

@@ -16,7 +16,7 @@ from integration.seam_runs import built, logged
 from seeds import seeded
 
 from megatron_patch.config import CompressionConfig
-from megatron_patch.integration.onset import Onset
+from megatron_patch.session.onset import Onset
 
 AUTO = CompressionConfig()
 

@@ -1,13 +1,15 @@
-"""What one model chunk (one Megatron DDP instance) holds while it is compressed.
+"""What one model holds while its exchanges are compressed, whatever trains it.
 
-A ChunkState owns the senders of the chunk's buckets, counts optimizer steps, and clears or rescales all
-error states at once when a step asks for it. The bucket groups' seam (seams/gradients.py) sends through it;
-the optimizer's seam (seams/optimizer_step.py) tells it how a step ended; metrics.py reads it.
+A Session knows the exchanges of the model's gradients, counts optimizer steps, and clears or rescales all
+error states at once when a step asks for it. What attaches the model starts exchanges through it and reports
+how an optimizer step ended; metrics, logs and checkpoints read it. With Megatron a session is one model
+chunk, a DDP instance.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -20,10 +22,8 @@ from megatron_patch.collectives.traffic import Traffic
 from megatron_patch.collectives.workspace import Workspace, shared_pool
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
-from megatron_patch.integration.events import ChunkReport, Events
-from megatron_patch.integration.onset import LONG, Onset, StartTogether
-from megatron_patch.integration.warm_up import Phase
-from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.session.events import Events, SessionReport
+from megatron_patch.session.onset import LONG, Onset, Phase, StartTogether
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,8 @@ are held in memory. Ranks may dispatch dense and expert buckets in unlike orders
 one of another group could wait for ever."""
 
 
-class ChunkState:
-    """Compression state of one model chunk on one rank.
+class Session:
+    """Compression state of one model on one rank.
 
     `steps` counts the optimizer steps that succeeded, `steps_seen` all of them.
 
@@ -48,15 +48,16 @@ class ChunkState:
         self, config: CompressionConfig, device: torch.device, ranks: Sequence[dist.ProcessGroup] = ()
     ) -> None:
         self.config = config
-        self.announces = False  # set where one chunk speaks for all of the model and all ranks
+        self.announces = False  # set where one session speaks for all of the model and all ranks
         self.device = device
         self.workspace = Workspace(device, shared_pool(device))
-        self.senders: list[Sender] = []
-        """All of the chunk's, in the order of their allocation: the owners of all-reduced shards too."""
+        self.exchanges: list[Exchange] = []
+        """All of the model's, in the order of their allocation."""
+        self._streams = (dist.get_rank() * 4096 + n for n in itertools.count())
         self.steps = 0
         self.steps_seen = 0
         self.events = Events()
-        self.report = ChunkReport()
+        self.report = SessionReport()
         self._traffic = Traffic()
         self._used: list[Sender] = []
         self._inside_bytes = 0.0
@@ -92,13 +93,13 @@ class ChunkState:
 
     @property
     def setup(self) -> Setup:
-        """What this chunk's exchanges are made with."""
-        return Setup(self.config, self.workspace, self._new_sender)
+        """What this model's exchanges are made with."""
+        return Setup(self.config, self.workspace, self._streams)
 
-    def _new_sender(self, layout: BlockLayout, first: bool = True, last: bool = True) -> Sender:
-        stream = dist.get_rank() * 4096 + len(self.senders)
-        self.senders.append(Sender(self.config, layout, self.device, stream, first, last))
-        return self.senders[-1]
+    @property
+    def senders(self) -> list[Sender]:
+        """Of all exchanges, in the order of their allocation: the owners of all-reduced shards too."""
+        return [state.sender for exchange in self.exchanges for state in exchange.states()]
 
     def start(
         self,
@@ -285,7 +286,7 @@ class ChunkState:
         was seen.
         """
         measured = [sender.statistics for sender in self._used if sender.measures]
-        self.report = ChunkReport(
+        self.report = SessionReport(
             traffic=self._traffic,
             compressed=bool(self._used),
             statistics=torch.stack(measured).sum(0) if measured else None,

@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from megatron_patch.collectives.traffic import Traffic
 from megatron_patch.compensation.compress import STATISTICS
 from megatron_patch.errors import UserError
-from megatron_patch.integration import weight_metrics
-from megatron_patch.integration.attach import attached_chunks, attachment_of, chunks_of
-from megatron_patch.integration.chunk import ChunkState
+from megatron_patch.session.session import Session
 from megatron_patch.step_report import StepReport
 
 
@@ -32,7 +29,7 @@ class Sums:
     compressed: bool = False
 
 
-def sums(states: Sequence[ChunkState]) -> Sums:
+def sums(states: Sequence[Session]) -> Sums:
     """Over some chunks; on CUDA, asking waits for the last exchange."""
     total = Sums()
     for report in (state.report for state in states):
@@ -47,23 +44,23 @@ def sums(states: Sequence[ChunkState]) -> Sums:
     return total
 
 
-def report(model: Any = None) -> StepReport:
-    """megatron_patch.report."""
-    chunks = attached_chunks() if model is None else chunks_of(model, "report")
-    states = [found.state for chunk in chunks if (found := attachment_of(chunk)) is not None]
-    if not states:
-        what = "no model is" if model is None else "this model is not"
-        raise UserError(
-            f"report(): {what} attached; call megatron_patch.enable() before the model is wrapped in "
-            "Megatron's DistributedDataParallel, or megatron_patch.attach(model) after it"
-        )
+def step_report(states: Sequence[Session], weights: Traffic) -> StepReport:
+    """The last step of some sessions, which have equal options.
+
+    Args:
+        states: one at least.
+        weights: what gathered the weights that it updated.
+
+    Raises:
+        UserError: options differ, or no step has ended.
+    """
     config = states[0].config
     if any(state.config != config for state in states):
         raise UserError("report(): models are attached with different options; name one: report(model)")
     step = max(state.report.step for state in states)
     if not step:
         raise UserError("report(): no optimizer step has ended yet; call it after optimizer.step()")
-    total, weights = sums(states), weight_metrics.sent(chunks)
+    total = sums(states)
     signal, noise, gradient, error, non_finite = total.statistics.tolist()
     measured = not math.isnan(signal)
     return StepReport(

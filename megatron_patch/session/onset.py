@@ -7,7 +7,7 @@ with Megatron's schedule one step after the last rise, with one that rises in st
 rate that has been the same since the first step may be the first stair: it is waited for `FIRST_STAIR` steps.
 
 Megatron gives all ranks the same parameter groups, and their schedulers the same rates. Whatever ranks find,
-they start together (chunk.py). A skipped step does not count: it leaves the scheduler where it is.
+they start together (`StartTogether`). A skipped step does not count: it leaves the scheduler where it is.
 """
 
 from __future__ import annotations
@@ -130,6 +130,26 @@ class Onset:
             found = cls(not onebit and isinstance(start, int) and manifest["steps"] >= start)
         found.started |= now.started
         return found
+
+
+@dataclass
+class Phase:
+    """How far 1-bit Adam is (integration/onebit_adam/warm_up.py).
+
+    Saved with every checkpoint, so that a resumed run decides as one left alone.
+    """
+
+    switch_step: int | None = None
+    """Optimizer steps after which momentum is sent in 1 bit; None in the warm-up."""
+    variance_steps: int | None = None
+    """Steps that made Adam's variance, which is frozen now; None in the warm-up."""
+    norms: list[float] = field(default_factory=list)
+    """L1 norms of the variance after the last steps without a rise of the learning rate, oldest first;
+    `warmup: auto` alone."""
+    learning_rate: float = 0.0
+    """The largest of the last step."""
+    warm_up_from: int = 0
+    """Adam's steps when the warm-up began; more than 0 where a variance was lost."""
 
 
 class StartTogether:

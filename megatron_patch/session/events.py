@@ -27,7 +27,7 @@ class Events:
 
 
 @dataclass(frozen=True)
-class ChunkReport:
+class SessionReport:
     """What the last finished step's exchanges were like on this rank."""
 
     traffic: Traffic = field(default_factory=Traffic)
