@@ -14,6 +14,7 @@ ORDER = [
     {"errors", "files", "registry", "step_report", "untrusted"},
     {"config"},
     {"quantization"},
+    {"loco"},
     {"compensation"},
     {"collectives"},
     {"session"},
@@ -234,7 +235,7 @@ def test_importing_the_package_loads_neither_megatron_nor_torch():
 
 def test_the_arithmetic_loads_without_megatron_and_touches_no_cuda():
     loaded = loaded_by(
-        "import megatron_patch.quantization.decompress_reduce, megatron_patch.compensation.sender\n"
+        "import megatron_patch.loco, megatron_patch.compensation.sender\n"
         "import megatron_patch.collectives.reduce_scatter\n"
         "import torch; assert not torch.cuda.is_initialized()"
     )

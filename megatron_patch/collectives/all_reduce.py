@@ -18,9 +18,9 @@ import torch.distributed as dist
 from megatron_patch.collectives.exchange import ExchangeTraffic, SenderState, Setup, gathered, payloads
 from megatron_patch.collectives.reduce_scatter import ReduceScatterHandle, start_reduce_scatter
 from megatron_patch.collectives.workspace import Workspace
+from megatron_patch.compensation.owner import decompress
 from megatron_patch.compensation.resharding import ALL_REDUCE, OWNER, Position
 from megatron_patch.compensation.sender import Sender
-from megatron_patch.quantization.backends import decompress
 from megatron_patch.quantization.blocks import Contents
 from megatron_patch.quantization.layout import BlockLayout
 

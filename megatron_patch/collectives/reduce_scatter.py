@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from megatron_patch.collectives.exchange import ExchangeTraffic, SenderState, Setup, payloads
 from megatron_patch.collectives.workspace import Workspace
+from megatron_patch.compensation.owner import decompress_reduce
 from megatron_patch.compensation.resharding import REDUCE_SCATTER, Position
 from megatron_patch.compensation.sender import Sender
-from megatron_patch.quantization.backends import decompress_reduce
 from megatron_patch.quantization.blocks import Contents
 from megatron_patch.quantization.layout import BlockLayout
 

@@ -1,12 +1,4 @@
-"""What one sender keeps of one bucket: a moving average of its own quantization errors.
-
-LoCo (arXiv 2407.04480): with e the stored error, h = g + e is sent as s*q, r = h - s*q is lost, and
-
-    e <- encode(beta * e + (1 - beta) * r)
-
-`beta` weighs the OLD error: 0 is classic error feedback. encode is 8-bit quantization over the same blocks
-as the gradient (1 byte and 1/64 an element at b = 128), bf16, or fp32. A block whose gradient was not finite
-keeps its e: nothing of it was sent.
+"""What one sender keeps of one bucket: a moving average of its own quantization errors, e of loco.py.
 
 A state is its tensors by name: `codes`, int8 [N, S], and `scales`, bf16 [N, blocks]; or `values`, bf16 or
 fp32 [N, S]. The fill of short blocks is not stored.
@@ -18,32 +10,11 @@ from collections.abc import Mapping
 
 import torch
 
+from megatron_patch.loco import INT8, load_error
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.rotation import rotate, rotate_back
-from megatron_patch.quantization.uniform import Uniform, dequantize
 
-_INT8 = Uniform(8)
 _FLOATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-def load(state: Mapping[str, torch.Tensor], layout: BlockLayout) -> torch.Tensor:
-    """decode(e), fp32 [N, blocks, b]; 0 in the fill of short blocks."""
-    if "codes" in state:
-        return dequantize(layout.cut(state["codes"].view(-1)), state["scales"].float())
-    return layout.cut(state["values"].view(-1))
-
-
-def store(
-    state: Mapping[str, torch.Tensor], layout: BlockLayout, error: torch.Tensor, keep: torch.Tensor
-) -> None:
-    """e <- encode(error), fp32 [N, blocks, b], but for the blocks marked in `keep`, bool [N, blocks]."""
-    if "values" in state:
-        state["values"].copy_(layout.join(torch.where(keep[..., None], load(state, layout), error)))
-        return
-    codes, scales = _INT8.quantize(error)
-    kept = layout.cut(state["codes"].view(-1)).to(torch.int8)
-    state["codes"].copy_(layout.join(torch.where(keep[..., None], kept, codes)))
-    state["scales"].copy_(torch.where(keep, state["scales"].float(), scales))
 
 
 class MovingAverageError:
@@ -79,7 +50,7 @@ class MovingAverageError:
 
     def decode(self) -> torch.Tensor:
         """decode(e), fp32 [N, blocks, b], rotated where it is stored so."""
-        return load(self._state, self.layout)
+        return load_error(self._state, self.layout)
 
     def flat(self) -> torch.Tensor:
         """decode(e) in the bucket's order and without fill, rotated back, fp32 [B] on CPU."""
@@ -87,7 +58,7 @@ class MovingAverageError:
         found = torch.zeros(self.layout.numel, device="cpu")
         for which, part in self.layout.by_width:
             chosen = {name: t[:, which] if name == "scales" else t for name, t in stored.items()}
-            blocks = load(chosen, part)
+            blocks = load_error(chosen, part)
             found += part.flat(rotate_back(blocks, part) if self.rotated else blocks)
         return found
 
@@ -101,7 +72,7 @@ class MovingAverageError:
             if "values" in new:
                 new["values"].view(-1).add_(part.join(blocks)[0])
                 continue
-            codes, scales = _INT8.quantize(blocks)
+            codes, scales = INT8.quantize(blocks)
             new["codes"].view(-1).add_(part.join(codes)[0])
             new["scales"].view(-1)[which] = scales[0].to(torch.bfloat16)
         self.restore(new)

@@ -1,6 +1,6 @@
 """Error state of one bucket, and the choice of a backend.
 
-A Sender owns the error state and the random generator; compress.py or the fused kernels do the arithmetic.
+A Sender owns the error state and the random generator; loco.py or the fused kernels do the arithmetic.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import functools
 
 import torch
 
-from megatron_patch.compensation import compress as reference_compress
-from megatron_patch.compensation.compress import STATISTICS
+from megatron_patch import loco
 from megatron_patch.compensation.error_state import MovingAverageError
 from megatron_patch.config import CompressionConfig
+from megatron_patch.loco import STATISTICS
 from megatron_patch.quantization import backends
 from megatron_patch.quantization.codec import check_codec, codec_of
 from megatron_patch.quantization.layout import BlockLayout
@@ -82,7 +82,7 @@ class Sender:
         `payload` is uint8, contiguous: the payloads of all shards, end to end (`layout.payload_starts`).
         """
         tensors, beta = ({}, 0.0) if self.error is None else (self.error.tensors(), self.error.beta)
-        run = backends.fused(self.codec, self.layout, gradient.device) or reference_compress
+        run = backends.fused(self.codec, self.layout, gradient.device) or loco
         statistics = self.statistics if self.measures else None
         if self.generator is None:
             run.compress(gradient, payload, self.codec, self.layout, tensors, beta, None, statistics)

@@ -10,12 +10,10 @@ import functools
 import importlib
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Protocol, cast
 
 import torch
 
-from megatron_patch.quantization import decompress_reduce as reference_reduce
 from megatron_patch.quantization import native, weight_code
 from megatron_patch.quantization.codec import Codec
 from megatron_patch.quantization.layout import BlockLayout
@@ -26,7 +24,7 @@ VARIABLE = "MEGATRON_LOCO_KERNELS"
 class Backend(Protocol):
     """Fused kernels: the functions of quantization/native/__init__.py, where they are described.
 
-    `decompress`, of all shards in one launch (decompress_reduce.py), may be among them.
+    `decompress`, of all shards in one launch (loco.py), may be among them.
     """
 
     __name__: str
@@ -118,33 +116,3 @@ def describe(device: torch.device) -> str:
         return f"torch reference ({VARIABLE} asks for it)"
     missing = "no compiler was there when the package was built" if device.type == "cpu" else "no Triton"
     return f"torch reference: {missing} (some 30 times slower)"
-
-
-def decompress_reduce(
-    payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor, divisor: int = 1
-) -> None:
-    """Sum N senders' payloads of the one shard of `layout` (decompress_reduce.py), fused where possible."""
-    _decompress_reduce(payloads, codec, layout, output, divisor)
-    if layout.exact is not None:
-        layout.exact.read(payloads[:, None], layout.coded_bytes, output, divisor)
-
-
-def decompress(payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor) -> None:
-    """Decode one payload for each shard, uint8 [N, payload_bytes], into `output` [B] of any float dtype."""
-    coded = replace(layout, exact=None)
-    kernels = fused(codec, coded, output.device)
-    if kernels is not None and hasattr(kernels, "decompress"):  # in one launch
-        kernels.decompress(payloads, codec, coded, output)
-    else:
-        reference_reduce.decompress(
-            payloads, codec, coded, output, (kernels or reference_reduce).decompress_reduce
-        )
-    if layout.exact is not None:
-        layout.exact.read(payloads[None], layout.coded_bytes, output)
-
-
-def _decompress_reduce(
-    payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor, divisor: int
-) -> None:
-    run = fused(codec, layout, output.device) or reference_reduce
-    run.decompress_reduce(payloads, codec, layout, output, divisor)

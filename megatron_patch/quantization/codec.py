@@ -1,7 +1,7 @@
 """What a codec is: it turns the numbers of blocks into a payload, and a payload into numbers.
 
 A codec is one file that implements `Codec` and registers it (registry.py). The torch reference
-(compensation/compress.py, decompress_reduce.py) serves any codec; the fused kernels serve the package's own.
+(loco.py) serves any codec; the fused kernels serve the package's own.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class SessionReport:
     compressed: bool = False
     """Whether anything was."""
     statistics: torch.Tensor | None = None
-    """fp64 [5], summed over buckets, as compensation.compress.STATISTICS; None: nothing was measured."""
+    """fp64 [5], summed over buckets, as loco.STATISTICS; None: nothing was measured."""
     compression_seconds: Callable[[], float] = float
     """Time spent in compressing and decompressing; on CUDA, asking waits for it."""
     inside_bytes: float = 0.0

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_patch.collectives.traffic import Traffic
-from megatron_patch.compensation.compress import STATISTICS
 from megatron_patch.errors import UserError
+from megatron_patch.loco import STATISTICS
 from megatron_patch.session.session import Session
 from megatron_patch.step_report import StepReport
 
@@ -25,7 +25,7 @@ class Sums:
     statistics: torch.Tensor = field(
         default_factory=lambda: torch.zeros(len(STATISTICS), dtype=torch.float64, device="cpu")
     )
-    """fp64 [5], as compensation.compress.STATISTICS, on the CPU; NaN: the step did not measure them."""
+    """fp64 [5], as loco.STATISTICS, on the CPU; NaN: the step did not measure them."""
     compressed: bool = False
 
 

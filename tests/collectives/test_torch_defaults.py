@@ -16,11 +16,12 @@ import torch
 from quantization.backend_agreement import gradient_of, only_torch, random_spans
 from seeds import seeded
 
+from megatron_patch.compensation import owner
 from megatron_patch.compensation.resharding import REDUCE_SCATTER, Part, Piece, Position, reshard
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.integration.onebit_adam import norm_sketch
-from megatron_patch.quantization import backends, entropy_code, rotation, scales, weight_code
+from megatron_patch.quantization import entropy_code, rotation, scales, weight_code
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.native import weights as native_weights
 
@@ -83,7 +84,7 @@ def exchanged(options: dict[str, Any], error: str, gradients: list[torch.Tensor]
         for shard, part in enumerate(output.split(layout.shard_size)):
             own = layout.part(shard)
             received = payload[:, starts[shard] : starts[shard] + own.payload_bytes].clone()
-            backends.decompress_reduce(received, sender.codec, own, part, 2)
+            owner.decompress_reduce(received, sender.codec, own, part, 2)
         kept += [payload, output.clone(), sender.statistics.clone()]
     return fingerprint([*kept, *sender.state().values()])
 

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from megatron_patch.compensation import compress as reference
+from megatron_patch import loco
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
-from megatron_patch.quantization import decompress_reduce as reference_reduce
 from megatron_patch.quantization.backends import VARIABLE, Backend
 from megatron_patch.quantization.blocks import Span
 from megatron_patch.quantization.codec import Codec
@@ -181,7 +180,7 @@ def check_compress(
         assert backend.supports(mine.codec, layout)
         mine.measures = step < 2
         compress_by(backend, mine, gradient, sent, noise)
-        compress_by(reference, theirs, gradient, wanted, noise)
+        compress_by(loco, theirs, gradient, wanted, noise)
         assert same(gradient, kept), "the gradient is read only"
         assert same(sent[coded], wanted[coded])
         assert (sent[~coded] == 0xA5).all(), "what is sent as it is lies there"
@@ -216,13 +215,13 @@ def check_decompress_reduce(
         gradient = gradient_of(layout.numel, seed + index, torch.float32, kind if index == 0 else "plain")
         sender = sender_of(layout, device)
         sender.codec = codec
-        compress_by(reference, sender, gradient.to(device), payloads[index : index + 1])
+        compress_by(loco, sender, gradient.to(device), payloads[index : index + 1])
     length = max(layout.numel - short, 1)
     divisor = senders if average else 1
     found, wanted = (torch.full((length + 8,), 7.0, dtype=dtype, device=device) for _ in range(2))
     assert backend.supports(codec, layout)
     backend.decompress_reduce(payloads, sender.codec, layout, found[:length], divisor)
-    reference_reduce.decompress_reduce(payloads, sender.codec, layout, wanted[:length], divisor)
+    loco.decompress_reduce(payloads, sender.codec, layout, wanted[:length], divisor)
     assert torch.equal(found.isnan(), wanted.isnan())
     assert same(found.nan_to_num(), wanted.nan_to_num())
     assert (found[length:] == 7).all(), "nothing is written beyond the shard"
@@ -242,13 +241,13 @@ def check_decompress(
     sender = sender_of(layout, device)
     sender.codec = codec
     payload = torch.empty(layout.shards, layout.payload_bytes, dtype=torch.uint8, device=device)
-    compress_by(reference, sender, gradient_of(layout.numel, seed, torch.float32, kind).to(device), payload)
+    compress_by(loco, sender, gradient_of(layout.numel, seed, torch.float32, kind).to(device), payload)
     rows = torch.full((layout.shards, layout.payload_bytes + 32), 0xA5, dtype=torch.uint8, device=device)
     rows[:, : layout.payload_bytes] = payload
     found, wanted = (torch.full((layout.numel + 8,), 7.0, dtype=dtype, device=device) for _ in range(2))
     backend.decompress(rows, codec, layout, found[: layout.numel])
-    one_shard = reference_reduce.decompress_reduce
-    reference_reduce.decompress(payload, codec, layout, wanted[: layout.numel], one_shard)
+    one_shard = loco.decompress_reduce
+    loco.decompress(payload, codec, layout, wanted[: layout.numel], one_shard)
     assert torch.equal(found.isnan(), wanted.isnan())
     assert same(found.nan_to_num(), wanted.nan_to_num())
     assert (found[layout.numel :] == 7).all(), "nothing is written beyond the tensor"

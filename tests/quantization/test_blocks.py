@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from quantization.backend_agreement import compress_by, random_spans, same, sender_of
 
-from megatron_patch.compensation import compress as reference
+from megatron_patch import loco
 from megatron_patch.errors import UserError
 from megatron_patch.quantization.blocks import BlockTable, Contents, Span
 from megatron_patch.quantization.layout import BlockLayout
@@ -168,7 +168,7 @@ def test_a_row_without_a_gradient_is_sent_as_zeros(bits, row):
     sender = sender_of(layout, CPU, "int8", 0.8)
     payload = torch.empty(shards, layout.payload_bytes, dtype=torch.uint8)
     for _ in range(3):
-        compress_by(reference, sender, gradient, payload)
+        compress_by(loco, sender, gradient, payload)
         sent = layout.flat(sender.codec.decode(payload, layout))
         for values in (sent, sender.error.flat()):
             assert not values[64 : 64 + 12 * row].view(shape)[unused].any()
@@ -187,13 +187,13 @@ def test_what_is_in_no_block_is_not_sent():
     gradient[~inside] = torch.nan
     sender = sender_of(layout, CPU, "fp32", 0.0, codec="uniform")
     payload = torch.empty(2, layout.payload_bytes, dtype=torch.uint8)
-    compress_by(reference, sender, gradient, payload)
+    compress_by(loco, sender, gradient, payload)
     sent = layout.flat(sender.codec.decode(payload, layout))
     assert torch.equal(sent, torch.where(inside, gradient, 0.0))
     assert not sender.error.flat()[~inside].any()
     again = torch.empty_like(payload)
     other = sender_of(layout, CPU, codec="uniform")
-    compress_by(reference, other, torch.where(inside, gradient, -9.0), again)
+    compress_by(loco, other, torch.where(inside, gradient, -9.0), again)
     assert same(payload, again)
 
 

@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation.loco_float64 import LoCoSimulation
 
-from megatron_patch import registry
+from megatron_patch import loco, registry
 from megatron_patch.config import CompressionConfig
-from megatron_patch.quantization import decompress_reduce as reference
 from megatron_patch.quantization.codec import Encoded, check_codec, codec_of
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.packing import unpack
@@ -91,7 +90,7 @@ def decode(payload: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
 def decompress_reduce(
     payloads: torch.Tensor, layout: BlockLayout, output: torch.Tensor, divisor: int = 1
 ) -> None:
-    reference.decompress_reduce(payloads, CODECS[layout.bits], layout, output, divisor)
+    loco.decompress_reduce(payloads, CODECS[layout.bits], layout, output, divisor)
 
 
 def largest_scale(bits: int) -> float:

@@ -15,8 +15,8 @@ import torch
 from quantization.backend_agreement import compress_by, gradient_of, only_torch, random_spans, sender_of
 from torch.overrides import TorchFunctionMode
 
-from megatron_patch.compensation import compress as reference
-from megatron_patch.quantization import backends
+from megatron_patch import loco
+from megatron_patch.compensation import owner
 from megatron_patch.quantization.codec import Codec
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.levels import Levels
@@ -66,12 +66,12 @@ def exchanged(codec: Codec, error: str | None, seed: int) -> list[torch.Tensor]:
         for number, sender in enumerate(senders):
             sender.codec = codec
             gradient = gradient_of(numel, 10 * seed + 3 * step + number, torch.float32, "plain")
-            compress_by(reference, sender, gradient, payloads[number : number + 1])
+            compress_by(loco, sender, gradient, payloads[number : number + 1])
             assert layout.exact is not None
             payload = payloads[number : number + 1]
             layout.exact.write(gradient, payload, layout.coded_bytes, layout.payload_starts)
         output = torch.empty(numel)
-        backends.decompress_reduce(payloads, codec, layout, output, 3)
+        owner.decompress_reduce(payloads, codec, layout, output, 3)
         found += [payloads, output.view(torch.int32)]
     for sender in senders:
         found += sender.error.tensors().values() if sender.error is not None else ()

@@ -14,9 +14,9 @@ from quantization.backend_agreement import compress_by, sender_of
 from simulation.codes import LEVELS as SIMULATED
 from simulation.codes import Code
 
-from megatron_patch.compensation import compress as reference
+from megatron_patch import loco
+from megatron_patch.compensation import owner
 from megatron_patch.config import CompressionConfig
-from megatron_patch.quantization import backends
 from megatron_patch.quantization.blocks import Span
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.levels import LEVELS, STEPS, Levels
@@ -33,7 +33,7 @@ def lost(values: torch.Tensor, **options: object) -> float:
     sender = sender_of(layout, CPU, **options)
     payload, found = torch.empty(4, layout.payload_bytes, dtype=torch.uint8), torch.empty_like(values)
     sender.compress(values, payload)
-    backends.decompress(payload, sender.codec, layout, found)
+    owner.decompress(payload, sender.codec, layout, found)
     return float((found - values).double().square().sum() / values.double().square().sum())
 
 
@@ -135,7 +135,7 @@ def test_a_row_whose_gradient_is_always_zero_stays_zero(bits, row, method):
         values = torch.randn(12, row, generator=torch.Generator().manual_seed(step))
         values[[0, 5, 6, 11]] = 0
         sender.compress(values.flatten(), payload)
-        backends.decompress(payload, sender.codec, layout, found)
+        owner.decompress(payload, sender.codec, layout, found)
         assert not found.view(12, row)[[0, 5, 6, 11]].any()
         assert found.view(12, row)[[1, 4, 7]].any(dim=1).all()
 
@@ -146,7 +146,7 @@ def test_tiny_numbers_have_scale_zero_and_keep_their_error():
     values = torch.full((32,), 1e-44)
     payload = torch.empty(1, layout.payload_bytes, dtype=torch.uint8)
     for _ in range(2):
-        compress_by(reference, sender, values, payload)
+        compress_by(loco, sender, values, payload)
     found = sender.error.decode().flatten() + layout.flat(sender.codec.decode(payload, layout))
     assert torch.allclose(found, torch.full((32,), 2e-44), atol=3e-45)
 

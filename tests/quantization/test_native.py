@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantization.backend_agreement import CODECS, SEEDS, compress_by, gradient_of, same, sender_of
 
-from megatron_patch.compensation import compress as reference
-from megatron_patch.quantization import backends, native
-from megatron_patch.quantization import decompress_reduce as reference_reduce
+from megatron_patch import loco
+from megatron_patch.compensation import owner
+from megatron_patch.quantization import native
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.levels import Levels
 from megatron_patch.quantization.rotation import HADAMARD, NONE, signs
@@ -37,7 +37,7 @@ def test_the_energies_of_a_long_block_are_as_exact_as_those_of_a_short_one(codec
     payload = torch.empty(1, layout.payload_bytes, dtype=torch.uint8)
     with native.using(variant):
         compress_by(native, mine, gradient, payload)
-    compress_by(reference, theirs, gradient, payload)
+    compress_by(loco, theirs, gradient, payload)
     torch.testing.assert_close(mine.statistics, theirs.statistics, rtol=1e-6, atol=0)
 
 
@@ -57,8 +57,8 @@ def test_every_length_from_1_to_1000_comes_back(codec):
         sender.codec = codec
         sender.compress(gradient, payload)
         decoded, wanted = torch.empty(size), torch.empty(size)
-        backends.decompress(payload, codec, layout, decoded)
-        reference_reduce.decompress_reduce(payload, codec, layout, wanted)
+        owner.decompress(payload, codec, layout, decoded)
+        loco.decompress_reduce(payload, codec, layout, wanted)
         assert same(decoded, wanted)
         if codec.name == "uniform" and not codec.rotation.rotated:
             scales = payload[0, layout.code_bytes :][: 2 * layout.blocks].view(torch.bfloat16).float()
@@ -79,7 +79,7 @@ def test_a_power_of_two_changes_the_scales_and_not_the_codes(codec, exponent, se
         for _ in range(3):
             sender.compress(gradient * factor, payload)
         decoded.append((payload[:, : layout.code_bytes].clone(), torch.empty(1000)))
-        backends.decompress(payload, codec, layout, decoded[-1][1])
+        owner.decompress(payload, codec, layout, decoded[-1][1])
     assert torch.equal(decoded[0][0], decoded[1][0])
     assert torch.equal(decoded[0][1] * 2.0**exponent, decoded[1][1])
 
@@ -94,7 +94,7 @@ def test_a_block_of_zeros_stays_one_and_sums_beyond_fp32_are_not_finite(block, v
     gradient[:block] = torch.linspace(-1, 1, block)
     gradient[2 * block :] = 3e38 * signs(block)
     sent = []
-    for backend in (native, reference):
+    for backend in (native, loco):
         sender = sender_of(layout, CPU, "int8", 0.8)
         sender.codec = codec
         payload = torch.empty(1, layout.payload_bytes, dtype=torch.uint8)

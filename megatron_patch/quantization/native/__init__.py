@@ -1,8 +1,8 @@
 """The CPU kernels: kernels.cpp, compiled when the package is built (hatch_build.py), called through ctypes.
 
-`compress` and `decompress_reduce` do in one pass over memory what compensation/compress.py and
-quantization/decompress_reduce.py do in some twenty, bit for bit. The library has one variant of the code per
-instruction set (baseline, AVX2, AVX-512) and runs the widest that the processor has.
+`compress` and `decompress_reduce` do in one pass over memory what loco.py does in some twenty, bit for bit.
+The library has one variant of the code per instruction set (baseline, AVX2, AVX-512) and runs the widest that
+the processor has.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def compress(
         error: MovingAverageError.tensors(); empty for none. Updated.
         beta: weight of the old error.
         noise: fp32 [N, blocks, b] in [0, 1) for stochastic rounding.
-        statistics: fp64 [5], written as compensation.compress.STATISTICS; None: they are not asked for.
+        statistics: fp64 [5], written as loco.STATISTICS; None: they are not asked for.
     """
     values = error.get("codes", error.get("values"))
     scales = error.get("scales")

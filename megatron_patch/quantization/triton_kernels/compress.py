@@ -5,7 +5,7 @@ A program takes tiles of ROWS blocks of b elements, neighbours in one shard; 16 
     gradient, rotated, and error  ->  h  ->  max|h| of each row  ->  scale  ->  codes, packed  ->  payload
                                                           r = h - s*q            ->  error
 
-The fp32 results of compensation/compress.py and of the codec, bit for bit: a multiplication and an
+The fp32 results of loco.py and of the codec, bit for bit: a multiplication and an
 addition are fused where the product is exact, a code times a scale, and nowhere else.
 """
 

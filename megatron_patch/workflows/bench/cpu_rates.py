@@ -22,6 +22,7 @@ from unittest import mock
 
 import torch
 
+from megatron_patch.compensation import owner
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.integration.onebit_adam import norm_sketch, update
@@ -88,7 +89,7 @@ def measure(
         call()
         payload[:] = payload[0]
     reducing = [
-        functools.partial(backends.decompress_reduce, payload, sender.codec, layout, reduced)
+        functools.partial(owner.decompress_reduce, payload, sender.codec, layout, reduced)
         for sender, payload in zip(senders_of, payloads, strict=True)
     ]
     decompress, *others = (elements * senders / one for one in timed(reducing))

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megatron_patch.compensation import compress as reference
+from megatron_patch import loco
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization import backends
@@ -69,9 +69,9 @@ def compress(
     fused = _fused(sender.codec, layout, device)
     if fused is not None:
         ways["triton"] = lambda g: fused.compress(g, *rest)
-    ways["torch"] = lambda g: reference.compress(g, *rest)
+    ways["torch"] = lambda g: loco.compress(g, *rest)
     if compiled:
-        compiled_reference = torch.compile(reference.compress)
+        compiled_reference = torch.compile(loco.compress)
         ways["torch.compile"] = lambda g: compiled_reference(g, *rest)
     lines = []
     for what, way in ways.items():
