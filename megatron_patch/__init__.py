@@ -49,25 +49,31 @@ def enable(config: CompressionConfig | None = None) -> None:
 
 
 def disable() -> None:
-    """Undo `enable` and detach every model: Megatron's own exchange from the next step on."""
-    from megatron_patch.integration import doors
+    """Undo `enable` and detach every model: its own exchange from the next step on."""
+    from megatron_patch import doors
 
     doors.disable()
 
 
-def attach[Chunks](chunks: Chunks, config: CompressionConfig | None = None) -> Chunks:
-    """Compress the gradients of DDP-wrapped model chunks; returns them (a post-wrap hook).
+def attach[Chunks](
+    chunks: Chunks, config: CompressionConfig | None = None, replicate_group: Any = None
+) -> Chunks:
+    """Compress the gradients of a model that is wrapped, or sharded; returns it (a post-wrap hook).
 
     Args:
-        chunks: a list of Megatron's DistributedDataParallel, or one of them.
+        chunks: Megatron's DistributedDataParallel, or a list of them; or a module that torch's `fully_shard`
+            was applied to (FSDP2), or a list of such parts of a model.
         config: the options; CompressionConfig() if None.
+        replicate_group: with FSDP2 over a mesh of one dimension, the torch.distributed.ProcessGroup of the
+            ranks that hold the same shards: gradients are averaged over it in low bits, and FSDP2's own
+            exchange stays as it is. A mesh of two dimensions says so itself.
 
     Raises:
-        UserError: no such chunks, no CompressionConfig, or a configuration that compression cannot serve.
+        UserError: no such model, no CompressionConfig, or a configuration that compression cannot serve.
     """
-    from megatron_patch.integration import doors
+    from megatron_patch import doors
 
-    doors.attach(chunks, config)
+    doors.attach(chunks, config, replicate_group)
     return chunks
 
 
@@ -75,13 +81,13 @@ def report(model: Any = None) -> StepReport:
     """What this rank sent in its last optimizer step. Communicates nothing: any rank may call it at any time.
 
     Args:
-        model: attached chunks, a list of them or one; everything that is attached if None.
+        model: what was attached; everything that is attached if None.
 
     Raises:
         UserError: nothing is attached, no step has ended yet, or models have different options and none is
             named.
     """
-    from megatron_patch.integration import doors
+    from megatron_patch import doors
 
     return doors.report(model)
 

@@ -162,6 +162,15 @@ class CompressionConfig:
             return self
         return replace(self, method="error_feedback", error_beta=None)
 
+    def for_flat_fsdp(self) -> CompressionConfig:
+        """The options with the default method where errors are of the whole model on every rank: naive.
+
+        A method or an `error_beta` that was given stays.
+        """
+        if not {"method", "error_beta"} <= vars(self)["_resolved"].keys():
+            return self
+        return replace(self, method="naive", error_beta=None)
+
     def __post_init__(self, _resolved: Mapping[str, Any] | None) -> None:
         for name, value in (_resolved or {}).items():
             if getattr(self, name) == value:

@@ -1,4 +1,4 @@
-"""The ways in: enable, attach (also as a post-wrap hook), behind `launch` enable again; and the report.
+"""The ways in for Megatron: enable, attach (also as a post-wrap hook) and, behind `launch`, enable again.
 
 All install the same things: the seams of what is attached (attach.py), the hooks that keep error states in
 checkpoints (checkpoint/), and metrics in Megatron's own training loop (metrics.py).
@@ -7,11 +7,11 @@ checkpoints (checkpoint/), and metrics in Megatron's own training loop (metrics.
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from megatron_patch.collectives.traffic import Traffic
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.integration import attach as attachments
@@ -19,8 +19,8 @@ from megatron_patch.integration import patching, symbols, weight_metrics
 from megatron_patch.integration.checkpoint import hooks as checkpoint
 from megatron_patch.integration.cpu import torch_adam
 from megatron_patch.integration.unsupported import refuse_wrapper
-from megatron_patch.session.report import step_report
-from megatron_patch.step_report import StepReport
+from megatron_patch.session.log import show_log
+from megatron_patch.session.session import Session
 
 
 def enable(config: CompressionConfig | None = None) -> None:
@@ -95,32 +95,12 @@ def _install_helpers() -> None:
         _undo.append(RunMetrics.uninstall)
 
 
-def report(model: Any = None) -> StepReport:
-    """megatron_patch.report."""
+def sessions(model: Any = None) -> tuple[list[Session], Traffic]:
+    """The sessions of attached chunks (all of them if None), and what gathered their weights in a step."""
     chunks = attachments.attached_chunks() if model is None else attachments.chunks_of(model, "report")
-    states = [found.state for chunk in chunks if (found := attachments.attachment_of(chunk)) is not None]
-    if not states:
-        what = "no model is" if model is None else "this model is not"
-        raise UserError(
-            f"report(): {what} attached; call megatron_patch.enable() before the model is wrapped in "
-            "Megatron's DistributedDataParallel, or megatron_patch.attach(model) after it"
-        )
-    return step_report(states, weight_metrics.sent(chunks))
-
-
-def show_log() -> None:
-    """Show what compression logs, a few lines a run, unless the script's own logging shows it already.
-
-    A script that wants less sets a level for the logger "megatron_patch".
-    """
-    logger = logging.getLogger("megatron_patch")
-    shown = logger.isEnabledFor(logging.INFO) and logger.hasHandlers()
-    if not shown and logger.level == logging.NOTSET:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
+    found = [attachments.session_of(chunk) for chunk in chunks]
+    states = [session for session in found if session is not None]
+    return states, weight_metrics.sent(chunks) if states else Traffic()
 
 
 def _options(config: CompressionConfig | None, door: str) -> CompressionConfig:

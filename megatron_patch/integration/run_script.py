@@ -83,9 +83,10 @@ def _run(script: str, flags: list[str]) -> None:
     from megatron_patch.integration import patching, symbols
     from megatron_patch.integration.arguments import after_parsing, config_from_arguments
     from megatron_patch.integration.checkpoint import hooks as checkpoint
-    from megatron_patch.integration.doors import enable, show_log
+    from megatron_patch.integration.doors import enable
     from megatron_patch.integration.metrics import RunMetrics
     from megatron_patch.integration.unsupported import refuse_flags
+    from megatron_patch.session.log import show_log
 
     show_log()
     installed: list[RunMetrics] = []

@@ -14,6 +14,7 @@ from megatron_patch.config import AUTO, DEPRECATED, CompressionConfig
 from megatron_patch.integration import training_flags
 from megatron_patch.integration.seams.gradients import BucketGroupSeam
 from megatron_patch.integration.seams.weights import WeightSeam
+from megatron_patch.session.log import method_line
 from megatron_patch.session.onset import FIRST_STAIR
 from megatron_patch.session.session import Session
 
@@ -47,11 +48,7 @@ def _lines(state: Session, seams: Sequence[BucketGroupSeam]) -> Iterator[tuple[i
     if not config.compresses:
         yield logging.INFO, "method none: Megatron's own gradient exchange"
         return
-    memory = (
-        f"beta {config.beta}, errors in {config.error_dtype}" if config.keeps_errors else "no errors kept"
-    )
-    code = f"{config.bits} bits ({config.code}{', rotated' if config.rotates else ''})"
-    yield logging.INFO, f"{config.method}, {code}, block {config.block_size}, {memory}"
+    yield logging.INFO, method_line(config)
     if not config.is_onebit_adam and not state.onset.started:
         yield logging.INFO, _start_line(config)
     if config.rounding == "stochastic":

@@ -43,8 +43,6 @@ LOAD_STATE_DICT = f"{_DISTRIBUTED_OPTIMIZER}.load_state_dict"
 NORM = "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__"
 COMPILE_HELPERS = "megatron.core.datasets.utils:compile_helpers"
 RESULTS_QUEUE = "megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue"
-SCALER_STEP = "torch.amp.grad_scaler:GradScaler.step"
-SCALER_UPDATE = "torch.amp.grad_scaler:GradScaler.update"
 TE_GEMM = "megatron.core.transformer.moe.moe_utils:te_general_gemm"
 
 

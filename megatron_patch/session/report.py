@@ -44,12 +44,12 @@ def sums(states: Sequence[Session]) -> Sums:
     return total
 
 
-def step_report(states: Sequence[Session], weights: Traffic) -> StepReport:
+def step_report(states: Sequence[Session], weights: Traffic | None = None) -> StepReport:
     """The last step of some sessions, which have equal options.
 
     Args:
         states: one at least.
-        weights: what gathered the weights that it updated.
+        weights: what gathered the weights that it updated, where that is counted.
 
     Raises:
         UserError: options differ, or no step has ended.
@@ -60,7 +60,7 @@ def step_report(states: Sequence[Session], weights: Traffic) -> StepReport:
     step = max(state.report.step for state in states)
     if not step:
         raise UserError("report(): no optimizer step has ended yet; call it after optimizer.step()")
-    total = sums(states)
+    total, weights = sums(states), weights or Traffic()
     signal, noise, gradient, error, non_finite = total.statistics.tolist()
     measured = not math.isnan(signal)
     return StepReport(

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron_patch.collectives.exchange import Exchange, Handle, Setup
 from megatron_patch.collectives.traffic import Traffic
 from megatron_patch.collectives.workspace import Workspace, shared_pool
+from megatron_patch.compensation.error_state import MovingAverageError
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.session.events import Events, SessionReport
@@ -60,6 +61,8 @@ class Session:
         self.report = SessionReport()
         self._traffic = Traffic()
         self._used: list[Sender] = []
+        self._earlier: list[torch.Tensor] = []
+        """What senders measured in earlier exchanges of this step, where a step has several."""
         self._inside_bytes = 0.0
         self.measures = True
         """Whether the next exchanges measure what they lose: metrics.py asks for it in steps that it logs."""
@@ -89,7 +92,11 @@ class Session:
     @property
     def error_bytes(self) -> int:
         """Memory of all error states on this rank, in bytes."""
-        return sum(sender.error.nbytes for sender in self.senders if sender.error is not None)
+        return sum(error.nbytes for error in self._errors)
+
+    @property
+    def _errors(self) -> list[MovingAverageError]:
+        return [sender.error for sender in self.senders if sender.error is not None]
 
     @property
     def setup(self) -> Setup:
@@ -118,6 +125,8 @@ class Session:
         self._inside_bytes += traffic.inside
         senders = [state.sender for state in exchange.states()]
         for sender in senders:
+            if sender.measures and sender in self._used:  # in an earlier microbatch of this step
+                self._earlier.append(sender.statistics.clone())
             sender.measures = self.measures
         self._used += senders
         try:
@@ -127,6 +136,10 @@ class Session:
             raise
         in_flight.append(handle)
         return handle
+
+    def count_inside(self, nbytes: float) -> None:
+        """Count bytes sent inside a node, or inside a group of shards, apart from what travels between."""
+        self._inside_bytes += nbytes
 
     def count(self, traffic: Traffic) -> None:
         """Count bytes sent to other ranks in this step, compressed or not."""
@@ -165,7 +178,7 @@ class Session:
             passes = 1
         self._passes = passes
         if passes > 1 and not self._sends_momentum:
-            self._used = []  # the later exchange is the step's
+            self._used, self._earlier = [], []  # the later exchange is the step's
             if rerun:
                 self.events.replays += 1
                 self.clear_errors()
@@ -213,16 +226,11 @@ class Session:
     def optimizer_stepped(
         self, optimizers: Sequence[object], successful: bool, loss_scale_factor: float, rates: Sequence[float]
     ) -> bool:
-        """Optimizers have made a step. Returns whether that ends a step of the model.
+        """Optimizers, without chains around them, have made a step; returns whether it ends one of the model.
 
         A loop may step several optimizers of one model one by one, with the gradients of one exchange:
         together they make one step, which the first of them ends. The loss scale of fp16 is that one's.
-
-        Args:
-            optimizers: those that stepped, without the chains around them.
-            successful: whether parameters were updated.
-            loss_scale_factor: by which the step changed fp16's loss scale.
-            rates: learning rates of their parameter groups.
+        `successful` says whether parameters were updated, `rates` are the learning rates of their groups.
         """
         if not self._optimizer_seen:
             self._optimizer_seen = True
@@ -280,12 +288,8 @@ class Session:
         rates: Sequence[float] | None = None,
         optimizer: int = 0,
     ) -> None:
-        """End an optimizer step: report it, count it, clear or rescale the errors.
-
-        The arguments are as in `optimizer_stepped` and `Onset.after_step`; `rates` is None where no optimizer
-        was seen.
-        """
-        measured = [sender.statistics for sender in self._used if sender.measures]
+        """End an optimizer step: report it, count it, clear or rescale the errors; `rates` as Onset's."""
+        measured = [sender.statistics for sender in set(self._used) if sender.measures] + self._earlier
         self.report = SessionReport(
             traffic=self._traffic,
             compressed=bool(self._used),
@@ -294,9 +298,9 @@ class Session:
             inside_bytes=self._inside_bytes,
             step=self.steps_seen + 1,
         )
-        self._traffic, self._used, self._inside_bytes, self._passes = Traffic(), [], 0.0, 0
         loss_scale_factor *= self._prepared or 1.0
-        self._prepared = None
+        self._traffic, self._used, self._inside_bytes, self._passes = Traffic(), [], 0.0, 0
+        self._prepared, self._earlier = None, []
         self.workspace.pool.in_flight.clear()  # all chunks' are over when a step is
         self.steps_seen += 1
         self.ended_steps += 1
@@ -328,21 +332,18 @@ class Session:
             return False
         self._scale_errors((1 - config.beta) / (1 - self.config.beta))
         self.config = config
-        for sender in self.senders:
-            if sender.error is not None:
-                sender.error.beta = config.beta
+        for error in self._errors:
+            error.beta = config.beta
         return True
 
     def _scale_errors(self, factor: float) -> None:
-        for sender in self.senders:
-            if sender.error is not None:
-                sender.error.scale_by(factor)
+        for error in self._errors:
+            error.scale_by(factor)
 
     def clear_errors(self) -> None:
         """e <- 0 in all buckets at once."""
-        for sender in self.senders:
-            if sender.error is not None:
-                sender.error.reset()
+        for error in self._errors:
+            error.reset()
 
     def describe(self) -> dict[str, object]:
         """The counters, for logs and summaries."""

@@ -17,10 +17,9 @@ from typing import Any, Protocol
 
 import torch
 from megatron.core.optimizer.optimizer import FP32Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from megatron_patch.integration import patching, symbols
+from megatron_patch.session import torch_steps
 
 
 class Stepper(Protocol):
@@ -52,9 +51,6 @@ class Stepper(Protocol):
         """A step has ended."""
 
 
-_SCALED = "_megatron_loco_optimizers"
-"""Where torch's GradScaler holds the optimizers that it has stepped since its last update."""
-_torch_hooks: list[RemovableHandle] = []
 _in_step = False
 """Within a step of a Megatron optimizer: the steps of those inside it are parts of it."""
 
@@ -97,8 +93,7 @@ def model_parameters(part: Any) -> Iterator[torch.nn.Parameter]:
 
 def learning_rates(optimizer: Any) -> list[float]:
     """Of its parameter groups, in their order, which is that of all ranks."""
-    groups = (group for part in leaves_of(optimizer) for group in part.param_groups)
-    return [float(group.get("lr") or 0.0) for group in groups]
+    return [rate for part in leaves_of(optimizer) for rate in torch_steps.learning_rates(part)]
 
 
 def loss_scale(optimizer: Any) -> float:
@@ -143,36 +138,28 @@ def listen(stepper: Stepper) -> None:
         for path in paths:
             patching.replace(path, functools.partial(_outermost, make))
 
-    def other_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _torch.stepper = stepper
+    torch_steps.listen(_torch)
+
+
+class _TorchSteps:
+    """Steps of torch's optimizers that are not inside one of Megatron's (torch_steps.Listener)."""
+
+    stepper: Stepper
+
+    def torch_step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if not _in_step:
-            stepper.other_begins(optimizer)
+            self.stepper.other_begins(optimizer)
 
-    def other_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def torch_step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         if not _in_step:
-            stepper.ended(optimizer, True, 1.0)
+            self.stepper.ended(optimizer, True, 1.0)
 
-    def scaled_step(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            vars(self).setdefault(_SCALED, []).append(optimizer)
-            return original(self, optimizer, *args, **kwargs)
+    def rescaled(self, optimizers: list[Any], factor: float) -> None:
+        self.stepper.rescaled(optimizers, factor)
 
-        return step
 
-    def scale_update(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def update(self: Any, *args: Any, **kwargs: Any) -> None:
-            before = self.get_scale()
-            original(self, *args, **kwargs)
-            stepper.rescaled(vars(self).pop(_SCALED, []), self.get_scale() / before)
-
-        return update
-
-    patching.replace(symbols.SCALER_STEP, scaled_step)
-    patching.replace(symbols.SCALER_UPDATE, scale_update)
-    if not _torch_hooks:
-        _torch_hooks.append(register_optimizer_step_pre_hook(other_begins))
-        _torch_hooks.append(register_optimizer_step_post_hook(other_ended))
+_torch = _TorchSteps()
 
 
 def _outermost(make: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,6 +182,4 @@ def _outermost(make: Callable[..., Any], original: Callable[..., Any]) -> Callab
 def stop_listening() -> None:
     """Give the optimizers their own methods back."""
     patching.restore(*symbols.STEPS, *symbols.PREPARES, *symbols.UPDATES)
-    patching.restore(symbols.SCALER_STEP, symbols.SCALER_UPDATE)
-    while _torch_hooks:
-        _torch_hooks.pop().remove()
+    torch_steps.stop_listening(_torch)

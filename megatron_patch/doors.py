@@ -1,0 +1,90 @@
+"""The ways in, whatever wraps the model: integration/ serves Megatron, pytorch/ torch itself."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_patch.collectives.workspace import forget_shared_pools
+from megatron_patch.config import CompressionConfig
+from megatron_patch.errors import UserError
+from megatron_patch.session.log import show_log
+from megatron_patch.session.report import step_report
+from megatron_patch.session.session import Session
+from megatron_patch.step_report import StepReport
+
+
+def attach(model: Any, config: CompressionConfig | None, replicate_group: dist.ProcessGroup | None) -> None:
+    """megatron_patch.attach."""
+    options = CompressionConfig() if config is None else config
+    if not isinstance(options, CompressionConfig):
+        raise UserError(
+            f"attach(): the configuration is a {type(config).__name__}, not a CompressionConfig: "
+            "megatron_patch.CompressionConfig(bits=4)"
+        )
+    show_log()
+    if _is_megatron(model):
+        if replicate_group is not None:
+            raise UserError(
+                "attach(): Megatron's DistributedDataParallel knows its groups: leave out replicate_group"
+            )
+        from megatron_patch.integration import doors
+
+        doors.attach(model, options)
+        return
+    from megatron_patch.pytorch import attach as pytorch
+
+    pytorch.attach(_modules(model, "attach"), options, replicate_group)
+
+
+def disable() -> None:
+    """megatron_patch.disable."""
+    if loaded := sys.modules.get("megatron_patch.integration.doors"):
+        loaded.disable()
+    if loaded := sys.modules.get("megatron_patch.pytorch.attach"):
+        loaded.detach_all()
+    forget_shared_pools()
+
+
+def report(model: Any) -> StepReport:
+    """megatron_patch.report."""
+    found: list[Session] = []
+    weights = None
+    of_megatron = model is None or _is_megatron(model)
+    if of_megatron and (loaded := sys.modules.get("megatron_patch.integration.doors")):
+        found, weights = loaded.sessions(model)
+    torchs = _modules(model, "report") if model is not None and not of_megatron else None
+    if (torchs is not None or model is None) and (loaded := sys.modules.get("megatron_patch.pytorch.attach")):
+        found = [*found, *loaded.sessions(torchs)]
+    if not found:
+        what = "no model is" if model is None else "this model is not"
+        raise UserError(
+            f"report(): {what} attached; call megatron_patch.enable() before the model is wrapped in "
+            "Megatron's DistributedDataParallel, or megatron_patch.attach(model) after it (FSDP2: after "
+            "fully_shard)"
+        )
+    return step_report(found, weights)
+
+
+def _is_megatron(model: Any) -> bool:
+    """Whether a model, or the first of a list, is wrapped in one of Megatron's own data parallelisms."""
+    first = model[0] if isinstance(model, list | tuple) and model else model
+    base = sys.modules.get("megatron.core.distributed.data_parallel_base")
+    return base is not None and isinstance(first, base._BaseDataParallel)
+
+
+def _modules(model: Any, caller: str) -> Sequence[Any]:
+    """The modules of a model that is not Megatron's: it, or a list of its parts."""
+    from torch import nn
+
+    parts = list(model) if isinstance(model, list | tuple) else [model]
+    for part in parts:
+        if not isinstance(part, nn.Module):
+            raise UserError(
+                f"{caller}(): {type(part).__module__}.{type(part).__qualname__} is no model: pass what is "
+                "wrapped in Megatron's DistributedDataParallel, or a module that fully_shard was applied to"
+            )
+    return parts

@@ -1,0 +1,185 @@
+"""The gradients of FSDP2, flat or hybrid, by our exchanges.
+
+    flat      FSDP2 reduce-scatters a parameter group's gradients over the shard group: in low bits
+    hybrid    the shard group's sum stays FSDP2's own, in full; the reduced shard then goes through an
+              all-reduce between the replicas: in low bits
+
+Hybrid is a mesh of two dimensions, as `fully_shard` takes it, or a shard mesh and a `replicate_group` of the
+caller's. FSDP2 exchanges only parameters that have gradients, so that a group can exchange several sets of
+them (frozen, unused ones): each set has an exchange and errors of its own, made when it is first met.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_patch.collectives.exchange import Exchange
+from megatron_patch.collectives.makers import Made, make_all_reduces, make_reduce_scatters
+from megatron_patch.collectives.traffic import all_reduced, reduce_scattered
+from megatron_patch.errors import UserError
+from megatron_patch.pytorch.contents import contents_of
+from megatron_patch.pytorch.fsdp2_fields import ParamGroup, ReduceScatter
+from megatron_patch.session.session import Session
+
+logger = logging.getLogger(__name__)
+
+MOST_SETS = 16
+"""Sets of parameters that a group may exchange: each has errors of its own."""
+
+
+class Sets:
+    """The exchanges of one parameter group, one for each set of parameters that it has exchanged."""
+
+    def __init__(self, group: ParamGroup, session: Session) -> None:
+        self.group = group
+        self.made: dict[tuple[int, ...], Made] = {}
+        self._session = session
+
+    def exchange(self, ranks: dist.ProcessGroup, numel: int) -> Exchange | None:
+        """That of the parameters which are exchanged now; None over a single rank.
+
+        All ranks of `ranks` must call it.
+
+        Raises:
+            UserError: this release of torch does not say which parameters they are; or there are too many
+                sets.
+        """
+        current = self.group.current
+        if current not in self.made:
+            self._check(current, numel)
+            if len(self.made) == MOST_SETS:
+                raise UserError(
+                    f"FSDP2 has exchanged more than {MOST_SETS} sets of parameters of one group: call "
+                    "set_reduce_scatter_unused_params(True), so that every exchange is of all of them"
+                )
+            self.made[current] = made = self._make(current, ranks)
+            self._session.exchanges += made.exchanges
+        exchanges = self.made[current].exchanges
+        return exchanges[0] if exchanges else None
+
+    def _check(self, current: Sequence[int], numel: int) -> None:
+        parameters, ranks = self._parameters(current), self.group.shard_group.size()
+        if self._numel(sum(parameter.padded(ranks) for parameter in parameters)) != numel:
+            raise UserError(
+                f"torch {torch.__version__}: FSDP2 exchanges {numel:,} gradients of a group, not all of its "
+                "parameters, and does not say which: call set_reduce_scatter_unused_params(True), or use "
+                "torch 2.15"
+            )
+
+    def _parameters(self, current: Sequence[int]) -> list[Any]:
+        parameters = self.group.parameters
+        return [parameters[number] for number in current]
+
+    def _numel(self, shard: int) -> int:
+        raise NotImplementedError
+
+    def _make(self, current: Sequence[int], ranks: dist.ProcessGroup) -> Made:
+        raise NotImplementedError
+
+
+class Flat(Sets, ReduceScatter):
+    """The reduce-scatter of one parameter group over its shard group (FSDP2's protocol `ReduceScatter`)."""
+
+    def __init__(self, group: ParamGroup, session: Session) -> None:
+        super().__init__(group, session)
+        group.note_what_is_exchanged()
+        self._stock = group.reduce_scatter_by(self)
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer of the exchange, in or out."""
+        return self._stock.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce [N*S] to this rank's [S]. On CUDA FSDP2 calls it within its reduce-scatter stream."""
+        session = self._session
+        session.exchange_begins(1, rerun=False)
+        if not session.active or group.size() == 1:
+            session.count(reduce_scattered(input_tensor, group.size()))
+            self._stock(output_tensor, input_tensor, group, op, async_op)
+            return
+        factor = self.group.divide_factor
+        exchange = self.exchange(group, input_tensor.numel())
+        assert exchange is not None
+        average = op == dist.ReduceOp.AVG
+        session.start(exchange, input_tensor, output_tensor, average, group).wait()
+        if not average and op != dist.ReduceOp.SUM:  # a product with 1/factor that NCCL would make
+            output_tensor.div_(factor or 1.0)
+
+    def _numel(self, shard: int) -> int:
+        return shard * self.group.shard_group.size()
+
+    def _make(self, current: Sequence[int], ranks: dist.ProcessGroup) -> Made:
+        contents = contents_of(self._parameters(current), ranks.size())
+        return make_reduce_scatters([contents], ranks, self._session.setup)
+
+
+class Hybrid(Sets):
+    """The all-reduce of one parameter group's reduced shard between replicas (FSDP2's all-reduce hook)."""
+
+    def __init__(self, group: ParamGroup, session: Session, replicas: dist.ProcessGroup) -> None:
+        super().__init__(group, session)
+        self._replicas = replicas
+        self._waiting: tuple[tuple[int, ...], torch.Tensor] | None = None
+        group.note_what_is_exchanged()
+        group.all_reduce_by(self.all_reduce)
+
+    def all_reduce(self, output: torch.Tensor) -> None:
+        """Reduce [S] between the replicas, in place. On CUDA FSDP2 calls it within its all-reduce stream."""
+        session, replicas = self._session, self._replicas
+        shards = self.group.shard_group.size()
+        session.count_inside((shards - 1) * output.nbytes)
+        if not self.group.all_reduces:
+            self._keep(output)
+            return
+        self._add_what_waited(output)
+        session.exchange_begins(1, rerun=False)
+        # With a divide factor the shard group has divided by it, and replicas are summed.
+        average = self.group.divide_factor is None
+        if not session.active or replicas.size() == 1:
+            session.count(all_reduced(output, replicas.size()))
+            dist.all_reduce(output, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, group=replicas)
+            return
+        exchange = self.exchange(replicas, output.numel())
+        assert exchange is not None
+        session.start(exchange, output, output, average, replicas).wait()
+
+    def _keep(self, output: torch.Tensor) -> None:
+        """Keep the shard's sum for the next all-reduce; FSDP2 then adds zeros to the gradient."""
+        current = self.group.current
+        if self._waiting is not None:
+            self._add_what_waited(output)
+        self._waiting = current, output.clone()
+        output.zero_()
+
+    def _add_what_waited(self, output: torch.Tensor) -> None:
+        if self._waiting is None:
+            return
+        which, waiting = self._waiting
+        if which != self.group.current:
+            raise UserError(
+                "other parameters have gradients than in the microbatch before, which waits for its "
+                "all-reduce: call set_reduce_scatter_unused_params(True)"
+            )
+        output += waiting
+        self._waiting = None
+
+    def _numel(self, shard: int) -> int:
+        return shard
+
+    def _make(self, current: Sequence[int], ranks: dist.ProcessGroup) -> Made:
+        shards = self.group.shard_group
+        whole = contents_of(self._parameters(current), shards.size())
+        size = whole.numel // shards.size()
+        return make_all_reduces([whole.part(shards.rank() * size, size)], ranks, self._session.setup)

@@ -1,0 +1,212 @@
+"""Every private field of torch's FSDP2 that is read or set, in one place.
+
+FSDP2 (`torch.distributed.fsdp.fully_shard`) has doors for a reduce-scatter and for a hook after it
+(`FSDPModule.set_custom_reduce_scatter`, `set_all_reduce_hook`), but tells neither of them which parameters an
+exchange is of. That is read here from its parameter groups, which torch may change in any release: what is
+missing is an error that names release and field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_patch.errors import UserError
+
+try:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+except ImportError as error:  # pragma: no cover
+    raise UserError(
+        f"torch {torch.__version__}: {error}; FSDP2 is served with torch 2.14 and newer"
+    ) from error
+
+__all__ = ["FSDPModule", "ParamGroup", "ReduceScatter", "Sharded", "groups_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """A parameter as FSDP2 cuts it: in one chunk for each rank of the shard group, along one axis."""
+
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    axis: int = 0
+
+    def chunk(self, rank: int, ranks: int) -> tuple[int, tuple[int, ...]]:
+        """(first index along the axis, shape) of a rank's chunk; the last ones may be short, or empty."""
+        size = self.shape[self.axis]
+        longest = -(-size // ranks)
+        first = min(rank * longest, size)
+        length = min(longest, size - first)
+        return first, (*self.shape[: self.axis], length, *self.shape[self.axis + 1 :])
+
+    def padded(self, ranks: int) -> int:
+        """Elements of every rank's chunk in an exchange: those of the longest."""
+        found = 1
+        for length in self.chunk(0, ranks)[1]:
+            found *= length
+        return found
+
+
+class ParamGroup:
+    """A parameter group of FSDP2, whose gradients are reduced in one exchange.
+
+    Raises:
+        UserError: this release of torch has no such field.
+    """
+
+    def __init__(self, module: nn.Module, group: Any) -> None:
+        self.module = module
+        self._group = group
+        self._current: tuple[int, ...] | None = None
+        self._undo: list[tuple[str, Any]] = []
+        for path in ("fsdp_params", "mesh_info", "gradient_divide_factor", "all_reduce_grads"):
+            self._get(path)
+
+    def _get(self, name: str, owner: Any = None) -> Any:
+        try:
+            return getattr(self._group if owner is None else owner, name)
+        except AttributeError as error:
+            kind = type(self._group if owner is None else owner).__name__
+            raise UserError(
+                f"torch {torch.__version__}: FSDP2's {kind} has no {name}; this release is not supported"
+            ) from error
+
+    def _set(self, name: str, value: Any) -> None:
+        self._undo.append((name, self._get(name)))
+        setattr(self._group, name, value)
+
+    def restore(self) -> None:
+        """Put back all that was set."""
+        while self._undo:
+            setattr(self._group, *self._undo.pop())
+
+    @property
+    def parameters(self) -> list[Sharded]:
+        """In FSDP2's order."""
+        return [
+            Sharded(tuple(self._get("_orig_size", p)), self._get("fsdp_placement", p).dim)
+            for p in self._get("fsdp_params")
+        ]
+
+    @property
+    def owners(self) -> list[tuple[nn.Module, str]]:
+        """Of each parameter the module that has it, and its name there."""
+        infos = [self._get("_module_info", p) for p in self._get("fsdp_params")]
+        return [(info.module, info.param_name) for info in infos]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """This rank's chunk of each parameter, as a DTensor: what the optimizer updates."""
+        return [self._get("sharded_param", p) for p in self._get("fsdp_params")]
+
+    @property
+    def device(self) -> torch.device:
+        """Where gradients are exchanged; with CPU offloading parameters are elsewhere."""
+        device: torch.device = self._get("device")
+        return device
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether parameters were DTensors before they were sharded."""
+        return any(self._get("is_dtensor", p) for p in self._get("fsdp_params"))
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The ranks that each hold a chunk of every parameter."""
+        info = self._get("mesh_info")
+        if not isinstance(info, FSDPMeshInfo):
+            raise UserError("attach(): a model of replicate() is not sharded: use DistributedDataParallel")
+        group: dist.ProcessGroup = info.shard_process_group
+        return group
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """With a mesh of two dimensions the ranks that hold the same chunk."""
+        info = self._get("mesh_info")
+        return info.replicate_process_group if isinstance(info, HSDPMeshInfo) else None
+
+    @property
+    def is_taken(self) -> str | None:
+        """What stands in the place of FSDP2's own exchange already."""
+        comm = self._get("_reduce_scatter_comm")
+        if type(comm) is not DefaultReduceScatter:  # set_symm_mem_for_comm sets one, too
+            return f"a reduce-scatter of its own ({type(comm).__name__})"
+        return None if self._get("_all_reduce_hook") is None else "an all-reduce hook"
+
+    @property
+    def divide_factor(self) -> float | None:
+        """What `set_gradient_divide_factor` was given; None: gradients are averaged."""
+        factor: float | None = self._get("gradient_divide_factor")
+        return factor
+
+    @property
+    def all_reduces(self) -> bool:
+        """Whether the next exchange goes on to the replicas (`set_requires_all_reduce`)."""
+        return bool(self._get("all_reduce_grads"))
+
+    @property
+    def current(self) -> tuple[int, ...]:
+        """The numbers of the parameters whose gradients are exchanged now, in the order of the exchange."""
+        return tuple(range(len(self._get("fsdp_params")))) if self._current is None else self._current
+
+    def note_what_is_exchanged(self) -> None:
+        """Have `current` tell, from now on. Releases without the field exchange all parameters."""
+        if not hasattr(self._group, "_prepare_reduce_scatter_inputs"):
+            return
+        prepare = self._get("_prepare_reduce_scatter_inputs")
+
+        def noting(params: Sequence[Any], *args: Any) -> Any:
+            numbers = {id(p): number for number, p in enumerate(self._get("fsdp_params"))}
+            self._current = tuple(numbers[id(p)] for p in params)
+            return prepare(params, *args)
+
+        self._set("_prepare_reduce_scatter_inputs", noting)
+
+    def reduce_scatter_by(self, comm: ReduceScatter) -> ReduceScatter:
+        """`comm` takes the place of the reduce-scatter; returns what it was."""
+        before: ReduceScatter = self._get("_reduce_scatter_comm")
+        self._set("_reduce_scatter_comm", comm)
+        return before
+
+    def all_reduce_by(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """`hook` takes the place of the all-reduce between replicas, which FSDP2 leaves out then."""
+        info = self._get("mesh_info")
+        if isinstance(info, HSDPMeshInfo):
+            fields = [field.name for field in dataclasses.fields(FSDPMeshInfo) if field.init]
+            given = {name: getattr(info, name) for name in fields}
+            alone = FSDPMeshInfo(**given | {"replicate_mesh_dim": None})
+            alone.reduce_scatter_process_group = getattr(info, "reduce_scatter_process_group", None)
+            if self._get("post_forward_mesh_info") is info:  # else it reshards to another number of ranks
+                self._set("post_forward_mesh_info", alone)
+            self._set("mesh_info", alone)
+        self._set("_all_reduce_hook", hook)
+
+
+def groups_of(model: nn.Module) -> Iterator[ParamGroup]:
+    """The parameter groups of all modules in a model that `fully_shard` was applied to.
+
+    Raises:
+        UserError: this release of torch keeps them elsewhere.
+    """
+    seen: set[int] = set()
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        if not hasattr(state, "_fsdp_param_groups"):
+            raise UserError(
+                f"torch {torch.__version__}: FSDP2's {type(state).__name__} has no _fsdp_param_groups; FSDP2 "
+                "is served with torch 2.14 and newer"
+            )
+        for group in state._fsdp_param_groups:
+            if id(group) not in seen:  # modules that are grouped in one call share theirs
+                seen.add(id(group))
+                yield ParamGroup(module, group)

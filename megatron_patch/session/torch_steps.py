@@ -1,0 +1,97 @@
+"""The steps of torch's optimizers, by the hooks that torch has for them, and those that a GradScaler skips.
+
+torch.amp.GradScaler has no hooks: `step` and `update` are wrapped on its class while anybody listens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+
+class Listener(Protocol):
+    """Hears of the steps of all of torch's optimizers in this process."""
+
+    def torch_step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer begins its step."""
+
+    def torch_step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has updated its parameters."""
+
+    def rescaled(self, optimizers: list[Any], factor: float) -> None:
+        """A GradScaler, which has been asked to step these, has updated its scale, by this factor."""
+
+
+_SCALED = "_megatron_loco_optimizers"
+"""Where a GradScaler holds the optimizers that it has stepped since its last update."""
+_listeners: list[Listener] = []
+_hooks: list[RemovableHandle] = []
+_scaler_methods: dict[str, Callable[..., Any]] = {}
+
+
+def listen(listener: Listener) -> None:
+    """Tell `listener` of every step from now on. Idempotent."""
+    if listener not in _listeners:
+        _listeners.append(listener)
+    if _hooks:
+        return
+    _hooks.append(register_optimizer_step_pre_hook(_begins))
+    _hooks.append(register_optimizer_step_post_hook(_ended))
+    _scaler_methods.update(step=GradScaler.step, update=GradScaler.update)
+    GradScaler.step = _noting(GradScaler.step)  # type: ignore[method-assign]
+    GradScaler.update = _telling(GradScaler.update)  # type: ignore[method-assign]
+
+
+def stop_listening(listener: Listener) -> None:
+    """Tell it no more."""
+    if listener in _listeners:
+        _listeners.remove(listener)
+    if _listeners:
+        return
+    while _hooks:
+        _hooks.pop().remove()
+    for name, method in _scaler_methods.items():
+        setattr(GradScaler, name, method)
+    _scaler_methods.clear()
+
+
+def learning_rates(optimizer: Any) -> list[float]:
+    """Of an optimizer's parameter groups, in their order."""
+    return [float(group.get("lr") or 0.0) for group in optimizer.param_groups]
+
+
+def _begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for listener in _listeners:
+        listener.torch_step_begins(optimizer)
+
+
+def _ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for listener in _listeners:
+        listener.torch_step_ended(optimizer)
+
+
+def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        vars(self).setdefault(_SCALED, []).append(optimizer)
+        return original(self, optimizer, *args, **kwargs)
+
+    return step
+
+
+def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def update(self: Any, *args: Any, **kwargs: Any) -> None:
+        before = self.get_scale()
+        original(self, *args, **kwargs)
+        for listener in _listeners:
+            listener.rescaled(vars(self).get(_SCALED, []), self.get_scale() / before)
+        vars(self).pop(_SCALED, None)
+
+    return update
