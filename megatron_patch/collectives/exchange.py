@@ -90,6 +90,8 @@ class Setup:
     workspace: Workspace
     streams: Iterator[int] = field(default_factory=itertools.count)
     """Numbers of senders, by which their stochastic rounding differs."""
+    layouts: dict[tuple[Contents, int, bool], BlockLayout] = field(default_factory=dict)
+    """Those that were made: layers of equal shapes share one, and its table of blocks."""
 
     def new_sender(self, layout: BlockLayout, first: bool = True, last: bool = True) -> Sender:
         """The sender of a layout, by default for both the first and the last level of an exchange."""
@@ -102,8 +104,13 @@ class Setup:
 
     def layout(self, contents: Contents, shards: int, whole_blocks: bool = False) -> BlockLayout:
         """The cut of a tensor that `shards` ranks share, with the configuration's bits and blocks."""
-        numel, spans = contents.numel, contents.spans
-        return BlockLayout.of(numel, shards, self.config.bits, self.config.block_size, whole_blocks, spans)
+        key = contents, shards, whole_blocks
+        if key not in self.layouts:
+            numel, spans, config = contents.numel, contents.spans, self.config
+            self.layouts[key] = BlockLayout.of(
+                numel, shards, config.bits, config.block_size, whole_blocks, spans
+            )
+        return self.layouts[key]
 
 
 class Topology(Protocol):

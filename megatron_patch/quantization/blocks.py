@@ -18,7 +18,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
@@ -165,7 +165,7 @@ class BlockTable:
                 f"a shard of {longest:,} gradients is longer than {_MOST:,}, the most for blocks that follow "
                 "parameters: set megatron.ddp_bucket_size, or use more data-parallel ranks"
             )
-        coded = [span for span in spans if not span.exact]
+        coded = in_order(span for span in spans if not span.exact)
         runs = tuple(
             tuple(run for part in within(coded, ranges) for run in _runs(*part, block)) for ranges in shards
         )
@@ -272,14 +272,23 @@ def _words(lengths: Any, bits: int, width: int) -> Any:
     return -(-lengths * bits // (8 * width))
 
 
-def within(spans: Sequence[Span], ranges: Sequence[Range]) -> Iterator[tuple[Span, int, int, int]]:
+Ordered = tuple[Sequence[Span], Sequence[int]]
+"""Spans in the order of their places, and where each ends."""
+
+
+def in_order(spans: Iterable[Span]) -> Ordered:
+    """Sorted once for all shards: FSDP2's tensors have a span for each parameter of each rank."""
+    found = sorted((span for span in spans if span.length), key=lambda span: span.start)
+    return found, [span.start + span.length for span in found]
+
+
+def within(spans: Ordered, ranges: Sequence[Range]) -> Iterator[tuple[Span, int, int, int]]:
     """The parts of spans that lie in a shard of some ranges, one after the other: (the span, the part's first
     element and the one behind its last, counted from the span's, and where in the shard it begins)."""
-    in_order = sorted((span for span in spans if span.length), key=lambda span: span.start)
-    ends = [span.start + span.length for span in in_order]
+    ordered, ends = spans
     before = 0
     for low, high in ranges:
-        for span in itertools.islice(in_order, bisect.bisect_right(ends, low), None):
+        for span in itertools.islice(ordered, bisect.bisect_right(ends, low), None):
             if span.start >= high:
                 break
             first, last = max(low, span.start), min(high, span.start + span.length)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_patch.quantization.blocks import Range, Span, within
+from megatron_patch.quantization.blocks import Range, Span, in_order, within
 from megatron_patch.quantization.scales import over
 
 NONE_HERE = -1
@@ -37,7 +37,7 @@ class ExactElements:
     def of(spans: Sequence[Span], shards: Sequence[Sequence[Range]], shard_size: int) -> ExactElements | None:
         """The elements of the spans marked `exact`, in shards given as ranges of a tensor; None if there are
         none."""
-        exact = [span for span in spans if span.exact]
+        exact = in_order(span for span in spans if span.exact)
         parts = tuple(
             tuple((place, place + last - first) for _, first, last, place in within(exact, ranges))
             for ranges in shards

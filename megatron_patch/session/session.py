@@ -54,9 +54,9 @@ class Session:
         self.workspace = Workspace(device, shared_pool(device))
         self.exchanges: list[Exchange] = []
         """All of the model's, in the order of their allocation."""
-        self._streams = (dist.get_rank() * 4096 + n for n in itertools.count())
-        self.steps = 0
-        self.steps_seen = 0
+        streams = (dist.get_rank() * 4096 + n for n in itertools.count())
+        self._setup = Setup(config, self.workspace, streams)
+        self.steps = self.steps_seen = 0
         self.events = Events()
         self.report = SessionReport()
         self._traffic = Traffic()
@@ -101,7 +101,7 @@ class Session:
     @property
     def setup(self) -> Setup:
         """What this model's exchanges are made with."""
-        return Setup(self.config, self.workspace, self._streams)
+        return dataclasses.replace(self._setup, config=self.config)
 
     @property
     def senders(self) -> list[Sender]:
@@ -299,8 +299,8 @@ class Session:
             step=self.steps_seen + 1,
         )
         loss_scale_factor *= self._prepared or 1.0
-        self._traffic, self._used, self._inside_bytes, self._passes = Traffic(), [], 0.0, 0
-        self._prepared, self._earlier = None, []
+        self._traffic, self._used, self._earlier = Traffic(), [], []
+        self._inside_bytes, self._passes, self._prepared = 0.0, 0, None
         self.workspace.pool.in_flight.clear()  # all chunks' are over when a step is
         self.steps_seen += 1
         self.ended_steps += 1
