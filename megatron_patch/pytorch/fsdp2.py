@@ -11,22 +11,21 @@ them (frozen, unused ones): each set has an exchange and errors of its own, made
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron_patch.collectives.exchange import Exchange
 from megatron_patch.collectives.makers import Made, make_all_reduces, make_reduce_scatters
 from megatron_patch.collectives.traffic import all_reduced, reduce_scattered
+from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.pytorch.contents import contents_of
-from megatron_patch.pytorch.fsdp2_fields import ParamGroup, ReduceScatter
+from megatron_patch.pytorch.fsdp2_fields import ParamGroup, ReduceScatter, groups_of
 from megatron_patch.session.session import Session
-
-logger = logging.getLogger(__name__)
 
 MOST_SETS = 16
 """Sets of parameters that a group may exchange: each has errors of its own."""
@@ -183,3 +182,73 @@ class Hybrid(Sets):
         whole = contents_of(self._parameters(current), shards.size())
         size = whole.numel // shards.size()
         return make_all_reduces([whole.part(shards.rank() * size, size)], ranks, self._session.setup)
+
+
+class Fsdp2:
+    """An attached model, or a part of one, below which `fully_shard` was applied.
+
+    Args:
+        model: it.
+        config: the options.
+        replicas: the ranks that hold the same shards, where the model's mesh does not say.
+
+    Raises:
+        UserError: what cannot be served; nothing is changed then.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: CompressionConfig, replicas: dist.ProcessGroup | None
+    ) -> None:
+        self.asked = config
+        self.model = model
+        self.groups = list(groups_of(model))
+        if not self.groups:
+            raise UserError(
+                f"attach(): {type(model).__name__} is not wrapped in Megatron's DistributedDataParallel, nor "
+                "in torch's, and no fully_shard was applied: pass what was wrapped, or shard it first"
+            )
+        self.shards, self.replicas = _ranks(self.groups, replicas)
+        for group in self.groups:
+            if group.is_tensor_parallel:
+                raise UserError("attach(): tensor-parallel parameters under fully_shard are not served yet")
+            if taken := group.is_taken:
+                raise UserError(f"attach(): {type(group.module).__name__} has {taken} already; leave it out")
+        self.config = config if self.replicas is not None else config.for_flat_fsdp()
+        ranks = [group for group in (self.shards, self.replicas) if group is not None]
+        self.session = Session(self.config, self.groups[0].device, ranks)
+        self.parts: list[Sets] = [
+            Flat(group, self.session) if self.replicas is None else Hybrid(group, self.session, self.replicas)
+            for group in self.groups
+        ]
+
+    def detach(self) -> None:
+        """FSDP2's own exchange from the next backward pass on."""
+        for group in self.groups:
+            group.restore()
+
+    def where(self) -> str:
+        """What is exchanged, for the log."""
+        shards = self.shards.size()
+        if self.replicas is None:
+            return f"FSDP2 reduce-scatter over {shards} ranks"
+        return f"FSDP2 all-reduce between {self.replicas.size()} replicas of {shards} shards"
+
+    def elements(self) -> int:
+        """How many gradients there are, on all ranks of the shard group together."""
+        return sum(p.numel() for group in self.groups for p in group.tensors if p.requires_grad)
+
+
+def _ranks(
+    groups: list[ParamGroup], replicas: dist.ProcessGroup | None
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    """The shard group and the replicas, which all parameter groups of a model must share."""
+    pairs = {(group.shard_group, group.replicate_group) for group in groups}
+    if len(pairs) > 1:
+        raise UserError(
+            "attach(): parts of this model are sharded over different meshes (expert parallelism?), which is "
+            "not served yet: attach the parts of one mesh"
+        )
+    ((shards, native),) = pairs
+    if native is not None and replicas is not None and native != replicas:
+        raise UserError("attach(): the model's mesh has replicas already: leave out replicate_group")
+    return shards, native or replicas

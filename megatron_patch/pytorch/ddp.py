@@ -1,0 +1,153 @@
+"""The gradients of torch's DistributedDataParallel by our all-reduce, through its communication hook.
+
+DDP calls the hook for each of its buckets, in their order, as soon as the bucket's gradients are there. What
+the hook starts may still be under way when it returns: it is finished when the second bucket after it begins,
+or the last one does, so that all ranks issue the same collectives in the same order. On CUDA a stream of its
+own keeps it from blocking the backward pass.
+
+DDP sorts its parameters into buckets anew after the first backward pass. That pass is therefore exchanged in
+full; should buckets change later, the errors of the old ones are gone, and the log says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_patch.collectives.exchange import Exchange, Handle
+from megatron_patch.collectives.makers import make_all_reduces
+from megatron_patch.collectives.traffic import all_reduced
+from megatron_patch.config import CompressionConfig
+from megatron_patch.errors import UserError
+from megatron_patch.quantization.blocks import Contents, Span
+from megatron_patch.session.session import IN_FLIGHT, Session
+
+logger = logging.getLogger(__name__)
+
+_hooks: WeakKeyDictionary[nn.Module, _Hook] = WeakKeyDictionary()
+"""DDP takes one hook, and never gives it up: a model that is attached again has it already."""
+
+
+class _Hook:
+    """DDP's hook: the buckets of one model, compressed while `to` is there."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.to: Ddp | None = None
+        self._group: dist.ProcessGroup = model.process_group
+
+    def __call__(self, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        return self.in_full(bucket) if self.to is None else self.to.exchange(bucket, self)
+
+    def in_full(self, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        """What DDP does without a hook, to the last bit."""
+        # It multiplies as it copies gradients into the bucket. (Where they lie in the bucket already, since
+        # they were not set to None, it divides, which is the same for 2, 4, 8, ... ranks.)
+        gradients = bucket.buffer().mul_(1.0 / self._group.size())
+        done = dist.all_reduce(gradients, group=self._group, async_op=True).get_future()
+        found: Future[torch.Tensor] = done.then(lambda future: future.value()[0])
+        return found
+
+
+class Ddp:
+    """An attached DistributedDataParallel.
+
+    Args:
+        model: it.
+        config: the options.
+
+    Raises:
+        UserError: what cannot be served.
+    """
+
+    def __init__(self, model: DistributedDataParallel, config: CompressionConfig) -> None:
+        self.asked = self.config = config
+        self.model: nn.Module = model
+        self._group: dist.ProcessGroup = model.process_group
+        self.session = Session(config, next(model.parameters()).device, [self._group])
+        if model not in _hooks:
+            if model._comm_hooks:
+                raise UserError("attach(): this DistributedDataParallel has a communication hook already")
+            _hooks[model] = hook = _Hook(model)
+            # DDP takes annotations as types or none, not as text.
+            model.register_comm_hook(hook, lambda hook, bucket: hook(bucket))
+        self._passes = 0
+        self._exchanges: dict[tuple[int, ...], Exchange] = {}
+        self._open: deque[tuple[Handle, Future[torch.Tensor], torch.Tensor]] = deque()
+        _hooks[model].to = self
+
+    def detach(self) -> None:
+        """DDP's own all-reduce from the next backward pass on."""
+        _hooks[self.model].to = None
+
+    def where(self) -> str:
+        """What is exchanged, for the log."""
+        return f"DistributedDataParallel all-reduce over {self._group.size()} ranks"
+
+    def elements(self) -> int:
+        """How many gradients there are."""
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+    def exchange(self, bucket: dist.GradBucket, hook: _Hook) -> Future[torch.Tensor]:
+        """Reduce a bucket; the future has it."""
+        session, gradients = self.session, bucket.buffer()
+        session.exchange_begins(1, rerun=False)
+        first_pass, self._passes = self._passes == 0, self._passes + bucket.is_last()
+        if first_pass or not session.active or self._group.size() == 1 or gradients.is_sparse:
+            session.count(all_reduced(gradients, self._group.size()))
+            return hook.in_full(bucket)
+        exchange = self._exchange_of(bucket)
+        future: Future[torch.Tensor] = Future(devices=[gradients.device] if gradients.is_cuda else None)
+        with self._stream(gradients):
+            while len(self._open) >= IN_FLIGHT:
+                self._finish()
+            handle = session.start(exchange, gradients, gradients, True, self._group)
+            self._open.append((handle, future, gradients))
+            while bucket.is_last() and self._open:
+                self._finish()
+        return future
+
+    def _finish(self) -> None:
+        handle, future, gradients = self._open.popleft()
+        handle.wait()
+        future.set_result(gradients)
+
+    def _stream(self, gradients: torch.Tensor) -> Any:
+        if not gradients.is_cuda:
+            return nullcontext()
+        stream = self.session.workspace.pool.stream_of(self._group)
+        stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(stream)
+
+    def _exchange_of(self, bucket: dist.GradBucket) -> Exchange:
+        key = tuple(map(id, bucket.parameters()))
+        if key not in self._exchanges:
+            moved = [old for old in self._exchanges if not set(old).isdisjoint(key)]
+            for old in moved:
+                self.session.exchanges.remove(self._exchanges.pop(old))
+            if moved and self.session.announces:
+                logger.warning("megatron-loco: DDP has changed its buckets: their errors start from zero")
+            made = make_all_reduces([_contents(bucket)], self._group, self.session.setup)
+            (self._exchanges[key],) = made.exchanges
+            self.session.exchanges += made.exchanges
+        return self._exchanges[key]
+
+
+def _contents(bucket: dist.GradBucket) -> Contents:
+    """A bucket's parameters lie in it one after the other."""
+    spans: list[Span] = []
+    start = 0
+    gradients: Sequence[torch.Tensor] = bucket.gradients()
+    for gradient in gradients:
+        spans.append(Span.of(start, gradient.shape, exact=gradient.dim() < 2))
+        start += gradient.numel()
+    return Contents(bucket.buffer().numel(), tuple(spans))

@@ -1,0 +1,137 @@
+"""LoCo under torch's DistributedDataParallel: what is exchanged is the simulation's, method none is stock."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from pytorch.ddp_runs import STEPS, train
+from simulation.all_reduce_float64 import AllReduceAgreement
+from simulation.loco_float64 import block_labels
+
+LOCO = {"method": "loco", "start_step": 0}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "4 bits": ({}, {}),
+    "3 bits in one bucket": ({"bucket_mb": 25}, {"bits": 3}),
+    "2 bits, views of buckets": ({"options": {"gradient_as_bucket_view": True}}, {"bits": 2}),
+    "an exchange a microbatch": ({"microbatches": 2}, {"reset_interval": 3}),
+    "no_sync": ({"microbatches": 3, "no_sync": True}, {}),
+    "bf16": ({"dtype": "bfloat16"}, {}),
+    "frozen": ({"frozen": (0, 2)}, {}),
+    "unused on some ranks": ({"unused": (0, 1), "options": {"find_unused_parameters": True}}, {}),
+    "static graph": ({"options": {"static_graph": True}}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_exchange_is_the_simulation_s(pool, case: str) -> None:
+    how, compression = CASES[case]
+    ranks = 3 if "3 bits" in case else 4
+    reports = pool.run(train, how, LOCO | compression, world_size=ranks)
+    agreements: dict[str, AllReduceAgreement] = {}
+    ends = reports[0]["steps"]
+    assert ends[0] <= ends[1] // 2, "DDP's first backward pass is exchanged in full"
+    assert ends[-1] >= STEPS - 1
+    for number, ours in enumerate(zip(*(report["record"] for report in reports), strict=True)):
+        shapes, numel = ours[0]["shapes"], ours[0]["in"].numel()
+        key = str(shapes)
+        if key not in agreements:
+            sizes = [math.prod(shape) for shape in shapes]
+            starts = np.cumsum([0, *sizes])
+            assert starts[-1] == numel
+            labels = block_labels(numel, list(zip(starts.tolist(), shapes, strict=False)), 128)
+            size = -(-numel // ranks) * ranks
+            agreements[key] = AllReduceAgreement(
+                ranks,
+                numel,
+                labels=np.concatenate([labels, np.full(size - numel, -1)]),
+                average=True,
+                gradient_dtype={"float32": "fp32", "bfloat16": "bf16"}[ours[0]["dtype"]],
+                bits=compression.get("bits", 4),
+                reset_interval=compression.get("reset_interval", 512),
+            )
+        found = agreements[key].exchange(
+            np.stack([entry["in"].numpy() for entry in ours]),
+            sent=np.stack([entry["sent"].numpy() for entry in ours])[:, :numel],
+        )
+        decided = ~agreements[key].touched
+        for entry in ours:
+            assert np.array_equal(entry["out"].numpy()[decided], found[decided])
+        if number + 1 in ends:
+            for agreement in agreements.values():
+                agreement.end_step()
+    for report in reports:
+        assert report["report"]["step"] == STEPS
+        assert all(map(np.array_equal, report["weights"], reports[0]["weights"]))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_method_none_is_ddp_s_own(pool, case: str, ranks: int) -> None:
+    how, _ = CASES[case]
+    stock = pool.run(train, how, None, world_size=ranks)
+    none = pool.run(train, how, {"method": "none"}, world_size=ranks)
+    for mine, theirs in zip(none, stock, strict=True):
+        assert mine["norms"] == theirs["norms"]
+        assert all(map(np.array_equal, mine["weights"], theirs["weights"]))
+        assert mine["report"]["bits"] == (16 if how.get("dtype") else 32)
+
+
+def refusals() -> list[str]:
+    import torch
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    import megatron_patch
+
+    told = []
+    for hooked, group, options in (
+        (True, None, {}),
+        (False, torch.distributed.group.WORLD, {}),
+        (False, None, {"method": "onebit_adam"}),
+    ):
+        model = DistributedDataParallel(torch.nn.Linear(4, 4))
+        if hooked:
+            model.register_comm_hook(None, bf16_compress_hook)
+        try:
+            megatron_patch.attach(model, megatron_patch.CompressionConfig(**options), group)
+        except megatron_patch.UserError as error:
+            told.append(str(error))
+    return told
+
+
+def test_what_cannot_be_served_is_refused_in_one_line(pool) -> None:
+    told = pool.run(refusals, world_size=2)[0]
+    for line, words in zip(told, ("hook already", "leave out replicate_group", "use loco"), strict=True):
+        assert words in line
+        assert "\n" not in line
+
+
+def again() -> list[float]:
+    """Attached, detached and attached again: DDP has one hook all the time."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    import megatron_patch
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bits = []
+    for method in ("loco", "none", "naive"):
+        megatron_patch.attach(model, megatron_patch.CompressionConfig(method=method, start_step=0))
+        for step in range(2):
+            model(torch.full((2, 64), 1.0 + step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        bits.append(megatron_patch.report(model).bits_per_gradient)
+        megatron_patch.disable()
+    return bits
+
+
+def test_a_model_can_be_attached_again(pool) -> None:
+    loco, none, naive = pool.run(again, world_size=2)[0]
+    assert loco == naive < 6
+    assert none == 32
