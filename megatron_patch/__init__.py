@@ -98,8 +98,8 @@ def state_dict(
     """The error states of a model for torch.distributed.checkpoint; call on all ranks (docs/checkpoints.md).
 
     Args:
-        model: attached DDP-wrapped chunks, a list of them or one.
-        optimizer: Megatron's; needed with fp16.
+        model: what was attached.
+        optimizer: Megatron's, needed with fp16; or torch's GradScaler, where one scales the loss.
         reader: a dcp.StorageReader of the checkpoint to load, saved in this layout of ranks or another.
         path: the keys under which that checkpoint has this model's states, joined by dots; needed where it
             has the states of several models.
@@ -107,9 +107,9 @@ def state_dict(
     Raises:
         UserError: the reader's checkpoint has no error states there, or damaged ones.
     """
-    from megatron_patch.integration.checkpoint import sharded_state
+    from megatron_patch import doors
 
-    return sharded_state.state_dict(model, optimizer, reader, path)
+    return doors.state_dict(model, optimizer, reader, path)
 
 
 def load_state_dict(model: Any, state: dict[str, Any], optimizer: Any = None) -> None:
@@ -118,6 +118,6 @@ def load_state_dict(model: Any, state: dict[str, Any], optimizer: Any = None) ->
     Raises:
         UserError: no state of `state_dict`, or one that is damaged.
     """
-    from megatron_patch.integration.checkpoint import sharded_state
+    from megatron_patch import doors
 
-    sharded_state.load_state_dict(model, state, optimizer)
+    doors.load_state_dict(model, state, optimizer)

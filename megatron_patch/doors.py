@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_patch.collectives.workspace import forget_shared_pools
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
+from megatron_patch.session import sharded_state
 from megatron_patch.session.log import show_log
 from megatron_patch.session.report import step_report
 from megatron_patch.session.session import Session
@@ -67,6 +68,36 @@ def report(model: Any) -> StepReport:
             "fully_shard)"
         )
     return step_report(found, weights)
+
+
+def state_dict(model: Any, optimizer: Any, reader: Any, path: str | None) -> dict[str, Any]:
+    """megatron_patch.state_dict."""
+    if _is_megatron(model):
+        from megatron_patch.integration.checkpoint import sharded_state as megatron
+
+        return megatron.state_dict(model, optimizer, reader, path)
+    from megatron_patch.pytorch import attach as pytorch
+
+    rank_of = pytorch.rank_of(_modules(model, "state_dict"))
+    return sharded_state.state_dict(rank_of, _scale(optimizer), reader, path)
+
+
+def load_state_dict(model: Any, state: dict[str, Any], optimizer: Any) -> None:
+    """megatron_patch.load_state_dict."""
+    if _is_megatron(model):
+        from megatron_patch.integration.checkpoint import sharded_state as megatron
+
+        megatron.load_state_dict(model, state, optimizer)
+        return
+    from megatron_patch.pytorch import attach as pytorch
+
+    rank_of = pytorch.rank_of(_modules(model, "load_state_dict"))
+    sharded_state.load_state_dict(rank_of, state, _scale(optimizer))
+
+
+def _scale(scaler: Any) -> float:
+    """The loss scale of a torch GradScaler, if there is one."""
+    return float(scaler.get_scale()) if hasattr(scaler, "get_scale") else 1.0
 
 
 def _is_megatron(model: Any) -> bool:

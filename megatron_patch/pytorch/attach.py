@@ -12,12 +12,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_patch.compensation.resharding import Part
+from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.pytorch import ddp, fsdp2
 from megatron_patch.session import torch_steps
 from megatron_patch.session.log import method_line
+from megatron_patch.session.rank_state import RankState
 from megatron_patch.session.session import Session
+from megatron_patch.session.sharded_state import RankOf
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +37,15 @@ class Attachment(Protocol):
 
     def detach(self) -> None:
         """Give the model its own exchange back."""
+
+    def prepare(self, sets: Sequence[Sequence[str]]) -> None:
+        """Make the exchanges of a checkpoint's sets of parameters. All ranks must call it."""
+
+    def senders(self) -> list[tuple[Sender, Part]]:
+        """Every sender, and what its error state is of."""
+
+    def ranks(self) -> dict[str, int]:
+        """Sizes of the groups, for checkpoints."""
 
     def where(self) -> str:
         """What is exchanged, for the log."""
@@ -91,8 +104,8 @@ def _log(made: Attachment) -> None:
     if config != made.asked:
         logger.info(
             "megatron-loco: naive is the default without replicas: method=loco keeps errors of the whole "
-            "model on every rank, %.2f GB here",
-            made.elements() * 1.02 / 1e9,
+            "model on every rank, %.1f MB here",
+            made.elements() * 1.02 / 1e6,
         )
 
 
@@ -107,6 +120,21 @@ def sessions(models: Sequence[nn.Module] | None) -> list[Session]:
     """Those of models, of all that is attached if None."""
     found = list(_attachments.values()) if models is None else map(_attachments.get, models)
     return [attachment.session for attachment in found if attachment is not None]
+
+
+def rank_of(models: Sequence[nn.Module]) -> RankOf | None:
+    """What makes the models' state for a checkpoint; None where nothing of them is compressed."""
+    found = [made for model in models if (made := _attachments.get(model)) and made.config.compresses]
+    if not found:
+        return None
+
+    def make(sets: Sequence[Sequence[str]]) -> RankState:
+        for made in found:
+            made.prepare(sets)
+        senders = [pair for made in found for pair in made.senders()]
+        return RankState(senders, [made.session for made in found], found[0].ranks())
+
+    return make
 
 
 def detach_all() -> None:

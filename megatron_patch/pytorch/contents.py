@@ -1,27 +1,67 @@
-"""Where the parameters lie in the tensor that FSDP2 exchanges.
+"""Where the parameters lie in the tensors that FSDP2 and DDP exchange.
 
-It is [N, S] for N ranks of the shard group: row j has rank j's chunk of each parameter, one after the other,
-and every chunk is padded to the longest of that parameter's. Blocks follow the rows of the chunks; padding is
-in no block, and vectors (norms' weights, biases) are sent as they are.
+FSDP2's is [N, S] for N ranks of the shard group: row j has rank j's chunk of each parameter, one after the
+other, and every chunk is padded to the longest of that parameter's. DDP's buckets are whole parameters, one
+after the other: the same with N = 1. Blocks follow the rows of the chunks; padding is in no block, and
+vectors (norms' weights, biases) are sent as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from megatron_patch.compensation.resharding import Piece
 from megatron_patch.pytorch.fsdp2_fields import Sharded
 from megatron_patch.quantization.blocks import Contents, Span
 
 
-def contents_of(parameters: Sequence[Sharded], ranks: int) -> Contents:
+def contents_of(parameters: Sequence[Sharded], ranks: int = 1) -> Contents:
     """The contents of the [N*S] elements, rank by rank."""
-    size = sum(parameter.padded(ranks) for parameter in parameters)
-    spans = []
-    for rank in range(ranks):
-        start = rank * size
-        for parameter in parameters:
-            _, shape = parameter.chunk(rank, ranks)
-            if 0 not in shape:
-                spans.append(Span.of(start, shape, exact=len(shape) < 2))
+    spans = [
+        Span.of(start, shape, exact=len(shape) < 2)
+        for _, start, _, shape in _chunks(parameters, range(ranks), ranks)
+        if 0 not in shape
+    ]
+    return Contents(ranks * _size(parameters, ranks), tuple(spans))
+
+
+def pieces_of(
+    parameters: Sequence[Sharded], names: Sequence[str], ranks: int = 1, rank: int | None = None
+) -> tuple[Piece, ...]:
+    """What a checkpoint calls the chunks of parameters with these names: all ranks' in the [N*S] elements, or
+    one rank's in its [S]."""
+    rows = range(ranks) if rank is None else [rank]
+    before = 0 if rank is None else rank * _size(parameters, ranks)
+    found = []
+    for number, start, first, shape in _chunks(parameters, rows, ranks):
+        offset = [0] * len(shape)
+        offset[parameters[number].axis] = first
+        strides = [1] * len(shape)
+        for axis in reversed(range(len(shape) - 1)):
+            strides[axis] = strides[axis + 1] * shape[axis + 1]
+        name = names[number]
+        found.append(Piece(name, name, tuple(offset), shape, start - before, tuple(strides)))
+    return tuple(found)
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what torch.compile, activation checkpointing and DDP put into it."""
+    wrappers = ("_orig_mod", "_checkpoint_wrapped_module")
+    return ".".join(part for part in name.split(".") if part and part not in wrappers)
+
+
+def _size(parameters: Sequence[Sharded], ranks: int) -> int:
+    return sum(parameter.padded(ranks) for parameter in parameters)
+
+
+def _chunks(
+    parameters: Sequence[Sharded], rows: Sequence[int], ranks: int
+) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
+    """Of each chunk its parameter's number, its first element, where it begins in the parameter along the
+    sharded axis, and its shape."""
+    size = _size(parameters, ranks)
+    for row in rows:
+        start = row * size
+        for number, parameter in enumerate(parameters):
+            yield number, start, *parameter.chunk(row, ranks)
             start += parameter.padded(ranks)
-    return Contents(ranks * size, tuple(spans))

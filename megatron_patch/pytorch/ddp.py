@@ -27,9 +27,12 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_patch.collectives.exchange import Exchange, Handle
 from megatron_patch.collectives.makers import make_all_reduces
 from megatron_patch.collectives.traffic import all_reduced
+from megatron_patch.compensation.resharding import Part
+from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
-from megatron_patch.quantization.blocks import Contents, Span
+from megatron_patch.pytorch.contents import contents_of, pieces_of, plain_name
+from megatron_patch.pytorch.fsdp2_fields import Sharded
 from megatron_patch.session.session import IN_FLIGHT, Session
 
 logger = logging.getLogger(__name__)
@@ -81,7 +84,11 @@ class Ddp:
             # DDP takes annotations as types or none, not as text.
             model.register_comm_hook(hook, lambda hook, bucket: hook(bucket))
         self._passes = 0
-        self._exchanges: dict[tuple[int, ...], Exchange] = {}
+        named = {plain_name(name): p for name, p in model.module.named_parameters() if p.requires_grad}
+        self._parameters = {name: Sharded(tuple(p.shape) or (1,)) for name, p in named.items()}
+        self._names = {id(p): name for name, p in named.items()}
+        self._exchanges: dict[tuple[str, ...], Exchange] = {}
+        """By the names of the parameters in a bucket, in its order."""
         self._open: deque[tuple[Handle, Future[torch.Tensor], torch.Tensor]] = deque()
         _hooks[model].to = self
 
@@ -129,25 +136,46 @@ class Ddp:
         return torch.cuda.stream(stream)
 
     def _exchange_of(self, bucket: dist.GradBucket) -> Exchange:
-        key = tuple(map(id, bucket.parameters()))
+        key = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
         if key not in self._exchanges:
             moved = [old for old in self._exchanges if not set(old).isdisjoint(key)]
             for old in moved:
                 self.session.exchanges.remove(self._exchanges.pop(old))
             if moved and self.session.announces:
                 logger.warning("megatron-loco: DDP has changed its buckets: their errors start from zero")
-            made = make_all_reduces([_contents(bucket)], self._group, self.session.setup)
-            (self._exchanges[key],) = made.exchanges
-            self.session.exchanges += made.exchanges
+            self._make(key)
         return self._exchanges[key]
 
+    def _make(self, key: tuple[str, ...]) -> None:
+        contents = contents_of([self._parameters[name] for name in key])
+        (self._exchanges[key],) = make_all_reduces([contents], self._group, self.session.setup).exchanges
+        self.session.exchanges.append(self._exchanges[key])
 
-def _contents(bucket: dist.GradBucket) -> Contents:
-    """A bucket's parameters lie in it one after the other."""
-    spans: list[Span] = []
-    start = 0
-    gradients: Sequence[torch.Tensor] = bucket.gradients()
-    for gradient in gradients:
-        spans.append(Span.of(start, gradient.shape, exact=gradient.dim() < 2))
-        start += gradient.numel()
-    return Contents(bucket.buffer().numel(), tuple(spans))
+    def ranks(self) -> dict[str, int]:
+        """Sizes of the groups, for checkpoints."""
+        return {"shard": 1, "replicate": self._group.size()}
+
+    def prepare(self, sets: Sequence[Sequence[str]]) -> None:
+        """Make the exchanges of a checkpoint's buckets; of one of all parameters, if it has none."""
+        known = [tuple(keys) for keys in sets if self._parameters.keys() >= set(keys)]
+        mine = sum(map(len, known)) == len({key for keys in known for key in keys})
+        if sets and not (known and mine):
+            known = [tuple(self._parameters)]
+        for key in known:
+            if key not in self._exchanges and self._group.size() > 1:
+                self._make(key)
+
+    def senders(self) -> list[tuple[Sender, Part]]:
+        """Every sender, and what its error state is of."""
+        found = []
+        for key, exchange in self._exchanges.items():
+            parameters = [self._parameters[name] for name in key]
+            contents, pieces = contents_of(parameters), pieces_of(parameters, key)
+            for state in exchange.states():
+                spans = () if state.sender.layout.table is None else contents.spans or ()
+                numel, weight = contents.numel, 1 / state.ranks
+                part = Part(
+                    state.kind, pieces, numel, state.position, state.index, state.senders, weight, spans
+                )
+                found.append((state.sender, part))
+        return found

@@ -11,7 +11,7 @@ them (frozen, unused ones): each set has an exchange and errors of its own, made
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,13 @@ from torch import nn
 from megatron_patch.collectives.exchange import Exchange
 from megatron_patch.collectives.makers import Made, make_all_reduces, make_reduce_scatters
 from megatron_patch.collectives.traffic import all_reduced, reduce_scattered
+from megatron_patch.compensation.resharding import Part, Piece
+from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
-from megatron_patch.pytorch.contents import contents_of
-from megatron_patch.pytorch.fsdp2_fields import ParamGroup, ReduceScatter, groups_of
+from megatron_patch.pytorch.contents import contents_of, pieces_of, plain_name
+from megatron_patch.pytorch.fsdp2_fields import ParamGroup, ReduceScatter, Sharded, groups_of
+from megatron_patch.quantization.blocks import Contents
 from megatron_patch.session.session import Session
 
 MOST_SETS = 16
@@ -32,17 +35,27 @@ MOST_SETS = 16
 
 
 class Sets:
-    """The exchanges of one parameter group, one for each set of parameters that it has exchanged."""
+    """The exchanges of one parameter group, one for each set of parameters that it has exchanged.
 
-    def __init__(self, group: ParamGroup, session: Session) -> None:
+    Args:
+        group: FSDP2's.
+        names: of its parameters, for checkpoints.
+        session: the model's.
+        ranks: those that exchange.
+    """
+
+    def __init__(
+        self, group: ParamGroup, names: Sequence[str], session: Session, ranks: dist.ProcessGroup
+    ) -> None:
         self.group = group
+        self.names = names
         self.made: dict[tuple[int, ...], Made] = {}
         self._session = session
+        self._ranks = ranks
+        group.note_what_is_exchanged()
 
-    def exchange(self, ranks: dist.ProcessGroup, numel: int) -> Exchange | None:
-        """That of the parameters which are exchanged now; None over a single rank.
-
-        All ranks of `ranks` must call it.
+    def exchange(self, numel: int) -> Exchange:
+        """That of the parameters which are exchanged now. All ranks must call it.
 
         Raises:
             UserError: this release of torch does not say which parameters they are; or there are too many
@@ -50,43 +63,74 @@ class Sets:
         """
         current = self.group.current
         if current not in self.made:
-            self._check(current, numel)
+            if self.contents(current).numel != numel:
+                raise UserError(
+                    f"torch {torch.__version__}: FSDP2 exchanges {numel:,} gradients of a group and does "
+                    "not say which: call set_reduce_scatter_unused_params(True), or use torch 2.15"
+                )
             if len(self.made) == MOST_SETS:
                 raise UserError(
                     f"FSDP2 has exchanged more than {MOST_SETS} sets of parameters of one group: call "
                     "set_reduce_scatter_unused_params(True), so that every exchange is of all of them"
                 )
-            self.made[current] = made = self._make(current, ranks)
+            self.make(current)
+        return self.made[current].exchanges[0]
+
+    def make(self, current: tuple[int, ...]) -> None:
+        """Make the exchange of a set. All ranks must call it."""
+        if current not in self.made:
+            self.made[current] = made = self._make(self.contents(current))
             self._session.exchanges += made.exchanges
-        exchanges = self.made[current].exchanges
-        return exchanges[0] if exchanges else None
 
-    def _check(self, current: Sequence[int], numel: int) -> None:
-        parameters, ranks = self._parameters(current), self.group.shard_group.size()
-        if self._numel(sum(parameter.padded(ranks) for parameter in parameters)) != numel:
-            raise UserError(
-                f"torch {torch.__version__}: FSDP2 exchanges {numel:,} gradients of a group, not all of its "
-                "parameters, and does not say which: call set_reduce_scatter_unused_params(True), or use "
-                "torch 2.15"
-            )
+    def prepare(self, sets: Sequence[Sequence[str]]) -> None:
+        """Make the exchanges of a checkpoint's sets of names; of all parameters, if it has other sets."""
+        numbers = {name: number for number, name in enumerate(self.names)}
+        mine = [keys for keys in sets if not numbers.keys().isdisjoint(keys)]
+        whole = all(numbers.keys() >= set(keys) for keys in mine)
+        # Sets of one group overlap, in the parameters that always have gradients: DDP's buckets do not.
+        parts = len(mine) > 1 and sum(map(len, mine)) == len({key for keys in mine for key in keys})
+        if whole and not parts:
+            known = [tuple(numbers[key] for key in keys) for keys in mine]
+        else:
+            known = [tuple(n for n, p in enumerate(self.group.tensors) if p.requires_grad)]
+        for current in known:
+            self.make(current)
 
-    def _parameters(self, current: Sequence[int]) -> list[Any]:
+    def parts(self) -> Iterator[tuple[Sender, Part]]:
+        """Every sender, and what its error state is of."""
+        for current, made in self.made.items():
+            contents, pieces = self.contents(current), self._pieces(current)
+            for exchange in made.exchanges:
+                for state in exchange.states():
+                    spans = () if state.sender.layout.table is None else contents.spans or ()
+                    weight = 1 / state.ranks if self.group.divide_factor is None else 1.0
+                    numel, senders = contents.numel, state.senders
+                    yield (
+                        state.sender,
+                        Part(state.kind, pieces, numel, state.position, state.index, senders, weight, spans),
+                    )
+
+    def parameters(self, current: Sequence[int]) -> list[Sharded]:
+        """Those of a set."""
         parameters = self.group.parameters
         return [parameters[number] for number in current]
 
-    def _numel(self, shard: int) -> int:
+    def contents(self, current: Sequence[int]) -> Contents:
+        """Of the tensor that is exchanged."""
         raise NotImplementedError
 
-    def _make(self, current: Sequence[int], ranks: dist.ProcessGroup) -> Made:
+    def _pieces(self, current: Sequence[int]) -> tuple[Piece, ...]:
+        raise NotImplementedError
+
+    def _make(self, contents: Contents) -> Made:
         raise NotImplementedError
 
 
 class Flat(Sets, ReduceScatter):
     """The reduce-scatter of one parameter group over its shard group (FSDP2's protocol `ReduceScatter`)."""
 
-    def __init__(self, group: ParamGroup, session: Session) -> None:
-        super().__init__(group, session)
-        group.note_what_is_exchanged()
+    def __init__(self, group: ParamGroup, names: Sequence[str], session: Session) -> None:
+        super().__init__(group, names, session, group.reduce_scatter_group)
         self._stock = group.reduce_scatter_by(self)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -108,35 +152,37 @@ class Flat(Sets, ReduceScatter):
             session.count(reduce_scattered(input_tensor, group.size()))
             self._stock(output_tensor, input_tensor, group, op, async_op)
             return
-        factor = self.group.divide_factor
-        exchange = self.exchange(group, input_tensor.numel())
-        assert exchange is not None
         average = op == dist.ReduceOp.AVG
-        session.start(exchange, input_tensor, output_tensor, average, group).wait()
+        exchange = self.exchange(input_tensor.numel())
+        session.start(exchange, input_tensor, output_tensor, average, self._ranks).wait()
         if not average and op != dist.ReduceOp.SUM:  # a product with 1/factor that NCCL would make
-            output_tensor.div_(factor or 1.0)
+            output_tensor.div_(self.group.divide_factor or 1.0)
 
-    def _numel(self, shard: int) -> int:
-        return shard * self.group.shard_group.size()
+    def contents(self, current: Sequence[int]) -> Contents:
+        """All ranks' chunks."""
+        return contents_of(self.parameters(current), self._ranks.size())
 
-    def _make(self, current: Sequence[int], ranks: dist.ProcessGroup) -> Made:
-        contents = contents_of(self._parameters(current), ranks.size())
-        return make_reduce_scatters([contents], ranks, self._session.setup)
+    def _pieces(self, current: Sequence[int]) -> tuple[Piece, ...]:
+        names = [self.names[number] for number in current]
+        return pieces_of(self.parameters(current), names, self._ranks.size())
+
+    def _make(self, contents: Contents) -> Made:
+        return make_reduce_scatters([contents], self._ranks, self._session.setup)
 
 
 class Hybrid(Sets):
     """The all-reduce of one parameter group's reduced shard between replicas (FSDP2's all-reduce hook)."""
 
-    def __init__(self, group: ParamGroup, session: Session, replicas: dist.ProcessGroup) -> None:
-        super().__init__(group, session)
-        self._replicas = replicas
+    def __init__(
+        self, group: ParamGroup, names: Sequence[str], session: Session, replicas: dist.ProcessGroup
+    ) -> None:
+        super().__init__(group, names, session, replicas)
         self._waiting: tuple[tuple[int, ...], torch.Tensor] | None = None
-        group.note_what_is_exchanged()
         group.all_reduce_by(self.all_reduce)
 
     def all_reduce(self, output: torch.Tensor) -> None:
         """Reduce [S] between the replicas, in place. On CUDA FSDP2 calls it within its all-reduce stream."""
-        session, replicas = self._session, self._replicas
+        session, replicas = self._session, self._ranks
         shards = self.group.shard_group.size()
         session.count_inside((shards - 1) * output.nbytes)
         if not self.group.all_reduces:
@@ -150,9 +196,7 @@ class Hybrid(Sets):
             session.count(all_reduced(output, replicas.size()))
             dist.all_reduce(output, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, group=replicas)
             return
-        exchange = self.exchange(replicas, output.numel())
-        assert exchange is not None
-        session.start(exchange, output, output, average, replicas).wait()
+        session.start(self.exchange(output.numel()), output, output, average, replicas).wait()
 
     def _keep(self, output: torch.Tensor) -> None:
         """Keep the shard's sum for the next all-reduce; FSDP2 then adds zeros to the gradient."""
@@ -174,14 +218,19 @@ class Hybrid(Sets):
         output += waiting
         self._waiting = None
 
-    def _numel(self, shard: int) -> int:
-        return shard
-
-    def _make(self, current: Sequence[int], ranks: dist.ProcessGroup) -> Made:
+    def contents(self, current: Sequence[int]) -> Contents:
+        """This rank's chunks."""
         shards = self.group.shard_group
-        whole = contents_of(self._parameters(current), shards.size())
+        whole = contents_of(self.parameters(current), shards.size())
         size = whole.numel // shards.size()
-        return make_all_reduces([whole.part(shards.rank() * size, size)], ranks, self._session.setup)
+        return whole.part(shards.rank() * size, size)
+
+    def _pieces(self, current: Sequence[int]) -> tuple[Piece, ...]:
+        shards, names = self.group.shard_group, [self.names[number] for number in current]
+        return pieces_of(self.parameters(current), names, shards.size(), shards.rank())
+
+    def _make(self, contents: Contents) -> Made:
+        return make_all_reduces([contents], self._ranks, self._session.setup)
 
 
 class Fsdp2:
@@ -216,10 +265,14 @@ class Fsdp2:
         self.config = config if self.replicas is not None else config.for_flat_fsdp()
         ranks = [group for group in (self.shards, self.replicas) if group is not None]
         self.session = Session(self.config, self.groups[0].device, ranks)
-        self.parts: list[Sets] = [
-            Flat(group, self.session) if self.replicas is None else Hybrid(group, self.session, self.replicas)
-            for group in self.groups
-        ]
+        names = {id(module): name for name, module in model.named_modules()}
+        self.parts: list[Sets] = []
+        for group in self.groups:
+            mine = [plain_name(f"{names[id(owner)]}.{name}") for owner, name in group.owners]
+            if self.replicas is None:
+                self.parts.append(Flat(group, mine, self.session))
+            else:
+                self.parts.append(Hybrid(group, mine, self.session, self.replicas))
 
     def detach(self) -> None:
         """FSDP2's own exchange from the next backward pass on."""
@@ -232,6 +285,19 @@ class Fsdp2:
         if self.replicas is None:
             return f"FSDP2 reduce-scatter over {shards} ranks"
         return f"FSDP2 all-reduce between {self.replicas.size()} replicas of {shards} shards"
+
+    def ranks(self) -> dict[str, int]:
+        """Sizes of the groups, for checkpoints."""
+        return {"shard": self.shards.size(), "replicate": self.replicas.size() if self.replicas else 1}
+
+    def prepare(self, sets: Sequence[Sequence[str]]) -> None:
+        """Make the exchanges of a checkpoint's sets of parameters. All ranks must call it."""
+        for part in self.parts:
+            part.prepare(sets)
+
+    def senders(self) -> list[tuple[Sender, Part]]:
+        """Every sender, and what its error state is of."""
+        return [pair for part in self.parts for pair in part.parts()]
 
     def elements(self) -> int:
         """How many gradients there are, on all ranks of the shard group together."""

@@ -128,6 +128,12 @@ class ParamGroup:
         return group
 
     @property
+    def reduce_scatter_group(self) -> dist.ProcessGroup:
+        """The same ranks, in a group of their own where `set_separate_reduce_scatter_group` has made one."""
+        group: dist.ProcessGroup = getattr(self._group, "_reduce_scatter_process_group", self.shard_group)
+        return group
+
+    @property
     def replicate_group(self) -> dist.ProcessGroup | None:
         """With a mesh of two dimensions the ranks that hold the same chunk."""
         info = self._get("mesh_info")

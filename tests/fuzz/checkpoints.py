@@ -23,10 +23,10 @@ from megatron_patch.compensation.resharding import Part, Piece, Position
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.integration.checkpoint import files, restore
-from megatron_patch.integration.checkpoint.files import Damaged, RankLayout, Storage
 from megatron_patch.quantization.blocks import BlockTable, Span
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.session.events import Events
+from megatron_patch.session.layouts import FORMAT, Damaged, RankLayout, Storage
 from megatron_patch.session.onset import Phase
 
 from .mutations import as_json, changed_bytes, changed_tree
@@ -61,6 +61,7 @@ class Rank:
         self.layout = RankLayout(tuple(states))
         self.states = [SimpleNamespace(config=self.config, steps=0, steps_seen=0, events=None, phase=None)]
 
+    @property
     def groups(self) -> dict[str, int]:
         return {"tensor": 1, "pipeline": 1, "expert": 1, "data": 2, "instances": 1}
 
@@ -91,11 +92,11 @@ def _write() -> tuple[dict[str, Any], list[bytes], list[torch.Tensor]]:
         listed = [files.write_rank_file(Path(folder), n, _saved(rank, n)) for n, rank in enumerate(ranks)]
         contents = [Path(folder, file.file).read_bytes() for file in listed]
     manifest = {
-        "format": files.FORMAT,
+        "format": FORMAT,
         "id": "0123",
         "iteration": 20,
         "config": ranks[0].config.as_dict(),
-        "groups": ranks[0].groups(),
+        "groups": ranks[0].groups,
         "world_size": 2,
         "loss_scale": 1.0,
         "mid_step": False,

@@ -250,6 +250,7 @@ def test_what_cannot_be_served_is_refused_in_one_line(pool) -> None:
 def default_methods() -> list[str]:
     import megatron_patch
     from megatron_patch.pytorch import attach
+    from megatron_patch.pytorch.fsdp2_fields import groups_of
 
     found = []
     for how in ({}, {"replicas": 2}):
@@ -257,7 +258,7 @@ def default_methods() -> list[str]:
         megatron_patch.attach(model)
         found.append(attach._attachments[model].config.method)
         megatron_patch.disable()
-        for part in attach.groups_of(model):
+        for part in groups_of(model):
             assert part.is_taken is None, "disable gives FSDP2 its own exchange back"
     return found
 

@@ -8,7 +8,7 @@ which box of which global tensor this rank holds (megatron.core.dist_checkpointi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,31 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 
 from megatron_patch.compensation.resharding import Part, Piece
 from megatron_patch.compensation.sender import Sender
-from megatron_patch.integration.attach import Attachment
+from megatron_patch.integration.attach import Attachment, attachment_of
 from megatron_patch.integration.seams.gradients import BucketGroupSeam, contents_of
+from megatron_patch.session.rank_state import RankState
+
+
+def rank_state_of(chunks: Sequence[Any]) -> RankState:
+    """What this rank's attached chunks remember, one chunk at least. Call on all ranks."""
+    attached = [(chunk, attachment) for chunk in chunks if (attachment := attachment_of(chunk)) is not None]
+    first = chunks[0]
+    pipeline = first.pp_group[0] if isinstance(first.pp_group, list) else first.pp_group
+    groups = {
+        "tensor": first.tp_group.size(),
+        "pipeline": pipeline.size(),
+        "expert": first.ep_group.size(),
+        "data": first.dp_cp_group.size(),
+        "instances": first.ddp_config.num_distributed_optimizer_instances,
+    }
+
+    def forget() -> None:
+        for seam in (seam for _, attachment in attached for seam in attachment.seams):
+            if seam.momentum is not None:
+                seam.momentum.held = None  # it begins from Adam's state
+
+    found = [pair for chunk, attachment in attached for pair in parts_of(chunk, attachment)]
+    return RankState(found, [attachment.state for _, attachment in attached], groups, forget)
 
 
 def parts_of(chunk: Any, attachment: Attachment) -> list[tuple[Sender, Part]]:

@@ -19,52 +19,15 @@ import torch.distributed as dist
 
 from megatron_patch.errors import UserError
 from megatron_patch.integration.checkpoint import files as sidecar
-from megatron_patch.integration.checkpoint.files import RankFile, RankLayout
-from megatron_patch.integration.checkpoint.rank_state import RankState
+from megatron_patch.integration.checkpoint.element_map import rank_state_of
+from megatron_patch.integration.checkpoint.files import RankFile
 from megatron_patch.integration.seams.optimizer_step import loss_scale
+from megatron_patch.session.manifest import content_of, gathered, listed
 
 _STAGING = ".compression-"
 
 _live: WeakSet[ErrorSave] = WeakSet()
 """Rank 0's saves that are neither in place nor discarded."""
-
-
-def content_of(rank: RankState, iteration: int, scale: float) -> dict[str, Any]:
-    """What a manifest says of the whole job; `scale` is fp16's loss scale, the errors' unit."""
-    counted = rank.states[0]
-    for state in rank.states:
-        state.end_unseen_step()  # a loop saves between steps, though nothing has told that one has ended
-    return {
-        "iteration": iteration,
-        "config": rank.config.as_dict(),
-        "groups": rank.groups(),
-        "world_size": dist.get_world_size(),
-        "loss_scale": scale,
-        "mid_step": any(state.in_step for state in rank.states),
-        "steps": counted.steps,
-        "steps_seen": counted.steps_seen,
-        "events": dataclasses.asdict(counted.events),
-        "phase": dataclasses.asdict(counted.phase),
-        "onset": dataclasses.asdict(counted.onset),
-    }
-
-
-def gathered(layout: RankLayout, mine: Any) -> list[Any]:
-    """From every rank `mine`, its layout and its positions, for `listed`. Call on all ranks."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (mine, layout.without_positions().as_json(), layout.positions))
-    return everyone
-
-
-def listed(files: Sequence[Any], everyone: Sequence[Any]) -> dict[str, Any]:
-    """The layouts of all ranks for a manifest, each once; `files` says where each rank's tensors are."""
-    layouts: list[Any] = []
-    ranks = []
-    for file, (_, layout, positions) in zip(files, everyone, strict=True):
-        if layout not in layouts:
-            layouts.append(layout)
-        ranks.append({"file": file, "layout": layouts.index(layout), "positions": positions})
-    return {"layouts": layouts, "ranks": ranks}
 
 
 class ErrorSave:
@@ -85,7 +48,7 @@ class ErrorSave:
 
     def __init__(self, chunks: Sequence[Any], checkpoint: Path, iteration: int, optimizer: Any) -> None:
         self.checkpoint = checkpoint
-        self._rank = RankState(chunks)
+        self._rank = rank_state_of(chunks)
         self._content = content_of(self._rank, iteration, loss_scale(optimizer))
         self._tensors = dict(self._rank.tensors())
         self._file: RankFile | None = None

@@ -1,43 +1,15 @@
-"""The error states as a state dict of torch.distributed.checkpoint, for trainers with their own checkpoints.
-
-    state = state_dict(model)                          every rank: its own tensors, and a manifest of all
-    dcp.save({"compression": state}, checkpoint_id=PATH)
-
-    state = state_dict(model, reader=dcp.FileSystemReader(PATH))     room for what this rank needs of it
-    dcp.load({"compression": state}, checkpoint_id=PATH)
-    load_state_dict(model, state)
-
-Keys carry the rank that saved them, so no two ranks write the same one. What a rank needs of a checkpoint is
-named by its manifest: its own tensors under the same layout, under another one those of all old ranks that
-held its parameters. The manifest is text, the same on all ranks.
-"""
+"""megatron_patch.state_dict and load_state_dict for chunks of Megatron's DistributedDataParallel."""
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Sequence
 from typing import Any
-
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_patch.errors import UserError
 from megatron_patch.integration.attach import chunks_of, session_of
-from megatron_patch.integration.checkpoint import files
-from megatron_patch.integration.checkpoint.files import Damaged, RankLayout
-from megatron_patch.integration.checkpoint.rank_state import RankState
-from megatron_patch.integration.checkpoint.restore import Reader
-from megatron_patch.integration.checkpoint.save import content_of, gathered, listed
+from megatron_patch.integration.checkpoint.element_map import rank_state_of
 from megatron_patch.integration.seams.optimizer_step import loss_scale
-from megatron_patch.untrusted import load_json
-
-logger = logging.getLogger(__name__)
-
-MANIFEST = "megatron_loco_manifest"
-_RANK = "megatron_loco_rank_"
+from megatron_patch.session import sharded_state
+from megatron_patch.session.sharded_state import RankOf
 
 asked_for = False
 """Whether `state_dict` has been called in this process (hooks.py)."""
@@ -56,152 +28,22 @@ def compressed(chunks: Any) -> list[Any]:
 def state_dict(
     model: Any, optimizer: Any = None, reader: Any = None, path: str | None = None
 ) -> dict[str, Any]:
-    """What the attached chunks of a model remember, as copies on the CPU. Call on all ranks.
-
-    Args:
-        model: DDP-wrapped chunks, a list of them or one.
-        optimizer: Megatron's; needed with fp16 only, whose loss scale the errors carry.
-        reader: a dcp.StorageReader of a checkpoint to load: what is returned has room for what this rank
-            needs of it, in whatever layout it was saved.
-        path: the keys under which the reader's checkpoint has this model's state, joined by dots. It need
-            not be given where the checkpoint has the state of one model only.
-
-    Raises:
-        UserError: there is no such state in the reader's checkpoint, or several, or it is damaged.
-    """
+    """session.sharded_state.state_dict. With fp16 `optimizer` is needed: errors carry its loss scale."""
     global asked_for
-    chunks = compressed(chunks_of(model, "state_dict"))
-    if not chunks:  # other ranks may have some, and ask all
-        if reader is not None:
-            _all_ranks(True)
-        else:
-            gathered(RankLayout(()), False)
-        return {}
-    asked_for = True
-    _refuse_fp16_without(optimizer, chunks)
-    rank = RankState(chunks)
-    if reader is not None:
-        return _room_for(rank, reader, path)
-    tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in rank.tensors()}
-    everyone = gathered(rank.layout, bool(tensors))
-    content = content_of(rank, rank.states[0].steps, loss_scale(optimizer))
-    manifest = {"format": files.FORMAT, **content, **listed([mine for mine, *_ in everyone], everyone)}
-    here = f"{_RANK}{dist.get_rank()}."
-    return {MANIFEST: json.dumps(manifest)} | {here + name: tensor for name, tensor in tensors.items()}
+    rank_of = _rank_of(model, optimizer, "state_dict")
+    asked_for |= rank_of is not None
+    return sharded_state.state_dict(rank_of, loss_scale(optimizer), reader, path)
 
 
 def load_state_dict(model: Any, state: dict[str, Any], optimizer: Any = None) -> None:
-    """Put back what dcp.load has filled in; says in one line what happened. Call on all ranks.
+    """session.sharded_state.load_state_dict."""
+    sharded_state.load_state_dict(_rank_of(model, optimizer, "load_state_dict"), state, loss_scale(optimizer))
 
-    Args:
-        model, optimizer: as `state_dict`.
-        state: what `state_dict` returned, after dcp.load.
 
-    Raises:
-        UserError: no state of `state_dict`, or one that is damaged.
-    """
-    chunks = compressed(chunks_of(model, "load_state_dict"))
+def _rank_of(model: Any, optimizer: Any, caller: str) -> RankOf | None:
+    chunks = compressed(chunks_of(model, caller))
     if not chunks:
-        _all_ranks(True)
-        return
-    _refuse_fp16_without(optimizer, chunks)
-    rank = RankState(chunks)
-    reader = _reader_of(rank, state)
-    rank.start_from_zero(0)
-    try:
-        line = reader.apply(_all_ranks(reader.fits), loss_scale(optimizer))
-    except Damaged as problem:
-        raise UserError(f"the state of megatron_patch.state_dict cannot be read: {problem}") from problem
-    if dist.get_rank() == 0:
-        logger.info("megatron-loco: step %d: %s", rank.states[0].steps, line)
-
-
-def _refuse_fp16_without(optimizer: Any, chunks: Sequence[Any]) -> None:
+        return None
     if optimizer is None and getattr(chunks[0].config, "fp16", False):
         raise UserError("with fp16 errors carry the loss scale: pass the optimizer too, as second argument")
-
-
-class _StateReader(Reader):
-    """Reads from a loaded state dict."""
-
-    def __init__(self, rank: RankState, manifest: dict[str, Any], state: dict[str, Any]) -> None:
-        super().__init__(rank, manifest, MANIFEST)
-        self._state = state
-
-    def tensors_of(self, saved_rank: int) -> _RankPart:
-        return _RankPart(self._state, f"{_RANK}{saved_rank}.")
-
-
-class _RankPart:
-    def __init__(self, state: dict[str, Any], prefix: str) -> None:
-        self._state = state
-        self._prefix = prefix
-
-    def of(self, state: int) -> dict[str, torch.Tensor]:
-        prefix = f"{self._prefix}{state}."
-        found = {
-            key.removeprefix(prefix): tensor for key, tensor in self._state.items() if key.startswith(prefix)
-        }
-        if not found:
-            raise UserError(
-                f"the state of megatron_patch.state_dict has no {prefix}*: to load another layout's "
-                "checkpoint, make it with state_dict(model, reader=...)"
-            )
-        return found
-
-
-def _reader_of(rank: RankState, state: dict[str, Any]) -> _StateReader:
-    text = state.get(MANIFEST)
-    if not isinstance(text, str):
-        raise UserError(f"this is no state of megatron_patch.state_dict: it has no {MANIFEST}")
-    try:
-        manifest = load_json(text)
-        if manifest["format"] != files.FORMAT:
-            raise Damaged(f"it has format {manifest['format']}; this release reads {files.FORMAT}")
-        return _StateReader(rank, manifest, state)
-    except (ValueError, KeyError, TypeError, Damaged) as error:
-        raise UserError(f"the state of megatron_patch.state_dict cannot be read: {error}") from error
-
-
-def _room_for(rank: RankState, reader: Any, path: str | None) -> dict[str, Any]:
-    metadata = reader.read_metadata()
-    prefix = _prefix_in(metadata, path)
-    state: dict[str, Any] = {prefix + MANIFEST: ""}
-    dcp.load(state, storage_reader=reader, no_dist=True)
-    found = _reader_of(rank, {MANIFEST: state.pop(prefix + MANIFEST)})
-    ranks: Sequence[int | None] = [found.mine] if _all_ranks(found.fits) else found.overlapping()
-    room: dict[str, Any] = {MANIFEST: ""}
-    for key, stored in metadata.state_dict_metadata.items():
-        name = key.removeprefix(prefix) if key.startswith(prefix) else ""
-        if isinstance(stored, TensorStorageMetadata) and any(name.startswith(f"{_RANK}{r}.") for r in ranks):
-            room[name] = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
-    return room
-
-
-def _prefix_in(metadata: Metadata, path: str | None) -> str:
-    """What the keys of a model's state begin with in a checkpoint."""
-    keys = metadata.state_dict_metadata
-    found = sorted(key.removesuffix(MANIFEST) for key in keys if key.endswith(MANIFEST))
-    if not found:
-        raise UserError(
-            "the checkpoint holds no state of megatron_patch.state_dict; without load_state_dict errors "
-            "start from zero"
-        )
-    shown = ", ".join(repr(prefix.removesuffix(".")) for prefix in found)
-    if path is None and len(found) > 1:
-        raise UserError(
-            f"the checkpoint holds the states of several models, at {shown}: name one: "
-            "state_dict(model, reader=..., path=...)"
-        )
-    prefix = found[0] if path is None else f"{path}." if path else ""
-    if prefix not in found:
-        raise UserError(
-            f"the checkpoint holds no state of megatron_patch.state_dict at {path!r}, only at {shown}"
-        )
-    return prefix
-
-
-def _all_ranks(fits: bool) -> bool:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, fits)
-    return all(everyone)
+    return lambda _: rank_state_of(chunks)

@@ -19,9 +19,9 @@ from megatron_patch.compensation.resharding import (
     Position,
     reshard,
 )
-from megatron_patch.integration.checkpoint.files import RankLayout, Storage, decode
 from megatron_patch.quantization.blocks import Span
 from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.session.layouts import RankLayout, Storage, decode
 
 CPU = torch.device("cpu")
 NUMEL, RANKS, LOCAL = 960, 4, 2

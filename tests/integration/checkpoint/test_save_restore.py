@@ -587,8 +587,8 @@ def copies_of_a_save(folder: str, background: bool) -> list[list[str]]:
     import torch
 
     import megatron_patch
-    from megatron_patch.integration.checkpoint.rank_state import RankState
     from megatron_patch.integration.checkpoint.save import ErrorSave
+    from megatron_patch.session.rank_state import RankState
 
     gpt = _build({}, {})
     tensors, copies = RankState.tensors, []

@@ -1,4 +1,6 @@
-"""What a manifest may say: looked at before anything is made of it, since another user may have written it.
+"""The manifest of a checkpoint's error states: how it is made, and what one may say.
+
+It is looked at before anything is made of it, since another user may have written it.
 
 Its checksum says that it is whole, not that its writer meant well. A number of elements that its files cannot
 hold would ask for memory without end, and a position outside of its bucket for other elements' errors.
@@ -8,20 +10,66 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch.distributed as dist
 
 from megatron_patch.compensation.resharding import ALL_REDUCE, NODE_SUM, OWNER, REDUCE_SCATTER
 from megatron_patch.session.events import Events
+from megatron_patch.session.layouts import RankLayout
 from megatron_patch.session.onset import Onset, Phase
+from megatron_patch.session.rank_state import RankState
 
 _KINDS = (REDUCE_SCATTER, NODE_SUM, ALL_REDUCE, OWNER)
-_GROUPS = {"tensor", "pipeline", "expert", "data", "instances"}
 _MOST = 1 << 62
 
 
-def check_manifest(manifest: Any, file_name: Any) -> None:
-    """Look at all of it; `file_name(rank)` is what a rank's file must be called.
+def content_of(rank: RankState, iteration: int, scale: float) -> dict[str, Any]:
+    """What a manifest says of the whole job; `scale` is fp16's loss scale, the errors' unit."""
+    counted = rank.states[0]
+    for state in rank.states:
+        state.end_unseen_step()  # a loop saves between steps, though nothing has told that one has ended
+    return {
+        "iteration": iteration,
+        "config": rank.config.as_dict(),
+        "groups": rank.groups,
+        "world_size": dist.get_world_size(),
+        "loss_scale": scale,
+        "mid_step": any(state.in_step for state in rank.states),
+        "steps": counted.steps,
+        "steps_seen": counted.steps_seen,
+        "events": dataclasses.asdict(counted.events),
+        "phase": dataclasses.asdict(counted.phase),
+        "onset": dataclasses.asdict(counted.onset),
+    }
+
+
+def gathered(layout: RankLayout, mine: Any) -> list[Any]:
+    """From every rank `mine`, its layout and its positions, for `listed`. Call on all ranks."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (mine, layout.without_positions().as_json(), layout.positions))
+    return everyone
+
+
+def listed(files: Sequence[Any], everyone: Sequence[Any]) -> dict[str, Any]:
+    """The layouts of all ranks for a manifest, each once; `files` says where each rank's tensors are."""
+    layouts: list[Any] = []
+    ranks = []
+    for file, (_, layout, positions) in zip(files, everyone, strict=True):
+        if layout not in layouts:
+            layouts.append(layout)
+        ranks.append({"file": file, "layout": layouts.index(layout), "positions": positions})
+    return {"layouts": layouts, "ranks": ranks}
+
+
+def rank_file_name(rank: int) -> str:
+    """The name of a rank's file in the folder."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def check_manifest(manifest: Any) -> None:
+    """Look at all of it.
 
     Raises:
         ValueError: a key is missing, a value is of another kind, or a size is impossible.
@@ -40,14 +88,13 @@ def check_manifest(manifest: Any, file_name: Any) -> None:
     for value in events.values():
         _count(value, "events")
     groups = _mapping(manifest.get("groups"), "groups")
-    _need(groups.keys() == _GROUPS, "groups")
     for value in groups.values():
         _count(value, "groups", 1)
     _phase(_mapping(manifest.get("phase", {}), "phase"))
     _onset(_mapping(manifest.get("onset", {}), "onset"))
     layouts = [_layout(layout) for layout in _list(manifest.get("layouts"), "layouts")]
     ranks = _list(manifest.get("ranks"), "ranks")
-    stored = [_file(_mapping(rank, "ranks"), number, file_name) for number, rank in enumerate(ranks)]
+    stored = [_file(_mapping(rank, "ranks"), number) for number, rank in enumerate(ranks)]
     for rank, nbytes in zip(ranks, stored, strict=True):
         _count(rank.get("layout"), "ranks: layout")
         _need(rank["layout"] < len(layouts), "ranks: layout")
@@ -74,13 +121,13 @@ def _onset(onset: Mapping[str, Any]) -> None:
         _need(all(map(_number, rates if isinstance(rates, list) else [rates])), "onset: rates")
 
 
-def _file(rank: Mapping[str, Any], number: int, file_name: Any) -> int | None:
+def _file(rank: Mapping[str, Any], number: int) -> int | None:
     """Bytes of the rank's file; None where that is not known (a state dict), 0 where it has none."""
     file = rank.get("file")
     if file is None or isinstance(file, bool):
         return None if file else 0
     _need(_mapping(file, "ranks: file").keys() == {"file", "nbytes", "sha256"}, "ranks: file")
-    _need(file["file"] == file_name(number) and isinstance(file["sha256"], str), "ranks: file")
+    _need(file["file"] == rank_file_name(number) and isinstance(file["sha256"], str), "ranks: file")
     return _count(file["nbytes"], "ranks: file")
 
 

@@ -1,0 +1,129 @@
+"""What a rank's error states are of, and how they are stored: what a checkpoint's manifest says of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_patch.compensation.error_state import MovingAverageError
+from megatron_patch.compensation.resharding import Part, Piece, Position
+from megatron_patch.quantization.blocks import BlockTable, Span
+from megatron_patch.quantization.layout import BlockLayout
+
+FORMAT = 1
+"""Of manifests."""
+
+
+class Damaged(Exception):
+    """A file that is missing, truncated, changed or not this checkpoint's; the text names it."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How an error state is stored: its blocks, and its dtype ("int8", "bf16", "fp32"; None: no error).
+
+    `blocks` is the number of scales of a shard where blocks follow the parameters (Part.spans); None: they
+    are counted from each shard's beginning. `rotated`: the error is of rotated blocks.
+    """
+
+    shards: int
+    shard_size: int
+    block: int
+    dtype: str | None
+    blocks: int | None = None
+    rotated: bool = False
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """What the states of a rank are of. Data-parallel peers have equal layouts and other positions."""
+
+    states: tuple[tuple[Part, Storage], ...]
+
+    def without_positions(self) -> RankLayout:
+        """What data-parallel peers have in common."""
+        nowhere = Position(0, 0)
+        return RankLayout(
+            tuple((dataclasses.replace(p, position=nowhere, index=0), storage) for p, storage in self.states)
+        )
+
+    @property
+    def positions(self) -> list[list[int]]:
+        """Of every state the fields of its Part's Position, and its index."""
+        return [[*dataclasses.astuple(part.position), part.index] for part, _ in self.states]
+
+    def at(self, positions: list[list[int]]) -> RankLayout:
+        """The layout of the rank that has these positions."""
+        return RankLayout(
+            tuple(
+                (dataclasses.replace(part, position=Position(*position), index=index), storage)
+                for (part, storage), (*position, index) in zip(self.states, positions, strict=True)
+            )
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; buckets are listed once, though several states may be of one."""
+        buckets = list(dict.fromkeys(_bucket(part) for part, _ in self.states))
+        return {
+            "buckets": [
+                {
+                    "numel": numel,
+                    "pieces": [dataclasses.asdict(piece) for piece in pieces],
+                    "spans": [dataclasses.astuple(span) for span in spans],
+                }
+                for pieces, numel, spans in buckets
+            ],
+            "states": [
+                {
+                    "kind": part.kind,
+                    "bucket": buckets.index(_bucket(part)),
+                    "senders": part.senders,
+                    "weight": part.weight,
+                    **dataclasses.asdict(storage),
+                }
+                for part, storage in self.states
+            ],
+        }
+
+    @staticmethod
+    def from_json(content: Mapping[str, Any]) -> RankLayout:
+        """The inverse of `as_json`, without positions."""
+        pieces = [tuple(Piece(**_tuples(p)) for p in bucket["pieces"]) for bucket in content["buckets"]]
+        numels = [bucket["numel"] for bucket in content["buckets"]]
+        spans = [tuple(Span(*span) for span in bucket.get("spans", ())) for bucket in content["buckets"]]
+        states = []
+        for state in content["states"]:
+            kind, bucket, senders, weight = (state.pop(n) for n in ("kind", "bucket", "senders", "weight"))
+            part = Part(
+                kind, pieces[bucket], numels[bucket], Position(0, 0), 0, senders, weight, spans[bucket]
+            )
+            states.append((part, Storage(**state)))
+        return RankLayout(tuple(states))
+
+
+def _bucket(part: Part) -> tuple[tuple[Piece, ...], int, tuple[Span, ...]]:
+    return part.pieces, part.bucket_numel, part.spans
+
+
+def _tuples(piece: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in piece.items()}
+
+
+def decode(tensors: dict[str, torch.Tensor], part: Part, storage: Storage) -> torch.Tensor:
+    """A stored error, fp32 [part.position.numel]."""
+    assert storage.dtype is not None
+    numel, size, table = part.position.numel, storage.shard_size, None
+    if storage.blocks is not None:
+        shards = [
+            part.position.ranges(shard * size, min((shard + 1) * size, numel))
+            for shard in range(storage.shards)
+        ]
+        table = BlockTable.of(part.spans, shards, storage.block, 8, storage.blocks)
+    layout = BlockLayout(numel, storage.shards, size, 8, storage.block, table)
+    error = MovingAverageError(layout, 0.0, storage.dtype, torch.device("cpu"), storage.rotated)
+    error.restore(tensors)
+    return error.flat()
