@@ -110,12 +110,15 @@ def _is_megatron(model: Any) -> bool:
 def _modules(model: Any, caller: str) -> Sequence[Any]:
     """The modules of a model that is not Megatron's: it, or a list of its parts."""
     from torch import nn
+    from torch.distributed.fsdp import FSDPModule
+    from torch.nn.parallel import DistributedDataParallel
 
     parts = list(model) if isinstance(model, list | tuple) else [model]
     for part in parts:
-        if not isinstance(part, nn.Module):
+        modules = part.modules() if isinstance(part, nn.Module) else ()
+        if not any(isinstance(module, FSDPModule | DistributedDataParallel) for module in modules):
             raise UserError(
-                f"{caller}(): {type(part).__module__}.{type(part).__qualname__} is no model: pass what is "
-                "wrapped in Megatron's DistributedDataParallel, or a module that fully_shard was applied to"
+                f"{caller}(): {type(part).__module__}.{type(part).__qualname__} is not wrapped in Megatron's "
+                "DistributedDataParallel, nor in torch's, and fully_shard was not applied to it"
             )
     return parts

@@ -252,10 +252,7 @@ class Fsdp2:
         self.model = model
         self.groups = list(groups_of(model))
         if not self.groups:
-            raise UserError(
-                f"attach(): {type(model).__name__} is not wrapped in Megatron's DistributedDataParallel, nor "
-                "in torch's, and no fully_shard was applied: pass what was wrapped, or shard it first"
-            )
+            raise UserError("attach(): fully_shard was applied to no parameter of this model")
         self.shards, self.replicas = _ranks(self.groups, replicas)
         for group in self.groups:
             if group.is_tensor_parallel:

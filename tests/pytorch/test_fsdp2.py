@@ -233,8 +233,8 @@ def refusals() -> list[str]:
 def test_what_cannot_be_served_is_refused_in_one_line(pool) -> None:
     told = pool.run(refusals, world_size=4)[0]
     words = [
-        "Linear is not wrapped in Megatron's DistributedDataParallel, nor in torch's, and no fully_shard",
-        "builtins.str is no model",
+        "Linear is not wrapped in Megatron's DistributedDataParallel, nor in torch's, and fully_shard",
+        "builtins.str is not wrapped",
         "onebit_adam is for Megatron's optimizers",
         "weight_gather: exact is for Megatron's distributed optimizer",
         "has an all-reduce hook already",

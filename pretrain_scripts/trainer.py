@@ -1,0 +1,55 @@
+"""Hugging Face's Trainer with low-bit gradients, under DistributedDataParallel or FSDP2: one callback.
+
+On 2 ranks without a GPU:
+
+    torchrun --nproc-per-node 2 trainer.py
+
+With GPUs leave out `use_cpu`; for FSDP2 add fsdp="full_shard", fsdp_config={"fsdp_version": 2}.
+"""
+
+import inspect
+import tempfile
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import megatron_patch
+
+
+class LowBitGradients(TrainerCallback):
+    """Attaches what the Trainer has wrapped, and adds to its logs what a step sent."""
+
+    def __init__(self, config: megatron_patch.CompressionConfig) -> None:
+        self.config = config
+        self.trainer: Trainer | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        megatron_patch.attach(self.trainer.model_wrapped, self.config)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero and "loss" in logs:
+            logs["bits_per_gradient"] = round(megatron_patch.report().bits_per_gradient, 2)
+
+
+LENGTH = 64
+text = torch.tensor(list(inspect.getsource(inspect).encode()))  # what it learns: Python, byte by byte
+rows = [{"input_ids": row, "labels": row} for row in text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)]
+sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+torch.manual_seed(1)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=LENGTH, **sizes))
+arguments = TrainingArguments(
+    tempfile.mkdtemp(),
+    max_steps=60,
+    per_device_train_batch_size=8,
+    learning_rate=1e-3,
+    warmup_steps=10,
+    lr_scheduler_type="constant_with_warmup",
+    logging_steps=20,
+    report_to=[],
+    save_strategy="no",
+    disable_tqdm=True,
+    use_cpu=True,
+)
+callback = LowBitGradients(megatron_patch.CompressionConfig(bits=4))
+callback.trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[callback])
+callback.trainer.train()
