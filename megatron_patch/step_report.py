@@ -28,7 +28,7 @@ class StepReport:
     gradient_bytes: float
     """Bytes sent to reduce gradients; with two hops, between nodes."""
     gradient_bytes_inside_node: float
-    """With two hops, bytes sent to ranks of the same node; else 0."""
+    """With two hops, bytes sent to ranks of the same node; with hybrid FSDP2, of a shard group; else 0."""
     bits_per_gradient: float
     """Bits on the wire for every gradient element sent: scales, and vectors sent as they are, counted."""
     weight_bytes: float
@@ -53,11 +53,19 @@ class StepReport:
     def __str__(self) -> str:
         method = self.method if self.bits is None else f"{self.method}, {self.bits} bits"
         state = "" if self.compressed or self.bits is None else " (not compressed in this step)"
-        gradients, weights, error = (
-            f"{nbytes / 1e6:.3g} MB" for nbytes in (self.gradient_bytes, self.weight_bytes, self.error_bytes)
+        gradients, inside, weights, error = (
+            f"{nbytes / 1e6:.3g} MB"
+            for nbytes in (
+                self.gradient_bytes,
+                self.gradient_bytes_inside_node,
+                self.weight_bytes,
+                self.error_bytes,
+            )
         )
-        return (
-            f"step {self.step}: {method}{state}: {self.bits_per_gradient:.2f} bits/gradient, "
-            f"{self.bits_per_weight:.2f} bits/weight; this rank sent {gradients} of gradients and {weights} "
-            f"of weights; error state {error}"
-        )
+        bits, sent = f"{self.bits_per_gradient:.2f} bits/gradient", f"{gradients} of gradients"
+        if self.gradient_bytes_inside_node:
+            sent += f" (and {inside} inside)"
+        if self.weight_bytes:
+            bits += f", {self.bits_per_weight:.2f} bits/weight"
+            sent += f" and {weights} of weights"
+        return f"step {self.step}: {method}{state}: {bits}; this rank sent {sent}; error state {error}"

@@ -6,8 +6,8 @@ replicas are 4-bit codes and everything inside is FSDP2's own:
     torchrun --nproc-per-node 4 fsdp2_loop.py
     torchrun --nproc-per-node 4 fsdp2_loop.py 2
 
-With GPUs put "cuda" for "cpu" and "nccl" for "gloo", call torch.cuda.set_device(local_rank) first, and move the
-model and its batches to the GPU.
+With GPUs put "cuda" for "cpu" and "nccl" for "gloo", call torch.cuda.set_device(local_rank) first, and move
+the model and its batches to the GPU.
 """
 
 import inspect

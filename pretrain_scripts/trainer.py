@@ -9,6 +9,7 @@ With GPUs leave out `use_cpu`; for FSDP2 add fsdp="full_shard", fsdp_config={"fs
 
 import inspect
 import tempfile
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -19,14 +20,15 @@ import megatron_patch
 class LowBitGradients(TrainerCallback):
     """Attaches what the Trainer has wrapped, and adds to its logs what a step sent."""
 
+    trainer: Any = None
+
     def __init__(self, config: megatron_patch.CompressionConfig) -> None:
         self.config = config
-        self.trainer: Trainer | None = None
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         megatron_patch.attach(self.trainer.model_wrapped, self.config)
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and "loss" in logs:
             logs["bits_per_gradient"] = round(megatron_patch.report().bits_per_gradient, 2)
 
@@ -34,9 +36,9 @@ class LowBitGradients(TrainerCallback):
 LENGTH = 64
 text = torch.tensor(list(inspect.getsource(inspect).encode()))  # what it learns: Python, byte by byte
 rows = [{"input_ids": row, "labels": row} for row in text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)]
-sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 torch.manual_seed(1)
-model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=LENGTH, **sizes))
+sizes: dict[str, Any] = {"intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+model = LlamaForCausalLM(LlamaConfig(vocab_size=256, hidden_size=128, **sizes))
 arguments = TrainingArguments(
     tempfile.mkdtemp(),
     max_steps=60,

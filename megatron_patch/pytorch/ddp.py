@@ -33,6 +33,7 @@ from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.pytorch.contents import contents_of, pieces_of, plain_name
 from megatron_patch.pytorch.fsdp2_fields import Sharded
+from megatron_patch.session import torch_steps
 from megatron_patch.session.session import IN_FLIGHT, Session
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class Ddp:
     def exchange(self, bucket: dist.GradBucket, hook: _Hook) -> Future[torch.Tensor]:
         """Reduce a bucket; the future has it."""
         session, gradients = self.session, bucket.buffer()
-        session.exchange_begins(1, rerun=False)
+        torch_steps.exchange_begins(session)
         first_pass, self._passes = self._passes == 0, self._passes + bucket.is_last()
         if first_pass or not session.active or self._group.size() == 1 or gradients.is_sparse:
             session.count(all_reduced(gradients, self._group.size()))

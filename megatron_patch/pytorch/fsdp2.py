@@ -11,7 +11,7 @@ them (frozen, unused ones): each set has an exchange and errors of its own, made
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.pytorch.contents import contents_of, pieces_of, plain_name
-from megatron_patch.pytorch.fsdp2_fields import ParamGroup, ReduceScatter, Sharded, groups_of
+from megatron_patch.pytorch.fsdp2_fields import ParamGroup, ReduceScatter, Sharded, groups_of, local_of
 from megatron_patch.quantization.blocks import Contents
+from megatron_patch.session import torch_steps
 from megatron_patch.session.session import Session
 
 MOST_SETS = 16
@@ -147,7 +148,7 @@ class Flat(Sets, ReduceScatter):
     ) -> None:
         """Reduce [N*S] to this rank's [S]. On CUDA FSDP2 calls it within its reduce-scatter stream."""
         session = self._session
-        session.exchange_begins(1, rerun=False)
+        torch_steps.exchange_begins(session)
         if not session.active or group.size() == 1:
             session.count(reduce_scattered(input_tensor, group.size()))
             self._stock(output_tensor, input_tensor, group, op, async_op)
@@ -174,9 +175,15 @@ class Hybrid(Sets):
     """The all-reduce of one parameter group's reduced shard between replicas (FSDP2's all-reduce hook)."""
 
     def __init__(
-        self, group: ParamGroup, names: Sequence[str], session: Session, replicas: dist.ProcessGroup
+        self,
+        group: ParamGroup,
+        names: Sequence[str],
+        session: Session,
+        replicas: dist.ProcessGroup,
+        check: Callable[[], None],
     ) -> None:
         super().__init__(group, names, session, replicas)
+        self._check = check
         self._waiting: tuple[tuple[int, ...], torch.Tensor] | None = None
         group.all_reduce_by(self.all_reduce)
 
@@ -189,7 +196,8 @@ class Hybrid(Sets):
             self._keep(output)
             return
         self._add_what_waited(output)
-        session.exchange_begins(1, rerun=False)
+        self._check()
+        torch_steps.exchange_begins(session)
         # With a divide factor the shard group has divided by it, and replicas are summed.
         average = self.group.divide_factor is None
         if not session.active or replicas.size() == 1:
@@ -262,6 +270,7 @@ class Fsdp2:
         self.config = config if self.replicas is not None else config.for_flat_fsdp()
         ranks = [group for group in (self.shards, self.replicas) if group is not None]
         self.session = Session(self.config, self.groups[0].device, ranks)
+        self._unchecked = self.replicas is not None
         names = {id(module): name for name, module in model.named_modules()}
         self.parts: list[Sets] = []
         for group in self.groups:
@@ -269,7 +278,25 @@ class Fsdp2:
             if self.replicas is None:
                 self.parts.append(Flat(group, mine, self.session))
             else:
-                self.parts.append(Hybrid(group, mine, self.session, self.replicas))
+                self.parts.append(Hybrid(group, mine, self.session, self.replicas, self._check_replicas))
+
+    def _check_replicas(self) -> None:
+        """Before the first exchange between replicas: have they the same weights?"""
+        if not self._unchecked:
+            return
+        self._unchecked = False
+        assert self.replicas is not None
+        chunks = [local_of(tensor).double() for group in self.groups for tensor in group.tensors]
+        sums = torch.stack([torch.stack([c.sum(), c.square().sum()]) for c in chunks]).to(self.session.device)
+        ends = torch.stack([sums, -sums])
+        dist.all_reduce(ends, dist.ReduceOp.MIN, group=self.replicas)
+        unlike = ((ends[0] != -ends[1]) & ~ends.isnan().any(0)).any().int()
+        dist.all_reduce(unlike, dist.ReduceOp.MAX, group=self.shards)  # all ranks stop, or none
+        if unlike:
+            raise UserError(
+                "attach(): replicas begin with unlike weights; with compressed gradients they would stay so: "
+                "give all ranks the same seed, or load the same checkpoint on all of them"
+            )
 
     def detach(self) -> None:
         """FSDP2's own exchange from the next backward pass on."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megatron_patch.errors import UserError
 
@@ -28,7 +29,7 @@ except ImportError as error:  # pragma: no cover
         f"torch {torch.__version__}: {error}; FSDP2 is served with torch 2.14 and newer"
     ) from error
 
-__all__ = ["FSDPModule", "ParamGroup", "ReduceScatter", "Sharded", "groups_of"]
+__all__ = ["FSDPModule", "ParamGroup", "ReduceScatter", "Sharded", "groups_of", "local_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,6 +195,12 @@ class ParamGroup:
                 self._set("post_forward_mesh_info", alone)
             self._set("mesh_info", alone)
         self._set("_all_reduce_hook", hook)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor."""
+    local = tensor.detach()
+    return local.to_local() if isinstance(local, DTensor) else local
 
 
 def groups_of(model: nn.Module) -> Iterator[ParamGroup]:

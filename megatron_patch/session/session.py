@@ -66,7 +66,7 @@ class Session:
         self._inside_bytes = 0.0
         self.measures = True
         """Whether the next exchanges measure what they lose: metrics.py asks for it in steps that it logs."""
-        self.ended_steps = 0
+        self.ended_steps = self.exchanges_unseen = 0
         """Of this object, whatever a checkpoint has said of `steps_seen`."""
         self._optimizer_seen = False
         self._passes = 0

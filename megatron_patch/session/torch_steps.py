@@ -6,6 +6,7 @@ torch.amp.GradScaler has no hooks: `step` and `update` are wrapped on its class 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -13,6 +14,10 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+
+from megatron_patch.session.session import Session
+
+logger = logging.getLogger(__name__)
 
 
 class Listener(Protocol):
@@ -28,6 +33,8 @@ class Listener(Protocol):
         """A GradScaler, which has been asked to step these, has updated its scale, by this factor."""
 
 
+UNSEEN = 500
+"""Exchanges."""
 _SCALED = "_megatron_loco_optimizers"
 """Where a GradScaler holds the optimizers that it has stepped since its last update."""
 _listeners: list[Listener] = []
@@ -59,6 +66,18 @@ def stop_listening(listener: Listener) -> None:
     for name, method in _scaler_methods.items():
         setattr(GradScaler, name, method)
     _scaler_methods.clear()
+
+
+def exchange_begins(session: Session) -> None:
+    """Torch exchanges a part of a step's gradients; after many without an optimizer's step it logs that."""
+    session.exchange_begins(1, rerun=False)
+    session.exchanges_unseen += not session.ended_steps
+    if session.exchanges_unseen == UNSEEN and session.announces and session.config.compresses:
+        logger.warning(
+            "megatron-loco: no step of a torch.optim.Optimizer was seen in %d exchanges, and start_step auto "
+            "waits for one: start_step=0 compresses at once",
+            UNSEEN,
+        )
 
 
 def learning_rates(optimizer: Any) -> list[float]:

@@ -247,6 +247,31 @@ def test_what_cannot_be_served_is_refused_in_one_line(pool) -> None:
         assert "\n" not in line
 
 
+def unlike_replicas() -> str:
+    import torch
+
+    import megatron_patch
+
+    model, _ = sharded({"replicas": 2})
+    rank = torch.distributed.get_rank()
+    with torch.no_grad():
+        if rank == 3:
+            next(model.parameters()).to_local()[0, 0] += 1
+    megatron_patch.attach(model)
+    try:
+        model(gradients_of(model, rank, 0, torch.float32)).backward()
+    except megatron_patch.UserError as error:
+        return str(error)
+    finally:
+        megatron_patch.disable()
+    return ""
+
+
+def test_replicas_that_differ_at_the_start_are_refused(pool) -> None:
+    told = pool.run(unlike_replicas, world_size=4)
+    assert all("replicas begin with unlike weights" in line for line in told), "ranks 0 and 2 are alike"
+
+
 def default_methods() -> list[str]:
     import megatron_patch
     from megatron_patch.pytorch import attach
