@@ -1,8 +1,8 @@
 """The LLaMA of training.py under PyTorch's DDP, as a user without Megatron would train it.
 
-A communication hook of PyTorch all-reduces the gradients: in bf16, or by PowerSGD (Vogels et al., NeurIPS
-2019), which sends two thin matrices in place of each gradient matrix. Every rank holds all of the weights and
-all of Adam's state, in fp32 as in Megatron, so there is no gather.
+A communication hook all-reduces the gradients: PyTorch's in bf16, or its PowerSGD (Vogels et al., NeurIPS
+2019), which sends two thin matrices in place of each gradient matrix; or LoCo's. Every rank holds all of the
+weights and all of Adam's state, in fp32 as in Megatron, so there is no gather.
 
 Without overlap all gradients are one bucket, which DDP sends after the backward pass. The exchange is then
 timed from the hook's call, after a barrier, to the end of the backward pass, which waits for it. With overlap
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+import megatron_patch
 from benchmarks.network.llama import Llama
 from benchmarks.network.training import Training
 
@@ -34,6 +35,7 @@ class DdpTraining(Training):
     Args:
         llama: the model.
         powersgd_rank: of the matrices that PowerSGD sends; None: the bf16 hook.
+        compression: the options to attach with, in place of both.
         learning_rate: Adam's, the same in every step.
         overlap: exchange buckets while backward computes.
     """
@@ -43,6 +45,7 @@ class DdpTraining(Training):
         llama: Llama,
         *,
         powersgd_rank: int | None = None,
+        compression: megatron_patch.CompressionConfig | None = None,
         learning_rate: float = 3e-4,
         overlap: bool = False,
     ) -> None:
@@ -61,8 +64,13 @@ class DdpTraining(Training):
             self._powersgd = powerSGD_hook.PowerSGDState(
                 None, matrix_approximation_rank=powersgd_rank, start_powerSGD_iter=POWERSGD_START
             )
-        # DDP wants no annotations, or its own; as text, which they are in this file, it refuses them.
-        self.model.register_comm_hook(self._powersgd, lambda state, bucket: self._exchange(state, bucket))
+        self._compression = compression
+        if compression is not None:
+            megatron_patch.attach(self.model, compression)
+            self._steps = torch.optim.SGD(self.module.parameters(), lr=0.0)  # whose steps are counted
+        else:
+            # DDP wants no annotations, or its own; as text, which they are in this file, it refuses them.
+            self.model.register_comm_hook(self._powersgd, lambda state, bucket: self._exchange(state, bucket))
         self._started: float | None = None
         self._elements_before = 0
         self._elements = 0
@@ -78,6 +86,8 @@ class DdpTraining(Training):
 
     @property
     def gradient_bytes(self) -> float:
+        if self._compression is not None:
+            return megatron_patch.report(self.model).gradient_bytes
         return 2 * (self.ranks - 1) / self.ranks * 2 * self._elements
 
     @property
@@ -108,10 +118,14 @@ class DdpTraining(Training):
             assert parameter.grad is not None
             copy.grad = parameter.grad.float()
         self._adam.step()
+        if self._compression is not None:
+            self._steps.step()
         for parameter, copy in zip(self._parameters, self._copies, strict=True):
             parameter.copy_(copy)
 
     def close(self) -> None:
+        if self._compression is not None:
+            megatron_patch.disable()
         self._parameters, self._copies = [], []
         self._powersgd = None
         super().close()

@@ -12,6 +12,9 @@ onebit_adam             1-bit Adam, replicated optimizer: after its warm-up (_tw
 onebit_adam_warmup      the same, still in its warm-up
 ddp_bf16                PyTorch DDP, its bf16 hook
 ddp_powersgd_rank4      PyTorch DDP, its PowerSGD hook with matrices of rank 4 (or any other)
+ddp_loco4               PyTorch DDP, LoCo (also ddp_loco2, ...)
+fsdp2_bf16              PyTorch FSDP2, sharded over all ranks (fsdp2_loco4: LoCo)
+hsdp_bf16               PyTorch FSDP2, sharded over a host's ranks and replicated (hsdp_loco4: LoCo)
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ _STOCK = {"fp32_reduce_scatter": 32, "bf16_reduce_scatter": 16, BASELINE: 16, AL
 _KNOWN = (
     *(*_STOCK, "none_exact", "loco8", "loco4", "loco2", "loco4_two_hop", "loco4_exact"),
     *(ONEBIT, ONEBIT_WARM_UP, ONEBIT_TWO_HOP, "ddp_bf16", "ddp_powersgd_rank4"),
+    *("ddp_loco4", "fsdp2_bf16", "fsdp2_loco4", "hsdp_bf16", "hsdp_loco4"),
 )
+_TORCH_LOCO = re.compile(r"(ddp|fsdp2|hsdp)_loco([8421])")
 _POWERSGD = re.compile(r"ddp_powersgd_rank([1-9][0-9]{0,3})")
 
 
@@ -61,10 +66,11 @@ class Method:
 
     @property
     def kind(self) -> str:
-        """One of stock, attached and ddp."""
+        """One of stock, attached, ddp, fsdp2 and hsdp."""
         if self.method in _STOCK:
             return "stock"
-        return "ddp" if self.method.startswith("ddp_") else "attached"
+        first = self.method.partition("_")[0]
+        return first if first in ("ddp", "fsdp2", "hsdp") else "attached"
 
     @property
     def fp32_accumulation(self) -> bool:
@@ -73,8 +79,8 @@ class Method:
 
     @property
     def replicated(self) -> bool:
-        """Whether every rank holds all of the optimizer's state: an all-reduce, and no weight gather."""
-        return self.kind == "ddp" or self.method in (ALL_REDUCE, ONEBIT)
+        """Whether hosts hold all of the optimizer's state: an all-reduce, no weight gather between them."""
+        return self.kind in ("ddp", "hsdp") or self.method in (ALL_REDUCE, ONEBIT)
 
     @property
     def guessed_bits(self) -> float:
@@ -87,7 +93,7 @@ class Method:
 
     def settle(self, steps: int) -> int:
         """The unmeasured steps: `steps`, but few for PyTorch's DDP, which gathers no weights."""
-        return FIRST_STEPS if self.kind == "ddp" else steps
+        return FIRST_STEPS if self.kind in ("ddp", "fsdp2", "hsdp") else steps
 
     def compression(self, ranks_per_host: int, settle: int = FIRST_STEPS) -> CompressionConfig | None:
         """The options to attach with; None: the seam is not touched.
@@ -96,11 +102,16 @@ class Method:
             ranks_per_host: for two hops.
             settle: unmeasured steps, in which 1-bit Adam's warm-up ends.
         """
+        options: dict[str, Any]
+        if self.kind in ("ddp", "fsdp2", "hsdp"):
+            low = self.method.partition("_")[2].startswith("loco")
+            options = {"method": "loco", "bits": self.bits} if low else {"method": "none"}
+            return CompressionConfig(start_step=0, **options) if low or self.kind != "ddp" else None
         if self.kind != "attached":
             return None
         if self.method == "none":
             return CompressionConfig(method="none", weight_gather="exact")
-        options: dict[str, Any] = {"weight_gather": "exact" if self.exact else "stock"}
+        options = {"weight_gather": "exact" if self.exact else "stock"}
         if self.method == ONEBIT:
             options["warmup_steps"] = _FOR_EVER if self.name == ONEBIT_WARM_UP else settle - 1
         else:
@@ -116,7 +127,7 @@ _OWN = {
     ONEBIT: Method(ONEBIT, ONEBIT, 1),
     ONEBIT_WARM_UP: Method(ONEBIT_WARM_UP, ONEBIT, 16),
     ONEBIT_TWO_HOP: Method(ONEBIT_TWO_HOP, ONEBIT, 1, "two_hop"),
-    "ddp_bf16": Method("ddp_bf16", "ddp_bf16", 16),
+    **{name: Method(name, name, 16) for name in ("ddp_bf16", "fsdp2_bf16", "hsdp_bf16")},
 }
 
 
@@ -144,6 +155,8 @@ def parse(name: str) -> Method:
 
 def _own(name: str) -> Method | None:
     """A method that only the benchmark has; None: it has none of that name."""
+    if found := _TORCH_LOCO.fullmatch(name):
+        return Method(name, name, int(found[2]))
     if found := _POWERSGD.fullmatch(name):
         return Method(name, name, None, powersgd_rank=int(found[1]))
     return _OWN.get(name)

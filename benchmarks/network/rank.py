@@ -58,7 +58,9 @@ class _Cells:
         self.training: Any = None
 
     def prepare(self, order: dict[str, Any]) -> dict[str, Any]:
-        from benchmarks.network import ddp_training, megatron_training
+        import torch.distributed as dist
+
+        from benchmarks.network import ddp_training, fsdp2_training, megatron_training
         from benchmarks.network.llama import Llama
         from benchmarks.network.methods import parse
 
@@ -69,18 +71,29 @@ class _Cells:
         llama = Llama(**order["llama"])
         overlap, learning_rate = order["overlap"], order["learning_rate"]
         unmeasured = method.settle(order["settle"])
+        compression = method.compression(order["ranks_per_host"], order["settle"])
         if method.kind == "ddp":
             self.training = ddp_training.DdpTraining(
-                llama, powersgd_rank=method.powersgd_rank, learning_rate=learning_rate, overlap=overlap
+                llama,
+                powersgd_rank=method.powersgd_rank,
+                compression=compression,
+                learning_rate=learning_rate,
+                overlap=overlap,
             )
             unmeasured += ddp_training.POWERSGD_START if method.powersgd_rank else 0
+        elif method.kind in ("fsdp2", "hsdp"):
+            shards = order["ranks_per_host"] if method.kind == "hsdp" else dist.get_world_size()
+            assert compression is not None
+            self.training = fsdp2_training.Fsdp2Training(
+                llama, shards=shards, compression=compression, learning_rate=learning_rate
+            )
         else:
             self.training = megatron_training.MegatronTraining(
                 llama,
                 gradients="fp32" if method.bits == 32 else "bf16",
                 fp32_accumulation=method.fp32_accumulation,
                 replicated=method.replicated,
-                compression=method.compression(order["ranks_per_host"], order["settle"]),
+                compression=compression,
                 learning_rate=learning_rate,
                 buckets=order["buckets"],
                 overlap=overlap,

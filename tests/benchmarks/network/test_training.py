@@ -121,6 +121,56 @@ def test_every_exchange_trains_the_same_model(pool: Any, overlap: bool) -> None:
         assert (ranks[0]["weight_bytes"] > 0) == (not method.startswith(("ddp", "allreduce"))), method
 
 
+def trained_by_torch(method: str) -> dict[str, Any]:
+    """Two steps of two microbatches under FSDP2 or DDP."""
+    import torch.distributed as dist
+
+    from benchmarks.network.ddp_training import DdpTraining
+    from benchmarks.network.fsdp2_training import Fsdp2Training
+    from benchmarks.network.llama import Llama
+    from benchmarks.network.methods import parse
+    from benchmarks.network.training import Training, initialize
+
+    initialize()
+    chosen, llama = parse(method), Llama(**SHAPE)
+    compression = chosen.compression(2)
+    training: Training
+    if chosen.kind == "ddp":
+        training = DdpTraining(llama, compression=compression, learning_rate=1e-4)
+    else:
+        assert compression is not None
+        shards = 2 if chosen.kind == "hsdp" else dist.get_world_size()
+        training = Fsdp2Training(llama, shards=shards, compression=compression, learning_rate=1e-4)
+    laps = [training.step(2) for _ in range(3)]
+    found = {"lap": laps[-1], "bytes": training.gradient_bytes, "parameters": llama.parameters}
+    weights = [p.detach() for p in training.model.parameters()]
+    whole = [w.full_tensor() if hasattr(w, "full_tensor") else w for w in weights]
+    found["weights"] = torch.cat([w.float().flatten() for w in whole])
+    training.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stock", "loco", "width", "low"),
+    [
+        ("ddp_bf16", "ddp_loco4", 2 * 3 / 4 * 2, 2 * 3 / 4 * 0.6),
+        ("fsdp2_bf16", "fsdp2_loco4", 3 / 4 * 2, 3 / 4 * 0.6),
+        ("hsdp_bf16", "hsdp_loco4", 2 / 2 * 2 / 2, 0.6 / 2),
+    ],
+)
+def test_pytorch_s_own_exchanges_and_loco_s(
+    pool: Any, stock: str, loco: str, width: float, low: float
+) -> None:
+    reports = {method: pool.run(trained_by_torch, method, world_size=4) for method in (stock, loco)}
+    for method, ranks in reports.items():
+        assert all(torch.equal(rank["weights"], ranks[0]["weights"]) for rank in ranks), method
+        assert ranks[0]["lap"].step > 0
+    first, second = reports[stock][0], reports[loco][0]
+    assert (first["weights"] - second["weights"]).abs().max() < 1.5e-3
+    assert first["bytes"] == pytest.approx(width * first["parameters"], rel=0.03)
+    assert second["bytes"] == pytest.approx(low * first["parameters"], rel=0.3)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_exact_gather_is_timed_and_its_bytes_are_those_that_were_sent(pool: Any, overlap: bool) -> None:
     for stock_method, method in (("alltoall", "none_exact"), ("loco", "loco_exact")):

@@ -1,0 +1,94 @@
+"""The LLaMA of training.py under PyTorch's FSDP2: sharded over all ranks, or over each host's and replicated.
+
+Weights and gradients are bf16, Adam's copies fp32, as in Megatron. Each transformer layer is a parameter
+group, as is the rest. Exchanges run within the backward pass: their time is not told apart from it. Of
+several microbatches the last one exchanges; with replicas, all of them within the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import megatron_patch
+from benchmarks.network.llama import Llama
+from benchmarks.network.training import Training
+
+
+class Fsdp2Training(Training):
+    """Under FSDP2.
+
+    Args:
+        llama: the model.
+        shards: ranks that share the weights; all others hold replicas of them.
+        compression: the options to attach with; method none counts bytes only.
+        learning_rate: Adam's, the same in every step.
+    """
+
+    def __init__(
+        self,
+        llama: Llama,
+        *,
+        shards: int,
+        compression: megatron_patch.CompressionConfig,
+        learning_rate: float = 3e-4,
+    ) -> None:
+        super().__init__(llama, overlap=True)
+        self._shards = shards
+        names = ("replicate", "shard")
+        mesh = init_device_mesh("cpu", (self.ranks // shards, shards), mesh_dim_names=names)
+        mesh = mesh if shards < self.ranks else mesh["shard"]
+        self._parameters_whole = sum(parameter.numel() for parameter in self.module.parameters())
+        for layer in self.module.module.decoder.layers:
+            fully_shard(layer, mesh=mesh)
+        self.model = megatron_patch.attach(fully_shard(self.module, mesh=mesh), compression)
+        self.config.no_sync_func = self._no_sync
+        self._parameters = list(self.model.parameters())
+        local = [parameter.detach().to_local() for parameter in self._parameters]
+        self._copies = [weights.float() for weights in local]
+        self._adam = torch.optim.AdamW(self._copies, lr=learning_rate)
+        # compression counts the steps of an optimizer of the model's own parameters.
+        self._steps = torch.optim.SGD(self._parameters, lr=0.0)
+
+    @contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        replicated = self._shards < self.ranks
+        switch = self.model.set_requires_all_reduce if replicated else self.model.set_requires_gradient_sync
+        switch(False)
+        yield
+        switch(True)
+
+    @property
+    def gradient_bytes(self) -> float:
+        return megatron_patch.report(self.model).gradient_bytes
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of one microbatch: gathered for the forward pass and again for the backward pass."""
+        return 2 * 2 * self.weights_sent
+
+    @property
+    def weights_sent(self) -> float:
+        return self._parameters_whole / self._shards * (self._shards - 1)
+
+    def zero_gradients(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for parameter, copy in zip(self._parameters, self._copies, strict=True):
+            assert parameter.grad is not None
+            copy.grad = parameter.grad.to_local().float()
+        self._adam.step()
+        self._steps.step()
+        for parameter, copy in zip(self._parameters, self._copies, strict=True):
+            parameter.to_local().copy_(copy)
+
+    def close(self) -> None:
+        megatron_patch.disable()
+        self._parameters, self._copies = [], []
+        super().close()
