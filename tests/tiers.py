@@ -26,6 +26,7 @@ MARKED = {
         "benchmarks/test_benchmarks.py",
         "integration/checkpoint/test_resume.py",
         "integration/test_corners.py",
+        "pytorch/test_torch_scripts.py",
         "quantization/test_aarch64.py",
         "soak",
         "test_own_loop.py",
@@ -52,6 +53,7 @@ MARKED = {
         "integration/test_numerics.py",
         "order",
         "ptx",
+        "quantization/test_entropy_code.py",
     ),
 }
 

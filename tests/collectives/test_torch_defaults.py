@@ -143,6 +143,7 @@ def test_the_weight_code_does_not_depend_on_torch_s_defaults(coder):
     same_under_all_defaults(work)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("encode", "decode"),
     [

@@ -147,7 +147,7 @@ def compress(
 def decompress_reduce(
     payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor, divisor: int = 1
 ) -> None:
-    """quantization.decompress_reduce.decompress_reduce."""
+    """loco.decompress_reduce."""
     arguments = _DecompressArguments(
         layout=_layout(layout),
         codec=_NAMES[codec.name],

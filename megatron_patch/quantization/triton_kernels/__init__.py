@@ -119,12 +119,12 @@ def compress(
 def decompress_reduce(
     payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor, divisor: int = 1
 ) -> None:
-    """quantization.decompress_reduce.decompress_reduce, for tensors of the GPU that is current."""
+    """loco.decompress_reduce, for tensors of the GPU that is current."""
     _decompress(payloads, codec, layout, output, payloads.shape[0], divisor)
 
 
 def decompress(payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor) -> None:
-    """quantization.decompress_reduce.decompress, in one launch."""
+    """loco.decompress, in one launch."""
     _decompress(payloads, codec, layout, output, 1, 1)
 
 

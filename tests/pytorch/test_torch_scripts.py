@@ -1,0 +1,44 @@
+"""The scripts that train on PyTorch alone: they run as their first lines say, and learn."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "arguments"),
+    [("fsdp2_loop.py", 4, []), ("fsdp2_loop.py", 4, ["2"]), ("trainer.py", 2, [])],
+    ids=["flat", "hybrid", "trainer"],
+)
+def test_a_script_trains_as_it_says(script: str, ranks: int, arguments: list[str], tmp_path: Path) -> None:
+    source = (ROOT / "pretrain_scripts" / script).read_text()
+    assert f"torchrun --nproc-per-node {ranks} {' '.join([script, *arguments])}\n" in source
+    (tmp_path / script).write_text(source)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    run = subprocess.run(
+        [*command, script, *arguments],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    losses = [float(loss) for loss in re.findall(r"^(?:loss |\{'loss': ')([\d.]+)", run.stdout, re.MULTILINE)]
+    bits = [
+        float(b)
+        for b in re.findall(r"([\d.]+) bits/gradient|bits_per_gradient': '([\d.]+)", run.stdout)
+        for b in b
+        if b
+    ]
+    assert len(losses) == len(bits) >= 3
+    assert losses[-1] < losses[0] - 0.5
+    assert bits[-1] < 5
