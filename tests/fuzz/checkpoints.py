@@ -25,6 +25,7 @@ from megatron_patch.errors import UserError
 from megatron_patch.integration.checkpoint import files, restore
 from megatron_patch.quantization.blocks import BlockTable, Span
 from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.session import reader as reader_module
 from megatron_patch.session.events import Events
 from megatron_patch.session.layouts import FORMAT, Damaged, RankLayout, Storage
 from megatron_patch.session.onset import Phase
@@ -175,7 +176,7 @@ def _restored(folder: Path, ranks: int, untouched: bool) -> str:
         get_world_size=lambda: ranks,
         all_gather_object=lambda found, mine: found.__setitem__(slice(None), [mine] * ranks),
     )
-    with mock.patch.object(restore, "dist", everyone):
+    with mock.patch.object(restore, "dist", everyone), mock.patch.object(reader_module, "dist", everyone):
         reader = restore._FolderReader(rank, restore.Checkpoint(folder, 20, "0123"))  # type: ignore[arg-type]
         problem, exact = reader.look()
         if problem is not None:

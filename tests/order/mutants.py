@@ -207,7 +207,7 @@ MUTANTS = {
         of_ranks=8,
     ),
     "one limit for dense and expert exchanges": Mutant(
-        f"{_INTEGRATION}.chunk:Session.start",
+        "megatron_patch.session.session:Session.start",
         (("setdefault(group, deque())", "setdefault(None, deque())"),),
         "experts in many buckets",
         "wait for one another",
