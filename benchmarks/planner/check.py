@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.network.methods import ALL_REDUCE, BASELINE
-from megatron_patch.workflows.plan import methods
+from megatron_patch.workflows.plan import methods, torch_step
 from megatron_patch.workflows.plan.cluster import (
     ALL_GATHER,
     ALL_TO_ALL,
@@ -33,13 +33,15 @@ from megatron_patch.workflows.plan.cluster import (
     Work,
 )
 from megatron_patch.workflows.plan.cluster_file import fit, points
-from megatron_patch.workflows.plan.job import ALL, BETWEEN, INSIDE, Job
+from megatron_patch.workflows.plan.job import ALL, BETWEEN, DDP, FSDP2, HYBRID, INSIDE, MEGATRON, Job
 from megatron_patch.workflows.plan.methods import Method
 from megatron_patch.workflows.plan.model import Parameter, PipelineStage
-from megatron_patch.workflows.plan.step import simulate
+from megatron_patch.workflows.plan.recommend import simulate
 
 _PARTS = {ALL_TO_ALL: "exchange_seconds", ALL_GATHER: "gather_seconds"}
 """The columns of a stock step that have its collectives' time."""
+_STRATEGIES = {"ddp": DDP, "fsdp2": FSDP2, "hsdp": HYBRID}
+"""By the first word of the benchmark's name."""
 _NEVER = 1e15
 _RANKS = 4
 """Of the calibration's runs: 4 hosts with one rank each."""
@@ -67,11 +69,16 @@ def predicted(cell: Cell, found: Mapping[str, Any]) -> float:
     method = method_of(cell.name)
     replicated = method.distributed is False
     job = _job(found, cell, replicated)
-    return simulate(job, _cluster(found, cell, job), method).seconds
+    cluster = _cluster(found, cell, job)
+    strategy = _STRATEGIES.get(cell.name.partition("_")[0], MEGATRON)
+    return simulate(torch_step.planned_with(job, strategy), cluster, method).seconds
 
 
 def method_of(name: str) -> Method:
     """The planner's method for a name of the benchmark's."""
+    wrapped, _, rest = name.partition("_")
+    if wrapped in _STRATEGIES:
+        return methods.parse(methods.STOCK if rest == "bf16" else f"{rest}_flat")
     if name == BASELINE:
         return methods.parse(methods.STOCK)
     if name == ALL_REDUCE:
@@ -97,6 +104,7 @@ def _job(found: Mapping[str, Any], cell: Cell, replicated: bool) -> Job:
         micro_batch=llama["microbatch"],
         global_batch=llama["microbatch"] * cell.accumulation * world,
         sequence=llama["sequence"],
+        layers=llama["layers"],
         gradient_bytes=2,
         weight_bytes=2,
         overlap_gradients=True,

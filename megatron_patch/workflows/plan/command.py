@@ -33,9 +33,10 @@ from megatron_patch.workflows.plan import (
     recommend,
     scaling,
     show,
+    torch_step,
 )
 from megatron_patch.workflows.plan.cluster import Cluster
-from megatron_patch.workflows.plan.job import Job
+from megatron_patch.workflows.plan.job import MEGATRON, STRATEGIES, Job
 from megatron_patch.workflows.run import configuration, recipes
 from megatron_patch.workflows.run.configuration import RunConfig
 
@@ -89,6 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--methods", metavar="A,B", help=f"default {','.join(methods.DEFAULT)}; see docs/plan.md for others"
     )
     parser.add_argument(
+        "--strategy",
+        choices=STRATEGIES,
+        default=MEGATRON,
+        help="megatron, or the recipe's model under PyTorch's fsdp2, hybrid (FSDP2 inside nodes) or ddp",
+    )
+    parser.add_argument(
         "--worth", type=float, default=constants.value("worth"), metavar="F",
         help="least gain that changes a recommendation; default 0.03",
     )  # fmt: skip
@@ -105,6 +112,8 @@ def run(args: argparse.Namespace) -> int:
     """The command line's way in; returns the exit status."""
     paths = [item for item in args.recipes if "=" not in item]
     overrides = [item for item in args.recipes if "=" in item] + args.overrides
+    if args.scale and args.strategy != MEGATRON:
+        raise UserError("--scale: shows Megatron's DDP only; leave out --strategy")
     if not paths:
         raise UserError("plan: name a recipe, e.g. configs/models/llama2_7b.yaml")
     settings = _settings(args)
@@ -165,7 +174,7 @@ def prepared(
         )
     if args.weight_bits is not None:
         job = dataclasses.replace(job, weight_bits=args.weight_bits)
-    return job, cluster
+    return torch_step.planned_with(job, args.strategy), cluster
 
 
 def _plan(
@@ -202,6 +211,8 @@ def _plan(
 
 def choose(job: Job, cluster: Cluster, names: str | None) -> Sequence[methods.Method]:
     """The methods to plan for a job."""
+    if job.strategy != MEGATRON:
+        return torch_step.methods_of(names, job.strategy)
     groups = [job.group(cluster, expert) for expert in (False, True)]
     hops = any(group.nodes > 1 and group.local > 1 for group in groups[: 2 if job.expert > 1 else 1])
     gathers = job.distributed and job.weight_bytes == 2

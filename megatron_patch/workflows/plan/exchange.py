@@ -50,7 +50,7 @@ class Exchanges:
     stage: int
     tasks: list[Task] = field(default_factory=list)
     sent: Sent = field(default_factory=Sent)
-    _under_way: dict[str, list[_Handle]] = field(default_factory=dict)
+    _under_way: dict[str, list[Handle]] = field(default_factory=dict)
 
     @property
     def on_cpu(self) -> bool:
@@ -121,15 +121,16 @@ class Exchanges:
             return
         under_way = self._under_way.setdefault(kind, [])
         for handle in [handle for handle in under_way if not handle.done][: 1 - IN_FLIGHT]:
-            self._finish(handle)
-        under_way.append(self._start_low(bucket, group, ready, kind, name))
+            self.end(handle)
+        handle = self.start_low(bucket, group, ready, kind, name, back=not self.distributed)
+        under_way.append(handle)
 
     def finish(self) -> None:
         """The rest of all exchanges, in order."""
         for handles in self._under_way.values():
             for handle in handles:
                 if not handle.done:
-                    self._finish(handle)
+                    self.end(handle)
 
     def _start_stock(self, bucket: Bucket, group: Group, ready: Sequence[Task], kind: str, name: str) -> None:
         job, processor, elements = self.job, self.cluster.processor, bucket.elements
@@ -146,11 +147,11 @@ class Exchanges:
         # Each is drained before the next begins: Megatron's previous_grad_reduce_bucket_group.
         under_way = self._under_way.setdefault(kind, [])
         for handle in [handle for handle in under_way if not handle.done]:
-            self._finish(handle)
+            self.end(handle)
         after = [*ready, *(handle.last for handle in under_way[-1:])]
         sent = self.send(f"{name}: all-to-all", call, group, after, f"network {kind} ")
         seconds = processor.stock_sum.seconds(elements)
-        under_way.append(_Handle(sent, f"{name}: sum", seconds, self.side(kind), sent))
+        under_way.append(Handle(sent, f"{name}: sum", seconds, self.side(kind), sent))
 
     @property
     def distributed(self) -> bool:
@@ -161,9 +162,10 @@ class Exchanges:
         """Whether a group's gradients are summed inside its nodes first."""
         return group.nodes > 1 and group.local > 1 and self.method.hops != "flat"
 
-    def _start_low(
-        self, bucket: Bucket, group: Group, ready: Sequence[Task], kind: str, name: str
-    ) -> _Handle:
+    def start_low(
+        self, bucket: Bucket, group: Group, ready: Sequence[Task], kind: str, name: str, *, back: bool
+    ) -> Handle:
+        """A bucket's exchange in low bits; `back` sends the sums to all ranks, as an all-reduce does."""
         method, processor, side = self.method, self.cluster.processor, self.side(kind)
         assert method.bits is not None
         elements, senders, over = bucket.elements, group.ranks, group
@@ -179,18 +181,18 @@ class Exchanges:
         call = traffic.all_to_all(size, over, self.cluster)
         sent = self.send(f"{name}: all-to-all", call, over, [compressed], f"network {kind} ")
         summing = processor.decompress.seconds(shard * senders)
-        if not self.distributed:  # the sum goes back to all, in low bits too
+        if back:
             own = processor.compress_work(method.bits).seconds(shard)
             summed = self.work(f"{name}: sum", summing + own, [sent], side)
-            back = traffic.gather(size, over, self.cluster)
-            sent = self.send(f"{name}: all-gather", back, over, [summed], f"network {kind} ")
+            sums = traffic.gather(size, over, self.cluster)
+            sent = self.send(f"{name}: all-gather", sums, over, [summed], f"network {kind} ")
             summing = processor.decompress.seconds(elements)
             if over is not group:
                 here = traffic.inside_of(group)
                 around = traffic.gather(size * group.nodes, here, self.cluster)
                 sent = self.send(f"{name}: around the node", around, here, [sent], f"network {kind} ")
                 summing = processor.decompress.seconds(bucket.elements)
-        return _Handle(sent, f"{name}: decompress", summing, side, sent)
+        return Handle(sent, f"{name}: decompress", summing, side, sent)
 
     def _inside(
         self, bucket: Bucket, group: Group, ready: Sequence[Task], side: str, name: str, nbytes: float = 0.0
@@ -216,7 +218,8 @@ class Exchanges:
         sent = self.send(f"{name}: all-to-all inside", call, here, [compressed], side)
         return self.work(f"{name}: sum", processor.decompress.seconds(shard * group.local), [sent], side)
 
-    def _finish(self, handle: _Handle) -> None:
+    def end(self, handle: Handle) -> None:
+        """What remains to be done of a bucket."""
         handle.last = self.work(handle.name, handle.seconds, [handle.sent], handle.side)
         handle.done = True
 
@@ -255,7 +258,7 @@ class Exchanges:
 
 
 @dataclass
-class _Handle:
+class Handle:
     """A bucket whose collective is under way, and what remains to be done when it is waited for."""
 
     sent: Task

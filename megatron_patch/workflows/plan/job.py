@@ -12,6 +12,7 @@ from megatron_patch.workflows.plan.cluster import Cluster
 from megatron_patch.workflows.plan.model import Parameter, PipelineStage, padded_vocabulary, stages_of
 
 ALL, INSIDE, BETWEEN = "all", "inside", "between"
+MEGATRON, FSDP2, HYBRID, DDP = STRATEGIES = "megatron", "fsdp2", "hybrid", "ddp"
 _SMALLEST_BUCKET, _BUCKET_OF_A_RANK = 40_000_000, 1_000_000
 
 
@@ -65,6 +66,9 @@ class Job:
     """As given; None: Megatron's own."""
     exact_ratio: float
     """Peak learning rate / standard deviation of the weights at the start."""
+    layers: int = 1
+    strategy: str = MEGATRON
+    """Megatron's DDP, or a wrapping of torch's."""
     activation_bytes: float = 0.0
     recompute: bool = False
     after_backward: bool = False
@@ -118,10 +122,11 @@ class Job:
         if stage > 0 or not self.overlap_gradients:
             size = math.inf
         found = [p for p in self.stages[stage].parameters if p.expert == expert]
-        return _cut(found, size, math.lcm(ranks, 128), expert)
+        return cut(found, size, math.lcm(ranks, 128), expert)
 
 
-def _cut(parameters: list[Parameter], size: float, multiple: int, expert: bool) -> list[Bucket]:
+def cut(parameters: list[Parameter], size: float, multiple: int, expert: bool) -> list[Bucket]:
+    """Parameters in reverse, until a bucket has `size` elements or more; each is padded to `multiple`."""
     buckets: list[Bucket] = []
     elements = exact = 0
     last = len(parameters) - 1
@@ -167,6 +172,7 @@ def of_arguments(name: str, args: argparse.Namespace) -> Job:
         fp32_accumulation=bool(getattr(args, "ddp_reduce_scatter_with_fp32_accumulation", False)),
         bucket_size=args.ddp_bucket_size,
         exact_ratio=(args.lr or 0.0) / (args.init_method_std or 0.02),
+        layers=args.num_layers,
         activation_bytes=_activation_bytes(args),
         passed_bytes=_passed_bytes(args),
         recompute=args.recompute_granularity == "full",

@@ -8,8 +8,6 @@ from megatron_patch.workflows.plan.exchange import IN_FLIGHT, Exchanges
 from megatron_patch.workflows.plan.job import Job
 from megatron_patch.workflows.plan.methods import Method
 
-_ERROR = 1 + 2 / 128
-"""Of an element of an 8-bit error state with a bf16 scale for each block of 128."""
 _MOMENTS = 8
 
 
@@ -32,9 +30,9 @@ def _state(job: Job, cluster: Cluster, method: Method, stage: int) -> float:
         if method.exact and of.distributed and group.ranks > 1:
             each += 4 / group.ranks  # the old shard, and messages of as many bytes at most
         if method.keeps_errors and group.ranks > 1:
-            each += _ERROR / (group.local if of.two_hops(group) else 1)
+            each += traffic.ERROR / (group.local if of.two_hops(group) else 1)
         if method.momentum:
-            each += 4 + _ERROR / group.ranks
+            each += 4 + traffic.ERROR / group.ranks
         total += elements * each
     return total
 

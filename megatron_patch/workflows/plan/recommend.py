@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_patch.workflows.plan import constants, memory
+from megatron_patch.workflows.plan import constants, memory, step, torch_step
 from megatron_patch.workflows.plan.cluster import Cluster
-from megatron_patch.workflows.plan.job import Job
+from megatron_patch.workflows.plan.job import MEGATRON, Job
 from megatron_patch.workflows.plan.methods import Method
-from megatron_patch.workflows.plan.step import Step, simulate
+from megatron_patch.workflows.plan.step import Step
 
 GRID = tuple(10 ** (place / 4) for place in range(15))
 """Gbit/s of a node's uplink in the chart: 1 to 3,162."""
@@ -46,16 +46,22 @@ class Advice:
     """Whether it is Megatron's own exchange with the recipe's flags."""
 
 
+def simulate(job: Job, cluster: Cluster, method: Method) -> Step:
+    """A step under the job's strategy."""
+    return (step if job.strategy == MEGATRON else torch_step).simulate(job, cluster, method)
+
+
 def rows(job: Job, cluster: Cluster, methods: Sequence[Method]) -> list[Row]:
     """A row for each method; the first of `methods` is what speed-ups refer to."""
     found: list[Row] = []
+    needed_by = memory.bytes_of if job.strategy == MEGATRON else torch_step.memory_bytes
     for method in methods:
-        step = simulate(job, cluster, method)
-        needed = memory.bytes_of(job, cluster, method)
+        made = simulate(job, cluster, method)
+        needed = needed_by(job, cluster, method)
         room = cluster.processor.memory_bytes * constants.value("activation_reserve")
-        base = found[0].seconds if found else step.seconds
-        tokens = job.tokens(cluster.world) / step.seconds
-        found.append(Row(method, step, tokens, needed, needed <= room, base / step.seconds))
+        base = found[0].seconds if found else made.seconds
+        tokens = job.tokens(cluster.world) / made.seconds
+        found.append(Row(method, made, tokens, needed, needed <= room, base / made.seconds))
     return found
 
 

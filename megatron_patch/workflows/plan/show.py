@@ -12,7 +12,7 @@ from rich.table import Table
 from megatron_patch.workflows import tables
 from megatron_patch.workflows.plan import constants, gpus
 from megatron_patch.workflows.plan.cluster import Cluster
-from megatron_patch.workflows.plan.job import Job
+from megatron_patch.workflows.plan.job import MEGATRON, Job
 from megatron_patch.workflows.plan.recommend import GRID, Advice, Row
 
 
@@ -25,9 +25,11 @@ def title(job: Job, cluster: Cluster, gpu: str) -> str:
         links += f" (measured: {cluster.measured})"
     replicas = job.replicas(cluster.world)
     batches = job.microbatches(cluster.world)
+    split = f"TP {job.tensor}, PP {job.pipeline}, CP {job.context}, EP {job.expert}, DP {replicas}"
+    if job.strategy != MEGATRON:
+        split = f"{job.strategy} over {replicas} ranks"
     return (
-        f"{job.name}: {links}; TP {job.tensor}, PP {job.pipeline}, CP {job.context}, EP {job.expert}, "
-        f"DP {replicas}; "
+        f"{job.name}: {links}; {split}; "
         f"{batches} microbatch{'es' if batches > 1 else ''} of {job.micro_batch} x {job.sequence} tokens; "
         f"{8 * job.gradient_bytes}-bit gradients, {8 * job.weight_bytes}-bit weights"
     )
@@ -105,6 +107,7 @@ def as_json(
     """What `--json` writes."""
     return {
         "recipe": job.name,
+        "strategy": job.strategy,
         "nodes": cluster.nodes,
         "gpus_per_node": cluster.per_node,
         "inter_bytes_per_second": cluster.between.bandwidth,

@@ -53,15 +53,16 @@ class Step:
 def simulate(job: Job, cluster: Cluster, method: Method) -> Step:
     """A step in the middle of training: what overlaps with its ends belongs to it once."""
     tasks, made = _tasks(job, cluster, method)
-    seconds = fluid.run(tasks, _capacity(job, cluster))
+    seconds = fluid.run(tasks, capacity(job, cluster))
     alone = seconds
     if not method.free:
         free, _ = _tasks(job, cluster, dataclasses.replace(FREE, distributed=method.distributed))
-        alone = fluid.run(free, _capacity(job, cluster))
+        alone = fluid.run(free, capacity(job, cluster))
     return Step(method, seconds, max(0.0, seconds - alone), tuple(m.sent for m in made), tuple(tasks))
 
 
-def _capacity(job: Job, cluster: Cluster) -> dict[str, float]:
+def capacity(job: Job, cluster: Cluster) -> dict[str, float]:
+    """Of each stage's resources, a second."""
     share = min(1.0, cluster.processor.share)
     found = {}
     for stage in range(job.pipeline):
@@ -108,7 +109,7 @@ def _tasks(job: Job, cluster: Cluster, method: Method) -> tuple[list[Task], list
                 of.start(bucket, ended[-1:], place)
         of.finish()
     tasks = [task for of in stages for task in of.tasks]
-    before = Task("all gradients", {}, list(tasks), latency=_norm_latency(cluster))
+    before = Task("all gradients", {}, list(tasks), latency=norm_latency(cluster))
     for of in stages:
         of.tasks = []
     for number, of in enumerate(stages):
@@ -118,7 +119,7 @@ def _tasks(job: Job, cluster: Cluster, method: Method) -> tuple[list[Task], list
     return tasks, stages
 
 
-def _norm_latency(cluster: Cluster) -> float:
+def norm_latency(cluster: Cluster) -> float:
     """A small all-reduce over all ranks, for the gradients' norm: a tree."""
     from math import ceil, log2
 

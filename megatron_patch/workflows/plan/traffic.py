@@ -20,6 +20,8 @@ from megatron_patch.workflows.plan.cluster import ALL_GATHER, ALL_TO_ALL, REDUCE
 from megatron_patch.workflows.plan.job import BETWEEN, INSIDE, Group
 
 _BLOCK = 128
+ERROR = 1 + 2 / _BLOCK
+"""Bytes of an element of an 8-bit error state with a bf16 scale for each block."""
 
 
 @dataclass(frozen=True)

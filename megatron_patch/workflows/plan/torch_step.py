@@ -1,0 +1,218 @@
+"""One training step of a job under PyTorch's own DDP, FSDP2 or hybrid sharding, simulated on one rank.
+
+    fsdp2    weights in shards over all ranks: in every microbatch each unit is gathered for its forward pass
+             and again for its backward pass, and its gradients are reduced
+    hybrid   the same inside each node; in the last microbatch the shards are all-reduced between nodes
+    ddp      weights whole on every rank: in the last microbatch buckets of 25 MiB are all-reduced
+
+A unit is what `fully_shard` was applied to: here pieces of about a layer's size. A unit is gathered while the
+one before it computes, as FSDP2 prefetches; weights and uncompressed gradients travel in bf16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from megatron_patch.errors import UserError
+from megatron_patch.workflows.plan import fluid, step, traffic
+from megatron_patch.workflows.plan.cluster import Cluster
+from megatron_patch.workflows.plan.exchange import IN_FLIGHT, Exchanges, Handle, Sent
+from megatron_patch.workflows.plan.fluid import Task
+from megatron_patch.workflows.plan.job import DDP, FSDP2, HYBRID, MEGATRON, Bucket, Group, Job, cut
+from megatron_patch.workflows.plan.methods import FREE, Method, chosen
+from megatron_patch.workflows.plan.step import Step
+
+_BF16 = 2
+_DDP_BUCKET = 25 * 2**20 / _BF16
+_ADAM = 16
+"""Bytes of an owned parameter: weight, gradient and two moments in fp32."""
+
+
+def planned_with(job: Job, strategy: str) -> Job:
+    """The recipe's model and batch under a strategy of torch's.
+
+    Raises:
+        UserError: the recipe has parallelism that torch's wrappings do not have.
+    """
+    if strategy == MEGATRON:
+        return job
+    for size, flag in (
+        (job.tensor, "tensor_model_parallel_size"),
+        (job.pipeline, "pipeline_model_parallel_size"),
+        (job.context, "context_parallel_size"),
+        (job.expert, "expert_model_parallel_size"),
+    ):
+        if size > 1:
+            raise UserError(
+                f"--strategy {strategy}: is planned with data parallelism alone; add megatron.{flag}=1"
+            )
+    return dataclasses.replace(
+        job, strategy=strategy, gradient_bytes=_BF16, weight_bytes=_BF16, distributed=strategy != DDP
+    )
+
+
+def methods_of(names: str | None, strategy: str) -> list[Method]:
+    """The methods of `--methods`, with what switches them on.
+
+    Raises:
+        UserError: one of them is not served without Megatron.
+    """
+    # Over all ranks a byte a parameter for errors is much beside what FSDP2 itself keeps.
+    usual = "stock,naive4,loco4" if strategy == FSDP2 else "stock,loco4,loco2"
+    found = chosen(names or usual, one_precision=True, several_hops=strategy == FSDP2, gathers=True)
+    for method in found:
+        if method.momentum or method.exact or method.distributed is not None or method.gradient_bytes:
+            raise UserError(
+                f"--methods: {method.name} needs Megatron; leave it out with --strategy {strategy}"
+            )
+        if strategy != FSDP2 and (method.hops != "auto" or method.intra_bits):
+            raise UserError(f"--methods: {method.name}: hops can be chosen with --strategy fsdp2 alone")
+    return [
+        dataclasses.replace(method, options=_options(method)) if method.bits else method for method in found
+    ]
+
+
+def _options(method: Method) -> str:
+    given = f"method={method.method!r}, bits={method.bits}"
+    given += "" if method.hops == "auto" else f", topology={method.hops!r}"
+    given += f", intra_bits={method.intra_bits}" if method.intra_bits else ""
+    return f"megatron_patch.attach(model, CompressionConfig({given}))"
+
+
+def simulate(job: Job, cluster: Cluster, method: Method) -> Step:
+    """A step in the middle of training."""
+    seconds, made = _step(job, cluster, method)
+    free = seconds if method.free else _step(job, cluster, FREE)[0]
+    sent = [dataclasses.asdict(one.sent) for one in made]
+    total = Sent(**{name: sum(one[name] for one in sent) for name in sent[0]})
+    return Step(method, seconds, max(0.0, seconds - free), (total,), tuple(made[-1].tasks))
+
+
+def _step(job: Job, cluster: Cluster, method: Method) -> tuple[float, list[Exchanges]]:
+    """All microbatches but the last are alike: one is simulated, and counted so many times."""
+    last = _microbatch(job, cluster, method, last=True)
+    capacity = step.capacity(job, cluster)
+    seconds = fluid.run(last.tasks, capacity)
+    rest = job.microbatches(cluster.world) - 1
+    if not rest:
+        return seconds, [last]
+    other = _microbatch(job, cluster, method, last=False)
+    return seconds + rest * fluid.run(other.tasks, capacity), [*[other] * rest, last]
+
+
+def _microbatch(job: Job, cluster: Cluster, method: Method, *, last: bool) -> Exchanges:
+    of = Exchanges(job, cluster, method, 0)
+    whole = job.group(cluster, False)
+    units = _units(job, whole)
+    shards = _shard_group(job, whole)
+    operations = [_operations(job, unit) for unit in units]
+    before: list[Task] = []
+    # In the order of the forward pass; `cut` has that of the backward pass.
+    for place in reversed(range(len(units))):
+        arrived = _gather(of, units[place], shards, before[-2:-1])
+        before.append(_compute(of, "forward", operations[place], [*before[-1:], *arrived]))
+    backward = 3.0 if job.recompute else 2.0
+    handles: list[Handle] = []
+    arrived = []  # The forward pass has left the last unit's weights where they are.
+    for place, unit in enumerate(units):
+        # Asked for before this unit's gradients are reduced: both wait for one communicator.
+        more = place + 1 < len(units)
+        following = _gather(of, units[place + 1], shards, before[-1:]) if more else []
+        before.append(_compute(of, "backward", backward * operations[place], [*before[-1:], *arrived]))
+        arrived = following
+        if not method.free and (last or job.strategy != DDP):
+            handles += _reduce(of, unit, whole, before[-1:], place, last)
+    for handle in handles:
+        if not handle.done:
+            of.end(handle)
+    if last:
+        done = Task("all gradients", {}, list(of.tasks), latency=step.norm_latency(cluster))
+        of.tasks.append(done)
+        processor = cluster.processor
+        owned = sum(unit.elements for unit in units) / shards.ranks
+        of.work("optimizer", processor.optimizer.seconds(owned) + processor.step, [done], "compute")
+    if of.on_cpu and job.strategy != DDP:
+        # FSDP2 waits for each of gloo's collectives before it goes on.
+        for task in of.tasks:
+            task.stream = "rank"
+    return of
+
+
+def _units(job: Job, whole: Group) -> list[Bucket]:
+    parameters = job.stages[0].parameters
+    size = _DDP_BUCKET if job.strategy == DDP else sum(p.numel for p in parameters) / (job.layers + 1)
+    alike = [dataclasses.replace(parameter, expert=False) for parameter in parameters]
+    return cut(alike, size, whole.ranks, expert=False)
+
+
+def _shard_group(job: Job, whole: Group) -> Group:
+    """The ranks that share the weights."""
+    if job.strategy == FSDP2:
+        return whole
+    return traffic.inside_of(whole) if job.strategy == HYBRID else Group(1, 1, 1)
+
+
+def _operations(job: Job, unit: Bucket) -> float:
+    return sum(p.operations for p in job.stages[0].parameters[unit.first : unit.last + 1])
+
+
+def _compute(of: Exchanges, name: str, operations: float, after: Sequence[Task]) -> Task:
+    return of.work(name, step.forward_seconds(of.job, of.cluster, operations), after, "compute")
+
+
+def _gather(of: Exchanges, unit: Bucket, shards: Group, after: Sequence[Task]) -> list[Task]:
+    if shards.ranks == 1 or of.method.free:
+        return []
+    call = traffic.gather(_BF16 * unit.elements / shards.ranks, shards, of.cluster)
+    return [of.send("weights: all-gather", call, shards, after, "network weights ", weights=True)]
+
+
+def _reduce(
+    of: Exchanges, unit: Bucket, whole: Group, ready: Sequence[Task], place: int, last: bool
+) -> list[Handle]:
+    """A unit's gradients, from when its backward pass has ended."""
+    name, cluster, strategy = f"unit {place}", of.cluster, of.job.strategy
+    if strategy == FSDP2:
+        if whole.ranks == 1:
+            return []
+        if of.method.bits is not None:
+            return [of.start_low(unit, whole, ready, "dense", name, back=False)]
+        call = traffic.stock_reduce(unit.elements, _BF16, whole, cluster, fp32_sum=False)
+        of.send(f"{name}: reduce-scatter", call, whole, ready, "network weights ")
+        return []
+    replicas, elements = whole, unit.elements
+    if strategy == HYBRID:
+        here = traffic.inside_of(whole)
+        replicas, elements = traffic.across(whole), unit.elements // here.ranks
+        if here.ranks > 1:
+            call = traffic.stock_reduce(unit.elements, _BF16, here, cluster, fp32_sum=False)
+            ready = [of.send(f"{name}: reduce-scatter", call, here, ready, "network weights ")]
+    if not last or replicas.ranks == 1:
+        return []
+    share = Bucket(elements, unit.exact // (unit.elements // elements), unit.first, unit.last)
+    if of.method.bits is not None:
+        return [of.start_low(share, replicas, ready, "dense", name, back=True)]
+    for call in traffic.all_reduce(elements, _BF16, replicas, cluster):
+        ready = [of.send(f"{name}: all-reduce", call, replicas, ready, "network dense ")]
+    return []
+
+
+def memory_bytes(job: Job, cluster: Cluster, method: Method) -> float:
+    """State, gathered units, buffers and activations of a rank."""
+    whole = job.group(cluster, False)
+    shards = _shard_group(job, whole)
+    units = sorted((unit.elements for unit in _units(job, whole)), reverse=True)
+    total = job.activation_bytes + _ADAM * sum(units) / shards.ranks
+    if shards.ranks > 1:  # weights and gradients of two units
+        total += 2 * _BF16 * sum(units[:2])
+    senders = traffic.across(whole) if job.strategy == HYBRID else whole
+    if method.bits is None or senders.ranks == 1:
+        return total
+    hops = Exchanges(job, cluster, method, 0).two_hops(senders)
+    part = shards.ranks if job.strategy == HYBRID else senders.local if hops else 1
+    payloads = senders.nodes if hops else senders.ranks
+    if method.keeps_errors:
+        total += traffic.ERROR * sum(units) / part
+    coded = (traffic.payload(unit // part, payloads, method.bits) for unit in units[:IN_FLIGHT])
+    return total + 2 * payloads * sum(coded)
