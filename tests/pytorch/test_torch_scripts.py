@@ -22,23 +22,43 @@ def test_a_script_trains_as_it_says(script: str, ranks: int, arguments: list[str
     source = (ROOT / "pretrain_scripts" / script).read_text()
     assert f"torchrun --nproc-per-node {ranks} {' '.join([script, *arguments])}\n" in source
     (tmp_path / script).write_text(source)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    run = subprocess.run(
-        [*command, script, *arguments],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    losses = [float(loss) for loss in re.findall(r"^(?:loss |\{'loss': ')([\d.]+)", run.stdout, re.MULTILINE)]
+    printed = trained(tmp_path / script, ranks, arguments)
+    losses = [float(loss) for loss in re.findall(r"^(?:loss |\{'loss': ')([\d.]+)", printed, re.MULTILINE)]
     bits = [
         float(b)
-        for b in re.findall(r"([\d.]+) bits/gradient|bits_per_gradient': '([\d.]+)", run.stdout)
+        for b in re.findall(r"([\d.]+) bits/gradient|bits_per_gradient': '([\d.]+)", printed)
         for b in b
         if b
     ]
     assert len(losses) == len(bits) >= 3
     assert losses[-1] < losses[0] - 0.5
     assert bits[-1] < 5
+
+
+@pytest.mark.parametrize(
+    ("replicas", "where"), [(1, "reduce-scatter over 4"), (2, "all-reduce between 2 replicas")]
+)
+def test_accelerate_trains_under_fsdp2(replicas: int, where: str) -> None:
+    """Also with its accumulation of two microbatches, which exchanges once a step."""
+    printed = trained(Path(__file__).with_name("accelerate_loop.py"), 4, [str(replicas)])
+    assert f"megatron-loco: FSDP2 {where}" in printed
+    found = re.findall(r"^loss ([\d.]+), ([\d.]+) bits/gradient", printed, re.MULTILINE)
+    losses, bits = zip(*((float(loss), float(count)) for loss, count in found), strict=True)
+    assert len(losses) == 6
+    assert losses[-1] < losses[0] - 1
+    assert 4 < bits[0] == bits[-1] < 5
+
+
+def trained(script: Path, ranks: int, arguments: list[str]) -> str:
+    """What the script prints."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    run = subprocess.run(
+        [*command, script.name, *arguments],
+        cwd=script.parent,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout + run.stderr

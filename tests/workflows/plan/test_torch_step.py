@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,8 @@ from megatron_patch.workflows.plan.step import forward_seconds
 from megatron_patch.workflows.plan.torch_step import memory_bytes, simulate
 from tests.workflows.plan.jobs import cluster, job
 
-RECIPE = ["configs/models/llama3_8b.yaml", "megatron.global_batch_size=128", "--nodes", "4"]
+ROOT = Path(__file__).parents[3]
+RECIPE = ["configs/models/llama2_7b.yaml", "megatron.global_batch_size=128", "--nodes", "4"]
 ALONE = [f"megatron.{name}_model_parallel_size=1" for name in ("tensor", "pipeline")]
 
 
@@ -102,6 +105,26 @@ def test_the_command_plans_a_strategy(
     assert f"{strategy} over 32 ranks" in capsys.readouterr().out
     assert plan["options"].startswith("megatron_patch.attach(model, CompressionConfig(method=")
     assert all(one["speedup"] > 1.2 for one in plan["methods"][1:])
+
+
+@pytest.mark.slow
+def test_the_pages_table_is_what_the_command_says(tmp_path: Path) -> None:
+    page = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^\| `(\S+\.yaml .*--strategy .*)` \|", page, re.MULTILINE)
+    assert len(commands) == 12
+    file = tmp_path / "plan.json"
+    for command in commands:
+        recipe, *rest = shlex.split(command)
+        assert main(["plan", f"configs/models/{recipe}", *rest, "--json", str(file)]) == 0
+        plan = json.loads(file.read_text(encoding="utf-8"))
+        stock, low = (
+            next(one for one in plan["methods"] if one["name"] == name) for name in ("stock", "loco4")
+        )
+        waits = 100 * stock["exposed_seconds"] / stock["step_seconds"]
+        assert (
+            f"| `{command}` | {plan['microbatches']} | {stock['step_seconds']:.2f} | {waits:.0f} % | "
+            f"{low['step_seconds']:.2f} | {low['speedup']:.2f} x |\n"
+        ) in page
 
 
 @pytest.mark.parametrize(
