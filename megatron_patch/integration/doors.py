@@ -16,7 +16,7 @@ from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.integration import attach as attachments
 from megatron_patch.integration import patching, symbols, weight_metrics
-from megatron_patch.integration.checkpoint import hooks as checkpoint
+from megatron_patch.integration.checkpoint import training_loop as checkpoint
 from megatron_patch.integration.cpu import torch_adam
 from megatron_patch.integration.unsupported import refuse_wrapper
 from megatron_patch.session.log import show_log
@@ -51,7 +51,7 @@ def enable(config: CompressionConfig | None = None) -> None:
         return __init__
 
     show_log()
-    checkpoint.install_where_present()
+    checkpoint.install()
     patching.restore(symbols.INIT, symbols.BASE_INIT)
     patching.replace(symbols.BASE_INIT, refusing)
     patching.replace(symbols.INIT, attaching)
@@ -66,7 +66,7 @@ def attach(chunks: Any, config: CompressionConfig | None = None) -> None:
     options, found = _options(config, "attach"), attachments.chunks_of(chunks, "attach")
     show_log()
     attachments.attach(found, options)
-    checkpoint.install_where_present(loaded_only=True)
+    checkpoint.install(loaded_only=True)
     _install_helpers()
 
 

@@ -82,7 +82,7 @@ def _run(script: str, flags: list[str]) -> None:
         defaults = cpu_device.CPU_FLAGS
     from megatron_patch.integration import patching, symbols
     from megatron_patch.integration.arguments import after_parsing, config_from_arguments
-    from megatron_patch.integration.checkpoint import hooks as checkpoint
+    from megatron_patch.integration.checkpoint import training_loop as checkpoint
     from megatron_patch.integration.doors import enable
     from megatron_patch.integration.metrics import RunMetrics
     from megatron_patch.integration.unsupported import refuse_flags

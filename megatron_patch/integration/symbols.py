@@ -26,11 +26,18 @@ STEPS = tuple(f"{path}.step" for path in _OPTIMIZERS)
 PREPARES = tuple(f"{path}.prepare_grads" for path in _OPTIMIZERS)
 UPDATES = tuple(f"{path}.step_with_ready_grads" for path in (*_OPTIMIZERS, _DISTRIBUTED_OPTIMIZER))
 SAVE_CHECKPOINT = f"{_CHECKPOINTING}:save_checkpoint"
-TRACKER_FILENAME = f"{_CHECKPOINTING}:get_checkpoint_tracker_filename"
-SCHEDULE_ASYNC_SAVE = f"{_CHECKPOINTING}:schedule_async_save"
 LOAD_CHECKPOINT = f"{_CHECKPOINTING}:load_checkpoint"
-LOAD_BASE_CHECKPOINT = f"{_CHECKPOINTING}:_load_base_checkpoint"
-CORE_SAVE = "megatron.core.dist_checkpointing:save"
+CORE_SAVE, CORE_LOAD = (f"megatron.core.dist_checkpointing:{name}" for name in ("save", "load"))
+SHARDED_METADATA = "megatron.core.dist_checkpointing.serialization:load_sharded_metadata"
+SHARDED_STATES = tuple(
+    f"{path}.sharded_state_dict"
+    for path in (
+        f"{_OPTIMIZER}:ChainedOptimizer",
+        f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params",
+        f"{_OPTIMIZER}:FP32Optimizer",
+        _DISTRIBUTED_OPTIMIZER,
+    )
+)
 TRAIN_STEP = f"{_TRAINING}:train_step"
 TRAINING_LOG = f"{_TRAINING}:training_log"
 EVALUATE_AND_PRINT = f"{_TRAINING}:evaluate_and_print_results"
@@ -75,7 +82,7 @@ _HALF = "half of a step, where a loop or an optimizer around it (MimoOptimizer) 
 
 
 def _checkpoint(why: str) -> Symbol:
-    return Symbol("checkpoint/hooks.py", _ATTACHED, why, (_TRAINING,))
+    return Symbol("checkpoint/training_loop.py", _ATTACHED, why, (_TRAINING,))
 
 
 SYMBOLS = {
@@ -115,18 +122,27 @@ SYMBOLS = {
     ),
     **{path: Symbol("seams/optimizer_step.py", _ATTACHED, _STEP) for path in STEPS},
     **{path: Symbol("seams/optimizer_step.py", _ATTACHED, _HALF) for path in (*PREPARES, *UPDATES)},
-    SAVE_CHECKPOINT: _checkpoint("error states are copied and written before the checkpoint is announced"),
-    TRACKER_FILENAME: _checkpoint(
-        "asked for once, after all ranks' barrier and before a synchronous save is announced as the latest"
-    ),
-    SCHEDULE_ASYNC_SAVE: _checkpoint("its request takes a finalizer before those that announce the save"),
-    LOAD_CHECKPOINT: _checkpoint("error states are put back after Megatron's own"),
-    LOAD_BASE_CHECKPOINT: _checkpoint("the one place that tells which folder was loaded"),
     CORE_SAVE: Symbol(
-        "checkpoint/hooks.py",
+        "checkpoint/dist_checkpointing.py",
         _ATTACHED,
-        "frameworks write their own checkpoints by it: one line says that error states are not in them",
+        "every trainer writes its checkpoints by it: error states are added to what it writes",
     ),
+    CORE_LOAD: Symbol("checkpoint/dist_checkpointing.py", _ATTACHED, "error states are put back after it"),
+    SHARDED_METADATA: Symbol(
+        "checkpoint/dist_checkpointing.py",
+        _ATTACHED,
+        "strict loading compares keys with it: ours are left out",
+    ),
+    **{
+        path: Symbol(
+            "checkpoint/dist_checkpointing.py",
+            _ATTACHED,
+            "its result is marked with the optimizer, by which `save` and `load` know whose states to carry",
+        )
+        for path in SHARDED_STATES
+    },
+    SAVE_CHECKPOINT: _checkpoint("`--ckpt-format torch` does not pass dist_checkpointing"),
+    LOAD_CHECKPOINT: _checkpoint("likewise; and a tracker file that a kill left empty is repaired before it"),
     TRAIN_STEP: Symbol("metrics.py", _MEASURED, "when a step begins, and with which model"),
     TRAINING_LOG: Symbol("metrics.py", _MEASURED, "called on every rank after every step, with its losses"),
     EVALUATE_AND_PRINT: Symbol("metrics.py", _MEASURED, "tells the validation set from the test set"),

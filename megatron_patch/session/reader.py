@@ -1,13 +1,13 @@
 """Putting saved error states back: exactly, or under another layout.
 
-Whether a state can be put back is decided by all ranks together, so that they never continue with errors of
-different checkpoints.
+Every rank decides for itself and asks no other one, since some loops load on some ranks only: where its own
+layout is that of a saved rank, so is its peers', whose states are of the same elements.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +18,6 @@ from megatron_patch.compensation.resharding import Part, SavedState, reshard
 from megatron_patch.config import CompressionConfig
 from megatron_patch.session.events import Events
 from megatron_patch.session.layouts import Damaged, RankLayout, Storage, decode
-from megatron_patch.session.manifest import check_manifest
 from megatron_patch.session.onset import Onset, Phase
 from megatron_patch.session.rank_state import RankState
 
@@ -31,38 +30,32 @@ class Tensors(Protocol):
 
 
 class Reader:
-    """One rank's view of a saved state, given its manifest.
-
-    A subclass says where tensors are, by `tensors_of`.
+    """One rank's view of a saved state. A subclass says where tensors are, by `tensors_of`.
 
     Args:
         rank: the state of this rank.
-        manifest: as save.py makes it.
-        where: what holds it, for messages.
-
-    Raises:
-        Damaged: the manifest holds what this release does not know.
+        content: what manifest.content_of said.
+        layouts: of saved ranks, by number: all of them, or this rank's alone where it is the same.
+        stored: those that have tensors.
     """
 
-    def __init__(self, rank: RankState, manifest: dict[str, Any], where: Any) -> None:
+    def __init__(
+        self,
+        rank: RankState,
+        content: Mapping[str, Any],
+        layouts: Mapping[int, RankLayout],
+        stored: Set[int],
+    ) -> None:
         self.rank = rank
-        self._manifest = manifest
-        try:
-            check_manifest(manifest)
-            shared = [RankLayout.from_json(layout) for layout in manifest["layouts"]]
-            self._layouts = [shared[rank["layout"]].at(rank["positions"]) for rank in manifest["ranks"]]
-            self._files = [rank["file"] for rank in manifest["ranks"]]
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise Damaged(f"{where} holds what this release does not know: {error}") from error
-        same = [place for place, layout in enumerate(self._layouts) if layout == rank.layout]
+        self._content, self._layouts, self._stored = content, layouts, stored
+        same = [saved for saved, layout in layouts.items() if layout == rank.layout]
         here = dist.get_rank()
-        self.mine = here if here in same else next(iter(same), None)
-        """The saved rank whose state is of the same elements as this one's."""
+        self._mine = here if here in same else next(iter(same), None)
 
     @property
-    def fits(self) -> bool:
-        """Whether a saved rank's state is this rank's. If so on all ranks, all is put back exactly."""
-        return len(self._files) == dist.get_world_size() and self.mine is not None
+    def mine(self) -> int | None:
+        """The saved rank whose state is put back exactly, being of the same elements; None: there is none."""
+        return self._mine if self._content["world_size"] == dist.get_world_size() else None
 
     def tensors_of(self, saved_rank: int) -> Tensors:
         """The tensors of a saved rank that has some."""
@@ -72,8 +65,8 @@ class Reader:
         """The saved ranks that hold elements of this rank's parameters, and have tensors."""
         return [
             saved
-            for saved, (layout, file) in enumerate(zip(self._layouts, self._files, strict=True))
-            if file and any(self._shares(part, storage) for part, storage in layout.states)
+            for saved, layout in self._layouts.items()
+            if saved in self._stored and any(self._shares(part, storage) for part, storage in layout.states)
         ]
 
     def _shares(self, part: Part, storage: Storage) -> bool:
@@ -83,9 +76,19 @@ class Reader:
     def _keys(self) -> set[str]:
         return {piece.key for part, _ in self.rank.layout.states for piece in part.pieces}
 
-    def apply(self, exact: bool, loss_scale: float) -> str:
-        """Put the state back as far as it goes; returns what happened. Call on all ranks."""
-        manifest, rank = self._manifest, self.rank
+    def apply(self, loss_scale: float) -> str:
+        """Put the state back as far as it goes; returns what happened on this rank.
+
+        Raises:
+            Damaged: what is read is not as a save writes it.
+        """
+        try:
+            return self._applied(loss_scale)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise Damaged(f"it holds what this release does not know: {error!r}") from error
+
+    def _applied(self, loss_scale: float) -> str:
+        manifest, rank = self._content, self.rank
         rank.start_from_zero(manifest["steps"])
         for state in rank.states:
             state.steps_seen = manifest["steps_seen"]
@@ -103,21 +106,20 @@ class Reader:
             for state in rank.states:
                 state.events.replays += 1
             return "errors start from zero: the checkpoint is from within a step, which runs again"
-        if exact:
-            self._apply_exactly(factor)
+        if self.mine is not None:
+            self._apply_exactly(self.mine, factor)
         if not rank.config.keeps_errors:
             return "step counters restored; this method keeps no errors"
         if not saved["save_error"]:
             return "errors start from zero: they were not saved (compression.save_error: false)"
-        if exact:
+        if self.mine is not None:
             return "error states restored exactly"
         return self._reshard(factor)
 
-    def _apply_exactly(self, factor: float) -> None:
-        assert self.mine is not None
-        if not self._files[self.mine]:
+    def _apply_exactly(self, mine: int, factor: float) -> None:
+        if mine not in self._stored:
             return
-        tensors = self.tensors_of(self.mine)
+        tensors = self.tensors_of(mine)
         for number, sender in enumerate(self.rank.senders):
             found = tensors.of(number)
             generator = found.pop("generator", None)
@@ -150,16 +152,13 @@ class Reader:
             sender.error.set(values * factor)
             lost += missing
             total += values.numel()
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (lost, total, self._same_senders(new)))
-        lost, total = (sum(counts[place] for counts in everyone) for place in (0, 1))
-        if all(same for *_, same in everyone):
+        if self._same_senders(new):
             how = "every sender keeps its own"
         else:
             how = "where their number changed, senders start from the mean of the old ones"
-        rest = f"; {lost:,} of {total:,} elements start from zero" if lost else ""
+        rest = f"; {lost:,} of this rank's {total:,} elements start from zero" if lost else ""
         groups = self.rank.groups
-        old = self._manifest["groups"]
+        old = self._content["groups"]
         changed = [f"{name} {old[name]} -> {n}" for name, n in groups.items() if old.get(name, n) != n]
         why = f" ({', '.join(changed)})" if changed else ""
         return f"error states carried over to another layout{why}: {how}{rest}"
@@ -168,7 +167,7 @@ class Reader:
         """Whether every element of this rank has as many senders as before."""
         old = {
             (piece.key, part.kind, part.senders)
-            for layout in self._layouts
+            for layout in self._layouts.values()
             for part, _ in layout.states
             for piece in part.pieces
         }

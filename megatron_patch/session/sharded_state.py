@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from megatron_patch.errors import UserError
 from megatron_patch.session.layouts import FORMAT, Damaged, RankLayout
-from megatron_patch.session.manifest import content_of, gathered, listed
+from megatron_patch.session.manifest import content_of, gathered, layouts_in, listed
 from megatron_patch.session.rank_state import RankState
 from megatron_patch.session.reader import Reader
 from megatron_patch.untrusted import load_json
@@ -57,11 +57,9 @@ def state_dict(
     Raises:
         UserError: there is no such state in the reader's checkpoint, or several, or it is damaged.
     """
-    if rank_of is None:  # other ranks may have some, and ask all
-        if reader is not None:
-            _all_ranks(True)
-        else:
-            gathered(RankLayout(()), False)
+    if rank_of is None:
+        if reader is None:
+            gathered(RankLayout(()), False)  # other ranks may have some, and ask all
         return {}
     if reader is not None:
         return _room_for(rank_of, reader, path)
@@ -81,12 +79,11 @@ def load_state_dict(rank_of: RankOf | None, state: dict[str, Any], scale: float)
         UserError: no state of `state_dict`, or one that is damaged.
     """
     if rank_of is None:
-        _all_ranks(True)
         return
     reader = _reader_of(rank_of, state)
     reader.rank.start_from_zero(0)
     try:
-        line = reader.apply(_all_ranks(reader.fits), scale)
+        line = reader.apply(scale)
     except Damaged as problem:
         raise UserError(f"the state of megatron_patch.state_dict cannot be read: {problem}") from problem
     if dist.get_rank() == 0:
@@ -97,7 +94,7 @@ class _StateReader(Reader):
     """Reads from a loaded state dict."""
 
     def __init__(self, rank: RankState, manifest: dict[str, Any], state: dict[str, Any]) -> None:
-        super().__init__(rank, manifest, MANIFEST)
+        super().__init__(rank, manifest, *layouts_in(manifest))
         self._state = state
 
     def tensors_of(self, saved_rank: int) -> _RankPart:
@@ -148,7 +145,7 @@ def _room_for(rank_of: RankOf, reader: Any, path: str | None) -> dict[str, Any]:
     state: dict[str, Any] = {prefix + MANIFEST: ""}
     dcp.load(state, storage_reader=reader, no_dist=True)
     found = _reader_of(rank_of, {MANIFEST: state.pop(prefix + MANIFEST)})
-    ranks: Sequence[int | None] = [found.mine] if _all_ranks(found.fits) else found.overlapping()
+    ranks = found.overlapping() if found.mine is None else [found.mine]
     room: dict[str, Any] = {MANIFEST: ""}
     for key, stored in metadata.state_dict_metadata.items():
         name = key.removeprefix(prefix) if key.startswith(prefix) else ""
@@ -178,9 +175,3 @@ def _prefix_in(metadata: Metadata, path: str | None) -> str:
             f"the checkpoint holds no state of megatron_patch.state_dict at {path!r}, only at {shown}"
         )
     return prefix
-
-
-def _all_ranks(fits: bool) -> bool:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, fits)
-    return all(everyone)

@@ -36,11 +36,9 @@ from megatron.bridge.training import train
 from megatron.bridge.training.config import ConfigContainer, MockGPTDatasetConfig
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
-from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 
 import megatron_patch
 
-MANAGER = "megatron_patch.integration.checkpoint.bridge.CheckpointManager"
 ON_CPU = {
     "transformer_layer_spec": lambda config, vp_stage=None: get_gpt_layer_local_spec(),
     "transformer_impl": "local",
@@ -92,13 +90,11 @@ def configured(folder: str, steps: int, stop: int) -> ConfigContainer:
 
 
 def main() -> None:
-    folder, steps, stop, manager = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    folder, steps, stop, change = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     logging.getLogger("megatron_patch").setLevel(logging.INFO)
     cfg = configured(folder, steps, stop)
-    if manager != "stock":
-        register_allowed_target_prefix("megatron_patch.")
-        cfg.checkpoint.custom_manager_class = MANAGER
-    config = megatron_patch.CompressionConfig(method="loco", bits=4)
+    cfg.checkpoint.async_save = change == "async"
+    config = megatron_patch.CompressionConfig(method="loco", bits=4, save_error=change != "without")
     cfg.model.register_post_wrap_hook(partial(megatron_patch.attach, config=config))
     for module in (train, evaluation):  # ModelOpt's, which says None where nothing is distilled
         module.get_tensor_shapes_adjust_fn_for_distillation = lambda *args, **kwargs: None

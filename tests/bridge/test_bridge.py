@@ -26,11 +26,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def train(folder: Path, stop: int, manager: str = "ours") -> str:
-    """Everything that the ranks print."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+def train(folder: Path, stop: int, change: str = "none", ranks: int = 2) -> str:
+    """Everything that the ranks print; `change` is none, async (saves) or without (error states)."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
     done = subprocess.run(
-        [*torchrun, str(SCRIPT), str(folder), str(STEPS), str(stop), manager],
+        [*torchrun, str(SCRIPT), str(folder), str(STEPS), str(stop), change],
         env=os.environ | CPU_ENVIRONMENT | {"OMP_NUM_THREADS": "1", "PYTHONPATH": _path()},
         capture_output=True,
         text=True,
@@ -46,7 +46,7 @@ def _path() -> str:
 
 
 def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """Weights and the optimizer's states of a checkpoint, and the error states' files as bytes."""
+    """Weights, the optimizer's states and the error states of a checkpoint."""
     checkpoint = folder / f"iter_{step:07}"
     whole = folder / f"whole-{step}.pt"
     dcp_to_torch_save(checkpoint, whole)
@@ -60,25 +60,32 @@ def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
                 collect(f"{name}.{key}", one)
 
     collect("", torch.load(whole, weights_only=False))
-    for file in sorted((checkpoint / "compression").glob("rank*")):
-        found[file.name] = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
     return found
 
 
-def test_bridge_resumes_bit_for_bit_with_the_error_states_in_its_checkpoint(tmp_path: Path) -> None:
-    whole, halves, without = tmp_path / "whole", tmp_path / "halves", tmp_path / "without"
-    log = train(whole, STEPS)
+@pytest.mark.parametrize("change", ["none", "async"])
+def test_bridge_resumes_bit_for_bit_with_the_error_states_in_its_checkpoint(
+    tmp_path: Path, change: str
+) -> None:
+    """With Bridge's own checkpoint manager, and no line but the hook."""
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    log = train(whole, STEPS, change)
     assert "data parallel reduce-scatter over 2 ranks: 85,504 gradient elements" in log
-    train(halves, HALF)
-    assert "error states" in train(halves, STEPS)
+    train(halves, HALF, change)
+    assert "step 5: error states restored exactly" in train(halves, STEPS, change)
     expected, resumed = tensors(whole, STEPS), tensors(halves, STEPS)
     assert expected.keys() == resumed.keys()
-    assert sum(name.startswith("rank") for name in expected) == 2
+    assert sum("megatron_loco.rank_" in name for name in expected) == 2
     assert sum(one.numel() for one in expected.values()) > 3 * 85_504
     for name, one in expected.items():
         torch.testing.assert_close(resumed[name], one, rtol=0, atol=0, msg=name)
-
-    assert "without error states" in train(without, HALF, "stock")
-    train(without, STEPS, "stock")
+    if change == "async":
+        return
+    others = tmp_path / "others"
+    train(others, HALF)
+    assert "carried over to another layout (data 2 -> 4)" in train(others, STEPS, ranks=4)
+    without = tmp_path / "without"
+    train(without, HALF, "without")
+    assert "they were not saved" in train(without, STEPS, "without")
     other = tensors(without, STEPS)
     assert any(not torch.equal(other[name], one) for name, one in expected.items() if name in other)

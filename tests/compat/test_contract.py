@@ -270,47 +270,44 @@ def test_megatron_s_parser_takes_more_flags(pool):
     assert failed(pool.run(parsed, world_size=1)) == []
 
 
-# --- checkpoints: integration/checkpoint/hooks.py, element_map.py ----------------------------------------
+# --- checkpoints: integration/checkpoint/ ----------------------------------------------------------------
 
 
 def checkpointing() -> Claims:
     import inspect
 
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-    from megatron.training import async_utils, training
+    from megatron.core import dist_checkpointing as core
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
     from megatron.training import checkpointing as module
+    from megatron.training import training
 
     save, load = (inspect.unwrap(f) for f in (module.save_checkpoint, module.load_checkpoint))
-    source = inspect.getsource(save)
-    barrier = source.find("torch.distributed.barrier()")
-    tracker = source.find("get_checkpoint_tracker_filename(save_dir)")
     wanted = {"iteration", "model", "optimizer", "non_persistent_ckpt", "release"}
-    schedule = inspect.signature(async_utils.schedule_async_save)
-    base = inspect.getsource(inspect.unwrap(module._load_base_checkpoint))
     return {
         "save_checkpoint takes " + ", ".join(sorted(wanted)): wanted
         <= set(inspect.signature(save).parameters),
         "load_checkpoint takes ddp_model and optimizer": {"ddp_model", "optimizer"}
         <= set(inspect.signature(load).parameters),
-        "save_checkpoint looks names up in its module": save.__globals__ is vars(module),
-        "save_checkpoint asks for the tracker's name after a barrier": 0 < barrier < tracker,
-        "save_checkpoint schedules by the global schedule_async_save": "schedule_async_save"
-        in save.__code__.co_names,
-        "schedule_async_save takes async_request": list(schedule.parameters) == ["async_request"],
-        "AsyncRequest.finalize_fns is a list": AsyncRequest(None, (), []).finalize_fns == [],
-        "load_checkpoint loads by the global _load_base_checkpoint": "_load_base_checkpoint"
-        in load.__code__.co_names,
-        "_load_base_checkpoint returns state, name, release, type": (
-            "return state_dict, checkpoint_name, release, ckpt_type" in base
-        ),
         "training.training has them by name": (
             inspect.unwrap(training.save_checkpoint) is save
             and inspect.unwrap(training.load_checkpoint) is load
         ),
-        "checkpointing._NON_PERSISTENT_CKPT_SUBDIR": isinstance(module._NON_PERSISTENT_CKPT_SUBDIR, str),
+        "checkpointing asks the package for save and load": all(
+            f"dist_checkpointing.{name}(" in inspect.getsource(module) for name in ("save", "load")
+        ),
+        "save and load take sharded_state_dict and checkpoint_dir": all(
+            {"sharded_state_dict", "checkpoint_dir"}
+            <= set(inspect.signature(inspect.unwrap(function)).parameters)
+            for function in (core.save, core.load)
+        ),
+        "load compares keys by the global load_sharded_metadata": "load_sharded_metadata"
+        in inspect.unwrap(serialization.load).__code__.co_names,
         "get_checkpoint_name(folder, iteration, release, return_base_dir)": (
             module.get_checkpoint_name("f", 7, release=False, return_base_dir=True) == "f/iter_0000007"
+        ),
+        "ShardedObject(key, data, shape, offset).unique_key": (
+            ShardedObject("a", None, (1,), (0,)).unique_key == "a/shard_0_1"
         ),
         "ShardedTensor tells key, place and shape": {
             *("key", "data", "local_shape", "global_offset", "prepend_axis_num")

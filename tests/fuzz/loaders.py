@@ -25,7 +25,6 @@ from megatron_patch.workflows.plan import cluster_file
 from megatron_patch.workflows.report import figures, page, planned, runs
 from megatron_patch.workflows.run import configuration
 
-from . import checkpoints
 from .mutations import as_json, as_yaml, changed_bytes, changed_tree
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -467,5 +466,4 @@ LOADERS = [
     Loader("runs", _run_inputs(), read_run),
     Loader("plan", _inputs([as_json(_PLAN)], [_PLAN], as_json), read_plan),
     Loader("data set", _data_inputs(), read_data_set),
-    Loader("checkpoint", checkpoints.inputs(), checkpoints.read),
 ]

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron_patch.compensation.resharding import Piece
 from megatron_patch.errors import UserError
-from megatron_patch.quantization.blocks import Span
 
-from . import checkpoints, loaders
+from . import loaders
 from .bounds import bounded
 from .mutations import BOMBS, as_json, as_yaml
 
@@ -87,28 +85,6 @@ RUNS = [
     (2, BOMBS[0].encode(), "config.yaml"),
 ]
 CASES += [(loaders.read_run, loaders._NAMES[file] + b"\n" + data, words) for file, data, words in RUNS]
-REFUSED = "as a save|no whole|no list"
-_STATE = ["layouts", 0, "states", 0]
-MANIFESTS = [
-    (["steps"], "x"),
-    (["events"], {"unknown": 1}),
-    (["phase"], {"norms": "x"}),
-    (["layouts", 0, "buckets", 0, "numel"], 10**15),
-    (["layouts", 0, "buckets", 0, "pieces", 0, "start"], 95),
-    (["ranks", 0, "positions", 0, 0], 50),
-    (["ranks", 0, "layout"], -1),
-    (["ranks", 0, "file", "file"], "../rank-00000.safetensors"),
-    ([*_STATE, "shard_size"], 10**12),
-    ([*_STATE, "dtype"], "int4"),
-]
-CASES += [
-    (
-        checkpoints.read,
-        b"M" + as_json(changed(checkpoints._MANIFEST, path, value)),
-        REFUSED,
-    )
-    for path, value in MANIFESTS
-]
 
 
 @pytest.mark.parametrize(("read", "data", "words"), CASES, ids=lambda value: getattr(value, "__name__", ""))
@@ -131,22 +107,3 @@ def test_a_failure_without_a_time_is_shown(tmp_path: Path) -> None:
     """A rank's record is what a killed process left."""
     record = {"error": "\n", "time": [1]}
     loaders.read_run(tmp_path, loaders._NAMES[3] + b"\n" + json.dumps(record).encode())
-
-
-@pytest.mark.parametrize("block", [64, 65536])
-def test_rows_far_shorter_than_a_block(block: int, tmp_path: Path, monkeypatch: Any) -> None:
-    """A block's fill, 4,000 times a row's elements, is neither refused nor listed: the errors come back under
-    the same layout and another one, within the bounds of a damaged file."""
-    rows, row = 4096, 16
-    monkeypatch.setattr(checkpoints, "_NUMEL", rows * row)
-    monkeypatch.setattr(checkpoints, "_BLOCK", block)
-    monkeypatch.setattr(checkpoints, "_PIECES", (Piece("a", "model.a", (0, 0), (rows, row), 0, (row, 1)),))
-    monkeypatch.setattr(checkpoints, "_SPANS", (Span(0, rows * row, row),))
-    with bounded():
-        manifest, ranks, errors = checkpoints._write()
-        monkeypatch.setattr(checkpoints, "_MANIFEST", manifest)
-        monkeypatch.setattr(checkpoints, "_FILES", ranks)
-        monkeypatch.setattr(checkpoints, "_ERRORS", errors)
-        said = checkpoints.read(tmp_path, b"M" + as_json(manifest))
-    assert said[0] == "error states restored exactly"
-    assert said[1].startswith("error states carried over to another layout")

@@ -118,7 +118,7 @@ def prepare() -> None:
     for module in (
         "megatron.training.argument_utils",
         "megatron.core.tokenizers.text",  # imports transformers
-        "megatron_patch.integration.checkpoint.hooks",
+        "megatron_patch.integration.checkpoint.training_loop",
         "megatron_patch.integration.run_script",
         "torch.utils.tensorboard",
     ):

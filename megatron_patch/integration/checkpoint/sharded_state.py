@@ -11,9 +11,6 @@ from megatron_patch.integration.seams.optimizer_step import loss_scale
 from megatron_patch.session import sharded_state
 from megatron_patch.session.sharded_state import RankOf
 
-asked_for = False
-"""Whether `state_dict` has been called in this process (hooks.py)."""
-
 
 def compressed(chunks: Any) -> list[Any]:
     """The DDP-wrapped chunks whose gradients leave in low bits."""
@@ -29,9 +26,7 @@ def state_dict(
     model: Any, optimizer: Any = None, reader: Any = None, path: str | None = None
 ) -> dict[str, Any]:
     """session.sharded_state.state_dict. With fp16 `optimizer` is needed: errors carry its loss scale."""
-    global asked_for
     rank_of = _rank_of(model, optimizer, "state_dict")
-    asked_for |= rank_of is not None
     return sharded_state.state_dict(rank_of, loss_scale(optimizer), reader, path)
 
 

@@ -8,11 +8,13 @@ element is then read off the buckets, on both sides, without our own bookkeeping
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import itertools
 import json
 import logging
 import os
-import resource
+import pickle
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator
@@ -99,12 +101,8 @@ def _build(parallel: dict[str, Any], compression: dict[str, Any]) -> Any:
     return gpt
 
 
-def _weights(gpt: Any) -> dict[str, Any]:
-    return {str(n): chunk.module.sharded_state_dict() for n, chunk in enumerate(gpt.chunks)}
-
-
-def with_random_errors(gpt: Any, folder: str) -> None:
-    """After seven steps, weights that are numbered and random errors; an empty folder for the weights."""
+def with_random_errors(gpt: Any) -> None:
+    """After seven steps, weights that are numbered and random errors."""
     import torch
 
     from megatron_patch.integration.attach import attachment_of
@@ -117,29 +115,17 @@ def with_random_errors(gpt: Any, folder: str) -> None:
         for sender in state.senders:
             values = torch.randn(sender.layout.numel, generator=generator)
             sender.error.set(values * torch.rand(values.shape, generator=generator) ** 4)
-    if torch.distributed.get_rank() == 0:
-        Path(folder, "weights").mkdir(parents=True)
-    torch.distributed.barrier()
 
 
 def save(folder: str, parallel: dict[str, Any], compression: dict[str, Any]) -> Any:
     """In a worker: random errors, saved with the weights; returns the states."""
-    import torch
-    from megatron.core import dist_checkpointing
+    from integration.checkpoint.whole_checkpoints import write
 
     import megatron_patch
-    from megatron_patch.integration.checkpoint.save import ErrorSave
 
     gpt = _build(parallel, compression)
-    with_random_errors(gpt, folder)
-    dist_checkpointing.save(_weights(gpt), str(Path(folder, "weights")))
-    saving = ErrorSave(gpt.chunks, Path(folder, "iter_0000007"), 7, gpt.optimizer)
-    saving.write()
-    saving.complete()
-    if torch.distributed.get_rank() == 0:
-        Path(folder, "iter_0000007").mkdir()
-        saving.publish()
-    torch.distributed.barrier()
+    with_random_errors(gpt)
+    write(gpt, Path(folder, "iter_0000007"))
     states = _states(gpt)
     megatron_patch.disable()
     return states
@@ -149,7 +135,7 @@ def save(folder: str, parallel: dict[str, Any], compression: dict[str, Any]) -> 
 def _captured() -> Iterator[list[str]]:
     """What is logged meanwhile about saved errors."""
     lines: list[str] = []
-    logger = logging.getLogger("megatron_patch.integration.checkpoint.restore")
+    logger = logging.getLogger("megatron_patch.integration.checkpoint.dist_checkpointing")
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     level = logger.level
@@ -162,21 +148,21 @@ def _captured() -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
-def load(folder: str, parallel: dict[str, Any], compression: dict[str, Any]) -> Any:
-    """In a worker: another model with the weights and errors; returns its states, counters and log lines."""
-    from megatron.core import dist_checkpointing
+def load(
+    folder: str, parallel: dict[str, Any], compression: dict[str, Any], weights_alone: bool = False
+) -> Any:
+    """In a worker: another model with the weights and errors; returns its states, counters and log lines.
+
+    `weights_alone` leaves the optimizer's state, which Megatron cannot give to another kind of optimizer.
+    """
+    from integration.checkpoint.whole_checkpoints import read, read_weights_and_errors
 
     import megatron_patch
     from megatron_patch.integration.attach import attachment_of
-    from megatron_patch.integration.checkpoint.restore import Checkpoint, restore
 
-    gpt = _build(parallel, compression)
-    if Path(folder, "weights").exists():
-        state = dist_checkpointing.load(_weights(gpt), str(Path(folder, "weights")))
-        for number, chunk in enumerate(gpt.chunks):
-            chunk.module.load_state_dict(state[str(number)], strict=False)
+    gpt, checkpoint = _build(parallel, compression), Path(folder, "iter_0000007")
     with _captured() as lines:
-        restore(gpt.chunks, Checkpoint(Path(folder, "iter_0000007"), 7), gpt.optimizer)
+        (read_weights_and_errors if weights_alone else read)(gpt, checkpoint)
     compressors = [attachment_of(chunk).state for chunk in gpt.chunks]
     states = _states(gpt)
     megatron_patch.disable()
@@ -323,7 +309,7 @@ def _owed(ranks: list[Any]) -> dict[float, float]:
 def test_from_a_replicated_to_the_distributed_optimizer(pool: Any, tmp_path: Path) -> None:
     replicated = {"ddp": {"use_distributed_optimizer": False}}
     old = _by_element(pool.run(save, str(tmp_path), replicated, EXACT, world_size=2))
-    reports = pool.run(load, str(tmp_path), {}, EXACT, world_size=2)
+    reports = pool.run(load, str(tmp_path), {}, EXACT, weights_alone=True, world_size=2)
     new = _by_element([states for states, *_ in reports])["reduce_scatter"]
     assert len(new) > 2_000
     for number, senders in new.items():
@@ -387,71 +373,58 @@ def test_the_same_layout_is_restored_exactly(
                 assert (errors == found).all()
 
 
-def _flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+def _keys(folder: Path) -> Any:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    return FileSystemReader(folder).read_metadata()
 
 
-def _swap(folder: Path) -> None:
-    first, second = (folder / f"rank-0000{rank}.safetensors" for rank in (0, 1))
-    kept = first.read_bytes()
-    first.write_bytes(second.read_bytes())
-    second.write_bytes(kept)
+def _forget(folder: Path, *keys: str) -> None:
+    """As if the checkpoint had been written without these keys."""
+    metadata = _keys(folder)
+    for key in keys:
+        del metadata.state_dict_metadata[key]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def _rewrite_manifest(folder: Path, **changes: Any) -> None:
-    from megatron_patch.integration.checkpoint import files as sidecar
+def _resize(folder: Path, key: str) -> None:
+    import torch
 
-    content = sidecar.read_manifest(folder)
-    sidecar.write_manifest(folder, {**content, **changes})
-    if "format" in changes:  # write_manifest puts its own
-        content = {**content, **changes}
-        content["checksum"] = sidecar._checksum(content)
-        (folder / "manifest.json").write_text(json.dumps(content))
+    metadata = _keys(folder)
+    metadata.state_dict_metadata[key].size = torch.Size([10])
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _cut(folder: Path, key: str) -> None:
+    """Cut the file short that has a key's data, where they begin."""
+    places = _keys(folder).storage_data.items()
+    place = next(place for index, place in places if index.fqn == key)
+    os.truncate(folder / place.relative_path, place.offset + 10)
 
 
 DAMAGES: dict[str, tuple[Any, str]] = {
-    "truncated": (
-        lambda f: os.truncate(f / "rank-00001.safetensors", 1000),
-        "rank-00001.safetensors is damaged: it has 1000 bytes, not",
+    "no manifest": (
+        lambda f: _forget(f, "megatron_loco.rank_1.manifest/shard_0_1"),
+        "it has no error states of rank 1",
     ),
-    "empty": (lambda f: os.truncate(f / "rank-00000.safetensors", 0), "rank-00000.safetensors is damaged"),
-    "bit flipped": (
-        lambda f: _flip(f / "rank-00001.safetensors"),
-        "rank-00001.safetensors is damaged: its checksum differs",
-    ),
-    "missing": (lambda f: (f / "rank-00001.safetensors").unlink(), "rank-00001.safetensors is missing"),
-    "of another rank": (_swap, "is damaged: its checksum differs"),
-    "not to be read": (
-        lambda f: ((f / "rank-00001.safetensors").unlink(), (f / "rank-00001.safetensors").mkdir()),
-        "rank-00001.safetensors cannot be read: Is a directory",
-    ),
-    "manifest missing": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
-    "manifest flipped": (lambda f: _flip(f / "manifest.json"), "manifest.json is damaged"),
-    "manifest truncated": (lambda f: os.truncate(f / "manifest.json", 300), "manifest.json is damaged"),
-    "manifest empty": (lambda f: os.truncate(f / "manifest.json", 0), "manifest.json is damaged"),
-    "manifest is a list": (lambda f: (f / "manifest.json").write_text("[1]"), "manifest.json is damaged"),
-    "all missing": (shutil.rmtree, "manifest.json is missing"),
-    "another checkpoint's": (lambda f: _rewrite_manifest(f, id="0" * 32), "is of another checkpoint"),
-    "unknown content": (
-        lambda f: _rewrite_manifest(f, layouts=[{"buckets": [], "states": [{"kind": "sum"}]}]),
-        "holds what this release does not know: states is not as a save writes it",
-    ),
-    "a later format": (
-        lambda f: _rewrite_manifest(f, format=99),
-        "format 99; this release reads format 1",
+    "no data": (lambda f: _forget(f, "megatron_loco.rank_1"), "of rank 1 are missing or of another size"),
+    "of another size": (lambda f: _resize(f, "megatron_loco.rank_1"), "missing or of another size"),
+    "truncated": (lambda f: _cut(f, "megatron_loco.rank_1"), "its error states cannot be read"),
+    "no files": (
+        lambda f: [path.unlink() for path in f.glob("__1_*.distcp")],
+        "its error states cannot be read",
     ),
 }
 
 
-def load_damaged(folder: str, ids: str, parallel: dict[str, Any]) -> dict[str, Any]:
-    """In a worker: what restore says of every damage, strict and not, and whether errors are zero then."""
+def load_damaged(folder: str, parallel: dict[str, Any]) -> dict[str, Any]:
+    """In a worker: what is said of every damage, strict and not, and whether errors are zero then."""
     import torch
 
     import megatron_patch
     from megatron_patch.integration.attach import session_of
-    from megatron_patch.integration.checkpoint.restore import Checkpoint, restore
+    from megatron_patch.integration.checkpoint import dist_checkpointing
+    from megatron_patch.integration.checkpoint.element_map import rank_state_of
 
     found: dict[str, Any] = {}
     for strict in (False, True):
@@ -461,13 +434,15 @@ def load_damaged(folder: str, ids: str, parallel: dict[str, Any]) -> dict[str, A
             copy = Path(folder, f"{name} {strict}", "iter_0000007")
             if torch.distributed.get_rank() == 0:
                 shutil.copytree(Path(folder, "iter_0000007"), copy)
-                damage(copy / "compression")
+                damage(copy)
             torch.distributed.barrier()
             for sender in compressor.senders:
                 sender.error.set(torch.ones(sender.layout.numel))
+            rank = rank_state_of(gpt.chunks)
+            read = functools.partial(dist_checkpointing._reader, rank, copy, "megatron_loco")
             with _captured() as lines:
                 try:
-                    restore(gpt.chunks, Checkpoint(copy, 7, ids), gpt.optimizer)
+                    dist_checkpointing.restore(rank, copy, read, 7, 1.0)
                 except megatron_patch.UserError as error:
                     lines.append(f"refused: {error}")
             zero = not any(sender.error.flat().any() for sender in compressor.senders)
@@ -478,216 +453,303 @@ def load_damaged(folder: str, ids: str, parallel: dict[str, Any]) -> dict[str, A
 
 @pytest.mark.parametrize("layout", ["the same", "another"])
 def test_damage_is_found_and_named(pool: Any, tmp_path: Path, layout: str) -> None:
+    """By the rank that needs what is damaged: under the same layout that is rank 1 alone."""
     pool.run(save, str(tmp_path), {}, {}, world_size=2)
-    saved_id = json.loads((tmp_path / "iter_0000007" / "compression" / "manifest.json").read_text())["id"]
     parallel = {} if layout == "the same" else BUCKETS
-    reports = pool.run(load_damaged, str(tmp_path), saved_id, parallel, world_size=2)
+    reports = pool.run(load_damaged, str(tmp_path), parallel, world_size=2)
     for name, (_, message) in DAMAGES.items():
-        lines, zero, steps = reports[0][f"{name} False"]
-        assert len(lines) == 1
-        assert "errors start from zero: " in lines[0]
-        assert message in lines[0], name
-        assert str(tmp_path) in lines[0]
-        assert (zero, steps) == (True, 7)
-        assert reports[1][f"{name} False"] == ([], True, 7)
-        for report in reports:  # every rank refuses, with one cause
-            lines, zero, _ = report[f"{name} True"]
-            assert [line for line in lines if line.startswith("refused: ")] == lines
+        for report in reports[1:] if layout == "the same" else reports:
+            lines, zero, steps = report[f"{name} False"]
+            assert len(lines) == 1
+            assert "errors start from zero: " in lines[0]
+            assert message in lines[0], name
+            assert str(tmp_path) in lines[0]
+            assert (zero, steps) == (True, 7)
+            lines, _, _ = report[f"{name} True"]
+            assert len(lines) == 1
+            assert lines[0].startswith("refused: ")
             assert message in lines[0]
-            assert "--compression-strict-load" in lines[0]
+            assert "compression.strict_load" in lines[0]
+
+
+def save_changed(folder: str, compression: dict[str, Any], changes: dict[str, Any]) -> None:
+    """In a worker: a checkpoint whose manifests say something else."""
+    from megatron_patch.integration.checkpoint import dist_checkpointing
+
+    original = dist_checkpointing.pack
+
+    def changed(*args: Any) -> Any:
+        manifest, data = original(*args)
+        return json.dumps(json.loads(manifest) | changes), data
+
+    dist_checkpointing.pack = changed
+    try:
+        save(folder, {}, compression)
+    finally:
+        dist_checkpointing.pack = original
+
+
+def save_stock(folder: str) -> None:
+    """In a worker: a checkpoint of a model whose gradients are not compressed."""
+    from integration.checkpoint.whole_checkpoints import write
+
+    import megatron_patch
+
+    gpt = _build({}, {"method": "none"})
+    _number_weights(gpt)
+    write(gpt, Path(folder, "iter_0000007"))
+    megatron_patch.disable()
 
 
 def test_a_checkpoint_without_errors_says_so(pool: Any, tmp_path: Path) -> None:
-    """Stock Megatron's; one with save_error: false; one from within a step; another method's."""
-    (tmp_path / "iter_0000007").mkdir()
+    """Stock Megatron's; one with save_error: false; one from within a step; another method's; a later one."""
+    pool.run(save_stock, str(tmp_path), world_size=2)
     stock, steps, lines = pool.run(load, str(tmp_path), {}, {}, world_size=2)[0]
     assert not any(errors.any() for *_, errors in stock)
     assert steps == [7]
-    assert lines == ["megatron-loco: iteration 7: errors start from zero: the checkpoint has none"]
+    assert lines == ["megatron-loco: step 7: errors start from zero: the checkpoint has none"]
     for changes, line in (
         ({"mid_step": True}, "the checkpoint is from within a step, which runs again"),
         ({"config": {"method": "error_feedback", "save_error": True}}, "is of method error_feedback"),
+        ({"format": 99}, "format 99; this release reads 1"),
+        ({"events": {"of": "another release"}}, "what this release does not know"),
+        ({"positions": 1}, "what this release does not know"),
     ):
-        folder = tmp_path / line
-        pool.run(save, str(folder), {}, {}, world_size=2)
-        _rewrite_manifest(folder / "iter_0000007" / "compression", **changes)
+        folder = tmp_path / next(iter(changes))
+        pool.run(save_changed, str(folder), {}, changes, world_size=2)
         states, steps, lines = pool.run(load, str(folder), {}, {}, world_size=2)[0]
         assert not any(errors.any() for *_, errors in states)
         assert steps == [7]
         assert line in lines[0]
     pool.run(save, str(tmp_path / "none"), {}, {"save_error": False}, world_size=2)
-    assert [path.name for path in (tmp_path / "none" / "iter_0000007" / "compression").iterdir()] == [
-        "manifest.json"
-    ]
+    keys = pool.run(saved_keys, str(tmp_path / "none"), world_size=1)[0]
+    assert keys == ["megatron_loco.rank_0.manifest/shard_0_1", "megatron_loco.rank_1.manifest/shard_0_1"]
     states, _, lines = pool.run(load, str(tmp_path / "none"), {}, {}, world_size=2)[0]
     assert not any(errors.any() for *_, errors in states)
     assert "they were not saved (compression.save_error: false)" in lines[0]
 
 
-def save_twice(folder: str) -> tuple[list[str], list[str]]:
-    """In a worker: a save that begins before the one before it is final, and a folder that a kill left."""
+def saved_keys(folder: str) -> list[str]:
+    keys = _keys(Path(folder, "iter_0000007")).state_dict_metadata
+    return sorted(key for key in keys if "megatron_loco" in key)
+
+
+def save_in_the_background(folder: str, constant: bool) -> list[bool]:
+    """In a worker: two asynchronous saves, of which the first is written after errors have changed.
+
+    Returns whether each was loaded as of the moment of its save.
+    """
     import torch
+    from integration.checkpoint.whole_checkpoints import read, write
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
     import megatron_patch
-    from megatron_patch.integration.checkpoint.save import ErrorSave
+    from megatron_patch.integration.attach import session_of
 
+    strategy = TorchDistSaveShardedStrategy(cached_metadata=constant)
     gpt = _build({}, {})
-    first_rank = torch.distributed.get_rank() == 0
-    if first_rank:
-        Path(folder, ".compression-left").mkdir(parents=True)
-    saves = []
-    for iteration in (7, 8):
-        saves.append(ErrorSave(gpt.chunks, Path(folder, f"iter_{iteration:07d}"), iteration, gpt.optimizer))
-        saves[-1].start()
-    for saving in saves:
-        saving.complete()
-        if first_rank:
-            saving.checkpoint.mkdir()
-            saving.publish()
-    torch.distributed.barrier()
+    with_random_errors(gpt)
+    compressor = session_of(gpt.chunks[0])
+    saved = []
+    for place in range(2):
+        request = write(
+            gpt,
+            Path(folder, f"iter_000000{place}"),
+            async_sharded_save=True,
+            async_strategy="mcore",
+            sharded_strategy=strategy,
+        )
+        saved.append([sender.error.flat().clone() for sender in compressor.senders])
+        for sender in compressor.senders:
+            sender.error.set(torch.full((sender.layout.numel,), 3.0 + place))
+        request.execute_sync()
+    same = []
+    for place in range(2):
+        read(gpt, Path(folder, f"iter_000000{place}"))
+        now = [sender.error.flat() for sender in compressor.senders]
+        same.append(all(torch.equal(a, b) for a, b in zip(saved[place], now, strict=True)))
     megatron_patch.disable()
-    found = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*"))
-    return [path for path in found if path.endswith(".json")], [p for p in found if p[0] == "."]
+    return same
 
 
-def test_a_save_leaves_one_that_is_not_final_alone(pool: Any, tmp_path: Path) -> None:
-    for manifests, staging in pool.run(save_twice, str(tmp_path), world_size=2):
-        assert manifests == [f"iter_000000{n}/compression/manifest.json" for n in (7, 8)]
-        assert staging == []
+@pytest.mark.parametrize("constant", [False, True])
+def test_an_asynchronous_save_is_of_its_moment(pool: Any, tmp_path: Path, constant: bool) -> None:
+    assert pool.run(save_in_the_background, str(tmp_path), constant, world_size=2) == [[True, True]] * 2
 
 
-class OnGpu:
-    """A tensor of a GPU, as far as a save asks: how often it is copied, and its copies are."""
-
-    def __init__(self, tensor: Any, copies: list[str]) -> None:
-        self.tensor, self.copies = tensor, copies
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tensor, name)
-
-    def cpu(self) -> Any:
-        return self.to("cpu")
-
-    def to(self, device: str, copy: bool = False) -> Any:
-        import torch
-
-        copies = self.copies
-
-        class Copied(torch.Tensor):
-            def clone(self) -> Any:
-                copies.append("clone")
-                return super().clone().as_subclass(torch.Tensor)
-
-        copies.append(device)
-        return self.tensor.to(device, copy=True).as_subclass(Copied)
-
-
-def copies_of_a_save(folder: str, background: bool) -> list[list[str]]:
-    """In a worker: how each state of a GPU is copied."""
+def two_models(folder: str) -> dict[str, Any]:
+    """In a worker: a policy and a critic in one checkpoint; each alone; weights without an optimizer."""
     import torch
+    from integration.checkpoint.whole_checkpoints import tree
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
     import megatron_patch
-    from megatron_patch.integration.checkpoint.save import ErrorSave
-    from megatron_patch.session.rank_state import RankState
+    from megatron_patch.integration.attach import session_of
 
-    gpt = _build({}, {})
-    tensors, copies = RankState.tensors, []
+    models = {name: _build({}, {}) for name in ("policy", "critic")}
+    sessions = {name: session_of(gpt.chunks[0]) for name, gpt in models.items()}
+    for number, (gpt, session) in enumerate(zip(models.values(), sessions.values(), strict=True)):
+        with_random_errors(gpt)
+        session.steps = 7 + number
+        for sender in session.senders:
+            sender.error.set(torch.randn(sender.layout.numel))
+    kept = {name: [s.error.flat().clone() for s in session.senders] for name, session in sessions.items()}
 
-    def counted(self: RankState) -> Iterator[tuple[str, Any]]:
-        for name, tensor in tensors(self):
-            copies.append([])
-            yield name, OnGpu(tensor, copies[-1])
+    def both(names: list[str]) -> dict[str, Any]:
+        found = {}
+        for name in names:
+            found[name] = tree(models[name])
+            add_prefix_for_sharding(found[name], f"{name}.")
+        return found
 
-    RankState.tensors = counted
-    try:
-        saving = ErrorSave(gpt.chunks, Path(folder, "iter_0000007"), 7, gpt.optimizer)
-        if background:
-            saving.start()
-        else:
-            saving.write()
-        saving.complete()
-    finally:
-        RankState.tensors = tensors
+    def cleared() -> None:
+        for session in sessions.values():
+            session.steps = 0
+            session.clear_errors()
+
+    def state(name: str) -> tuple[int, bool, bool]:
+        now = [sender.error.flat() for sender in sessions[name].senders]
+        same = all(torch.equal(a, b) for a, b in zip(kept[name], now, strict=True))
+        return sessions[name].steps, same, not any(error.any() for error in now)
+
+    if torch.distributed.get_rank() == 0:
+        Path(folder).mkdir()
     torch.distributed.barrier()
+    dist_checkpointing.save(both(["policy", "critic"]), folder)
+    found: dict[str, Any] = {}
+    for names in (["policy", "critic"], ["critic"]):
+        cleared()
+        dist_checkpointing.load(both(names), folder)
+        found[" and ".join(names)] = {name: state(name) for name in models}
+    cleared()
+    reference = both(["policy"])
+    del reference["policy"]["optimizer"]
+    dist_checkpointing.load(reference, folder)
+    found["reference"] = {name: state(name) for name in models}
     megatron_patch.disable()
-    return copies
+    return found
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_a_save_copies_each_state_once(pool: Any, tmp_path: Path, background: bool) -> None:
-    for copies in pool.run(copies_of_a_save, str(tmp_path), background, world_size=2):
-        assert copies
-        assert all(of_one == ["cpu"] for of_one in copies)
+def test_models_of_one_checkpoint_keep_apart(pool: Any, tmp_path: Path) -> None:
+    for found in pool.run(two_models, str(tmp_path / "checkpoint"), world_size=2):
+        both = {"policy": (7, True, False), "critic": (8, True, False)}
+        assert found["policy and critic"] == both
+        assert found["critic"] == both | {"policy": (0, False, True)}
+        assert found["reference"] == {"policy": (0, False, True), "critic": (0, False, True)}
 
 
-@contextlib.contextmanager
-def _full_disk(after: int) -> Iterator[None]:
-    """No file of this process grows beyond `after` bytes: writing more fails as it does on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (after, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+def scaled(folder: str, save_scale: float, new_scale: float) -> tuple[list[float], list[float]]:
+    """In a worker: fp16's errors saved with one loss scale, loaded where the optimizer has another one.
 
-
-def save_where_it_fails(folder: str, rank: int, compression: dict[str, Any]) -> tuple[str, list[str]]:
-    """In a worker: a save while the disk of one rank is full; the refusal, and what is left on disk."""
+    Returns errors over the scale that they are in, saved and loaded.
+    """
     import torch
+    from integration.checkpoint.whole_checkpoints import read, write
 
     import megatron_patch
-    from megatron_patch.integration.checkpoint.save import ErrorSave
+    from megatron_patch.integration.attach import session_of
 
-    gpt = _build({}, compression)
-    full = torch.distributed.get_rank() == rank
-    refusal = ""
-    try:
-        saving = ErrorSave(gpt.chunks, Path(folder, "iter_0000007"), 7, gpt.optimizer)
-        with _full_disk(1000) if full else contextlib.nullcontext():
-            saving.write()
-            saving.complete()
-    except megatron_patch.UserError as error:
-        refusal = str(error)
-    torch.distributed.barrier()
+    gpt = _build({"dtype": "fp16"}, {"error_dtype": "fp32"})
+    (sender, *_) = session_of(gpt.chunks[0]).senders
+    for part in gpt.optimizer.chained_optimizers:
+        part.grad_scaler._scale.fill_(save_scale)
+    sender.error.set(torch.arange(sender.layout.numel).float() * save_scale)
+    write(gpt, Path(folder))
+    before = sender.error.flat() / save_scale
+    for part in gpt.optimizer.chained_optimizers:
+        part.grad_scaler._scale.fill_(new_scale)
+    state = read(gpt, Path(folder))
+    after = sender.error.flat() / float(state["optimizer"]["grad_scaler"]["scale"])
     megatron_patch.disable()
-    return refusal, sorted(path.name for path in Path(folder).rglob("*"))
+    return before.tolist()[:50], after.tolist()[:50]
 
 
-@pytest.mark.parametrize(
-    ("rank", "compression"),
-    [(0, {}), (1, {}), (0, {"save_error": False})],
-    ids=["rank 0's file", "rank 1's file", "the manifest"],
-)
-def test_a_full_disk_is_told_by_every_rank_and_leaves_nothing(
-    pool: Any, tmp_path: Path, rank: int, compression: dict[str, Any]
-) -> None:
-    for refusal, left in pool.run(save_where_it_fails, str(tmp_path), rank, compression, world_size=2):
-        assert f"the error state of rank {rank} could not be saved below {tmp_path}" in refusal
-        assert "File too large" in refusal
-        assert "the last complete checkpoint is still the latest" in refusal
-        assert left == []
+def test_errors_are_in_the_loss_scale_that_was_loaded(pool: Any, tmp_path: Path) -> None:
+    """The optimizer takes it over after the errors are read."""
+    for before, after in pool.run(scaled, str(tmp_path / "checkpoint"), 1024.0, 64.0, world_size=2):
+        assert before == after
+        assert any(before)
 
 
-def test_a_folder_that_cannot_be_made_is_told_too(pool: Any, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for refusal, _ in pool.run(save_where_it_fails, str(tmp_path / "file"), 9, {}, world_size=2):
-        assert "the error state of rank 0 could not be saved" in refusal
-        assert "Not a directory" in refusal
+def as_of_0_2(folder: str, parallel: dict[str, Any], compression: dict[str, Any]) -> Any:
+    """In a worker: random errors in files of release 0.2, beside a stock checkpoint; returns the states."""
+    import torch
+    from integration.checkpoint.whole_checkpoints import write
+    from safetensors.torch import save_file
+
+    import megatron_patch
+    from megatron_patch.session.sharded_state import MANIFEST
+
+    gpt = _build(parallel, compression)
+    with_random_errors(gpt)
+    states, rank = _states(gpt), torch.distributed.get_rank()
+    own = megatron_patch.state_dict(gpt.chunks, gpt.optimizer)
+    manifest = json.loads(own.pop(MANIFEST))
+    megatron_patch.disable()
+    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(method="none"))
+    write(gpt, Path(folder, "iter_0000007"))
+    megatron_patch.disable()
+    below = Path(folder, "iter_0000007", "compression")
+    below.mkdir(exist_ok=True)
+    path = below / f"rank-0000{rank}.safetensors"
+    save_file({name.removeprefix(f"megatron_loco_rank_{rank}."): value for name, value in own.items()}, path)
+    file = {
+        "file": path.name,
+        "nbytes": path.stat().st_size,
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+    }
+    files: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(files, file)
+    for entry, listed in zip(manifest["ranks"], files, strict=True):
+        entry["file"] = listed
+    manifest["id"] = "0" * 32
+    manifest["checksum"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    if rank == 0:
+        (below / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    torch.distributed.barrier()
+    return states
+
+
+def test_folders_of_earlier_releases_are_read(pool: Any, tmp_path: Path) -> None:
+    old = pool.run(as_of_0_2, str(tmp_path), {}, {}, world_size=2)
+    reports = pool.run(load, str(tmp_path), {}, {}, world_size=2)
+    assert "error states restored exactly" in reports[0][2][0]
+    for before, (after, steps, _) in zip(old, reports, strict=True):
+        assert steps == [7]
+        for (*_, errors), (*_, found) in zip(before, after, strict=True):
+            assert (errors == found).all()
+            assert errors.any()
+    assert "carried over" in pool.run(load, str(tmp_path), BUCKETS, {}, world_size=2)[0][2][0]
+    file = tmp_path / "iter_0000007" / "compression" / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    states, _, lines = pool.run(load, str(tmp_path), {}, {}, world_size=2)[0]
+    assert "rank-00000.safetensors is damaged: its checksum differs" in lines[0]
+    assert not any(errors.any() for *_, errors in states)
 
 
 def hooked() -> list[bool]:
     """In a worker: whether Megatron's functions are wrapped, at each turn of enable, attach and disable."""
     from integration.gpt_model import build
+    from megatron.core import dist_checkpointing
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.training import checkpointing, training
 
     import megatron_patch
 
-    stock = checkpointing.save_checkpoint, training.load_checkpoint
+    def functions() -> tuple[Any, ...]:
+        core = dist_checkpointing.save, dist_checkpointing.load, DistributedOptimizer.sharded_state_dict
+        return checkpointing.save_checkpoint, training.load_checkpoint, *core
+
+    stock = functions()
     found = []
 
     def look() -> None:
-        now = checkpointing.save_checkpoint, training.load_checkpoint
-        found.append(now[0] is not stock[0] and now[1] is not stock[1])
+        changed = {now is not before for now, before in zip(functions(), stock, strict=True)}
+        assert len(changed) == 1
+        found.append(changed.pop())
 
     megatron_patch.enable()
     look()
@@ -698,7 +760,7 @@ def hooked() -> list[bool]:
     look()
     megatron_patch.disable()
     look()
-    return [*found, (checkpointing.save_checkpoint, training.load_checkpoint) == stock]
+    return [*found, functions() == stock]
 
 
 def test_switching_on_hooks_into_checkpoints_and_switching_off_out(pool: Any) -> None:

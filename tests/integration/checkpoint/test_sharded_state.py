@@ -16,10 +16,10 @@ from integration.checkpoint.test_save_restore import (
     _by_element,
     _mean,
     _states,
-    _weights,
     near,
     with_random_errors,
 )
+from integration.checkpoint.whole_checkpoints import read_parts, weights_of, write
 from integration.seam_runs import logged
 
 LOCO = {
@@ -118,13 +118,11 @@ def test_a_resumed_run_is_the_undisturbed_one(
 
 def save(folder: str, parallel: dict[str, Any]) -> Any:
     """In a worker: random errors, saved with the weights; returns the states."""
-    from megatron.core import dist_checkpointing
-
     import megatron_patch
 
     gpt = _build(parallel, EXACT)
-    with_random_errors(gpt, folder)
-    dist_checkpointing.save(_weights(gpt), str(Path(folder, "weights")))
+    with_random_errors(gpt)
+    write(gpt, Path(folder, "weights"), weights_of)
     _saved(gpt.chunks, Path(folder, "errors"))
     states = _states(gpt)
     megatron_patch.disable()
@@ -133,15 +131,11 @@ def save(folder: str, parallel: dict[str, Any]) -> Any:
 
 def load(folder: str, parallel: dict[str, Any]) -> Any:
     """In a worker: another model with the weights and errors; its states, counters and log lines."""
-    from megatron.core import dist_checkpointing
-
     import megatron_patch
     from megatron_patch.integration.attach import attachment_of
 
     gpt = _build(parallel, EXACT)
-    state = dist_checkpointing.load(_weights(gpt), str(Path(folder, "weights")))
-    for number, chunk in enumerate(gpt.chunks):
-        chunk.module.load_state_dict(state[str(number)], strict=False)
+    read_parts(gpt, weights_of(gpt), Path(folder, "weights"))
     with logged() as lines:
         _loaded(gpt.chunks, Path(folder, "errors"))
     steps = [attachment_of(chunk).state.steps for chunk in gpt.chunks]
@@ -233,45 +227,6 @@ def test_what_cannot_be_loaded_is_one_line(pool: Any, tmp_path: Path) -> None:
             assert "\n" not in told[name]
 
 
-def checkpoints_of_others(folder: str) -> list[list[str]]:
-    """In a worker: what is logged as a framework's own code saves, before a step, after one, again, and once
-    the states were asked for."""
-    import torch
-    from integration.gpt_model import build
-    from megatron.core import dist_checkpointing
-
-    import megatron_patch
-    from megatron_patch.integration.checkpoint import hooks, sharded_state
-
-    hooks._noticed = sharded_state.asked_for = False
-    gpt = build()
-    stock = dist_checkpointing.save
-    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**ROTATED))
-    said = []
-    for place in range(4):
-        if torch.distributed.get_rank() == 0:
-            Path(folder, str(place)).mkdir(parents=True)
-        torch.distributed.barrier()
-        with logged() as lines:
-            if place == 3:
-                hooks._noticed = False
-                megatron_patch.state_dict(gpt.chunks)
-            dist_checkpointing.save(_weights(gpt), str(Path(folder, str(place))))
-        said.append(lines)
-        gpt.backward(place)
-        gpt.update()
-    megatron_patch.disable()
-    assert dist_checkpointing.save is stock
-    return said
-
-
-def test_a_checkpoint_without_the_states_is_noticed_once(pool: Any, tmp_path: Path) -> None:
-    first, other = pool.run(checkpoints_of_others, str(tmp_path), world_size=2)
-    assert [len(lines) for lines in first] == [0, 1, 0, 0]
-    assert [len(lines) for lines in other] == [0, 0, 0, 0]
-    assert "megatron_patch.state_dict(model)" in first[1][0]
-
-
 def saved_by_torch_s_loop(folder: str, optimizer: str) -> dict[str, Any]:
     """5 whole steps of a loop whose optimizer is not Megatron's, saved and loaded in a new one."""
     import torch
@@ -315,28 +270,6 @@ def saved_by_torch_s_loop(folder: str, optimizer: str) -> dict[str, Any]:
 def test_a_loop_with_another_optimizer_keeps_its_errors(pool: Any, tmp_path: Path, optimizer: str) -> None:
     for found in pool.run(saved_by_torch_s_loop, str(tmp_path), optimizer, world_size=2):
         assert found == {"steps": (5, 5), "loaded": (5, 5), "same": True}
-
-
-def asked_without_states() -> list[bool]:
-    """Whether a trainer that asks for the states of a model that has none is still warned later."""
-    from integration.tiny_model import build
-
-    import megatron_patch
-    from megatron_patch.integration.checkpoint import sharded_state
-
-    sharded_state.asked_for = False
-    tiny = build()
-    empty = megatron_patch.state_dict(tiny.ddp)
-    before = sharded_state.asked_for
-    megatron_patch.attach(tiny.ddp)
-    found = [empty == {}, before, bool(megatron_patch.state_dict([tiny.ddp])), sharded_state.asked_for]
-    sharded_state.asked_for = False
-    megatron_patch.disable()
-    return found
-
-
-def test_only_a_state_that_holds_something_silences_the_warning(pool: Any) -> None:
-    assert pool.run(asked_without_states, world_size=1) == [[True, False, True, True]]
 
 
 def loaded_with_another_beta(folder: str, old: float, new: float) -> list[tuple[float, float]]:

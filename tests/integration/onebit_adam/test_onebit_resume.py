@@ -91,36 +91,32 @@ def _put_back(tiny: Any, state: dict[str, Any]) -> None:
         a.load_state_dict(copy.deepcopy(saved))
 
 
-def resume(folder: str, model: dict[str, Any], compression: dict[str, Any], switch: int) -> dict[str, Any]:
+def resume(model: dict[str, Any], compression: dict[str, Any], switch: int) -> dict[str, Any]:
     """In a worker: a run left alone, saved before and after the switch, and one from every checkpoint."""
-    import torch
-
     import megatron_patch
-    from megatron_patch.integration.checkpoint.restore import Checkpoint, restore
-    from megatron_patch.integration.checkpoint.save import ErrorSave
+    from megatron_patch.integration.checkpoint.element_map import rank_state_of
+    from megatron_patch.session.packed import PackedReader, pack
 
     tiny, attachment = start(model, compression, seed=1234)
-    kept: dict[int, tuple[dict[str, Any], str]] = {}
+    kept: dict[int, tuple[dict[str, Any], tuple[str, Any]]] = {}
     steps = switch + CUTS[-1] + 3
     for step in range(steps):
         if step - switch in CUTS:
-            saving = ErrorSave([tiny.ddp], Path(folder, f"iter_{step:07d}"), step, tiny.optimizer)
-            saving.write()
-            saving.complete()
-            if torch.distributed.get_rank() == 0:
-                saving.checkpoint.mkdir(parents=True)
-                saving.publish()
-            kept[step] = state_of(tiny, attachment), saving.id
-            torch.distributed.barrier()
+            kept[step] = state_of(tiny, attachment), pack(rank_state_of([tiny.ddp]), 1.0)
         step_of(tiny, step)
     whole = state_of(tiny, attachment)
     megatron_patch.disable()
 
     different = {}
-    for cut, (state, saved_id) in kept.items():
+    for cut, (state, (manifest, data)) in kept.items():
         tiny, attachment = start(model, compression, seed=99)
         _put_back(tiny, state)
-        restore([tiny.ddp], Checkpoint(Path(folder, f"iter_{cut:07d}"), cut, saved_id), tiny.optimizer)
+        rank = rank_state_of([tiny.ddp])
+        rank.start_from_zero(cut)
+        told = PackedReader(
+            rank, lambda _: True, lambda _, m=manifest: m, lambda *_, d=data: d, "memory"
+        ).apply(1.0)
+        assert told == "error states restored exactly" or not rank.config.keeps_errors
         for step in range(cut, steps):
             step_of(tiny, step)
         again = state_of(tiny, attachment)
@@ -147,7 +143,7 @@ def equal(one: Any, other: Any) -> bool:
 def test_a_resumed_run_is_the_undisturbed_one(pool: Any, tmp_path: Path, name: str) -> None:
     """Saved in the warm-up, as it ends, and in the compressed phase."""
     model, compression, switch = {**CASES, **SLOW}[name]
-    for report in pool.run(resume, str(tmp_path), model, compression, switch, world_size=RANKS):
+    for report in pool.run(resume, model, compression, switch, world_size=RANKS):
         phase = report["phase"]
         assert (phase.switch_step, phase.variance_steps) == (switch, switch)
         assert report["different"] == {cut: [] for cut in CUTS}
@@ -180,20 +176,17 @@ def _owed(gpt: Any) -> list[tuple[str, int, Any, Any]]:
 def change_ranks(folder: str, model: dict[str, Any], save: bool) -> tuple[Any, list[str], list[Any]]:
     """In a worker: save random errors with the weights that number elements; or load both."""
     import torch
-    from integration.checkpoint.test_save_restore import _captured, _number_weights, _weights
+    from integration.checkpoint.test_save_restore import _captured, _number_weights
+    from integration.checkpoint.whole_checkpoints import read_weights_and_errors, write
     from integration.gpt_model import build
-    from megatron.core import dist_checkpointing
 
     import megatron_patch
     from megatron_patch.integration.attach import session_of
-    from megatron_patch.integration.checkpoint.restore import Checkpoint, restore
-    from megatron_patch.integration.checkpoint.save import ErrorSave
 
     gpt = build(**model)
     config = megatron_patch.CompressionConfig(method="onebit_adam", warmup_steps=4, error_dtype="fp32")
     megatron_patch.attach(gpt.chunks, config)
     compressor = session_of(gpt.chunks[0])
-    weights, first = Path(folder, "weights"), torch.distributed.get_rank() == 0
     lines: list[str] = []
     if save:
         _number_weights(gpt)
@@ -202,23 +195,10 @@ def change_ranks(folder: str, model: dict[str, Any], save: bool) -> tuple[Any, l
         compressor.phase.switch_step = compressor.phase.variance_steps = 4
         for sender in compressor.senders:
             sender.error.set(torch.randn(sender.layout.numel, generator=generator))
-        if first:
-            weights.mkdir()
-        torch.distributed.barrier()
-        dist_checkpointing.save(_weights(gpt), str(weights))
-        saving = ErrorSave(gpt.chunks, Path(folder, "iter_0000007"), 7, gpt.optimizer)
-        saving.write()
-        saving.complete()
-        if first:
-            saving.checkpoint.mkdir()
-            saving.publish()
-        torch.distributed.barrier()
+        write(gpt, Path(folder, "iter_0000007"))
     else:
-        for number, chunk in enumerate(gpt.chunks):
-            state = dist_checkpointing.load(_weights(gpt), str(weights))
-            chunk.module.load_state_dict(state[str(number)], strict=False)
         with _captured() as lines:
-            restore(gpt.chunks, Checkpoint(Path(folder, "iter_0000007"), 7), gpt.optimizer)
+            read_weights_and_errors(gpt, Path(folder, "iter_0000007"))
     phase = compressor.phase
     counts = [compressor.steps, phase.switch_step, phase.variance_steps, compressor.active]
     owed = _owed(gpt)

@@ -1,0 +1,91 @@
+"""Checkpoints of releases 0.1 and 0.2, which had error states in a folder beside Megatron's files. Read only.
+
+iter_0000020/compression/rank-00003.safetensors   the tensors of rank 3: "2.codes" is of its third sender
+iter_0000020/compression/manifest.json            what they are of, with checksums of all files and its own
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from megatron_patch.session.layouts import FORMAT, Damaged
+from megatron_patch.session.manifest import layouts_in
+from megatron_patch.session.rank_state import RankState
+from megatron_patch.session.reader import Reader
+
+FOLDER, _MANIFEST = "compression", "manifest.json"
+_DTYPES = {
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+}
+
+
+def reader(rank: RankState, checkpoint: Path) -> Reader | None:
+    """What reads a checkpoint's folder; None where it has none.
+
+    Raises:
+        Damaged: the manifest is not as these releases wrote it.
+    """
+    path = checkpoint / FOLDER / _MANIFEST
+    if not path.exists():
+        return None
+    try:
+        manifest = json.loads(path.read_bytes())
+        checksum = manifest.pop("checksum")
+        whole = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest() == checksum
+        if not whole or manifest["format"] != FORMAT:
+            raise ValueError("its checksum differs" if not whole else f"its format is {manifest['format']!r}")
+        return _FolderReader(rank, path.parent, manifest)
+    except OSError as error:
+        raise Damaged(f"{FOLDER}/{_MANIFEST} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise Damaged(f"{FOLDER}/{_MANIFEST} is damaged: {error}") from error
+
+
+class _FolderReader(Reader):
+    def __init__(self, rank: RankState, folder: Path, manifest: dict[str, Any]) -> None:
+        super().__init__(rank, manifest, *layouts_in(manifest))
+        self._folder = folder
+
+    def tensors_of(self, saved_rank: int) -> _RankFile:
+        listed = self._content["ranks"][saved_rank]["file"]
+        path = self._folder / Path(listed["file"]).name
+        try:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise Damaged(f"{path.name} cannot be read: {error.strerror}") from error
+        if digest != listed["sha256"]:
+            raise Damaged(f"{path.name} is damaged: its checksum differs")
+        return _RankFile(path)
+
+
+class _RankFile:
+    """A file of safetensors' format: its header's length, 8 bytes; the header, JSON; the tensors' bytes."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            self._entries = json.loads(file.read(length))
+        self._path, self._start = path, 8 + length
+
+    def of(self, state: int) -> dict[str, torch.Tensor]:
+        prefix = f"{state}."
+        return {
+            name.removeprefix(prefix): self._read(entry)
+            for name, entry in self._entries.items()
+            if name.startswith(prefix)
+        }
+
+    def _read(self, entry: dict[str, Any]) -> torch.Tensor:
+        begin, end = entry["data_offsets"]
+        found = numpy.fromfile(self._path, numpy.uint8, end - begin, offset=self._start + begin)
+        return torch.from_numpy(found).view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
