@@ -23,12 +23,12 @@ pytestmark = pytest.mark.skipif(not FOLDER, reason="the frameworks' wheels are n
 
 
 @functools.cache
-def trained(framework: str, method: str) -> tuple[list[str], str]:
-    """The losses, bit for bit, and the report."""
+def trained(framework: str, method: str, *more: str) -> tuple[list[str], str]:
+    """The losses, bit for bit, and the report (with a checkpoint: all that is logged)."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     path = os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [*torchrun, str(SCRIPT), framework, str(Path(FOLDER, framework)), method],
+        [*torchrun, str(SCRIPT), framework, str(Path(FOLDER, framework)), method, *more],
         env=os.environ | CPU_ENVIRONMENT | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -37,7 +37,17 @@ def trained(framework: str, method: str) -> tuple[list[str], str]:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = [line.partition(" ") for line in done.stdout.splitlines()]
     report = [text for word, _, text in lines if word == "report"]
-    return [text for word, _, text in lines if word == "loss"], report[0] if report else ""
+    told = done.stderr if more else report[0] if report else ""
+    return [text for word, _, text in lines if word == "loss"], told
+
+
+@pytest.mark.parametrize("framework", ["verl", "swift"])
+def test_a_frameworks_own_checkpoint_keeps_the_errors(framework: str, tmp_path: Path) -> None:
+    """Losses go on bit for bit; no line but `enable`."""
+    whole, _ = trained(framework, "loco", "save", str(tmp_path / "checkpoint"))
+    resumed, told = trained(framework, "loco", "load", str(tmp_path / "checkpoint"))
+    assert resumed == whole[3:]
+    assert "step 3: error states restored exactly" in told
 
 
 @pytest.mark.parametrize("framework", ["verl", "swift"])

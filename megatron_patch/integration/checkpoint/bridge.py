@@ -1,4 +1,4 @@
-"""What release 0.2 asked Megatron-Bridge's configuration to name. Its stock manager needs no help any more."""
+"""What Megatron-Bridge's configuration had to name with release 0.2: its stock manager needs no help now."""
 
 from __future__ import annotations
 
