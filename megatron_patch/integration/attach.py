@@ -29,7 +29,7 @@ from packaging.version import Version
 from megatron_patch.collectives.workspace import forget_shared_pools
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
-from megatron_patch.integration import training_flags
+from megatron_patch.integration import symbols, training_flags
 from megatron_patch.integration.onebit_adam.step import OneBitAdam
 from megatron_patch.integration.seams import optimizer_step, replicated_params
 from megatron_patch.integration.seams.gradients import BucketGroupSeam
@@ -46,9 +46,6 @@ from megatron_patch.session.onset import Onset
 from megatron_patch.session.session import Session
 
 logger = logging.getLogger(__name__)
-
-SUPPORTED = (Version("0.17"), Version("0.20"))
-"""megatron-core releases that the seam's tests run on: from the first, below the second."""
 
 
 class Attachment:
@@ -279,9 +276,10 @@ def _onebit_for(optimizer: Any) -> OneBitAdam | None:
 @functools.cache
 def _warn_of_unknown_release() -> None:
     release = Version(Version(megatron.core.__version__).base_version)
-    if not SUPPORTED[0] <= release < SUPPORTED[1]:
+    first, behind = symbols.TESTED
+    if not Version(first) <= release < Version(behind):
         warnings.warn(
-            f"megatron-loco is tested with megatron-core >={SUPPORTED[0]},<{SUPPORTED[1]}; "
-            f"this is {megatron.core.__version__}",
+            f"megatron-loco is tested with megatron-core >={first},<{behind}; this is "
+            f"{megatron.core.__version__} (megatron-loco doctor says what it lacks)",
             stacklevel=3,
         )

@@ -6,7 +6,15 @@ A path is MODULE:NAME or MODULE:CLASS.NAME. What is not listed is not replaced (
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+
+TESTED = ("0.17", "0.21")
+"""Releases of megatron-core on which the tests run: from the first, below the second."""
 
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
@@ -58,13 +66,15 @@ class Symbol:
     """Something of Megatron that is replaced.
 
     `by` is the file that replaces it, in integration/ unless it says more, `during` how long, `why` what
-    for. `bound_in` are modules of Megatron that import it by name, and get the replacement too.
+    for. `bound_in` are modules of Megatron that import it by name, and get the replacement too; `takes` are
+    the parameters that the replacement reads.
     """
 
     by: str
     during: str
     why: str
     bound_in: tuple[str, ...] = ()
+    takes: str = ""
 
 
 _ATTACHED = "from `enable` or `attach` to `disable`"
@@ -81,8 +91,8 @@ _STEP = (
 _HALF = "half of a step, where a loop or an optimizer around it (MimoOptimizer) calls the two by themselves"
 
 
-def _checkpoint(why: str) -> Symbol:
-    return Symbol("checkpoint/training_loop.py", _ATTACHED, why, (_TRAINING,))
+def _checkpoint(why: str, takes: str) -> Symbol:
+    return Symbol("checkpoint/training_loop.py", _ATTACHED, why, (_TRAINING,), takes)
 
 
 SYMBOLS = {
@@ -101,14 +111,19 @@ SYMBOLS = {
         f"on the instance, {_ATTACHED}",
         "every gradient exchange of DDP begins here; a layer above differs between releases, and the layer "
         "below, torch.distributed, has other users",
+        takes="force_all_reduce",
     ),
     START_PARAM_SYNC: Symbol(
         "seams/weights.py",
         f"on the instance, {_ATTACHED}",
         "every gather of updated weights begins here, whoever asks for it; the layers beside are as above",
+        takes="force_sync",
     ),
     REDUCE_SCATTER: Symbol(
-        "seams/intercept.py", _EXCHANGE, "the collective that it asks for, by this global in all releases"
+        "seams/intercept.py",
+        _EXCHANGE,
+        "the collective that it asks for, by this global in all releases",
+        takes="op group async_op",
     ),
     TORCH: Symbol(
         "seams/intercept.py",
@@ -119,6 +134,7 @@ SYMBOLS = {
         "seams/intercept.py",
         "for the length of `start_param_sync`",
         "the collective that it asks for, by this global in all releases",
+        takes="group async_op",
     ),
     **{path: Symbol("seams/optimizer_step.py", _ATTACHED, _STEP) for path in STEPS},
     **{path: Symbol("seams/optimizer_step.py", _ATTACHED, _HALF) for path in (*PREPARES, *UPDATES)},
@@ -126,8 +142,14 @@ SYMBOLS = {
         "checkpoint/dist_checkpointing.py",
         _ATTACHED,
         "every trainer writes its checkpoints by it: error states are added to what it writes",
+        takes="sharded_state_dict",
     ),
-    CORE_LOAD: Symbol("checkpoint/dist_checkpointing.py", _ATTACHED, "error states are put back after it"),
+    CORE_LOAD: Symbol(
+        "checkpoint/dist_checkpointing.py",
+        _ATTACHED,
+        "error states are put back after it",
+        takes="sharded_state_dict checkpoint_dir",
+    ),
     SHARDED_METADATA: Symbol(
         "checkpoint/dist_checkpointing.py",
         _ATTACHED,
@@ -141,8 +163,14 @@ SYMBOLS = {
         )
         for path in SHARDED_STATES
     },
-    SAVE_CHECKPOINT: _checkpoint("`--ckpt-format torch` does not pass dist_checkpointing"),
-    LOAD_CHECKPOINT: _checkpoint("likewise; and a tracker file that a kill left empty is repaired before it"),
+    SAVE_CHECKPOINT: _checkpoint(
+        "`--ckpt-format torch` does not pass dist_checkpointing",
+        "iteration model optimizer non_persistent_ckpt release",
+    ),
+    LOAD_CHECKPOINT: _checkpoint(
+        "likewise; and a tracker file that a kill left empty is repaired before it",
+        "ddp_model optimizer load_arg",
+    ),
     TRAIN_STEP: Symbol("metrics.py", _MEASURED, "when a step begins, and with which model"),
     TRAINING_LOG: Symbol("metrics.py", _MEASURED, "called on every rank after every step, with its losses"),
     EVALUATE_AND_PRINT: Symbol("metrics.py", _MEASURED, "tells the validation set from the test set"),
@@ -190,3 +218,22 @@ def table() -> str:
         shown = path.replace(":", ".")
         lines.append(f"| `{shown}` | `{symbol.by}` | {symbol.during} | {symbol.why} |")
     return "\n".join(lines) + "\n"
+
+
+def unmet() -> Iterator[str]:
+    """What the installed Megatron lacks of what is replaced here, a line for each symbol."""
+    for path, symbol in SYMBOLS.items():
+        module, _, names = path.partition(":")
+        if importlib.util.find_spec(module.rpartition(".")[0]) is None:
+            continue  # megatron.training is in the wheel, and in no other distribution of the core
+        shown = path.replace(":", ".")
+        try:
+            found: Any = importlib.import_module(module)
+            for name in names.split("."):
+                found = getattr(found, name)
+        except (ImportError, AttributeError):
+            yield f"{shown} is missing"
+            continue
+        gone = set(symbol.takes.split()) - set(inspect.signature(found).parameters if symbol.takes else ())
+        if gone:
+            yield f"{shown} has no parameter {', '.join(sorted(gone))}"

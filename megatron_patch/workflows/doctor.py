@@ -10,6 +10,8 @@ from importlib import metadata
 
 from packaging.version import Version
 
+from megatron_patch.integration import symbols
+
 _WANTED_FOR = {
     "torch": "everything",
     "megatron-core": "everything",
@@ -43,13 +45,28 @@ def rows() -> list[tuple[str, str, str]]:
     for name, purpose in _WANTED_FOR.items():
         version = _version(name)
         remark = "" if version else f"missing for: {purpose}"
-        if name == "megatron-core" and version and not Version("0.17") <= Version(version) < Version("0.20"):
-            remark = "outside the tested range >=0.17,<0.20"
+        if name == "megatron-core" and version:
+            remark = _of_megatron(Version(Version(version).base_version))
         found.append((name, version or "-", remark))
+        if name == "megatron-core" and version:
+            found += [("", "", line) for line in symbols.unmet()]
     found += _devices()
     cores = len(os.sched_getaffinity(0))
     found.append(("processor", f"{cores} cores", "" if cores >= 2 else "the quick start wants 2"))
     return found
+
+
+def _of_megatron(release: Version) -> str:
+    first, behind = symbols.TESTED
+    tested = Version(first) <= release < Version(behind)
+    if lacks := list(symbols.unmet()):
+        return (
+            f"{len(lacks)} of {len(symbols.SYMBOLS)} symbols that are replaced are not as they were tested:"
+        )
+    whole = (
+        f"all {len(symbols.SYMBOLS)} symbols that are replaced are there, with the parameters that are read"
+    )
+    return "" if tested else f"outside the tested range >={first},<{behind}; {whole}"
 
 
 def _devices() -> list[tuple[str, str, str]]:

@@ -321,6 +321,34 @@ def test_checkpoints_are_saved_and_loaded_as_the_hooks_expect(pool):
     assert failed(pool.run(checkpointing, world_size=1)) == []
 
 
+def unmet_symbols() -> list[list[str]]:
+    """What this release lacks, and what it would lack were a symbol or a parameter not there."""
+    import dataclasses
+
+    from megatron_patch.integration import symbols
+
+    found = [list(symbols.unmet())]
+    known = dict(symbols.SYMBOLS)
+    start = known[symbols.START_GRAD_SYNC]
+    symbols.SYMBOLS["megatron.core.optimizer.optimizer:NoOptimizer.step"] = start
+    symbols.SYMBOLS[symbols.START_GRAD_SYNC] = dataclasses.replace(start, takes="force_all_reduce speed")
+    try:
+        return [*found, list(symbols.unmet())]
+    finally:
+        symbols.SYMBOLS.clear()
+        symbols.SYMBOLS.update(known)
+
+
+def test_every_symbol_that_is_replaced_is_there(pool):
+    ((none, some),) = pool.run(unmet_symbols, world_size=1)
+    assert none == []
+    name = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.start_grad_sync"
+    assert some == [
+        f"{name} has no parameter speed",
+        "megatron.core.optimizer.optimizer.NoOptimizer.step is missing",
+    ]
+
+
 # --- the supported range ---------------------------------------------------------------------------------
 
 
@@ -351,15 +379,17 @@ def warnings_of(release: str) -> list[str]:
     return [str(warning.message) for warning in caught if "megatron-loco" in str(warning.message)]
 
 
-@pytest.mark.parametrize("release", ["0.16.4", "0.20.0", "0.20.0rc1", "0.21.0.dev0", "1.0"])
+@pytest.mark.parametrize("release", ["0.16.4", "0.21.0", "0.21.0rc1", "0.22.0.dev0", "1.0"])
 def test_a_release_out_of_range_is_warned_of_once_by_version(pool, release):
     (found,) = pool.run(warnings_of, release, world_size=1)
     (message,) = found
     assert f"this is {release}" in message
-    assert ">=0.17,<0.20" in message
+    assert ">=0.17,<0.21" in message
 
 
-@pytest.mark.parametrize("release", ["0.17.0", "0.17.1", "0.18.2+5968063", "0.19.2", "0.19.3rc0", None])
+@pytest.mark.parametrize(
+    "release", ["0.17.0", "0.17.1", "0.18.2+5968063", "0.19.2", "0.20.0rc0", "0.20.0", None]
+)
 def test_a_release_within_the_range_is_never_warned_of(pool, release):
     """None: the installed one, whatever it is."""
     (release,) = pool.run(version, world_size=1) if release is None else (release,)
