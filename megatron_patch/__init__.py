@@ -27,8 +27,10 @@ __all__ = [
     "disable",
     "enable",
     "load_state_dict",
+    "offload",
     "register_codec",
     "register_exchange",
+    "reload",
     "report",
     "state_dict",
 ]
@@ -90,6 +92,35 @@ def report(model: Any = None) -> StepReport:
     from megatron_patch import doors
 
     return doors.report(model)
+
+
+def offload(model: Any = None) -> None:
+    """Move what compression keeps on the GPU between steps to host memory, and free its payload buffers.
+
+    For engines that give the GPU to something else between steps: error states, the exact gather's old shards
+    and messages, 1-bit Adam's momentum. `reload` brings them back bit for bit, and so does what needs them
+    first: the next exchange, a weight gather, a checkpoint. `report().device_bytes` says what is on the GPU.
+
+    Args:
+        model: what was attached; everything that is attached if None.
+
+    Raises:
+        UserError: it is not attached, or gradients of a step have been exchanged that no optimizer has used.
+    """
+    from megatron_patch import doors
+
+    doors.offload(model)
+
+
+def reload(model: Any = None) -> None:
+    """Bring back what `offload` has moved.
+
+    Raises:
+        UserError: the model is not attached.
+    """
+    from megatron_patch import doors
+
+    doors.reload(model)
 
 
 def state_dict(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_patch.collectives.traffic import Traffic
 from megatron_patch.collectives.workspace import forget_shared_pools
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
@@ -52,22 +53,45 @@ def disable() -> None:
 
 def report(model: Any) -> StepReport:
     """megatron_patch.report."""
+    return step_report(*_sessions(model, "report"))
+
+
+def offload(model: Any) -> None:
+    """megatron_patch.offload."""
+    sessions, _ = _sessions(model, "offload")
+    if any(session.in_step or session.unreduced for session in sessions):
+        raise UserError(
+            "offload(): gradients have been exchanged that no optimizer has used yet; call it between steps"
+        )
+    for session in sessions:
+        session.memory.offload()
+        session.workspace.pool.release()
+
+
+def reload(model: Any) -> None:
+    """megatron_patch.reload."""
+    for session in _sessions(model, "reload")[0]:
+        session.memory.bring_back()
+
+
+def _sessions(model: Any, caller: str) -> tuple[list[Session], Traffic | None]:
+    """The sessions of a model, of all that is attached if None, and what gathered Megatron's weights."""
     found: list[Session] = []
     weights = None
     of_megatron = model is None or _is_megatron(model)
     if of_megatron and (loaded := sys.modules.get("megatron_patch.integration.doors")):
         found, weights = loaded.sessions(model)
-    torchs = _modules(model, "report") if model is not None and not of_megatron else None
+    torchs = _modules(model, caller) if model is not None and not of_megatron else None
     if (torchs is not None or model is None) and (loaded := sys.modules.get("megatron_patch.pytorch.attach")):
         found = [*found, *loaded.sessions(torchs)]
     if not found:
         what = "no model is" if model is None else "this model is not"
         raise UserError(
-            f"report(): {what} attached; call megatron_patch.enable() before the model is wrapped in "
+            f"{caller}(): {what} attached; call megatron_patch.enable() before the model is wrapped in "
             "Megatron's DistributedDataParallel, or megatron_patch.attach(model) after it (FSDP2: after "
             "fully_shard)"
         )
-    return step_report(found, weights)
+    return found, weights
 
 
 def state_dict(model: Any, optimizer: Any, reader: Any, path: str | None) -> dict[str, Any]:

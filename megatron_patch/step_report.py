@@ -37,7 +37,10 @@ class StepReport:
     bits_per_weight: float
     """Bits on the wire for every weight sent."""
     error_bytes: int
-    """Memory of the error state e on this rank."""
+    """Memory of the error state e on this rank, wherever it lies."""
+    device_bytes: int
+    """Memory on the device now: error states, old shards and messages of the exact gather, 1-bit Adam's
+    momentum, and payload buffers."""
     error_norm: float | None
     """Norm of decode(e), the error that was added to this step's gradients (docs/numerics.md, "The error");
     0 without error feedback."""

@@ -76,6 +76,11 @@ class WeightGather:
         return self._own.nbytes
 
     @property
+    def kept(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What lasts from step to step: the old shard and the message."""
+        return self._old, self._message
+
+    @property
     def nbytes(self) -> int:
         """Memory of the old shard and the message."""
         return self._old.nbytes + self._message.nbytes

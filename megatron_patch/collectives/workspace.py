@@ -62,7 +62,11 @@ class Pool:
     def give(self, buffer: torch.Tensor) -> None:
         """Hand back what `take` returned; its last work must be on the stream that it was taken on."""
         key, whole = self._taken.pop(buffer)
-        self._free[key].append(whole)
+        self._free.setdefault(key, []).append(whole)
+
+    def release(self) -> None:
+        """Free the buffers that are not in use; the next users get new ones."""
+        self._free.clear()
 
     @property
     def nbytes(self) -> int:

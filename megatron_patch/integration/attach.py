@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -64,7 +64,17 @@ class Attachment:
             for place, group in enumerate(groups)
         ]
         self.weights = ChunkWeights(chunk, self.state)
+        self.state.memory.sources.append(self._kept)
         self._marked = replicated_params.mark(chunk) if config.compresses else []
+
+    def _kept(self) -> Iterator[torch.Tensor]:
+        """What the weight gather and 1-bit Adam keep on the device."""
+        for seam in self.weights.seams:
+            for gather in seam.gathers:
+                yield from gather.kept
+        for gradients in self.seams:
+            if gradients.momentum is not None:
+                yield from gradients.momentum.held or ()
 
     def detach(self) -> None:
         for seam in self.seams:

@@ -11,6 +11,7 @@ checkpoint logs again what the attempt that died had logged after it: those line
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import json
@@ -265,7 +266,7 @@ class RunMetrics:
         peak, error_bytes, buffer_bytes, weight_bytes = memory.tolist()
         args = get_args()
         median = _median(self._seconds or [record["step_seconds"] for record in earlier])
-        events = [c.describe() for c in self._states()]
+        events = [{"steps": c.steps, **dataclasses.asdict(c.events)} for c in self._states()]
         config = self._config
         summary = {
             "method": config.method if config is not None else "stock",

@@ -29,6 +29,8 @@ class RankState:
         groups: Mapping[str, int],
         forget: Callable[[], None] = lambda: None,
     ) -> None:
+        for session in sessions:
+            session.memory.bring_back()
         self.senders = [sender for sender, _ in found]
         self.layout = RankLayout(tuple((part, _storage(sender)) for sender, part in found))
         self.states = list(sessions)

@@ -75,6 +75,8 @@ def step_report(states: Sequence[Session], weights: Traffic | None = None) -> St
         weight_bytes=weights.nbytes,
         bits_per_weight=weights.bits_per_element,
         error_bytes=sum(state.error_bytes for state in states),
+        device_bytes=sum(state.memory.nbytes for state in states)
+        + sum(pool.nbytes for pool in {state.workspace.pool for state in states}),
         error_norm=math.sqrt(error) if measured else None,
         gradient_norm=math.sqrt(gradient) if measured else None,
         snr_db=10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None,

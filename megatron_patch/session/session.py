@@ -24,6 +24,7 @@ from megatron_patch.compensation.error_state import MovingAverageError
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.session.events import Events, SessionReport
+from megatron_patch.session.memory import Memory
 from megatron_patch.session.onset import LONG, Onset, Phase, StartTogether
 
 logger = logging.getLogger(__name__)
@@ -52,8 +53,8 @@ class Session:
         self.announces = False  # set where one session speaks for all of the model and all ranks
         self.device = device
         self.workspace = Workspace(device, shared_pool(device))
-        self.exchanges: list[Exchange] = []
-        """All of the model's, in the order of their allocation."""
+        self.memory = Memory(lambda: (t for error in self._errors for t in error.tensors().values()))
+        self.exchanges: list[Exchange] = []  # in the order of their allocation
         streams = (dist.get_rank() * 4096 + n for n in itertools.count())
         self._setup = Setup(config, self.workspace, streams)
         self.steps = self.steps_seen = 0
@@ -168,6 +169,7 @@ class Session:
         the loop exchanges several times a step. Else no optimizer of this loop can be seen, and exchanges are
         counted as steps.
         """
+        self.memory.bring_back()
         if passes <= self._passes:
             return  # another bucket group of the same backward pass
         if self._prepared is not None:  # and did not use them: an overflow that another optimizer has found
@@ -337,14 +339,12 @@ class Session:
         return True
 
     def _scale_errors(self, factor: float) -> None:
+        self.memory.bring_back()
         for error in self._errors:
             error.scale_by(factor)
 
     def clear_errors(self) -> None:
         """e <- 0 in all buckets at once."""
+        self.memory.bring_back()
         for error in self._errors:
             error.reset()
-
-    def describe(self) -> dict[str, object]:
-        """The counters, for logs and summaries."""
-        return {"steps": self.steps, **dataclasses.asdict(self.events)}

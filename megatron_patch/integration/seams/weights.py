@@ -157,6 +157,7 @@ class WeightSeam:
             if self._detached:  # somebody's override still calls this one
                 self._original(force_sync=force_sync)
                 return
+            chunk.state.memory.bring_back()
             with naming_lost_ranks(_WHAT, self.ranks):
                 self._start_param_sync(force_sync)
 
