@@ -1,10 +1,10 @@
 # ruff: noqa: E402, F401  (stand-ins come before what needs them)
 """Training by Megatron-Bridge's own `pretrain` on CPU ranks, under torchrun.
 
-    bridge_training.py FOLDER STEPS STOP MANAGER
+    bridge_training.py FOLDER STEPS STOP CHANGE
 
 trains up to STOP of STEPS steps from the checkpoint in FOLDER, if there is one, and saves there every 5
-steps. MANAGER `stock`: Bridge's own checkpoint manager, without error states.
+steps, by Bridge's own checkpoint manager. CHANGE is none, async (saves) or without (error states).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 
 import megatron_patch
+from megatron_patch.integration import patching, symbols
 
 ON_CPU = {
     "transformer_layer_spec": lambda config, vp_stage=None: get_gpt_layer_local_spec(),
@@ -93,7 +94,9 @@ def main() -> None:
     folder, steps, stop, change = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     logging.getLogger("megatron_patch").setLevel(logging.INFO)
     cfg = configured(folder, steps, stop)
-    cfg.checkpoint.async_save = change == "async"
+    if change == "async":
+        cfg.checkpoint.async_save, cfg.checkpoint.async_strategy = True, "mcore"
+        patching.restore(symbols.RESULTS_QUEUE)  # the stand-in's is not for processes that write
     config = megatron_patch.CompressionConfig(method="loco", bits=4, save_error=change != "without")
     cfg.model.register_post_wrap_hook(partial(megatron_patch.attach, config=config))
     for module in (train, evaluation):  # ModelOpt's, which says None where nothing is distilled

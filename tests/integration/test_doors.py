@@ -151,10 +151,13 @@ def fsdp(options: dict[str, Any]) -> tuple[str, bool]:
 def test_fsdp_is_refused_when_it_is_built_unless_nothing_is_on(pool, options, refused):
     from megatron.core.distributed import TorchFullyShardedDataParallel
     from megatron.core.distributed.data_parallel_base import _BaseDataParallel
-    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 
-    assert issubclass(TorchFullyShardedDataParallel, _BaseDataParallel)
-    assert issubclass(FullyShardedDataParallel, _BaseDataParallel)
+    # From 0.20 on FullyShardedDataParallel is a function that makes one of several classes.
+    named = [value for name, value in vars(mcore_fsdp_adapter).items() if "FullySharded" in name]
+    classes = [value for value in named if isinstance(value, type)]
+    assert classes
+    assert all(issubclass(one, _BaseDataParallel) for one in [TorchFullyShardedDataParallel, *classes])
     for answer, built in pool.run(fsdp, options, world_size=1):
         assert built
         assert ("--use-megatron-fsdp" in answer) == refused
