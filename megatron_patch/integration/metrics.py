@@ -209,6 +209,7 @@ class RunMetrics:
             for name in (
                 "compressed",
                 "gradient_wire_bytes",
+                "gradient_intra_node_bytes",
                 "weight_wire_bytes",
                 "weight_wire_bits_per_element",
                 "weight_unchanged_share",
