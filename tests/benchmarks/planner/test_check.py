@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from pathlib import Path
 
@@ -38,3 +39,22 @@ def test_predictions_are_closest_where_links_take_the_time() -> None:
 def test_a_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command, ["--cells", str(tmp_path / "none.csv")]) == 2
     assert capsys.readouterr().err.startswith("megatron-loco: error: ")
+
+
+def test_pytorchs_wrappings_are_predicted_as_the_page_says() -> None:
+    cells = command.read(DOCS / "plan/pytorch.csv", DOCS / "plan/calibration.yaml")
+    wrapped = {c.cell: c for c in cells if c.cell.name != "bf16_alltoall"}
+    errors = [abs(c.error) for c in wrapped.values()]
+    assert len(errors) == 30
+    ratios = []
+    for cell, low in wrapped.items():
+        if cell.name.endswith("loco4"):
+            stock = wrapped[dataclasses.replace(cell, name=cell.name.replace("loco4", "bf16"))]
+            predicted, measured = stock.predicted / low.predicted, stock.measured / low.measured
+            ratios.append(abs(predicted / measured - 1))
+    steps = (
+        f"{100 * statistics.median(errors):.1f} % off\nin the median and {100 * max(errors):.0f} % at worst"
+    )
+    of_ratios = f"{100 * statistics.median(ratios):.1f} and {100 * max(ratios):.1f} %"
+    page = (DOCS / "plan.md").read_text(encoding="utf-8")
+    assert f"steps are {steps}, speed-ups of 4 bits over bf16 in the same wrapping {of_ratios}." in page
