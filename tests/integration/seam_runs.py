@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from typing import Any
 
@@ -105,7 +106,7 @@ def trained(model: dict[str, Any], compression: dict[str, Any] | None, steps: in
     shards = [tiny.step(tiny.random_gradients(step)) for step in range(steps)]
     report = {"shards": shards, "weights": tiny.weights()}
     if compressor is not None:
-        report["events"] = compressor.describe()
+        report["events"] = {"steps": compressor.steps, **dataclasses.asdict(compressor.events)}
         report["bits"] = compressor.report.traffic.bits_per_element
     megatron_patch.disable()
     return report

@@ -5,6 +5,7 @@ On Megatron's real DDP, buckets and distributed optimizer (tiny_model.py), 4 ran
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -188,7 +189,7 @@ def skipped() -> dict[str, Any]:
         assert successful == (step != 2)
         report["errors"].append(any_error(compressor))
         report["counts"].append((compressor.steps, compressor.steps_seen))
-    report["events"] = compressor.describe()
+    report["events"] = {"steps": compressor.steps, **dataclasses.asdict(compressor.events)}
     megatron_patch.disable()
     return report
 
@@ -222,7 +223,7 @@ def replayed(model: dict[str, Any]) -> dict[str, Any]:
     tiny.optimizer.step()
     report["replayed wire"] = compressor.report.traffic.nbytes == wire
     tiny.step(tiny.random_gradients(3))
-    report["events"] = compressor.describe()
+    report["events"] = {"steps": compressor.steps, **dataclasses.asdict(compressor.events)}
     # Another model that never ran before: what the second pass must look like with errors of zero.
     megatron_patch.disable()
     fresh, other = built(model, {"bits": 4})
@@ -264,7 +265,7 @@ def exchanged_often(model: dict[str, Any], steps: int, times: int) -> dict[str, 
             tiny.optimizer.step()
             report["bytes"].append(state.report.traffic.nbytes)
     report["labels"] = labels_of(tiny)
-    report["events"] = state.describe()
+    report["events"] = {"steps": state.steps, **dataclasses.asdict(state.events)}
     report["messages"] = [line for line in messages if "more than once" in line]
     megatron_patch.disable()
     return report
@@ -508,7 +509,7 @@ def loss_scale(window: int, error_dtype: str) -> dict[str, Any]:
             report["follows"].append(all(torch.equal(a * (after / before), b) and a.any() for a, b in pairs))
         else:
             report["follows"].append(not any_error(compressor))
-    report["events"] = compressor.describe()
+    report["events"] = {"steps": compressor.steps, **dataclasses.asdict(compressor.events)}
     megatron_patch.disable()
     return report
 

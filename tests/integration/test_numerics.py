@@ -7,6 +7,7 @@ by bucket, step by step.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,7 @@ def train(model: dict[str, Any], compression: dict[str, Any], how: str) -> dict[
         "groups": [len(group.buckets) for group in tiny.groups],
         "scaling": [bucket.gradient_scaling_factor for bucket in tiny.buckets],
         "counted": compressor.steps,
-        "events": compressor.describe(),
+        "events": {"steps": compressor.steps, **dataclasses.asdict(compressor.events)},
         "weights": tiny.weights(),
     }
     megatron_patch.disable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import nullcontext
 from typing import Any
 
@@ -149,7 +150,12 @@ def bad_gradients(kind: str) -> dict[str, Any]:
         optimizer.zero_grad()
         errors.append(float(sum(error.decode().abs().sum() for error in session._errors)))
     finite = bool(model.module.weight.isfinite().all())
-    found = {"bad": bad, "errors": errors, "finite": finite, "events": session.describe()}
+    found = {
+        "bad": bad,
+        "errors": errors,
+        "finite": finite,
+        "events": {"steps": session.steps, **dataclasses.asdict(session.events)},
+    }
     megatron_patch.disable()
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from argparse import Namespace
 from typing import Any
 
@@ -58,7 +59,7 @@ def bad_gradients(model: dict[str, Any]) -> dict[str, Any]:
             wrong.append(f"{step}: a good step changed {changed}")
         if not all(bool(weights.isfinite().all()) for weights in after["weights"]):
             wrong.append(f"{step}: weights are not finite")
-    report = {"wrong": wrong, "events": compressor.describe()}
+    report = {"wrong": wrong, "events": {"steps": compressor.steps, **dataclasses.asdict(compressor.events)}}
     megatron_patch.disable()
     return report
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -69,7 +70,7 @@ def train(model: dict[str, Any], compression: dict[str, Any]) -> dict[str, Any]:
                 "bits": 8 * compressor.report.traffic.nbytes / sum(report["lengths"]),
             }
         )
-    report["events"] = compressor.describe()
+    report["events"] = {"steps": compressor.steps, **dataclasses.asdict(compressor.events)}
     report["phase"] = compressor.phase
     megatron_patch.disable()
     return report

@@ -6,6 +6,7 @@ distributed optimizer's reduce-scatter, two instances of it, the replicated opti
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -103,7 +104,11 @@ def skipped_steps(model: dict[str, Any]) -> dict[str, Any]:
             wrong += [
                 f"{step}, {'bad' if poisoned else 'good'}: {name}" for name, so in facts.items() if not so
             ]
-    report = {"wrong": wrong, "events": compressor.describe(), "injections": injections}
+    report = {
+        "wrong": wrong,
+        "events": {"steps": compressor.steps, **dataclasses.asdict(compressor.events)},
+        "injections": injections,
+    }
     megatron_patch.disable()
     return report
 
