@@ -41,6 +41,8 @@ RELEASED = {
     "0.3.0": {
         "register_codec": ["name", "bits", "rotated", "stochastic_rounding"],
         "register_exchange": ["name"],
+        "offload": ["model"],
+        "reload": ["model"],
     },
 }
 """Public names and their parameters or fields, by the release that brought them. A name goes only after a
