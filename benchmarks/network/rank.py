@@ -180,17 +180,13 @@ def main() -> int:
     try:
         say(rank=rank, pid=os.getpid(), host=int(os.environ["GROUP_RANK"]))
         _start()
-        from megatron_patch.collectives.lost_ranks import naming_lost_ranks
-
         cells = _Cells()
         say(ready=True)
         for line in stream:
             order = json.loads(line)
             if order["do"] == "stop":
                 break
-            with naming_lost_ranks("a collective of the step"):
-                answer = _ANSWERS[order["do"]](cells, order)
-            say(**answer)
+            say(**_ANSWERS[order["do"]](cells, order))
     except Exception as error:
         traceback.print_exc()
         summary = " ".join(f"{type(error).__name__}: {error}".split())

@@ -10,7 +10,6 @@ them, compression is enabled for every DistributedDataParallel it builds.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import runpy
@@ -18,7 +17,6 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,30 +41,13 @@ def main(argv: list[str]) -> int:
     if not Path(script).is_file():
         return _tell(UserError(f"{script}: no such training script"))
     try:
-        with _naming_lost_ranks():
-            _run(script, flags)
+        _run(script, flags)
     except UserError as error:
         return _tell(error)
     except Exception as error:
         _leave_failure(error, user=False)
         raise
     return 0
-
-
-@contextlib.contextmanager
-def _naming_lost_ranks() -> Iterator[None]:
-    """As collectives/lost_ranks.py, for Megatron's own collectives too."""
-    try:
-        yield
-    except RuntimeError:
-        import torch.distributed as dist
-
-        if dist.is_initialized():
-            from megatron_patch.collectives.lost_ranks import naming_lost_ranks
-
-            with naming_lost_ranks("a collective of the job"):
-                raise
-        raise
 
 
 def _run(script: str, flags: list[str]) -> None:

@@ -32,7 +32,6 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
-from megatron_patch.collectives.lost_ranks import naming_lost_ranks
 from megatron_patch.integration.onebit_adam import replicas, update, warm_up
 from megatron_patch.integration.onebit_adam.norm_sketch import NormSketch
 from megatron_patch.integration.onebit_adam.prepared import Found, Prepared, copy_gradients, magnitudes, own
@@ -177,20 +176,19 @@ class OneBitAdam:
         """
         first = self._states[0]
         sketches: dict[dist.ProcessGroup, NormSketch] = {}
-        with naming_lost_ranks("1-bit Adam's gradient norm"):
-            for _, seam in self._seams:
-                assert seam.momentum is not None
-                group = seam.momentum.group
-                seed = first.config.seed + first.steps_seen
-                sketch = sketches.setdefault(group, NormSketch(seed, self._device))
-                for bucket in seam.group.buckets:
-                    for parameter in bucket.params_list:
-                        if _counts(parameter):
-                            start, end = bucket.param_to_index[parameter]
-                            sketch.add(bucket.grad_data[start:end], seam.momentum.mean_factor)
-            total = torch.zeros((), dtype=torch.float64, device=self._device)
-            for group, sketch in sketches.items():
-                total += sketch.squared_norm_of_mean(group) / group.size()
+        for _, seam in self._seams:
+            assert seam.momentum is not None
+            group = seam.momentum.group
+            seed = first.config.seed + first.steps_seen
+            sketch = sketches.setdefault(group, NormSketch(seed, self._device))
+            for bucket in seam.group.buckets:
+                for parameter in bucket.params_list:
+                    if _counts(parameter):
+                        start, end = bucket.param_to_index[parameter]
+                        sketch.add(bucket.grad_data[start:end], seam.momentum.mean_factor)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for group, sketch in sketches.items():
+            total += sketch.squared_norm_of_mean(group) / group.size()
         return total
 
     def _exchange(self, factor: float) -> None:
@@ -201,16 +199,13 @@ class OneBitAdam:
             assert seam.momentum.held is not None
             (stage,) = seam.stages
             handles = []
-            with naming_lost_ranks("momentum exchange", stage.group):
-                for place, (bucket, held) in enumerate(
-                    zip(seam.group.buckets, seam.momentum.held, strict=True)
-                ):
-                    update.form(held, bucket.grad_data, beta1, factor * seam.momentum.mean_factor)
-                    if stage.made.exchanges:
-                        exchange = stage.made.exchanges[place]
-                        handles.append(state.start(exchange, held, held, True, stage.group))
-                for handle in handles:
-                    handle.wait()
+            for place, (bucket, held) in enumerate(zip(seam.group.buckets, seam.momentum.held, strict=True)):
+                update.form(held, bucket.grad_data, beta1, factor * seam.momentum.mean_factor)
+                if stage.made.exchanges:
+                    exchange = stage.made.exchanges[place]
+                    handles.append(state.start(exchange, held, held, True, stage.group))
+            for handle in handles:
+                handle.wait()
             seam.momentum.clear_padding()
         for shared in self._copies or ():
             shared.average()

@@ -32,7 +32,6 @@ import torch.distributed as dist
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 
 from megatron_patch.collectives.exchange import Exchange, Handle
-from megatron_patch.collectives.lost_ranks import naming_lost_ranks
 from megatron_patch.collectives.makers import Made, make_all_reduces, make_reduce_scatters
 from megatron_patch.integration import patching
 from megatron_patch.integration.seams.intercept import CollectiveCalls, intercepted
@@ -41,7 +40,6 @@ from megatron_patch.integration.seams.stock_traffic import stock_gradients
 from megatron_patch.quantization.blocks import Contents, Span
 from megatron_patch.session.session import Session
 
-_WHAT = "gradient exchange"
 _REPLAYING = (RerunState.RERUNNING_IN_PLACE, RerunState.RERUNNING_FROM_CHECKPOINT)
 
 
@@ -51,22 +49,16 @@ class _AllHandles:
     def __init__(
         self,
         handles: Sequence[Handle],
-        groups: Sequence[dist.ProcessGroup | None],
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         self._handles = handles
-        self._groups = groups
         self._stream = stream
 
     def wait(self) -> None:
-        with naming_lost_ranks(_WHAT, *self._groups):
-            if self._stream is None:
-                for handle in self._handles:
-                    handle.wait()
-                return
-            with torch.cuda.stream(self._stream):
-                for handle in self._handles:
-                    handle.wait()
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            for handle in self._handles:
+                handle.wait()
+        if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 
@@ -211,18 +203,14 @@ class BucketGroupSeam:
             self._original(force_all_reduce=force_all_reduce)
         self._check(calls)
         stream = self._stream()
-        groups = self.scatter_group, self.reduce_group
         overlaps = group.grad_reduce_handle is not None
         group.grad_reduce_handle = None  # as upstream leaves it where a collective fails
-        with (
-            naming_lost_ranks(_WHAT, *groups),
-            nullcontext() if stream is None else torch.cuda.stream(stream),
-        ):
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
             handles = self._start(calls)
             if overlaps:
-                group.grad_reduce_handle = _AllHandles(handles, groups, stream)
+                group.grad_reduce_handle = _AllHandles(handles, stream)
             else:
-                _AllHandles(handles, groups).wait()
+                _AllHandles(handles).wait()
 
     def _leave_unreduced(self, force_all_reduce: bool | None) -> None:
         """1-bit Adam after its warm-up: the optimizer's step will exchange momentum (onebit_adam/step.py)."""
@@ -237,7 +225,7 @@ class BucketGroupSeam:
         self._check(calls)
         self.momentum.mean_factor = 1.0 if calls.average else float(self.momentum.group.size())
         if self.group.grad_reduce_handle is not None:
-            self.group.grad_reduce_handle = _AllHandles([], [])
+            self.group.grad_reduce_handle = _AllHandles([])
 
     def _start(self, calls: CollectiveCalls) -> Sequence[Handle]:
         """Start the recorded collectives; the last one of each bucket may still be running on return."""

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_patch.collectives.lost_ranks import naming_lost_ranks
 from megatron_patch.collectives.traffic import Traffic
 from megatron_patch.collectives.weight_batch import Batch, BatchHandle, batches
 from megatron_patch.collectives.weight_gather import Agreement, WeightGather, agree
@@ -46,7 +45,6 @@ from megatron_patch.session.session import IN_FLIGHT, Session
 
 logger = logging.getLogger(__name__)
 
-_WHAT = "weight gather"
 _LENGTH_BYTES = 24
 
 
@@ -158,8 +156,7 @@ class WeightSeam:
                 self._original(force_sync=force_sync)
                 return
             chunk.state.memory.bring_back()
-            with naming_lost_ranks(_WHAT, self.ranks):
-                self._start_param_sync(force_sync)
+            self._start_param_sync(force_sync)
 
         self._override = patching.override(bucket_group, "start_param_sync", start_param_sync)
 
@@ -301,9 +298,8 @@ class MessagesUnderWay:
         """Write the weights. Once only."""
         seams, self._seams = self._seams, ()
         for seam in seams:
-            with naming_lost_ranks(_WHAT, seam.ranks):
-                for handle in self._handles:
-                    handle.wait()
+            for handle in self._handles:
+                handle.wait()
             seam.gathered(self._handles)
 
 
@@ -332,12 +328,11 @@ def gathered_after(chunks: Sequence[ChunkWeights], step: Callable[[], Any]) -> A
 
 
 def _code(seams: Sequence[WeightSeam], group: dist.ProcessGroup) -> None:
-    with naming_lost_ranks(_WHAT, group):
-        agreed = agree([gather for seam in seams for gather in seam.gathers])
-        for bucket in agreed:
-            if bucket.difference and group.rank() == 0:
-                logger.warning("megatron-loco: weights differ, gathered in full: %s", bucket.difference)
-        of_seams = iter(agreed)
-        now = [seam for seam in seams if seam.after_step([next(of_seams) for _ in seam.gathers])]
-        if now:  # no code of the user's has run since the weights were coded
-            MessagesUnderWay(now, now[0].chunk, own_may_have_changed=False).wait()
+    agreed = agree([gather for seam in seams for gather in seam.gathers])
+    for bucket in agreed:
+        if bucket.difference and group.rank() == 0:
+            logger.warning("megatron-loco: weights differ, gathered in full: %s", bucket.difference)
+    of_seams = iter(agreed)
+    now = [seam for seam in seams if seam.after_step([next(of_seams) for _ in seam.gathers])]
+    if now:  # no code of the user's has run since the weights were coded
+        MessagesUnderWay(now, now[0].chunk, own_may_have_changed=False).wait()
