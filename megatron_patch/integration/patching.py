@@ -57,6 +57,11 @@ def replace(path: str, wrap: Callable[[Any], Any], *, may_be_missing: bool = Fal
         setattr(module, name, after)
 
 
+def wrap(path: str, wrapper: Callable[..., Any]) -> None:
+    """Have `wrapper(original, ...)` called in the place of a function, until `restore`."""
+    replace(path, lambda original: functools.wraps(original)(functools.partial(wrapper, original)))
+
+
 def is_replaced(path: str) -> bool:
     """Whether a symbol is replaced, by us."""
     return path in _replaced

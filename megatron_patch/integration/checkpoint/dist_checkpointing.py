@@ -45,6 +45,7 @@ from megatron_patch.session.reader import Reader
 logger = logging.getLogger(__name__)
 
 _NAME = "megatron_loco"
+_OURS = re.compile(rf"{_NAME}(_\d+)?\.rank_\d+")
 _DEPTH = 4
 """Levels of a trainer's dictionary below which no optimizer's is looked for."""
 
@@ -70,20 +71,16 @@ class _OfOptimizer(dict[Any, Any]):
 def install() -> None:
     """Replace `save`, `load` and the optimizers' sharded_state_dict; idempotent."""
     for path in symbols.SHARDED_STATES:
-        patching.replace(path, _marking)
-    for path, wrapper in ((symbols.CORE_SAVE, _save), (symbols.CORE_LOAD, _load)):
-        patching.replace(path, functools.partial(_wrapped, wrapper))
-    patching.replace(symbols.SHARDED_METADATA, _without_ours)
+        patching.replace(path, _marking)  # a method: a partial would not be bound to its optimizer
+    patching.wrap(symbols.CORE_SAVE, _save)
+    patching.wrap(symbols.CORE_LOAD, _load)
+    patching.wrap(symbols.SHARDED_METADATA, _without_ours)
 
 
 def uninstall() -> None:
     """Give Megatron its own functions back."""
     paths = (*symbols.SHARDED_STATES, symbols.CORE_SAVE, symbols.CORE_LOAD, symbols.SHARDED_METADATA)
     patching.restore(*paths)
-
-
-def _wrapped(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.wraps(original)(functools.partial(wrapper, original))
 
 
 _depth = 0
@@ -109,15 +106,10 @@ def _marking(original: Callable[..., Any]) -> Callable[..., Any]:
     return sharded_state_dict
 
 
-def _without_ours(original: Callable[..., Any]) -> Callable[..., Any]:
+def _without_ours(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What a checkpoint holds, for comparisons with what is asked for."""
-
-    @functools.wraps(original)
-    def load_sharded_metadata(*args: Any, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
-        return {name: entry for name, entry in found.items() if f"{_NAME}.rank_" not in str(entry.key)}
-
-    return load_sharded_metadata
+    found = original(*args, **kwargs)
+    return {name: entry for name, entry in found.items() if not _OURS.search(str(entry.key))}
 
 
 def _models(state: Any) -> Iterator[tuple[str, list[Any], _OfOptimizer, list[Any]]]:

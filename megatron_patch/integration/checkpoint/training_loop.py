@@ -40,17 +40,13 @@ def install(loaded_only: bool = False) -> None:
     dist_checkpointing.install()
     if _MODULE in sys.modules or (not loaded_only and importlib.util.find_spec("megatron.training")):
         for path, wrapper in _WRAPPERS.items():
-            patching.replace(path, functools.partial(_wrapped, wrapper))
+            patching.wrap(path, wrapper)
 
 
 def uninstall() -> None:
     """Give Megatron its own functions back."""
     dist_checkpointing.uninstall()
     patching.restore(*_WRAPPERS)
-
-
-def _wrapped(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.wraps(original)(functools.partial(wrapper, original))
 
 
 def _bound(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

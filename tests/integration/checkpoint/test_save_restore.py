@@ -639,6 +639,23 @@ def test_models_of_one_checkpoint_keep_apart(pool: Any, tmp_path: Path) -> None:
         assert found["reference"] == {"policy": (0, False, True), "critic": (0, False, True)}
 
 
+def keys_to_compare() -> tuple[list[str], list[str]]:
+    """In a worker: the keys of a checkpoint that Megatron compares with what is asked for."""
+    from types import SimpleNamespace
+
+    from megatron_patch.integration.checkpoint import dist_checkpointing
+
+    ours = ["megatron_loco.rank_0", "policy.megatron_loco.rank_12.manifest", "megatron_loco_2.rank_0"]
+    entries = {key: SimpleNamespace(key=key) for key in ["weight", "a.megatron_loco.weight", *ours]}
+    return ours, list(dist_checkpointing._without_ours(lambda: entries))
+
+
+def test_a_strict_load_does_not_find_our_keys_unexpected(pool: Any) -> None:
+    """The comparison itself fails in Megatron with torch 2.15, whose tensors' properties have strides."""
+    ((_, compared),) = pool.run(keys_to_compare, world_size=1)
+    assert compared == ["weight", "a.megatron_loco.weight"]
+
+
 def scaled(folder: str, save_scale: float, new_scale: float) -> tuple[list[float], list[float]]:
     """In a worker: fp16's errors saved with one loss scale, loaded where the optimizer has another one.
 
