@@ -7,16 +7,20 @@ from typing import Any
 
 import pytest
 
+OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 1500, "overlap_param_gather": True}
 CASES: dict[str, dict[str, Any]] = {
     "loco": {"method": "loco", "start_step": 0},
     "exact gather": {"method": "loco", "start_step": 0, "weight_gather": "exact"},
     "onebit_adam": {"method": "onebit_adam", "warmup_steps": 2},
     "none": {"method": "none", "weight_gather": "exact"},
+    "gather on its way": {"method": "loco", "start_step": 0, "weight_gather": "exact"},
 }
 
 
-def trained(compression: dict[str, Any], offloads: str) -> tuple[list[float], list[tuple[int, int]]]:
+def trained(case: str, offloads: str) -> tuple[list[float], list[tuple[int, int]]]:
     """In a worker: six steps; after some of them all is moved away and asked for, or needed, again.
+
+    In the last case the first bucket's weights are on their way then, as a trainer may have asked for them.
 
     Returns the losses, and (bytes on the device with it, without it) of each time.
     """
@@ -24,14 +28,17 @@ def trained(compression: dict[str, Any], offloads: str) -> tuple[list[float], li
 
     import megatron_patch
 
-    gpt = build(dtype="bf16")
-    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**compression))
+    on_its_way = case == "gather on its way"
+    gpt = build(dtype="bf16", ddp=OVERLAP if on_its_way else {})
+    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**CASES[case]))
     held = []
     for step in range(6):
         gpt.backward(step)
         gpt.update()
         if offloads != "never" and step in (1, 3, 4):
             before = megatron_patch.report(gpt.chunks).device_bytes
+            if on_its_way:
+                gpt.chunks[0].bucket_groups[-1].start_param_sync()
             megatron_patch.offload(gpt.chunks)
             held.append((before, megatron_patch.report().device_bytes))
             if offloads == "and reloads":
@@ -46,13 +53,13 @@ def trained(compression: dict[str, Any], offloads: str) -> tuple[list[float], li
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_goes_on_as_if_nothing_had_been_moved(pool: Any, case: str, offloads: str) -> None:
     """Without `reload` too: what needs it first brings it back."""
-    stayed = pool.run(trained, CASES[case], "never", world_size=2)
-    moved = pool.run(trained, CASES[case], offloads, world_size=2)
+    stayed = pool.run(trained, case, "never", world_size=2)
+    moved = pool.run(trained, case, offloads, world_size=2)
     for (losses, _), (again, held) in zip(stayed, moved, strict=True):
         assert losses == again
         for with_it, without in held:
             assert with_it > 5_000
-            assert without == 0
+            assert without == 0 or (case == "gather on its way" and without < with_it / 2)
 
 
 def saved_while_away(folder: str) -> tuple[bool, str]:
