@@ -288,7 +288,6 @@ class MessagesUnderWay:
 
     def __init__(self, seams: Sequence[WeightSeam], chunk: ChunkWeights, own_may_have_changed: bool) -> None:
         self._seams: Sequence[WeightSeam] = seams
-        self._memory = chunk.state.memory
         self._handles: list[BatchHandle] = []
         for batch in batches([gather for seam in seams for gather in seam.gathers]):
             self._handles.append(chunk.start(batch, own_may_have_changed))
@@ -298,7 +297,6 @@ class MessagesUnderWay:
     def wait(self) -> None:
         """Write the weights. Once only."""
         seams, self._seams = self._seams, ()
-        self._memory.bring_back()  # old shards that were moved away while these were on their way
         for seam in seams:
             for handle in self._handles:
                 handle.wait()
