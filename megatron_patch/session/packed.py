@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -48,45 +48,48 @@ class PackedReader(Reader):
 
     Args:
         rank: the state of this rank.
-        has: whether the checkpoint has a manifest of a rank.
-        manifest: that manifest, as text; KeyError where there is none.
+        ranks: those of which the checkpoint has a manifest.
+        manifest: gives one, as text.
         data: gives a saved rank's tensor of so many bytes.
-        where: the checkpoint, for messages.
 
     Raises:
-        Damaged: a manifest is missing, or holds what this release does not know.
+        Damaged: no manifest can be read. What one of them lacks is told by `apply`.
     """
 
     def __init__(
         self,
         rank: RankState,
-        has: Callable[[int], bool],
+        ranks: Iterable[int],
         manifest: Callable[[int], str],
         data: Callable[[int, int], torch.Tensor],
-        where: Any,
     ) -> None:
         self._data = data
         here, layouts = dist.get_rank(), {}
         self._manifests: dict[int, dict[str, Any]] = {}
-
-        def read(saved: int) -> dict[str, Any]:
-            one = self._manifests[saved] = json.loads(manifest(saved))
-            layouts[saved] = RankLayout.from_json(one["layout"]).at(one["positions"])
-            return one
-
-        try:
-            world = read(here if has(here) else 0)["world_size"]
-            # Under the same layout a rank needs to know of no other.
-            if world != dist.get_world_size() or layouts.get(here) != rank.layout:
-                for saved in set(range(world)) - self._manifests.keys():
-                    read(saved)
-            stored = {saved for saved, one in self._manifests.items() if one["nbytes"]}
-            content = next(iter(self._manifests.values()))
-            if content["format"] != FORMAT:
-                raise Damaged(f"{where} has format {content['format']!r}; this release reads {FORMAT}")
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise Damaged(f"{where} holds what this release does not know: {error!r}") from error
-        super().__init__(rank, content, layouts, stored)
+        problem: Damaged | None = None
+        for saved in sorted(ranks, key=lambda saved: (saved != here, saved)):
+            try:
+                one = json.loads(manifest(saved))
+                if one["format"] != FORMAT:
+                    raise Damaged(f"it has format {one['format']!r}; this release reads {FORMAT}")
+                layouts[saved] = RankLayout.from_json(one["layout"]).at(one["positions"])
+                self._manifests[saved] = one
+            except Damaged as error:
+                problem = problem or error
+            except (KeyError, TypeError, ValueError, IndexError) as error:
+                problem = problem or Damaged(f"it holds what this release does not know: {error!r}")
+            if layouts.get(here) == rank.layout and one["world_size"] == dist.get_world_size():
+                break  # Under the same layout a rank needs to know of no other.
+        else:
+            worlds = [one["world_size"] for one in self._manifests.values()]
+            gone = set(range(max(worlds, default=1))) - self._manifests.keys()
+            if gone and problem is None:
+                problem = Damaged(f"it has no error states of rank {min(gone)}")
+        if not self._manifests:
+            assert problem is not None
+            raise problem
+        stored = {saved for saved, one in self._manifests.items() if one["nbytes"]}
+        super().__init__(rank, next(iter(self._manifests.values())), layouts, stored, problem)
 
     def tensors_of(self, saved_rank: int) -> _RankTensors:
         """Reads them all: a rank's tensors lie together."""

@@ -37,6 +37,8 @@ class Reader:
         content: what manifest.content_of said.
         layouts: of saved ranks, by number: all of them, or this rank's alone where it is the same.
         stored: those that have tensors.
+        problem: what is known to be missing of the errors. Counters, which are the job's, are put back anyway:
+            ranks must agree on what they exchange.
     """
 
     def __init__(
@@ -45,8 +47,9 @@ class Reader:
         content: Mapping[str, Any],
         layouts: Mapping[int, RankLayout],
         stored: Set[int],
+        problem: Damaged | None = None,
     ) -> None:
-        self.rank = rank
+        self.rank, self._problem = rank, problem
         self._content, self._layouts, self._stored = content, layouts, stored
         same = [saved for saved, layout in layouts.items() if layout == rank.layout]
         here = dist.get_rank()
@@ -80,7 +83,7 @@ class Reader:
         """Put the state back as far as it goes; returns what happened on this rank.
 
         Raises:
-            Damaged: what is read is not as a save writes it.
+            Damaged: what is read is not as a save writes it; counters are put back before errors are read.
         """
         try:
             return self._applied(loss_scale)
@@ -106,6 +109,8 @@ class Reader:
             for state in rank.states:
                 state.events.replays += 1
             return "errors start from zero: the checkpoint is from within a step, which runs again"
+        if self._problem is not None:
+            raise self._problem
         if self.mine is not None:
             self._apply_exactly(self.mine, factor)
         if not rank.config.keeps_errors:

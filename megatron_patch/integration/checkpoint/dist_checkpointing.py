@@ -201,7 +201,8 @@ def restore(
         reader = old_folder.reader(rank, folder) or read()
         line = "errors start from zero: the checkpoint has none" if reader is None else reader.apply(scale)
     except Damaged as problem:
-        rank.start_from_zero(steps)
+        for state in rank.states:
+            state.clear_errors()  # of a part that was read; counters stay as those of the other ranks
         level, line = logging.WARNING, f"errors start from zero: {folder}: {problem}"
         if rank.config.strict_load:
             raise UserError(
@@ -222,8 +223,6 @@ def _reader(rank: RankState, folder: Path, name: str) -> PackedReader | None:
         return ShardedObject(f"{of(saved)}.manifest", None, (1,), (0,)).unique_key
 
     def manifest(saved: int) -> str:
-        if manifest_key(saved) not in keys:
-            raise Damaged(f"it has no error states of rank {saved}")
         text = {manifest_key(saved): io.BytesIO()}
         _read(text)
         return str(_unpickled(text[manifest_key(saved)]))
@@ -246,7 +245,10 @@ def _reader(rank: RankState, folder: Path, name: str) -> PackedReader | None:
 
     if not any(key.startswith(f"{name}.rank_") for key in keys):
         return None
-    return PackedReader(rank, lambda saved: manifest_key(saved) in keys, manifest, data, folder)
+    pattern = re.compile(rf"{re.escape(name)}\.rank_(\d+)\.manifest/")
+    return PackedReader(
+        rank, {int(found[1]) for key in keys if (found := pattern.match(key))}, manifest, data
+    )
 
 
 def _unpickled(value: Any) -> Any:

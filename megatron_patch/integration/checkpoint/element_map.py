@@ -23,7 +23,7 @@ from megatron_patch.session.rank_state import RankState
 
 
 def rank_state_of(chunks: Sequence[Any]) -> RankState:
-    """What this rank's attached chunks remember, one chunk at least. Call on all ranks."""
+    """What this rank's attached chunks remember, one chunk at least."""
     attached = [(chunk, attachment) for chunk in chunks if (attachment := attachment_of(chunk)) is not None]
     first = chunks[0]
     pipeline = first.pp_group[0] if isinstance(first.pp_group, list) else first.pp_group
@@ -45,7 +45,7 @@ def rank_state_of(chunks: Sequence[Any]) -> RankState:
 
 
 def parts_of(chunk: Any, attachment: Attachment) -> list[tuple[Sender, Part]]:
-    """Every sender of an attached DDP-wrapped chunk, and what its error state is of. Call on all ranks."""
+    """Every sender of an attached DDP-wrapped chunk, and what its error state is of."""
     pieces = _pieces_of_parameters(chunk)
     return [found for seam in attachment.seams for found in _parts_of_group(seam, pieces)]
 

@@ -116,11 +116,10 @@ def _reader(rank: RankState, folder: Path) -> PackedReader | None:
             raise Damaged(f"{_file(folder, saved).name} cannot be read: {error}") from error
         return found
 
-    def has(saved: int) -> bool:
-        return _file(folder, saved).exists()
-
+    files = (folder / _FOLDER).glob("rank-*.pt")
+    ranks = {int(path.stem.removeprefix("rank-")) for path in files}
     return PackedReader(
-        rank, has, lambda saved: read(saved)["manifest"], lambda saved, _: read(saved)["data"], folder
+        rank, ranks, lambda saved: read(saved)["manifest"], lambda saved, _: read(saved)["data"]
     )
 
 

@@ -442,7 +442,7 @@ def load_damaged(folder: str, parallel: dict[str, Any]) -> dict[str, Any]:
             read = functools.partial(dist_checkpointing._reader, rank, copy, "megatron_loco")
             with _captured() as lines:
                 try:
-                    dist_checkpointing.restore(rank, copy, read, 7, 1.0)
+                    dist_checkpointing.restore(rank, copy, read, 3, 1.0)
                 except megatron_patch.UserError as error:
                     lines.append(f"refused: {error}")
             zero = not any(sender.error.flat().any() for sender in compressor.senders)
@@ -453,7 +453,10 @@ def load_damaged(folder: str, parallel: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", ["the same", "another"])
 def test_damage_is_found_and_named(pool: Any, tmp_path: Path, layout: str) -> None:
-    """By the rank that needs what is damaged: under the same layout that is rank 1 alone."""
+    """By the rank that needs what is damaged: under the same layout that is rank 1 alone.
+
+    It keeps the counters of the others, or it would wait for them in other exchanges than they for it.
+    """
     pool.run(save, str(tmp_path), {}, {}, world_size=2)
     parallel = {} if layout == "the same" else BUCKETS
     reports = pool.run(load_damaged, str(tmp_path), parallel, world_size=2)
@@ -470,6 +473,33 @@ def test_damage_is_found_and_named(pool: Any, tmp_path: Path, layout: str) -> No
             assert lines[0].startswith("refused: ")
             assert message in lines[0]
             assert "compression.strict_load" in lines[0]
+
+
+def loaded_by_one(folder: str) -> tuple[int, bool]:
+    """In a worker: rank 0 alone loads a checkpoint; returns its steps, and whether it has the errors."""
+    import torch
+    from integration.checkpoint.whole_checkpoints import tree, write
+    from megatron.core import dist_checkpointing
+
+    import megatron_patch
+    from megatron_patch.integration.attach import session_of
+
+    gpt = _build({}, {})
+    with_random_errors(gpt)
+    write(gpt, Path(folder))
+    session = session_of(gpt.chunks[0])
+    session.restart(0)
+    state = tree(gpt)
+    if torch.distributed.get_rank() == 0:
+        dist_checkpointing.load(state, folder, validate_access_integrity=False)
+    found = session.steps, any(bool(sender.error.flat().any()) for sender in session.senders)
+    torch.distributed.barrier()
+    megatron_patch.disable()
+    return found
+
+
+def test_a_load_waits_for_no_other_rank(pool: Any, tmp_path: Path) -> None:
+    assert pool.run(loaded_by_one, str(tmp_path / "checkpoint"), world_size=2) == [(7, True), (0, False)]
 
 
 def save_changed(folder: str, compression: dict[str, Any], changes: dict[str, Any]) -> None:

@@ -93,6 +93,8 @@ def _put_back(tiny: Any, state: dict[str, Any]) -> None:
 
 def resume(model: dict[str, Any], compression: dict[str, Any], switch: int) -> dict[str, Any]:
     """In a worker: a run left alone, saved before and after the switch, and one from every checkpoint."""
+    import torch
+
     import megatron_patch
     from megatron_patch.integration.checkpoint.element_map import rank_state_of
     from megatron_patch.session.packed import PackedReader, pack
@@ -113,9 +115,8 @@ def resume(model: dict[str, Any], compression: dict[str, Any], switch: int) -> d
         _put_back(tiny, state)
         rank = rank_state_of([tiny.ddp])
         rank.start_from_zero(cut)
-        told = PackedReader(
-            rank, lambda _: True, lambda _, m=manifest: m, lambda *_, d=data: d, "memory"
-        ).apply(1.0)
+        ranks = range(torch.distributed.get_world_size())
+        told = PackedReader(rank, ranks, lambda _, m=manifest: m, lambda *_, d=data: d).apply(1.0)
         assert told == "error states restored exactly" or not rank.config.keeps_errors
         for step in range(cut, steps):
             step_of(tiny, step)
