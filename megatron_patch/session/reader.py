@@ -37,8 +37,8 @@ class Reader:
         content: what manifest.content_of said.
         layouts: of saved ranks, by number: all of them, or this rank's alone where it is the same.
         stored: those that have tensors.
-        problem: what is known to be missing of the errors. Counters, which are the job's, are put back anyway:
-            ranks must agree on what they exchange.
+        problem: what is known to be missing of the errors. Counters are put back anyway: they are the job's,
+            and ranks must agree on what they exchange.
     """
 
     def __init__(

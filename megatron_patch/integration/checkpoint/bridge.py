@@ -13,8 +13,8 @@ class CheckpointManager(checkpointing.DefaultCheckpointManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         warnings.warn(
-            "megatron_patch.integration.checkpoint.bridge.CheckpointManager will be removed in 0.4: leave out "
-            "custom_manager_class; Bridge's own manager saves the error states",
+            "megatron_patch.integration.checkpoint.bridge.CheckpointManager will be removed in 0.4: leave "
+            "out custom_manager_class; Bridge's own manager saves the error states",
             DeprecationWarning,
             stacklevel=2,
         )
