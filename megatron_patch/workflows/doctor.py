@@ -45,28 +45,25 @@ def rows() -> list[tuple[str, str, str]]:
     for name, purpose in _WANTED_FOR.items():
         version = _version(name)
         remark = "" if version else f"missing for: {purpose}"
+        lacks = list(symbols.unmet()) if name == "megatron-core" and version else []
         if name == "megatron-core" and version:
-            remark = _of_megatron(Version(Version(version).base_version))
+            remark = _of_megatron(Version(Version(version).base_version), len(lacks))
         found.append((name, version or "-", remark))
-        if name == "megatron-core" and version:
-            found += [("", "", line) for line in symbols.unmet()]
+        found += [("", "", line) for line in lacks]
     found += _devices()
     cores = len(os.sched_getaffinity(0))
     found.append(("processor", f"{cores} cores", "" if cores >= 2 else "the quick start wants 2"))
     return found
 
 
-def _of_megatron(release: Version) -> str:
-    first, behind = symbols.TESTED
-    tested = Version(first) <= release < Version(behind)
-    if lacks := list(symbols.unmet()):
-        return (
-            f"{len(lacks)} of {len(symbols.SYMBOLS)} symbols that are replaced are not as they were tested:"
-        )
-    whole = (
-        f"all {len(symbols.SYMBOLS)} symbols that are replaced are there, with the parameters that are read"
-    )
-    return "" if tested else f"outside the tested range >={first},<{behind}; {whole}"
+def _of_megatron(release: Version, lacks: int) -> str:
+    (first, behind), known = symbols.TESTED, len(symbols.SYMBOLS)
+    if lacks:
+        return f"{lacks} of {known} symbols that are replaced are not as they were tested:"
+    if Version(first) <= release < Version(behind):
+        return ""
+    whole = f"all {known} symbols that are replaced are there, with the parameters that are read"
+    return f"outside the tested range >={first},<{behind}; {whole}"
 
 
 def _devices() -> list[tuple[str, str, str]]:

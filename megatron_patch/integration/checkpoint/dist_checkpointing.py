@@ -154,11 +154,12 @@ def _load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     bound = inspect.signature(original).bind(*args, **kwargs)
     found = list(_models(bound.arguments["sharded_state_dict"]))
     result = original(*args, **kwargs)
-    folder, loaded = Path(bound.arguments["checkpoint_dir"]), result[0] if type(result) is tuple else result
+    where, loaded = bound.arguments["checkpoint_dir"], result[0] if type(result) is tuple else result
+    folder = Path(where)
     for name, chunks, marked, place in found:
         of_optimizer = functools.reduce(lambda value, key: value[key], place, loaded)
         rank, scale = rank_state_of(chunks), _scale(of_optimizer, marked)
-        read = functools.partial(_reader, rank, folder, name)
+        read = functools.partial(_reader, rank, where, name)
         restore(rank, folder, read, _steps_of(loaded, folder), scale)
     return result
 
@@ -212,9 +213,13 @@ def restore(
         logger.log(level, "megatron-loco: step %d: %s", rank.states[0].steps, line)
 
 
-def _reader(rank: RankState, folder: Path, name: str) -> PackedReader | None:
-    storage = _get_filesystem_reader(folder)
-    keys = storage.read_metadata().state_dict_metadata
+def _reader(rank: RankState, where: str | Path, name: str) -> PackedReader | None:
+    """What reads a model's states; `where` is as Megatron was given it, a folder or an object store's name."""
+    storage = _get_filesystem_reader(where)
+    try:
+        keys = storage.read_metadata().state_dict_metadata
+    except OSError:  # another format than torch_dist, which earlier releases of Megatron wrote
+        return None
 
     def of(saved: int) -> str:
         return f"{name}.rank_{saved}"

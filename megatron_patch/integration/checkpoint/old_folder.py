@@ -1,7 +1,9 @@
-"""Checkpoints of releases 0.1 and 0.2, which had error states in a folder beside Megatron's files. Read only.
+"""Checkpoints of releases 0.1 and 0.2, which had error states in a folder beside Megatron's files.
 
-iter_0000020/compression/rank-00003.safetensors   the tensors of rank 3: "2.codes" is of its third sender
-iter_0000020/compression/manifest.json            what they are of, with checksums of all files and its own
+    iter_0000020/compression/rank-00003.safetensors   the tensors of rank 3: "2.codes" is of its third sender
+    iter_0000020/compression/manifest.json            what they are of, checksums of all files and its own
+
+They are read and no longer written.
 """
 
 from __future__ import annotations

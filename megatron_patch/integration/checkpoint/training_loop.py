@@ -1,9 +1,9 @@
 """What Megatron's own training loop needs beside dist_checkpointing.py.
 
-load_checkpoint   before it, a torn tracker file is repaired
-save_checkpoint   with --ckpt-format torch, which does not pass dist_checkpointing: every rank writes its
-                  error states to megatron_loco/rank-00003.pt in the checkpoint's folder, before Megatron
-                  writes its files and announces it; load_checkpoint puts them back
+`load_checkpoint` repairs a torn tracker file first. `--ckpt-format torch` does not pass dist_checkpointing:
+with it `save_checkpoint` has every rank write its error states to megatron_loco/rank-00003.pt in the
+checkpoint's folder, before Megatron writes its own files and announces them, and `load_checkpoint` puts them
+back.
 """
 
 from __future__ import annotations
