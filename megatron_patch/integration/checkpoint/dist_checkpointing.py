@@ -214,7 +214,7 @@ def restore(
 
 
 def _reader(rank: RankState, where: str | Path, name: str) -> PackedReader | None:
-    """What reads a model's states; `where` is what Megatron was given: a folder, or an object store's name."""
+    """What reads a model's states; `where` is what Megatron was given: a folder or an object store."""
     storage = _get_filesystem_reader(where)
     try:
         keys = storage.read_metadata().state_dict_metadata
