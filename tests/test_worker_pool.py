@@ -71,7 +71,9 @@ def fail_on(rank: int, how: str) -> None:
     elif how == "exit":
         os._exit(3)
     else:
-        os.kill(os.getpid(), getattr(signal, how))
+        # To this thread: a signal to the process may end it in another one, after this function has returned.
+        signal.raise_signal(getattr(signal, how))
+        time.sleep(600)  # should the end take its time, as with a core file
 
 
 def fail_with_a_collective_in_flight() -> None:
