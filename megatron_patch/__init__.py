@@ -45,7 +45,7 @@ def enable(config: CompressionConfig | None = None) -> None:
     Raises:
         UserError: `config` is no CompressionConfig. A model that cannot be served raises it when it is built.
     """
-    from megatron_patch.integration import doors
+    from megatron_patch.megatron import doors
 
     doors.enable(config)
 

@@ -1,7 +1,7 @@
 """CompressionConfig: what is compressed, and how. The one home of the options' names and defaults.
 
 The same fields are the keys of a configuration's `compression:` section and the command-line flags
-`--compression-FIELD` (integration/arguments.py makes them from this class).
+`--compression-FIELD` (megatron/arguments.py makes them from this class).
 """
 
 from __future__ import annotations

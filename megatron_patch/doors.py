@@ -1,4 +1,4 @@
-"""The ways in, whatever wraps the model: integration/ serves Megatron, pytorch/ torch itself."""
+"""The ways in, whatever wraps the model: megatron/ serves Megatron, pytorch/ torch itself."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def attach(model: Any, config: CompressionConfig | None, replicate_group: dist.P
             raise UserError(
                 "attach(): Megatron's DistributedDataParallel knows its groups: leave out replicate_group"
             )
-        from megatron_patch.integration import doors
+        from megatron_patch.megatron import doors
 
         doors.attach(model, options)
         return
@@ -44,7 +44,7 @@ def attach(model: Any, config: CompressionConfig | None, replicate_group: dist.P
 
 def disable() -> None:
     """megatron_patch.disable."""
-    if loaded := sys.modules.get("megatron_patch.integration.doors"):
+    if loaded := sys.modules.get("megatron_patch.megatron.doors"):
         loaded.disable()
     if loaded := sys.modules.get("megatron_patch.pytorch.attach"):
         loaded.detach_all()
@@ -79,7 +79,7 @@ def _sessions(model: Any, caller: str) -> tuple[list[Session], Traffic | None]:
     found: list[Session] = []
     weights = None
     of_megatron = model is None or _is_megatron(model)
-    if of_megatron and (loaded := sys.modules.get("megatron_patch.integration.doors")):
+    if of_megatron and (loaded := sys.modules.get("megatron_patch.megatron.doors")):
         found, weights = loaded.sessions(model)
     torchs = _modules(model, caller) if model is not None and not of_megatron else None
     if (torchs is not None or model is None) and (loaded := sys.modules.get("megatron_patch.pytorch.attach")):
@@ -97,7 +97,7 @@ def _sessions(model: Any, caller: str) -> tuple[list[Session], Traffic | None]:
 def state_dict(model: Any, optimizer: Any, reader: Any, path: str | None) -> dict[str, Any]:
     """megatron_patch.state_dict."""
     if _is_megatron(model):
-        from megatron_patch.integration.checkpoint import sharded_state as megatron
+        from megatron_patch.megatron.checkpoint import sharded_state as megatron
 
         return megatron.state_dict(model, optimizer, reader, path)
     from megatron_patch.pytorch import attach as pytorch
@@ -109,7 +109,7 @@ def state_dict(model: Any, optimizer: Any, reader: Any, path: str | None) -> dic
 def load_state_dict(model: Any, state: dict[str, Any], optimizer: Any) -> None:
     """megatron_patch.load_state_dict."""
     if _is_megatron(model):
-        from megatron_patch.integration.checkpoint import sharded_state as megatron
+        from megatron_patch.megatron.checkpoint import sharded_state as megatron
 
         megatron.load_state_dict(model, state, optimizer)
         return

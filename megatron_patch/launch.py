@@ -1,8 +1,8 @@
-"""`python -m megatron_patch.launch SCRIPT.py ...`: see integration/run_script.py."""
+"""`python -m megatron_patch.launch SCRIPT.py ...`: see megatron/run_script.py."""
 
 import sys
 
-from megatron_patch.integration.run_script import main
+from megatron_patch.megatron.run_script import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

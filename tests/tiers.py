@@ -24,8 +24,8 @@ MARKED = {
     "e2e": (
         "benchmarks/network",
         "benchmarks/test_benchmarks.py",
-        "integration/checkpoint/test_resume.py",
-        "integration/test_corners.py",
+        "megatron/checkpoint/test_resume.py",
+        "with_megatron/test_corners.py",
         "pytorch/test_torch_scripts.py",
         "quantization/test_aarch64.py",
         "soak",
@@ -48,9 +48,9 @@ MARKED = {
     ),
     "thorough": (
         "fuzz",
-        "integration/onebit_adam/test_onebit_parallelism.py",
-        "integration/seams/test_bad_gradients.py",
-        "integration/test_numerics.py",
+        "megatron/onebit_adam/test_onebit_parallelism.py",
+        "megatron/seams/test_bad_gradients.py",
+        "with_megatron/test_numerics.py",
         "order",
         "ptx",
         "quantization/test_entropy_code.py",

@@ -146,9 +146,9 @@ def warm_up() -> None:
     import torch.distributed
 
     torch.set_num_threads(1)
-    if importlib.util.find_spec("megatron_patch.integration.cpu.device") is not None:
+    if importlib.util.find_spec("megatron_patch.megatron.cpu.device") is not None:
         # Megatron asks for CUDA as it is imported: the stand-ins have to be there before it.
-        importlib.import_module("megatron_patch.integration.cpu.device").install()
+        importlib.import_module("megatron_patch.megatron.cpu.device").install()
     for name in (
         "megatron.core",
         "megatron.core.distributed",

@@ -9,7 +9,7 @@ set -euo pipefail
 venv=$1
 shift
 # test_parallelism.py passes too, but takes longer than all others together: name it to run it.
-[ $# -gt 0 ] || set -- tests/compat tests/integration --ignore=tests/integration/test_parallelism.py
+[ $# -gt 0 ] || set -- tests/compat tests/with_megatron --ignore=tests/with_megatron/test_parallelism.py
 
 get() { # FOLDER WHAT: an interrupted installation must not look like a finished one
   [ ! -d "$1" ] || return 0

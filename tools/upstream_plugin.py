@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 if not torch.cuda.is_available():
-    from megatron_patch.integration.cpu import device, torch_adam
+    from megatron_patch.megatron.cpu import device, torch_adam
 
     device.install()
     torch_adam.install()

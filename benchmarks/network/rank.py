@@ -152,7 +152,7 @@ def _start() -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    from megatron_patch.integration.cpu import device as cpu_device
+    from megatron_patch.megatron.cpu import device as cpu_device
 
     cpu_device.install()
     patience = datetime.timedelta(seconds=float(os.environ[SECONDS]))

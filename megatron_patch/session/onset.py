@@ -134,7 +134,7 @@ class Onset:
 
 @dataclass
 class Phase:
-    """How far 1-bit Adam is (integration/onebit_adam/warm_up.py).
+    """How far 1-bit Adam is (megatron/onebit_adam/warm_up.py).
 
     Saved with every checkpoint, so that a resumed run decides as one left alone.
     """

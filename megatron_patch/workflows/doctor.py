@@ -10,7 +10,7 @@ from importlib import metadata
 
 from packaging.version import Version
 
-from megatron_patch.integration import symbols
+from megatron_patch.megatron import symbols
 
 _WANTED_FOR = {
     "torch": "everything",

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_patch.errors import RankFailed, UserError
-from megatron_patch.integration.checkpoint import tracker
+from megatron_patch.megatron.checkpoint import tracker
 from megatron_patch.workflows.plan import hint
 from megatron_patch.workflows.run import configuration, dry_run, launcher, recipes, run_folder
 from megatron_patch.workflows.run.checkpoints import check_restartable, latest_step, place

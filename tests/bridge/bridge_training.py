@@ -13,7 +13,7 @@ import logging
 import sys
 from functools import partial
 
-from megatron_patch.integration.cpu import device, torch_adam
+from megatron_patch.megatron.cpu import device, torch_adam
 
 device.install()
 torch_adam.install()
@@ -38,7 +38,7 @@ from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 
 import megatron_patch
-from megatron_patch.integration import patching, symbols
+from megatron_patch.megatron import patching, symbols
 
 ON_CPU = {
     "transformer_layer_spec": lambda config, vp_stage=None: get_gpt_layer_local_spec(),

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from megatron_patch.integration.cpu.device import CPU_ENVIRONMENT
+from megatron_patch.megatron.cpu.device import CPU_ENVIRONMENT
 
 SCRIPT = Path(__file__).with_name("bridge_training.py")
 STEPS, HALF = 10, 5

@@ -20,7 +20,7 @@ from megatron_patch.compensation import owner
 from megatron_patch.compensation.resharding import REDUCE_SCATTER, Part, Piece, Position, reshard
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
-from megatron_patch.integration.onebit_adam import norm_sketch
+from megatron_patch.megatron.onebit_adam import norm_sketch
 from megatron_patch.quantization import entropy_code, rotation, scales, weight_code
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.native import weights as native_weights
@@ -173,7 +173,7 @@ def test_the_entropy_code_does_not_depend_on_torch_s_defaults(encode, decode):
 
 
 def test_the_norm_s_sketch_does_not_depend_on_torch_s_defaults():
-    kernel = pytest.importorskip("megatron_patch.integration.onebit_adam.sketch_kernel")
+    kernel = pytest.importorskip("megatron_patch.megatron.onebit_adam.sketch_kernel")
     values = gradient_of(5000, seeded(4), torch.float32, "plain")
 
     def folded(by_kernel: bool) -> str:

@@ -1,6 +1,6 @@
 """The two-hop reduce-scatter: the true sum and mean, 8 bits inside the node, NaN; and the pool's buffers.
 
-That its parameters, errors and steps are the simulated ones is in tests/integration/test_parallelism.py.
+That its parameters, errors and steps are the simulated ones is in tests/with_megatron/test_parallelism.py.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def test_the_megatron_core_that_was_asked_for_is_the_one_tested(pool):
     assert release == os.environ.get("EXPECTED_MEGATRON_CORE", release)
 
 
-# --- bucket groups: integration/seams/gradients.py, seams/stock_traffic.py, attach.py ---
+# --- bucket groups: megatron/seams/gradients.py, seams/stock_traffic.py, attach.py ---
 
 
 def start_grad_sync() -> Claims:
@@ -68,7 +68,7 @@ def start_grad_sync() -> Claims:
 def bucket_groups(model: dict[str, Any]) -> Claims:
     import torch
     import torch.distributed as dist
-    from integration.tiny_model import build
+    from with_megatron.tiny_model import build
 
     tiny = build(**model)
     ddp, config = tiny.ddp, tiny.ddp.ddp_config
@@ -146,8 +146,8 @@ def rerun_states() -> Claims:
 
 
 def optimizer_steps(model: dict[str, Any]) -> Claims:
-    from integration.tiny_model import build
     from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer, MixedPrecisionOptimizer
+    from with_megatron.tiny_model import build
 
     tiny = build(**model)
     outer = tiny.optimizer
@@ -203,7 +203,7 @@ def test_optimizers_tell_how_a_step_ended(pool, model):
     assert failed(pool.run(optimizer_steps, model, world_size=2)) == []
 
 
-# --- the training loop: integration/metrics.py, arguments.py, launch.py ----------------------------------
+# --- the training loop: megatron/metrics.py, arguments.py, launch.py ----------------------------------
 
 READ_ARGUMENTS = {
     "train_step": {"model"},
@@ -245,7 +245,7 @@ def parsed() -> Claims:
 
     from megatron.training import arguments
 
-    from megatron_patch.integration.arguments import after_parsing
+    from megatron_patch.megatron.arguments import after_parsing
 
     seen: list[Any] = []
     original = arguments.add_megatron_arguments
@@ -270,7 +270,7 @@ def test_megatron_s_parser_takes_more_flags(pool):
     assert failed(pool.run(parsed, world_size=1)) == []
 
 
-# --- checkpoints: integration/checkpoint/ ----------------------------------------------------------------
+# --- checkpoints: megatron/checkpoint/ ----------------------------------------------------------------
 
 
 def checkpointing() -> Claims:
@@ -325,7 +325,7 @@ def unmet_symbols() -> list[list[str]]:
     """What this release lacks, and what it would lack were a symbol or a parameter not there."""
     import dataclasses
 
-    from megatron_patch.integration import symbols
+    from megatron_patch.megatron import symbols
 
     found = [list(symbols.unmet())]
     known = dict(symbols.SYMBOLS)
@@ -357,10 +357,10 @@ def warnings_of(release: str) -> list[str]:
     import warnings
 
     import megatron.core
-    from integration.tiny_model import build
+    from with_megatron.tiny_model import build
 
     import megatron_patch
-    from megatron_patch.integration import attach
+    from megatron_patch.megatron import attach
 
     true_release = megatron.core.__version__
     megatron.core.__version__ = release

@@ -18,7 +18,7 @@ import pytest
 LOCO = {"method": "loco", "bits": 4, "start_step": 0}
 STEPS = 3
 
-# --- hooks and lines: integration/attach.py --------------------------------------------------------------
+# --- hooks and lines: megatron/attach.py --------------------------------------------------------------
 
 
 def bridge(chunks: list[Any], hooks: list[Any]) -> list[Any]:
@@ -39,10 +39,10 @@ def trained(way: str) -> tuple[list[bool], Any]:
     from functools import partial
 
     import torch
-    from integration.tiny_model import build
+    from with_megatron.tiny_model import build
 
     import megatron_patch
-    from megatron_patch.integration.attach import session_of
+    from megatron_patch.megatron.attach import session_of
 
     config = megatron_patch.CompressionConfig(**LOCO)
     try:
@@ -99,7 +99,7 @@ def built_by_megatron() -> str | bool:
     from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
     import megatron_patch
-    from megatron_patch.integration.attach import session_of
+    from megatron_patch.megatron.attach import session_of
 
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
@@ -128,7 +128,7 @@ def test_megatron_s_own_model_builder_takes_it_as_a_post_wrap_hook(pool):
     assert found == [True, True]
 
 
-# --- the launcher: integration/run_script.py, arguments.py -----------------------------------------------
+# --- the launcher: megatron/run_script.py, arguments.py -----------------------------------------------
 
 
 def helped() -> str:
@@ -138,7 +138,7 @@ def helped() -> str:
 
     from megatron.training import arguments
 
-    from megatron_patch.integration.arguments import after_parsing
+    from megatron_patch.megatron.arguments import after_parsing
 
     original = arguments.add_megatron_arguments
     arguments.add_megatron_arguments = after_parsing(original, lambda args: None, {})
@@ -183,7 +183,7 @@ def test_the_megatron_beside_the_script_is_the_one_that_is_used(tmp_path: Path) 
     assert done.returncode == 7, done.stderr[-2000:]
 
 
-# --- the job's W&B: integration/metrics.py ---------------------------------------------------------------
+# --- the job's W&B: megatron/metrics.py ---------------------------------------------------------------
 
 
 def logged_to_wandb(config: dict[str, Any]) -> tuple[list[tuple[dict[str, float], int]], list[bool]]:
@@ -192,11 +192,11 @@ def logged_to_wandb(config: dict[str, Any]) -> tuple[list[tuple[dict[str, float]
     from types import SimpleNamespace
 
     import torch
-    from integration.tiny_model import build
     from megatron.training import global_vars, training
+    from with_megatron.tiny_model import build
 
     import megatron_patch
-    from megatron_patch.integration.attach import session_of
+    from megatron_patch.megatron.attach import session_of
 
     tiny = build()
     calls: list[tuple[dict[str, float], int]] = []

@@ -19,7 +19,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from megatron_patch.integration.cpu import device, torch_adam
+from megatron_patch.megatron.cpu import device, torch_adam
 
 device.install()
 torch_adam.install()

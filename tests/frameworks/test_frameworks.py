@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_patch.integration.cpu.device import CPU_ENVIRONMENT
+from megatron_patch.megatron.cpu.device import CPU_ENVIRONMENT
 
 SCRIPT = Path(__file__).with_name("framework_training.py")
 FOLDER = os.environ.get("FRAMEWORKS", "")

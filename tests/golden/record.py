@@ -1,7 +1,7 @@
 """What the exchanges send and keep, recorded before the package is rearranged and compared after every step.
 
-    python -m tests.golden.record          writes exchanges.json: a digest of every number a rank sends, of the
-                                           sums and of the error states, over 20 steps of random gradients
+    python -m tests.golden.record          writes exchanges.json: a digest of all that a rank sends, of the
+                                           sums and errors, over 20 steps of gradients
 
 The gradients are made of whole numbers and powers of two, so that no library's random numbers enter.
 """

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-_COLLECTIVES, _INTEGRATION = "megatron_patch.collectives", "megatron_patch.integration"
+_COLLECTIVES, _INTEGRATION = "megatron_patch.collectives", "megatron_patch.megatron"
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,7 @@ def _train(setup: Setup, gpu: Any, recorder: Any, steps: int, order: random.Rand
     import torch
 
     import megatron_patch
-    from megatron_patch.integration.attach import session_of
+    from megatron_patch.megatron.attach import session_of
 
     with gpu.all_made_here():
         chunks, optimizer = _built(setup)
@@ -253,8 +253,8 @@ def _shuffled(chunk: Any, order: random.Random) -> Iterator[None]:
 
 def _built(setup: Setup) -> tuple[list[Any], Any]:
     """The chunks (tiny_model.Tiny), and an optimizer of all."""
-    from integration import tiny_model
     from megatron.core.optimizer import get_megatron_optimizer
+    from with_megatron import tiny_model
 
     chunks = []
     shapes, tiny_model.SHAPES = tiny_model.SHAPES, tiny_model.SHAPES * setup.layers

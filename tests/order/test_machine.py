@@ -129,8 +129,8 @@ def what_kernels_change() -> dict[str, set[str]]:
     from quantization.backend_agreement import compress_by, sender_of
     from triton.runtime.jit import KernelInterface
 
-    from megatron_patch.integration.onebit_adam import sketch_kernel, update, update_kernel
-    from megatron_patch.integration.onebit_adam.norm_sketch import NormSketch, signs
+    from megatron_patch.megatron.onebit_adam import sketch_kernel, update, update_kernel
+    from megatron_patch.megatron.onebit_adam.norm_sketch import NormSketch, signs
     from megatron_patch.quantization import triton_kernels
     from megatron_patch.quantization.layout import BlockLayout
     from megatron_patch.quantization.triton_kernels import weights

@@ -32,7 +32,7 @@ from quantization.backend_agreement import (
 )
 from quantization.narrow_offsets import narrow_offsets
 
-from megatron_patch.integration.onebit_adam import norm_sketch, sketch_kernel, update, update_kernel
+from megatron_patch.megatron.onebit_adam import norm_sketch, sketch_kernel, update, update_kernel
 from megatron_patch.quantization import triton_kernels, weight_code
 from megatron_patch.quantization.codec import Codec
 from megatron_patch.quantization.layout import BlockLayout

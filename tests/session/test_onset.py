@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from integration.seam_runs import built, logged
 from seeds import seeded
+from with_megatron.seam_runs import built, logged
 
 from megatron_patch.config import CompressionConfig
 from megatron_patch.session.onset import Onset

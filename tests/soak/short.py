@@ -31,7 +31,7 @@ def main(folder: Path) -> None:
     assert tally.points["exchange: under way"] == 1, tally
 
     # The comparison sees what it must: here the senders' errors are not put back after step 9.
-    from megatron_patch.integration.checkpoint import dist_checkpointing
+    from megatron_patch.megatron.checkpoint import dist_checkpointing
 
     dist_checkpointing.restore = lambda *args: None
     found = differences(undisturbed, runs.disturbed([Kill(rank=0, point="step done", nth=10)], tally))

@@ -52,7 +52,7 @@ PARALLEL = [  # embeddings and output weights are tied, over two pipeline stages
 
 
 def cpu_flags() -> list[str]:
-    from megatron_patch.integration.cpu.device import CPU_FLAGS
+    from megatron_patch.megatron.cpu.device import CPU_FLAGS
 
     flags = []
     for key, value in CPU_FLAGS.items():
@@ -118,8 +118,8 @@ def prepare() -> None:
     for module in (
         "megatron.training.argument_utils",
         "megatron.core.tokenizers.text",  # imports transformers
-        "megatron_patch.integration.checkpoint.training_loop",
-        "megatron_patch.integration.run_script",
+        "megatron_patch.megatron.checkpoint.training_loop",
+        "megatron_patch.megatron.run_script",
         "torch.utils.tensorboard",
     ):
         importlib.import_module(module)
@@ -150,7 +150,7 @@ def rank_main(asked: Run, rank: int, port: int, folder: Path) -> int:
     model = [flag for flag in MODEL if flag not in asked.without]
     argv = [*model, *flags, "--tensorboard-dir", str(folder / "tensorboard")]
     if asked.ours is not None:
-        from megatron_patch.integration.run_script import main
+        from megatron_patch.megatron.run_script import main
 
         ours = ["--compression-device", "cpu", "--compression-output", str(folder)]  # it sets the cpu_flags
         status = main([SCRIPT, *argv, *asked.ours, *ours])

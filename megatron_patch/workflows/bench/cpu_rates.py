@@ -25,7 +25,7 @@ import torch
 from megatron_patch.compensation import owner
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
-from megatron_patch.integration.onebit_adam import norm_sketch, update
+from megatron_patch.megatron.onebit_adam import norm_sketch, update
 from megatron_patch.quantization import backends, native, weight_code
 from megatron_patch.quantization.layout import BlockLayout
 

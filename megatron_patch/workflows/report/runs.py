@@ -22,7 +22,7 @@ from megatron_patch.workflows.report import checks
 
 UNCOMPRESSED = ("none", "stock")
 _WARM_UP_RECORDS = 3
-"""Left out of medians, as integration/metrics.py leaves them out of the summary's."""
+"""Left out of medians, as megatron/metrics.py leaves them out of the summary's."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Run:
 
     @property
     def raw_gathers(self) -> dict[str, int]:
-        """Coded bucket groups that were gathered in full, by reason (integration/seams/weight_report.py)."""
+        """Coded bucket groups that were gathered in full, by reason (megatron/seams/weight_report.py)."""
         return self._latest.get("raw_weight_gathers") or {}
 
     @property

@@ -73,7 +73,7 @@ RAW_GATHERS = {
     "no_shorter": "the code saved nothing",
     "edited": "weights changed between step and gather",
 }
-"""The reasons of integration/seams/weight_report.py, in words."""
+"""The reasons of megatron/seams/weight_report.py, in words."""
 
 
 def columns(runs: Sequence[Run]) -> list[Column]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_patch.errors import UserError
-from megatron_patch.integration.checkpoint import tracker
+from megatron_patch.megatron.checkpoint import tracker
 from megatron_patch.workflows.run.configuration import RunConfig
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron_patch.errors import UserError
 from megatron_patch.files import write_whole
-from megatron_patch.integration.checkpoint import tracker
+from megatron_patch.megatron.checkpoint import tracker
 from megatron_patch.workflows.run import run_folder
 
 _APPENDED = ("tensorboard", "logs")

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_patch.integration import patching
+from megatron_patch.megatron import patching
 from megatron_patch.workflows.data import files as data_files
 from megatron_patch.workflows.run import launcher
 from megatron_patch.workflows.run.configuration import Data, RunConfig

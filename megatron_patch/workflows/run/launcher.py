@@ -93,7 +93,7 @@ class Job:
         """The environment variables that go with `torchrun`."""
         found: dict[str, str] = {}
         if self.launch.device == "cpu":
-            from megatron_patch.integration.cpu.device import CPU_ENVIRONMENT
+            from megatron_patch.megatron.cpu.device import CPU_ENVIRONMENT
 
             found = {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
             if self.launch.nnodes > 1:  # the loopback interface reaches no other node (train.py asks for it)
@@ -232,7 +232,7 @@ def _fork_rank(job: Job, rank: int, port: int) -> int:
         )
         import torch
 
-        from megatron_patch.integration.run_script import main
+        from megatron_patch.megatron.run_script import main
 
         torch.set_num_threads(1)  # as torchrun does: the ranks share the cores
         status = main([str(job.script), *job.flags])

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError, nearest
-from megatron_patch.integration.arguments import PREFIX, add_compression_arguments
-from megatron_patch.integration.unsupported import refuse_flags
+from megatron_patch.megatron.arguments import PREFIX, add_compression_arguments
+from megatron_patch.megatron.unsupported import refuse_flags
 from megatron_patch.workflows.run import preflight
 from megatron_patch.workflows.run.configuration import RunConfig
 

@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 
 from megatron_patch.errors import UserError
-from megatron_patch.integration import patching, symbols
+from megatron_patch.megatron import patching, symbols
 from megatron_patch.workflows.run.assertions import multiple, refusal
 
 _AT_LEAST_1 = (

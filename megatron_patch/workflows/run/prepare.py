@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_patch.errors import UserError
-from megatron_patch.integration.checkpoint import tracker
+from megatron_patch.megatron.checkpoint import tracker
 from megatron_patch.workflows.data.files import beside, check_dataset, load_manifest
 from megatron_patch.workflows.data.installed import parse_source
 from megatron_patch.workflows.run import checkpoints, configuration, dry_run, launcher, recipes
@@ -58,7 +58,7 @@ def prepare_run(run: RunConfig, folder: Path, *, dry: bool = False, cache: Path 
     checkpoints.refuse_other_checkpoints(run, folder)
     on_cpu = run.launch.device == "cpu"
     if on_cpu:
-        from megatron_patch.integration.cpu import device as cpu_device
+        from megatron_patch.megatron.cpu import device as cpu_device
 
         cpu_device.install()
     elif dry:  # importing Megatron would warn that there is no GPU

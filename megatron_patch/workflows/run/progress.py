@@ -3,7 +3,7 @@
 On a terminal the line is redrawn in place; elsewhere a plain line comes about every tenth of the run. There
 is no refreshing thread: ranks are forked from this process, and a fork must not meet a held lock.
 
-A run that resumes from a checkpoint writes its metrics.jsonl anew (integration/metrics.py): a file that was
+A run that resumes from a checkpoint writes its metrics.jsonl anew (megatron/metrics.py): a file that was
 there before is left alone until it is replaced, and the time left comes from the steps made since.
 """
 

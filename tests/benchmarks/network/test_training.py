@@ -196,7 +196,7 @@ def slowly_gathered(exact: bool) -> Any:
     from benchmarks.network.llama import Llama
     from benchmarks.network.training import initialize
     from megatron_patch import CompressionConfig
-    from megatron_patch.integration.seams import weights
+    from megatron_patch.megatron.seams import weights
 
     initialize()
     compression = CompressionConfig(method="none", weight_gather="exact") if exact else None

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from report_runs import VERSIONS, write_run
 
-from megatron_patch.integration.seams.weight_report import RAW_REASONS
+from megatron_patch.megatron.seams.weight_report import RAW_REASONS
 from megatron_patch.workflows import cli
 from megatron_patch.workflows.report import figures, quantities, table
 from megatron_patch.workflows.report.groups import group_runs, run_names

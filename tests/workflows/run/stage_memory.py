@@ -32,7 +32,7 @@ def allocated(recipe: Path, stage: int, layers: int | None = None) -> dict[str, 
     _join(args, stage)
     with _on_meta(), contextlib.ExitStack() as stack:
         import megatron_patch
-        from megatron_patch.integration.attach import attachment_of
+        from megatron_patch.megatron.attach import attachment_of
         from megatron_patch.workflows.run import configuration
 
         ddp, optimizer = _built(args, stage)
@@ -164,7 +164,7 @@ def _nothing_is_sent() -> Iterator[None]:
     """Within the block collectives are over at once, and compression has been done."""
     from megatron_patch.collectives import reduce_scatter
     from megatron_patch.compensation.sender import Sender
-    from megatron_patch.integration.cpu.device import Done
+    from megatron_patch.megatron.cpu.device import Done
 
     def none(*_: Any, **__: Any) -> None:
         return None

@@ -152,7 +152,7 @@ def test_sums_in_fp32_may_be_asked_for(method: str, parser: argparse.ArgumentPar
 
 
 def test_compression_flags_give_the_same_configuration_back(parser: argparse.ArgumentParser) -> None:
-    from megatron_patch.integration.arguments import config_from_arguments
+    from megatron_patch.megatron.arguments import config_from_arguments
 
     overrides = [
         "compression.block_size=shard",
@@ -165,7 +165,7 @@ def test_compression_flags_give_the_same_configuration_back(parser: argparse.Arg
 
 
 def test_muon_s_default_method_is_the_same_from_a_file_and_from_flags(tmp_path: Path) -> None:
-    from megatron_patch.integration.arguments import add_compression_arguments, config_from_arguments
+    from megatron_patch.megatron.arguments import add_compression_arguments, config_from_arguments
 
     file = tmp_path / "muon.yaml"
     file.write_text("megatron: {optimizer: muon}\ncompression: {bits: 3}\n", encoding="utf-8")

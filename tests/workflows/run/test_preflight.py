@@ -14,7 +14,7 @@ import pytest
 from worker_pool import in_warm_process
 
 from megatron_patch.errors import UserError
-from megatron_patch.integration import run_script
+from megatron_patch.megatron import run_script
 from megatron_patch.workflows import cli
 from megatron_patch.workflows.run import configuration, dry_run, launcher, megatron_flags, preflight
 from megatron_patch.workflows.run.recipes import shipped

@@ -19,7 +19,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def write(path: Path, steps: range) -> None:
-    """A new file in the place of the old one, as integration/metrics.py leaves it after a restart."""
+    """A new file in the place of the old one, as megatron/metrics.py leaves it after a restart."""
     partial = path.with_suffix(".partial")
     partial.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in steps))
     partial.replace(path)

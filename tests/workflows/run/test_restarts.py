@@ -105,7 +105,7 @@ def job_of(folder: Path, restarts: int, monkeypatch: pytest.MonkeyPatch, ends: l
     """A job of two ranks; rank 1 ends as `ends` says, one entry for each attempt, rank 0 as told by it."""
     import torch  # noqa: F401  (once, and not in every forked rank)
 
-    from megatron_patch.integration import run_script
+    from megatron_patch.megatron import run_script
 
     def rank_main(argv: list[str]) -> int:
         if os.environ["RANK"] == "0":

@@ -19,7 +19,7 @@ def job_of(folder: Path, monkeypatch: pytest.MonkeyPatch, saves: bool, fails: bo
     """Two ranks that run until SIGTERM, and save before they end if `saves`, or fail to do so if `fails`."""
     import torch  # noqa: F401  (once, and not in every forked rank)
 
-    from megatron_patch.integration import run_script
+    from megatron_patch.megatron import run_script
 
     def rank_main(argv: list[str]) -> int:
         ended: list[int] = []

@@ -1,0 +1,295 @@
+"""What is attached: Megatron's DistributedDataParallel with the seams of its bucket groups.
+
+`attach` walks a wrapped model's bucket groups and overrides their gradient exchange (seams/gradients.py)
+and their weight gather (seams/weights.py). What is attached, and what is not and why, is logged once. What
+the seam cannot serve is refused (unsupported.py), never silently off. Users come in by doors.py.
+
+Unsplit parameters of tensor-parallel ranks are kept equal by a mark that Megatron acts on
+(seams/replicated_params.py).
+
+Left unpatched: Megatron-FSDP and Torch-FSDP2 (they do not pass this seam), the embedding and layer-norm
+all-reduces of finalize_model_grads (tiny, within a model-parallel group).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import megatron.core
+import torch
+import torch.distributed as dist
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from packaging.version import Version
+
+from megatron_patch.collectives.workspace import forget_shared_pools
+from megatron_patch.config import CompressionConfig
+from megatron_patch.errors import UserError
+from megatron_patch.megatron import symbols, training_flags
+from megatron_patch.megatron.onebit_adam.step import OneBitAdam
+from megatron_patch.megatron.seams import optimizer_step, replicated_params
+from megatron_patch.megatron.seams.gradients import BucketGroupSeam
+from megatron_patch.megatron.seams.weights import ChunkWeights, gathered_after
+from megatron_patch.megatron.startup_log import log_startup
+from megatron_patch.megatron.unsupported import (
+    refuse_chunk,
+    refuse_graphed,
+    refuse_one_by_one,
+    refuse_other_optimizer,
+    refuse_stepping,
+)
+from megatron_patch.session.onset import Onset
+from megatron_patch.session.session import Session
+
+logger = logging.getLogger(__name__)
+
+
+class Attachment:
+    """One attached DDP instance: its state and the seams of its bucket groups, dense before expert."""
+
+    def __init__(self, chunk: Any, config: CompressionConfig) -> None:
+        groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+        buckets = [bucket for group in groups for bucket in group.buckets]
+        device = buckets[0].grad_data.device if buckets else torch.device("cpu")
+        self.asked = config
+        """The options as given; the state's method may be another with Muon."""
+        ranks = [chunk.dp_cp_group, *([chunk.tp_group] if chunk.expert_parallel_bucket_groups else [])]
+        self.state = Session(config.for_optimizer(training_flags.get("optimizer")), device, ranks)
+        self.seams = [
+            BucketGroupSeam(group, self.state, expert=place >= len(chunk.bucket_groups))
+            for place, group in enumerate(groups)
+        ]
+        self.weights = ChunkWeights(chunk, self.state)
+        self.state.memory.sources.append(self._kept)
+        self._marked = replicated_params.mark(chunk) if config.compresses else []
+
+    def _kept(self) -> Iterator[torch.Tensor]:
+        """What the weight gather and 1-bit Adam keep on the device."""
+        for seam in self.weights.seams:
+            for gather in seam.gathers:
+                yield from gather.kept
+        for gradients in self.seams:
+            if gradients.momentum is not None:
+                yield from gradients.momentum.held or ()
+
+    def detach(self) -> None:
+        for seam in self.seams:
+            if self.state.unreduced and seam.momentum is not None:
+                seam.momentum.reduce_gradients()  # for a step that will be Megatron's own
+            seam.detach()
+        self.weights.detach()
+        replicated_params.unmark(self._marked)
+
+
+_attachments: WeakKeyDictionary[Any, Attachment] = WeakKeyDictionary()
+_detached: WeakKeyDictionary[Any, tuple[int, int, Onset]] = WeakKeyDictionary()
+"""Of chunks that were attached before: `steps`, `steps_seen`, `onset`."""
+_ONEBIT = "_megatron_loco_onebit_adam"
+"""Where a Megatron optimizer holds its OneBitAdam, which refers to it: no dictionary could let go of both."""
+_onebit_optimizers: WeakSet[Any] = WeakSet()
+
+
+def attachment_of(chunk: Any) -> Attachment | None:
+    """What is attached to a DDP instance; None where nothing is."""
+    return _attachments.get(chunk)
+
+
+def session_of(chunk: Any) -> Session | None:
+    """The compression state of an attached DDP instance; None where nothing is attached."""
+    attachment = attachment_of(chunk)
+    return attachment.state if attachment is not None else None
+
+
+def attached_chunks() -> list[Any]:
+    """All attached DDP instances."""
+    return list(_attachments)
+
+
+def attached_states() -> list[Session]:
+    """The compression states of all attached DDP instances."""
+    return [attachment.state for attachment in _attachments.values()]
+
+
+def onebit_of(optimizer: Any) -> OneBitAdam | None:
+    """1-bit Adam's part of a Megatron optimizer; None before its first step, or where it is not attached."""
+    return getattr(optimizer, _ONEBIT, None)
+
+
+def chunks_of(model: Any, caller: str) -> list[Any]:
+    """The DDP-wrapped chunks of a model, which is a list of them, or one.
+
+    Raises:
+        UserError: something else; the message names the function of ours that was called.
+    """
+    chunks = list(model) if isinstance(model, list | tuple) else [model]
+    for chunk in chunks:
+        if not isinstance(chunk, _BaseDataParallel):
+            raise UserError(
+                f"{caller}(): {type(chunk).__module__}.{type(chunk).__qualname__} is not wrapped in "
+                "Megatron's DistributedDataParallel: pass what Megatron's model builders return, a list of "
+                "wrapped chunks or one"
+            )
+    return chunks
+
+
+def attach(chunks: Sequence[Any], config: CompressionConfig) -> None:
+    """Compress the gradient exchange of DDP-wrapped model chunks.
+
+    Attaching a chunk again with the same options changes nothing; with other options, detach it first
+    (`disable`). Call it before the optimizer's first step.
+
+    Raises:
+        UserError: a configuration that the seam cannot serve.
+    """
+    _warn_of_unknown_release()
+    new = []
+    for chunk in chunks:
+        refuse_chunk(chunk, config)
+        attached = _attachments.get(chunk)
+        if attached is None:
+            new.append(chunk)
+        elif attached.asked != config:
+            raise UserError(
+                "compression is attached to this model already, with other options; disable() first"
+            )
+    for chunk in new:  # only now: a refused chunk leaves the others as they were
+        _attachments[chunk] = Attachment(chunk, config)
+        if chunk in _detached:
+            _count_on(_attachments[chunk].state, *_detached.pop(chunk))
+    if new:
+        found = [_attachments[chunk] for chunk in new]
+        found[0].state.announces = dist.get_rank() == 0
+        log_startup(
+            new[0],
+            found[0].state,
+            [seam for attachment in found for seam in attachment.seams],
+            [seam for attachment in found for seam in attachment.weights.seams],
+        )
+    optimizer_step.listen(_Steps())
+
+
+def _count_on(state: Session, steps: int, steps_seen: int, onset: Onset) -> None:
+    """The chunk was attached before: its steps count, and what had started stays started."""
+    state.restart(steps)
+    state.steps_seen = steps_seen
+    state.onset.started |= onset.started and state.config.compresses and not state.config.is_onebit_adam
+    if dist.get_rank() == 0:
+        logger.info("megatron-loco: attached again: steps count on from %d, errors start from zero", steps)
+
+
+def detach_all() -> None:
+    """Give every attached model Megatron's own exchange back, from the next step on."""
+    for chunk, attachment in list(_attachments.items()):
+        state = attachment.state
+        _detached[chunk] = state.steps, state.steps_seen, state.onset
+        attachment.detach()
+    _attachments.clear()
+    for optimizer in _onebit_optimizers:
+        delattr(optimizer, _ONEBIT)
+    _onebit_optimizers.clear()
+    forget_shared_pools()
+    optimizer_step.stop_listening()
+
+
+class _Steps:
+    """The steps of the optimizers that update attached chunks (optimizer_step.Stepper)."""
+
+    def step(self, optimizer: Any, original: Callable[[], Any]) -> Any:
+        _look_at(optimizer)
+        onebit = _onebit_for(optimizer)
+        return _and_gathered(optimizer, original if onebit is None else lambda: onebit.step(original))
+
+    def prepare(self, optimizer: Any, original: Callable[[], bool]) -> bool:
+        _look_at(optimizer)
+        onebit = _onebit_for(optimizer)
+        return original() if onebit is None else onebit.prepare(original)
+
+    def update(self, optimizer: Any, original: Callable[[], bool]) -> bool:
+        onebit = onebit_of(optimizer)
+        done = _and_gathered(optimizer, original if onebit is None else lambda: onebit.update(original))
+        return bool(done)
+
+    def other_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        refuse_other_optimizer(
+            optimizer, [a.state for a in _updated_by(optimizer) if a.state.config.is_onebit_adam]
+        )
+
+    def rescaled(self, optimizers: list[Any], factor: float) -> None:
+        for attachment in {a: None for optimizer in optimizers for a in _updated_by(optimizer)}:
+            attachment.state.loss_rescaled(factor)
+
+    def prepared(self, optimizer: Any, loss_scale_factor: float) -> None:
+        for attachment in _updated_by(optimizer):
+            attachment.state.optimizer_prepared(loss_scale_factor)
+
+    def ended(self, optimizer: Any, successful: bool, loss_scale_factor: float) -> None:
+        updated = _updated_by(optimizer)
+        if not updated:
+            return
+        parts, rates = optimizer_step.leaves_of(optimizer), optimizer_step.learning_rates(optimizer)
+        for attachment in updated:
+            ended = attachment.state.optimizer_stepped(parts, successful, loss_scale_factor, rates)
+            attachment.weights.end_step(continues=not ended)
+
+
+def _updated_by(optimizer: Any) -> list[Attachment]:
+    return [
+        attachment for chunk, attachment in _attachments.items() if optimizer_step.updates(optimizer, chunk)
+    ]
+
+
+def _look_at(optimizer: Any) -> None:
+    """Refuse what a Megatron optimizer shows at its step only, and take the default method for it."""
+    states = [attachment.state for attachment in _updated_by(optimizer)]
+    for part in optimizer_step.leaves_of(optimizer) if states else ():
+        refuse_graphed(part.config)
+        if any(state.config.compresses for state in states):
+            refuse_stepping(part)
+        # Where no method was given, the default depends on the optimizer.
+        name = getattr(part.config, "optimizer", None)
+        changed = [state for state in states if state.use_default_method_of(name)]
+        if changed and dist.get_rank() == 0:
+            logger.info("megatron-loco: method %s, the default with Muon", states[0].config.method)
+
+
+def _and_gathered(optimizer: Any, update: Callable[[], Any]) -> Any:
+    """An update of weights, and the gather of what it updated."""
+    return gathered_after([attachment.weights for attachment in _updated_by(optimizer)], update)
+
+
+def _onebit_for(optimizer: Any) -> OneBitAdam | None:
+    """1-bit Adam's part of an optimizer, made at its first step; None where it is not attached.
+
+    Raises:
+        UserError: the optimizer's step cannot be 1-bit Adam's.
+    """
+    onebit = onebit_of(optimizer)
+    attached = [
+        (chunk, attachment.state, attachment.seams)
+        for chunk, attachment in _attachments.items()
+        if onebit is None
+        and attachment.state.config.is_onebit_adam
+        and optimizer_step.updates(optimizer, chunk)
+    ]
+    if attached:
+        refuse_one_by_one([state for _, state, _ in attached], optimizer_step.leaves_of(optimizer))
+        onebit = OneBitAdam(optimizer, attached)
+        setattr(optimizer, _ONEBIT, onebit)
+        _onebit_optimizers.add(optimizer)
+    return onebit
+
+
+@functools.cache
+def _warn_of_unknown_release() -> None:
+    release = Version(Version(megatron.core.__version__).base_version)
+    first, behind = symbols.TESTED
+    if not Version(first) <= release < Version(behind):
+        warnings.warn(
+            f"megatron-loco is tested with megatron-core >={first},<{behind}; this is "
+            f"{megatron.core.__version__} (megatron-loco doctor says what it lacks)",
+            stacklevel=3,
+        )

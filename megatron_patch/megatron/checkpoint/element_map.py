@@ -1,0 +1,143 @@
+"""Which elements of the model each error state of a rank is of.
+
+A checkpoint may be loaded under another parallelism or bucket size, so a saved error must say where its
+elements lie in the whole model. Megatron knows: `sharded_state_dict` of a module tells of every parameter
+which box of which global tensor this rank holds (megatron.core.dist_checkpointing.mapping.ShardedTensor).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+from megatron_patch.compensation.resharding import Part, Piece
+from megatron_patch.compensation.sender import Sender
+from megatron_patch.megatron.attach import Attachment, attachment_of
+from megatron_patch.megatron.seams.gradients import BucketGroupSeam, contents_of
+from megatron_patch.session.rank_state import RankState
+
+
+def rank_state_of(chunks: Sequence[Any]) -> RankState:
+    """What this rank's attached chunks remember, one chunk at least."""
+    attached = [(chunk, attachment) for chunk in chunks if (attachment := attachment_of(chunk)) is not None]
+    first = chunks[0]
+    pipeline = first.pp_group[0] if isinstance(first.pp_group, list) else first.pp_group
+    groups = {
+        "tensor": first.tp_group.size(),
+        "pipeline": pipeline.size(),
+        "expert": first.ep_group.size(),
+        "data": first.dp_cp_group.size(),
+        "instances": first.ddp_config.num_distributed_optimizer_instances,
+    }
+
+    def forget() -> None:
+        for seam in (seam for _, attachment in attached for seam in attachment.seams):
+            if seam.momentum is not None:
+                seam.momentum.held = None  # it begins from Adam's state
+
+    found = [pair for chunk, attachment in attached for pair in parts_of(chunk, attachment)]
+    return RankState(found, [attachment.state for _, attachment in attached], groups, forget)
+
+
+def parts_of(chunk: Any, attachment: Attachment) -> list[tuple[Sender, Part]]:
+    """Every sender of an attached DDP-wrapped chunk, and what its error state is of."""
+    pieces = _pieces_of_parameters(chunk)
+    return [found for seam in attachment.seams for found in _parts_of_group(seam, pieces)]
+
+
+def _parts_of_group(
+    seam: BucketGroupSeam, pieces: dict[torch.nn.Parameter, tuple[Piece, ...]]
+) -> Iterator[tuple[Sender, Part]]:
+    buckets = seam.group.buckets
+    placed = [
+        tuple(
+            dataclasses.replace(piece, start=piece.start + start)
+            for parameter, (start, _) in bucket.param_to_index.items()
+            for piece in pieces[parameter]
+        )
+        for bucket in buckets
+    ]
+    spans = [contents_of(bucket, seam.momentum is not None).spans or () for bucket in buckets]
+    for stage in seam.stages:
+        for place, exchange in enumerate(stage.made.exchanges):
+            first = stage.shard * stage.contents[place].numel
+            for state in exchange.states():
+                part = Part(
+                    state.kind,
+                    placed[place],
+                    buckets[place].grad_data.numel(),
+                    dataclasses.replace(state.position, start=first + state.position.start),
+                    stage.copy * state.senders + state.index,
+                    stage.copies * state.senders,
+                    1 / (stage.copies * state.ranks) if stage.averages else 1.0,
+                    () if state.sender.layout.table is None else spans[place],
+                )
+                yield state.sender, part
+
+
+def _pieces_of_parameters(chunk: Any) -> dict[torch.nn.Parameter, tuple[Piece, ...]]:
+    """For every parameter its pieces, with `start` counted from the parameter's first element."""
+    names = {parameter: name for name, parameter in chunk.module.named_parameters()}
+    parameters = {id(parameter): parameter for parameter in names}
+    pieces: dict[torch.nn.Parameter, tuple[Piece, ...]] = {}
+    for entry in nested_values(_sharded_state_dict(chunk)):
+        parameter = parameters.get(id(getattr(entry, "data", None)))
+        if parameter is not None and isinstance(entry, ShardedTensor | ShardedTensorFactory):
+            pieces[parameter] = tuple(_pieces(names[parameter], parameter, entry))
+    for parameter, name in names.items():
+        pieces.setdefault(parameter, (_local_piece(chunk, name, parameter),))
+    return pieces
+
+
+def _sharded_state_dict(chunk: Any) -> dict[str, Any]:
+    if not hasattr(chunk.module, "sharded_state_dict"):
+        return {}
+    found: dict[str, Any] = chunk.module.sharded_state_dict(metadata={"dp_cp_group": chunk.dp_cp_group})
+    return found
+
+
+def _pieces(
+    name: str, parameter: torch.nn.Parameter, entry: ShardedTensor | ShardedTensorFactory
+) -> Iterator[Piece]:
+    if isinstance(entry, ShardedTensor):
+        yield _piece(name, entry, 0, parameter.stride())
+        return
+    # A factory cuts a parameter in several tensors (SwiGLU's gate and up projections, say). Given the
+    # elements' numbers in place of their values, what it builds tells where every element went.
+    numbers = torch.arange(parameter.numel(), device="cpu").view(parameter.shape)
+    for built in nested_values(dataclasses.replace(entry, data=numbers).build()):
+        if isinstance(built, ShardedTensor) and built.data is not None and built.data.numel():
+            start = int(built.data.flatten()[0])
+            strides = tuple(
+                int(built.data.select(axis, 1).flatten()[0]) - start if size > 1 else 0
+                for axis, size in enumerate(built.data.shape)
+            )
+            if torch.equal(built.data, numbers.as_strided(built.data.shape, strides, start)):
+                yield _piece(name, built, start, strides)
+
+
+def _piece(name: str, tensor: ShardedTensor, start: int, strides: tuple[int, ...]) -> Piece:
+    prepended = tensor.prepend_axis_num
+    return Piece(
+        name=name,
+        key=tensor.key,
+        offset=tuple(tensor.global_offset),
+        shape=(*[1] * prepended, *tensor.local_shape),
+        start=start,
+        strides=(*[0] * prepended, *strides),
+    )
+
+
+def _local_piece(chunk: Any, name: str, parameter: torch.nn.Parameter) -> Piece:
+    """A parameter that Megatron tells nothing of: a tensor of its own for each model-parallel rank."""
+    groups = (chunk.tp_group, chunk.pp_group, chunk.ep_group)
+    ranks = (group[0].rank() if isinstance(group, list) else group.rank() for group in groups)
+    key = f"{name}@" + ".".join(map(str, ranks))
+    return Piece(
+        name, key, (0,) * parameter.dim(), tuple(parameter.shape), 0, tuple(parameter.detach().stride())
+    )

@@ -1,0 +1,129 @@
+"""What Megatron's own training loop needs beside dist_checkpointing.py.
+
+`load_checkpoint` repairs a torn tracker file first. `--ckpt-format torch` does not pass dist_checkpointing:
+with it `save_checkpoint` has every rank write its error states to megatron_loco/rank-00003.pt in the
+checkpoint's folder, before Megatron writes its own files and announces them, and `load_checkpoint` puts them
+back.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import check_is_distributed_checkpoint
+
+from megatron_patch.errors import UserError
+from megatron_patch.megatron import patching, symbols
+from megatron_patch.megatron.checkpoint import dist_checkpointing, tracker
+from megatron_patch.megatron.checkpoint.dist_checkpointing import restore
+from megatron_patch.megatron.checkpoint.element_map import rank_state_of
+from megatron_patch.megatron.checkpoint.sharded_state import compressed
+from megatron_patch.megatron.seams.optimizer_step import loss_scale
+from megatron_patch.session.layouts import Damaged
+from megatron_patch.session.packed import PackedReader, pack
+from megatron_patch.session.rank_state import RankState
+
+_MODULE = "megatron.training.checkpointing"
+_FOLDER = "megatron_loco"
+
+
+def install(loaded_only: bool = False) -> None:
+    """Replace what of Megatron writes and reads checkpoints; `loaded_only`: of modules that are imported."""
+    dist_checkpointing.install()
+    if _MODULE in sys.modules or (not loaded_only and importlib.util.find_spec("megatron.training")):
+        for path, wrapper in _WRAPPERS.items():
+            patching.wrap(path, wrapper)
+
+
+def uninstall() -> None:
+    """Give Megatron its own functions back."""
+    dist_checkpointing.uninstall()
+    patching.restore(*_WRAPPERS)
+
+
+def _bound(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _save_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from megatron.training import get_args
+
+    asked, flags = _bound(original, args, kwargs), get_args()
+    chunks = compressed(asked["model"])
+    if chunks and flags.ckpt_format == "torch" and flags.save and not asked["non_persistent_ckpt"]:
+        manifest, data = pack(rank_state_of(chunks), loss_scale(asked["optimizer"]))
+        path = _file(_folder(flags.save, asked["iteration"], asked["release"]), dist.get_rank())
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({"manifest": manifest, "data": data}, path)
+        except (OSError, RuntimeError) as error:  # of torch: a full disk
+            raise UserError(
+                f"the error states could not be saved to {path}: {error}; the last complete checkpoint is "
+                "still the latest"
+            ) from error
+    return original(*args, **kwargs)
+
+
+def _load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from megatron.training import get_args
+
+    asked, flags = _bound(original, args, kwargs), get_args()
+    base = getattr(flags, asked["load_arg"])
+    if base is not None and dist.get_rank() == 0:
+        tracker.repair(Path(base))
+    dist.barrier()
+    result = original(*args, **kwargs)
+    chunks, iteration = compressed(asked["ddp_model"]), int(result[0])
+    if not chunks or not iteration or asked["optimizer"] is None or flags.finetune or flags.no_load_optim:
+        return result
+    folder = _folder(base, iteration, False)
+    if not check_is_distributed_checkpoint(str(folder)):
+        rank, scale = rank_state_of(chunks), loss_scale(asked["optimizer"])
+        restore(rank, folder, lambda: _reader(rank, folder), iteration, scale)
+    return result
+
+
+def _folder(base: str, iteration: int, release: bool) -> Path:
+    from megatron.training.checkpointing import get_checkpoint_name
+
+    return Path(get_checkpoint_name(base, iteration, release=release, return_base_dir=True))
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / _FOLDER / f"rank-{rank:05d}.pt"
+
+
+def _reader(rank: RankState, folder: Path) -> PackedReader | None:
+    if not (folder / _FOLDER).exists():
+        return None
+
+    @functools.cache
+    def read(saved: int) -> dict[str, Any]:
+        try:
+            found = torch.load(_file(folder, saved), map_location="cpu", weights_only=True)
+            assert isinstance(found, dict)
+        except Exception as error:  # of torch: their kinds differ between releases
+            raise Damaged(f"{_file(folder, saved).name} cannot be read: {error}") from error
+        return found
+
+    files = (folder / _FOLDER).glob("rank-*.pt")
+    ranks = {int(path.stem.removeprefix("rank-")) for path in files}
+    return PackedReader(
+        rank, ranks, lambda saved: read(saved)["manifest"], lambda saved, _: read(saved)["data"]
+    )
+
+
+_WRAPPERS: dict[str, Callable[..., Any]] = {
+    symbols.SAVE_CHECKPOINT: _save_checkpoint,
+    symbols.LOAD_CHECKPOINT: _load_checkpoint,
+}

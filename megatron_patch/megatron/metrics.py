@@ -1,0 +1,344 @@
+"""metrics.jsonl, summary.json, TensorBoard and W&B, from inside Megatron's own training loop.
+
+Three functions of megatron.training.training are wrapped, by name in their module: `train_step` (when a step
+begins, and with which model), `training_log` (called on every rank after every step) and
+`evaluate_and_print_results` with its `evaluate` (the validation loss). Nothing they compute is changed.
+
+The last rank writes: it is the one with the loss and with Megatron's TensorBoard writer. Compression
+statistics are sums over ranks, reduced in one small all-reduce per LOGGED step. A run that resumes from a
+checkpoint logs again what the attempt that died had logged after it: those lines go when the first one comes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import math
+import platform
+import resource
+import statistics as stats
+import time
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from megatron.core import num_microbatches_calculator
+from megatron.training import get_args
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+from megatron_patch.collectives.traffic import Traffic
+from megatron_patch.config import CompressionConfig
+from megatron_patch.files import write_whole
+from megatron_patch.megatron import patching, symbols, weight_metrics
+from megatron_patch.megatron.attach import session_of
+from megatron_patch.megatron.seams import stock_traffic
+from megatron_patch.session.report import sums as sums_of
+from megatron_patch.session.session import Session
+
+_WRAPPED = (symbols.TRAIN_STEP, symbols.TRAINING_LOG, symbols.EVALUATE_AND_PRINT, symbols.EVALUATE)
+_OF_CODED_WEIGHTS = ("weight_unchanged_share", "weight_bits_by_bucket", "raw_weight_gathers")
+_WARM_UP_STEPS = 3
+"""Steps left out of the median step time: allocation and first-use costs."""
+
+
+class RunMetrics:
+    """Collects what a run shows; `install` hooks it in, `finish` writes summary.json.
+
+    What is attached, and with which options, it sees in the model of each step.
+
+    Args:
+        output: folder of metrics.jsonl and summary.json; None: TensorBoard and W&B only.
+    """
+
+    def __init__(self, output: Path | None = None) -> None:
+        self._output = output
+        self._file: Any = None
+        self._model: list[Any] = []
+        self._started = 0.0
+        self._seconds: list[float] = []
+        self._rates: list[float] = []
+        self._evaluating = ""
+        self._losses: dict[str, float] = {}
+        self._last: dict[str, Any] = {}
+        self._compression_seconds: list[float] = []
+        self._steps = 0
+
+    def install(self) -> None:
+        """Wrap the functions of megatron.training.training, until `uninstall`, or another run's `install`."""
+        self.uninstall()
+        self._wrap(symbols.TRAIN_STEP, before=self._before_step)
+        self._wrap(symbols.TRAINING_LOG, before=self._log_step)
+        self._wrap(symbols.EVALUATE_AND_PRINT, before=self._before_evaluation)
+        self._wrap(symbols.EVALUATE, after=self._after_evaluation)
+
+    @staticmethod
+    def uninstall() -> None:
+        """Give Megatron its own functions back."""
+        patching.restore(*_WRAPPED)
+
+    def _wrap(self, path: str, before: Any = None, after: Any = None) -> None:
+        def watched(original: Callable[..., Any]) -> Callable[..., Any]:
+            signature = inspect.signature(original)
+
+            @functools.wraps(original)
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                if before is not None:
+                    before(signature.bind(*args, **kwargs).arguments)
+                result = original(*args, **kwargs)
+                if after is not None:
+                    after(result)
+                return result
+
+            return wrapped
+
+        patching.replace(path, watched)
+
+    def _before_step(self, arguments: dict[str, Any]) -> None:
+        self._model = arguments["model"]
+        args = get_args()
+        iteration = getattr(args, "curr_iteration", None)  # of the step before
+        for state in self._states():
+            state.measures = iteration is None or self._logs(args, iteration + 1)
+        self._started = time.perf_counter()
+
+    @staticmethod
+    def _logs(args: Any, step: int) -> bool:
+        return step % args.log_interval == 0 or step == args.train_iters
+
+    def _before_evaluation(self, arguments: dict[str, Any]) -> None:
+        self._model = arguments["model"]  # a run that was ended after its last step makes none
+        self._evaluating = "test_loss" if "test set" in str(arguments["prefix"]) else "valid_loss"
+
+    def _after_evaluation(self, result: Any) -> None:
+        losses = result[0] or {}
+        if "lm loss" in losses:
+            self._losses[self._evaluating] = float(losses["lm loss"])
+
+    def _log_step(self, arguments: dict[str, Any]) -> None:
+        args = get_args()
+        step = arguments["iteration"]
+        if step <= self._steps:
+            return  # 0.19 logs the first step twice
+        self._steps = step
+        seconds = time.perf_counter() - self._started
+        self._seconds.append(seconds)
+        # Ramp-ups and schedules change the batch, and args.global_batch_size is the last one, or none.
+        calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+        batch = calculator.get_current_running_global_batch_size() if calculator else args.global_batch_size
+        self._rates.append(batch * args.seq_length / seconds)
+        if not self._logs(args, step):
+            return
+        record = {
+            "step": step,
+            "loss": _number(arguments["loss_dict"].get("lm loss")),
+            "grad_norm": _number(arguments["grad_norm"]),
+            "step_seconds": seconds,
+            "tokens_per_second": self._rates[-1],
+            **self._compression_record(),
+        }
+        self._last = record
+        if not self._writes():
+            return
+        if self._output is not None:
+            if self._file is None:
+                self._file = _continue(self._output / "metrics.jsonl", step)
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        self._show(record, step)
+
+    def _states(self) -> list[Session]:
+        return [c for chunk in self._model if (c := session_of(chunk)) is not None]
+
+    @property
+    def _config(self) -> CompressionConfig | None:
+        """The options of what is attached; None where nothing is."""
+        return next((state.config for state in self._states()), None)
+
+    def _compression_record(self) -> dict[str, Any]:
+        weights, coded = weight_metrics.sent(self._model), weight_metrics.coded(self._model)
+        states = self._states()
+        sums = sums_of(states)
+        gradients = sums.traffic
+        for group in weight_metrics.bucket_groups(self._model) if not states else ():
+            gradients.add(stock_traffic.stock_gradients(group))
+        wire = [gradients.nbytes, gradients.elements, weights.nbytes, weights.elements, *coded]
+        wire += [sums.compression_seconds, sums.inside_bytes, sums.compressed]
+        totals = torch.cat([sums.statistics, torch.tensor(wire, dtype=torch.float64, device="cpu")])
+        if "nccl" in dist.get_backend():
+            totals = totals.cuda()
+        dist.all_reduce(totals)
+        signal, noise, gradient, error, non_finite, *wire, seconds, inside, compressed = totals.tolist()
+        grad_bytes, grad_elements, weight_bytes, weight_elements, *coded = wire
+        ranks = dist.get_world_size()
+        self._compression_seconds.append(seconds / ranks)
+        return {
+            "compressed": compressed > 0,
+            "compression_seconds": seconds / ranks,
+            "gradient_wire_bytes": grad_bytes / ranks,
+            "gradient_intra_node_bytes": inside / ranks,
+            "gradient_wire_bits_per_element": Traffic(grad_bytes, grad_elements).bits_per_element,
+            "weight_wire_bytes": weight_bytes / ranks,
+            "weight_wire_bits_per_element": Traffic(weight_bytes, weight_elements).bits_per_element,
+            **self._coded_weights(coded),
+            "compression_snr_db": 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None,
+            "compensation_norm_ratio": math.sqrt(error / gradient) if gradient > 0 else None,
+            "non_finite_blocks": None if math.isnan(non_finite) else int(non_finite),
+        }
+
+    def _coded_weights(self, sums: list[float]) -> dict[str, Any]:
+        """Of the exact weight gather, from sums over ranks as weight_metrics.coded; nothing without it."""
+        config = self._config
+        if config is None or not config.codes_weights:
+            return {}
+        weights, same, nbytes = sums
+        return {
+            "weight_unchanged_share": same / weights if weights else None,
+            "weight_message_bits_per_element": 8 * nbytes / weights if weights else None,
+            "weight_bits_by_bucket": weight_metrics.by_bucket(self._model),
+            "raw_weight_gathers": weight_metrics.raw_gathers(self._model),
+        }
+
+    def _show(self, record: dict[str, Any], step: int) -> None:
+        shown = {
+            f"compression/{name}": record[name]
+            for name in (
+                "compressed",
+                "gradient_wire_bytes",
+                "gradient_intra_node_bytes",
+                "weight_wire_bytes",
+                "weight_wire_bits_per_element",
+                "weight_unchanged_share",
+                "compression_seconds",
+                "compression_snr_db",
+                "compensation_norm_ratio",
+                "non_finite_blocks",
+            )
+            if record.get(name) is not None
+        }
+        writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+        if writer:
+            for name, value in shown.items():
+                writer.add_scalar(name, value, step)
+        if wandb:
+            wandb.log(shown, step)
+
+    def _warm_up(self) -> dict[str, int | None]:
+        """Steps after which 1-bit Adam's variance was frozen (None: not yet); nothing for other methods."""
+        if self._config is None or not self._config.is_onebit_adam:
+            return {}
+        return {"warmup_steps": next((c.phase.variance_steps for c in self._states()), None)}
+
+    def _writes(self) -> bool:
+        return dist.get_rank() == dist.get_world_size() - 1
+
+    def finish(self) -> None:
+        """Write summary.json; every rank must call it: memory is reduced over ranks."""
+        if not dist.is_initialized():
+            return
+        memory = torch.tensor(
+            [
+                _peak_memory(),
+                sum(c.error_bytes for c in self._states()),
+                sum(pool.nbytes for pool in {c.workspace.pool for c in self._states()}),
+                sum(chunk.nbytes for chunk in weight_metrics.gathers_of(self._model)),
+            ],
+            dtype=torch.float64,
+            device="cpu",
+        )
+        if "nccl" in dist.get_backend():
+            memory = memory.cuda()
+        dist.all_reduce(memory, op=dist.ReduceOp.MAX)
+        if self._file is not None:
+            self._file.close()
+        if writer := get_tensorboard_writer():
+            writer.flush()  # a forked rank ends without the interpreter's exit handlers
+        if self._output is None or not self._writes():
+            return
+        records = [record for record, _ in _read(self._output / "metrics.jsonl")]
+        earlier = [] if self._last else records
+        if not records:
+            return
+        last = records[-1]
+        peak, error_bytes, buffer_bytes, weight_bytes = memory.tolist()
+        args = get_args()
+        median = _median(self._seconds or [record["step_seconds"] for record in earlier])
+        events = [{"steps": c.steps, **dataclasses.asdict(c.events)} for c in self._states()]
+        config = self._config
+        summary = {
+            "method": config.method if config is not None else "stock",
+            "weight_gather": config.weight_gather if config is not None else "stock",
+            "bits": config.bits if config is not None and config.compresses else None,
+            "world_size": dist.get_world_size(),
+            "steps": self._steps or args.iteration,
+            "train_loss": last["loss"],
+            **{"valid_loss": None, **self._losses},
+            "step_seconds": {"median": median},
+            "compression_seconds_per_step": _median(
+                self._compression_seconds or [record["compression_seconds"] for record in earlier]
+            ),
+            "tokens_per_second": _median(self._rates or [record["tokens_per_second"] for record in earlier]),
+            "gradient_wire": {
+                "bytes_per_step": last["gradient_wire_bytes"],
+                "bits_per_element": last["gradient_wire_bits_per_element"],
+            },
+            "weight_wire": weight_metrics.mean(records),
+            **{name: last[name] for name in _OF_CODED_WEIGHTS if name in last},
+            "compensation_bytes": int(error_bytes),
+            "buffer_bytes": int(buffer_bytes),
+            "weight_gather_bytes": int(weight_bytes),
+            "peak_memory_bytes": int(peak),
+            "events": events[0] if events else {},
+            **self._warm_up(),
+            "device": _device_name(),
+            "versions": _versions(),
+        }
+        write_whole(self._output / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def _continue(path: Path, step: int) -> TextIO:
+    """Open metrics.jsonl for the lines of `step` on: what an attempt that died logged from there on goes."""
+    write_whole(path, "".join(line + "\n" for record, line in _read(path) if record["step"] < step))
+    return path.open("a", encoding="utf-8")
+
+
+def _read(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """The records of metrics.jsonl and their lines; not the last one, if a kill tore it."""
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            yield json.loads(line), line
+        except ValueError:
+            return
+
+
+def _median(values: list[float]) -> float:
+    """Over all steps but the first ones."""
+    return stats.median(values[_WARM_UP_STEPS:] or values)
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _peak_memory() -> int:
+    """Bytes: the device allocator's peak on a GPU, the process's peak resident set on CPU."""
+    allocated = torch.cuda.max_memory_allocated()
+    return allocated or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _device_name() -> str:
+    return torch.cuda.get_device_name() if "nccl" in dist.get_backend() else f"cpu ({platform.machine()})"
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("megatron-loco", "megatron-core", "torch", "transformer-engine", "apex"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

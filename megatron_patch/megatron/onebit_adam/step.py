@@ -1,0 +1,337 @@
+"""1-bit Adam inside Megatron's optimizers: their step, once the warm-up is over.
+
+    warm-up       Megatron's own step on reduced gradients; warm_up.py says which was the last
+    from then on  bucket groups leave gradients unreduced (seams/gradients.py), finalize_model_grads works on
+                  them as they are (it is linear), and `step` stands for the optimizer's:
+
+      1  the norm of the mean gradient, over the whole model; NaN or Inf anywhere: nothing changes
+      2  m_i = b1*m + (1-b1)*g_i, clipped by one factor; the low-bit all-reduce makes of them the shared m
+      3  x <- x - lr*(m^/(sqrt(v^)+eps) + wd*x) where the inner Adam would step; Megatron's own
+         `step_with_ready_grads` does the rest: copies to bf16, gathers of sharded weights
+
+m is held whole on every rank, fp32, in the order of the gradient buffers. Adam's state stays Megatron's: v
+is `exp_avg_sq`, and `exp_avg` is given its part of m in every step, so checkpoints, schedules and groups of
+weight decay work as ever. Before each step all ranks of the model agree on what they find there: where
+somebody has changed `exp_avg` (a rollback), m is taken from it; where v is missing, all zero or younger than
+it was (another optimizer, zeroed moments), the gradients are reduced in full and a new warm-up begins. Which
+part of m is whose, the optimizers say themselves: they "copy gradients" as always while every parameter's
+`main_grad` is a view of m.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+
+from megatron_patch.megatron.onebit_adam import replicas, update, warm_up
+from megatron_patch.megatron.onebit_adam.norm_sketch import NormSketch
+from megatron_patch.megatron.onebit_adam.prepared import Found, Prepared, copy_gradients, magnitudes, own
+from megatron_patch.megatron.seams.gradients import BucketGroupSeam
+from megatron_patch.megatron.seams.optimizer_step import leaves_of, loss_scale, model_parameters
+from megatron_patch.megatron.unsupported import refuse_optimizer, refuse_unattached
+from megatron_patch.session.onset import Phase
+from megatron_patch.session.session import Session
+
+logger = logging.getLogger(__name__)
+
+StepResult = tuple[bool, float | None, int | None]
+_NORM_EPS = 1e-6
+"""Megatron's own, in clip_grad_by_total_norm_fp32."""
+_COUNTED_STEPS = (1, 10, 100, 1_000, 10_000, 100_000)
+"""After the warm-up: the elements that are held are counted in these, since counting costs a pass."""
+_UNLIKE = 1e-4
+"""Relative: by more, sums of magnitudes are those of other momenta, not of other orders of summation."""
+
+
+class OneBitAdam:
+    """The momentum of the attached chunks that one Megatron optimizer updates.
+
+    Args:
+        optimizer: Megatron's, chained or not.
+        attached: each DDP-wrapped chunk with its state and seams.
+
+    Raises:
+        UserError: an optimizer that is no Adam, keeps its state where 1-bit Adam cannot go, or updates models
+            that are not attached.
+    """
+
+    def __init__(
+        self, optimizer: Any, attached: Sequence[tuple[Any, Session, Sequence[BucketGroupSeam]]]
+    ) -> None:
+        self._optimizer = optimizer
+        self._leaves = leaves_of(optimizer)
+        self._parts = [part for part in self._leaves if not getattr(part, "is_stub_optimizer", False)]
+        self._chunks = [chunk for chunk, _, _ in attached]
+        for part in self._parts:
+            refuse_optimizer(part)
+        updated = (parameter for part in self._parts for parameter in model_parameters(part))
+        refuse_unattached(self._parts, self._chunks, updated)
+        self._states = [state for _, state, _ in attached]
+        self._seams = [(state, seam) for _, state, seams in attached for seam in seams]
+        self._momentum = [seam.momentum for _, seam in self._seams if seam.momentum is not None]
+        self._copies: list[replicas.Replicas] | None = None
+        self._model = warm_up.ModelRanks(self._chunks[0])
+        self._ready: Prepared | None = None
+        devices = [bucket.grad_data.device for _, seam in self._seams for bucket in seam.group.buckets]
+        self._device = next(iter(devices), torch.device("cpu"))  # a chunk that is frozen whole has none
+        self._held = torch.zeros(2, dtype=torch.int64)
+        """Elements that are held in this step, on this rank (update.held)."""
+
+    @torch.no_grad()
+    def step(self, original: Callable[[], StepResult]) -> StepResult:
+        """The optimizer's step in either phase; `original` is Megatron's own."""
+        if self._states[0].active:
+            with self._momentum_as_gradients():
+                found = self._look()
+                if found is not None and found.overflows:
+                    return False, None, None
+                if found is not None:
+                    settings = self._optimizer.config
+                    if found.norm > getattr(settings, "grad_norm_skip_threshold", math.inf):
+                        return False, found.norm, None
+                    limit = settings.clip_grad
+                    clip = min(1.0, limit / (found.norm + _NORM_EPS)) if limit > 0 else 1.0
+                    return self._compressed_step(found, clip), found.norm, None
+            self._begin_warm_up_again()
+        result = original()
+        self._end_warm_up_step(result[0])
+        return result
+
+    @torch.no_grad()
+    def prepare(self, original: Callable[[], bool]) -> bool:
+        """The first half of a step, where a loop clips between the halves; whether there was an overflow.
+
+        In the compressed phase the loop gets copies of this rank's own gradients, and the norm of their mean.
+        """
+        self._ready = None
+        if self._states[0].active:
+            with self._momentum_as_gradients():
+                found = self._look()
+            if found is not None:
+                if not found.overflows:
+                    self._ready = Prepared(self._optimizer, self._parts, found)
+                return found.overflows
+            self._begin_warm_up_again()
+        return original()
+
+    @torch.no_grad()
+    def update(self, original: Callable[[], bool]) -> bool:
+        """The second half of a step; whether parameters were updated."""
+        ready, self._ready = self._ready, None
+        if ready is None:
+            successful = original()
+            self._end_warm_up_step(successful)
+            return successful
+        clip = self._model.reduce([ready.clipped_by()], dist.ReduceOp.MIN)[0]
+        with self._momentum_as_gradients():
+            return self._compressed_step(ready.found, clip)
+
+    def _look(self) -> Found | None:
+        """What all ranks find before a compressed step; None where the variance is not what was frozen.
+
+        Within `_momentum_as_gradients`. Tells fp16's scalers whether gradients overflowed.
+        """
+        mine = [found for part in self._parts for found in own(part)]
+        known = [state for _, state in mine if {"exp_avg", "exp_avg_sq"} <= state.keys()]
+        frozen_at = self._states[0].phase.variance_steps or 0
+        holding = [part for part in self._parts if any(own(part))]
+        lost = len(known) < len(mine) or any(warm_up.adam_steps(part) < frozen_at for part in holding)
+        unlike = variance = torch.zeros((), dtype=torch.float64, device=self._device)
+        if mine and not lost:
+            held = magnitudes([parameter.grad for parameter, _ in mine])
+            kept = magnitudes([state["exp_avg"] for state in known])
+            unlike = ((held - kept).abs() > _UNLIKE * held).any().double()
+            variance = magnitudes([state["exp_avg_sq"] for state in known]).sum()
+        norm, ranks_unlike, ranks_lost, total_variance = self._model.reduce(
+            [self._squared_norm(), unlike, lost, variance], dist.ReduceOp.SUM
+        )
+        if ranks_lost or not total_variance:
+            return None
+        scale = loss_scale(self._optimizer)
+        found = Found(math.sqrt(norm) / scale if math.isfinite(norm) else math.nan, ranks_unlike > 0, scale)
+        for part in self._leaves:
+            if getattr(part, "grad_scaler", None) is not None:
+                part.grad_scaler.update(found.overflows)
+        return found
+
+    def _compressed_step(self, found: Found, clip: float) -> bool:
+        if found.unlike:
+            self._take_moments()
+        self._exchange(clip / found.scale)
+        return self._update()
+
+    def _squared_norm(self) -> torch.Tensor:
+        """This rank's share of the mean gradient's squared norm, estimated to 4 % (norm_sketch.py), fp64 [].
+
+        NaN where a gradient of any rank is not finite. What several ranks of the model hold counts once.
+        """
+        first = self._states[0]
+        sketches: dict[dist.ProcessGroup, NormSketch] = {}
+        for _, seam in self._seams:
+            assert seam.momentum is not None
+            group = seam.momentum.group
+            seed = first.config.seed + first.steps_seen
+            sketch = sketches.setdefault(group, NormSketch(seed, self._device))
+            for bucket in seam.group.buckets:
+                for parameter in bucket.params_list:
+                    if _counts(parameter):
+                        start, end = bucket.param_to_index[parameter]
+                        sketch.add(bucket.grad_data[start:end], seam.momentum.mean_factor)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for group, sketch in sketches.items():
+            total += sketch.squared_norm_of_mean(group) / group.size()
+        return total
+
+    def _exchange(self, factor: float) -> None:
+        """Form every rank's own momentum, and make it the shared one."""
+        beta1 = self._optimizer.config.adam_beta1
+        for state, seam in self._seams:
+            assert seam.momentum is not None
+            assert seam.momentum.held is not None
+            (stage,) = seam.stages
+            handles = []
+            for place, (bucket, held) in enumerate(zip(seam.group.buckets, seam.momentum.held, strict=True)):
+                update.form(held, bucket.grad_data, beta1, factor * seam.momentum.mean_factor)
+                if stage.made.exchanges:
+                    exchange = stage.made.exchanges[place]
+                    handles.append(state.start(exchange, held, held, True, stage.group))
+            for handle in handles:
+                handle.wait()
+            seam.momentum.clear_padding()
+        for shared in self._copies or ():
+            shared.average()
+
+    def _update(self) -> bool:
+        """Megatron's `step_with_ready_grads`, with ours where the inner Adam's step would be."""
+        for part in self._parts:
+            part.optimizer.step = functools.partial(self._inner_step, part)
+        self._held = torch.zeros(2, dtype=torch.int64, device=self._device)
+        try:
+            return bool(self._optimizer.step_with_ready_grads())
+        finally:
+            for part in self._parts:
+                del part.optimizer.step
+            self._say_what_is_held()
+
+    def _say_what_is_held(self) -> None:
+        """A line at some steps: how many elements the frozen variance does not serve."""
+        state = self._states[0]
+        compressed_steps = state.steps + 1 - (state.phase.switch_step or 0)
+        if compressed_steps not in _COUNTED_STEPS:
+            return
+        beyond, without = self._model.reduce(list(self._held), dist.ReduceOp.SUM)
+        if (beyond or without) and dist.get_rank() == 0:
+            logger.info(
+                "megatron-loco: 1-bit Adam, step %d after the warm-up: %d elements are held to three "
+                "times the largest step that Adam makes, %d had no gradient in the warm-up and stay",
+                compressed_steps,
+                beyond,
+                without,
+            )
+
+    def _inner_step(self, part: Any) -> None:
+        phase = self._states[0].phase
+        assert phase.switch_step is not None
+        assert phase.variance_steps is not None
+        compressed_steps = self._states[0].steps + 1 - phase.switch_step
+        steps = warm_up.adam_steps(part) + 1
+        for group in part.optimizer.param_groups:
+            beta1, beta2 = group["betas"]
+            if "step" in group:
+                group["step"] = steps
+            updated = []
+            for parameter in group["params"]:
+                if parameter.grad is None or not parameter.numel():
+                    continue
+                state = part.optimizer.state[parameter]
+                if "step" in state:
+                    state["step"].fill_(steps)
+                updated.append((parameter, parameter.grad, state["exp_avg_sq"], state["exp_avg"]))
+            sizes = update.Sizes(
+                lr=float(group["lr"]),
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                momentum_bias=1 - beta1**steps,
+                variance_bias=1 - beta2**phase.variance_steps,
+                most=update.most(beta1, beta2),
+            )
+            if compressed_steps in _COUNTED_STEPS:
+                self._held = self._held + update.held(updated, sizes)
+            update.update(updated, sizes)
+
+    @contextmanager
+    def _momentum_as_gradients(self) -> Iterator[None]:
+        """Within the block, each parameter of the optimizers has its part of m as its gradient."""
+        new = any(momentum.held is None for momentum in self._momentum)
+        gradients: dict[Any, torch.Tensor] = {}
+        views: dict[Any, torch.Tensor] = {}
+        for momentum in self._momentum:
+            for parameter, view in momentum.views():
+                gradients[parameter], views[parameter] = parameter.main_grad, view
+                parameter.main_grad = view
+        try:
+            if new or self._copies is None:
+                self._copies = list(replicas.find(self._chunks, views))
+            copy_gradients(self._parts)
+            yield
+        finally:
+            for parameter, gradient in gradients.items():
+                parameter.main_grad = gradient
+            for part in self._parts:
+                part.zero_grad()
+
+    def _take_moments(self) -> None:
+        """m is what Adam holds: in the first step since the warm-up or a checkpoint, or after a rollback."""
+        for part in self._parts:
+            for parameter, state in own(part):
+                parameter.grad.copy_(state["exp_avg"])
+        for momentum in self._momentum:
+            momentum.gather()
+
+    def _end_warm_up_step(self, successful: bool) -> None:
+        first = self._states[0]
+        if not successful or first.phase.switch_step is not None or self._model.alone:
+            return
+        steps = first.steps + 1  # this one is not counted yet
+        variance_steps = warm_up.over(first.phase, steps, first.config.warmup_steps, self._parts, self._model)
+        if variance_steps is None:
+            return
+        for state in self._states:
+            state.phase.switch_step, state.phase.variance_steps = state.steps + 1, variance_steps
+        if dist.get_rank() == 0:
+            logger.warning(
+                "megatron-loco: 1-bit Adam's warm-up is over after %d steps (%s): the variance is frozen, "
+                "and from now on momentum is exchanged in 1 bit instead of gradients",
+                variance_steps,
+                first.config.warmup,
+            )
+
+    def _begin_warm_up_again(self) -> None:
+        """Reduce the gradients of this step, and those of the next ones, until there is a variance again."""
+        counted = max(map(warm_up.adam_steps, self._parts), default=0)
+        (steps,) = self._model.reduce([counted], dist.ReduceOp.MAX)
+        for state in self._states:
+            state.phase = Phase(warm_up_from=int(steps))
+            state.clear_errors()
+        for momentum in self._momentum:
+            momentum.held = None
+            momentum.reduce_gradients()
+        if dist.get_rank() == 0:
+            logger.warning(
+                "megatron-loco: Adam's variance is not the one that was frozen (lost, zeroed, or of fewer "
+                "steps): 1-bit Adam begins a new warm-up, with gradients exchanged in full until it is over"
+            )
+
+
+def _counts(parameter: torch.nn.Parameter) -> bool:
+    """Whether this rank's copy of a parameter is the one that counts in norms: Megatron's own conditions."""
+    return bool(param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter))

@@ -1,0 +1,150 @@
+"""Replacing a symbol: once, with a way back, and with one error that names it where it is missing.
+
+Paths are those of symbols.py, where all of Megatron's that may be replaced are listed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from megatron_patch.megatron.symbols import SYMBOLS
+
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class _Replaced:
+    owner: Any
+    name: str
+    before: Any
+    """What stood in the owner's own namespace; _MISSING where it was inherited, or nowhere."""
+    after: Any
+    also: tuple[tuple[Any, Any], ...]
+    """Modules that had bound it by name, each with what it had."""
+
+
+_replaced: dict[str, _Replaced] = {}
+
+
+def replace(path: str, wrap: Callable[[Any], Any], *, may_be_missing: bool = False) -> None:
+    """Put `wrap(original)` in the place of a symbol, until `restore`. Nothing, where it is replaced already.
+
+    With `may_be_missing` the original is None where there is none.
+
+    Raises:
+        RuntimeError: there is no such symbol in this release; the message has its full path.
+    """
+    if path in _replaced:
+        return
+    owner, name = _place(path)
+    original = getattr(owner, name, _MISSING)
+    if original is _MISSING and not may_be_missing:
+        raise _missing(path)
+    after = wrap(None if original is _MISSING else original)
+    bound_in = SYMBOLS[path].bound_in if path in SYMBOLS else ()
+    loaded = [sys.modules[module] for module in bound_in if module in sys.modules]
+    also = tuple((module, original) for module in loaded if getattr(module, name, None) is original)
+    _replaced[path] = _Replaced(owner, name, vars(owner).get(name, _MISSING), after, also)
+    setattr(owner, name, after)
+    for module, _ in also:
+        setattr(module, name, after)
+
+
+def wrap(path: str, wrapper: Callable[..., Any]) -> None:
+    """Have `wrapper(original, ...)` called in the place of a function, until `restore`."""
+    replace(path, lambda original: functools.wraps(original)(functools.partial(wrapper, original)))
+
+
+def is_replaced(path: str) -> bool:
+    """Whether a symbol is replaced, by us."""
+    return path in _replaced
+
+
+def restore(*paths: str) -> None:
+    """Put the originals back; nothing for symbols that are not replaced.
+
+    What somebody else has put over a replacement since is left alone.
+    """
+    for path in paths:
+        done = _replaced.pop(path, None)
+        if done is None:
+            continue
+        if vars(done.owner).get(done.name, _MISSING) is done.after:
+            if done.before is _MISSING:
+                delattr(done.owner, done.name)
+            else:
+                setattr(done.owner, done.name, done.before)
+        for module, before in done.also:
+            if getattr(module, done.name, None) is done.after:
+                setattr(module, done.name, before)
+
+
+@dataclass(frozen=True)
+class Override:
+    """A method that stands on an instance, before its class's."""
+
+    instance: Any
+    name: str
+    before: Any
+    """What stood on the instance; _MISSING where nothing did."""
+    after: Any
+
+    def undo(self) -> None:
+        """Put back what stood there before; nothing, where somebody has overridden it since."""
+        if vars(self.instance).get(self.name, _MISSING) is not self.after:
+            return
+        if self.before is _MISSING:
+            delattr(self.instance, self.name)
+        else:
+            setattr(self.instance, self.name, self.before)
+
+
+def override(instance: Any, name: str, method: Any) -> Override:
+    """Put a method on an instance, until `undo`."""
+    before = vars(instance).get(name, _MISSING)
+    setattr(instance, name, method)
+    return Override(instance, name, before, method)
+
+
+@contextlib.contextmanager
+def swapped(values: Mapping[str, Any]) -> Iterator[None]:
+    """Within the block symbols have other values, by path; after it, those that stood there before."""
+    places = [(*_place(path), value) for path, value in values.items()]
+    before = [getattr(owner, name) for owner, name, _ in places]
+    for owner, name, value in places:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for (owner, name, _), value in zip(places, before, strict=True):
+            setattr(owner, name, value)
+
+
+@functools.cache  # `swapped` runs in every bucket's exchange
+def _place(path: str) -> tuple[Any, str]:
+    """The module or class that a path's last name belongs to, and that name."""
+    assert path in SYMBOLS or not path.startswith("megatron"), f"{path} is not listed in symbols.py"
+    module, _, names = path.partition(":")
+    *owners, name = names.split(".")
+    try:
+        owner = importlib.import_module(module)
+        for one in owners:
+            owner = getattr(owner, one)
+    except (ImportError, AttributeError) as error:
+        raise _missing(path) from error
+    return owner, name
+
+
+def _missing(path: str) -> RuntimeError:
+    package = "megatron-core" if path.startswith("megatron") else path.partition(".")[0].partition(":")[0]
+    return RuntimeError(
+        f"megatron-loco: {path} is missing in {package} {metadata.version(package)}: this release is not "
+        "supported"
+    )

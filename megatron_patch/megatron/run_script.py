@@ -1,0 +1,131 @@
+"""Runs a Megatron training script with compression switched on: one rank's side of a launch.
+
+    torchrun --nproc-per-node 8 -m megatron_patch.launch pretrain_gpt.py <Megatron's flags> \
+        --compression-method loco --compression-bits 4
+
+The script is untouched: the --compression-* flags are added to Megatron's own parser, and when it has parsed
+them, compression is enabled for every DistributedDataParallel it builds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+from megatron_patch.errors import UserError, failed_assert
+
+USAGE = "usage: torchrun [...] -m megatron_patch.launch SCRIPT.py [its own flags] [--compression-* flags]"
+
+
+def _wants_cpu(argv: list[str]) -> bool:
+    """Whether --compression-device cpu stands in argv: it must be known before Megatron is imported."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--compression-device", default="cuda")
+    return parser.parse_known_args(argv)[0].compression_device == "cpu"
+
+
+def main(argv: list[str]) -> int:
+    """Run argv[0], a training script, with argv[1:]. Returns the exit status."""
+    if not argv or argv[0].startswith("-"):
+        print(USAGE, file=sys.stderr)
+        return 2
+    script, flags = argv[0], argv[1:]
+    if not Path(script).is_file():
+        return _tell(UserError(f"{script}: no such training script"))
+    try:
+        _run(script, flags)
+    except UserError as error:
+        return _tell(error)
+    except Exception as error:
+        _leave_failure(error, user=False)
+        raise
+    return 0
+
+
+def _run(script: str, flags: list[str]) -> None:
+    # Before Megatron is imported: a script in a checkout of Megatron-LM brings its own.
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    defaults: dict[str, Any] = {}
+    if _wants_cpu(flags):
+        # What is missing here, and is for GPUs: twenty lines of every rank, before its first own one.
+        warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+        from megatron_patch.megatron.cpu import device as cpu_device
+
+        cpu_device.install()
+        defaults = cpu_device.CPU_FLAGS
+    from megatron_patch.megatron import patching, symbols
+    from megatron_patch.megatron.arguments import after_parsing, config_from_arguments
+    from megatron_patch.megatron.checkpoint import training_loop as checkpoint
+    from megatron_patch.megatron.doors import enable
+    from megatron_patch.megatron.metrics import RunMetrics
+    from megatron_patch.megatron.unsupported import refuse_flags
+    from megatron_patch.session.log import show_log
+
+    show_log()
+    installed: list[RunMetrics] = []
+
+    def switch_on(args: argparse.Namespace) -> None:
+        if installed:
+            return
+        config = config_from_arguments(args)
+        output = Path(args.compression_output) if args.compression_output else None
+        if args.compression_attach:
+            refuse_flags(args)
+            enable(config)
+        installed.append(RunMetrics(output))
+        installed[0].install()
+
+    checkpoint.install()  # before the script imports checkpoint functions by name
+    patching.replace(symbols.ADD_ARGUMENTS, lambda original: after_parsing(original, switch_on, defaults))
+    saved, sys.argv = sys.argv, [script, *flags]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:  # Megatron ends this way after --exit-interval, --exit-duration and SIGTERM
+        if end.code:
+            raise
+    finally:
+        sys.argv = saved
+        patching.restore(symbols.ADD_ARGUMENTS)
+    for metrics in installed:
+        metrics.finish()
+        metrics.uninstall()
+
+
+def _tell(error: UserError) -> int:
+    """The user's mistake as one line, from the first rank alone."""
+    _leave_failure(error, user=True)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"megatron-loco: error: {error}", file=sys.stderr, flush=True)
+    return 2
+
+
+def _told(error: Exception) -> str:
+    """An error in one line; of an assert without a message its place and its source."""
+    text = str(error)
+    if isinstance(error, AssertionError) and not text.strip():
+        text = ": ".join(failed_assert(error))
+    return f"{type(error).__name__}: {text}"
+
+
+def _leave_failure(error: Exception, user: bool) -> None:
+    """Leave this rank's error where the launcher looks for the first one (workflows/run/launcher.py)."""
+    folder = os.environ.get("MEGATRON_LOCO_FAILURES")
+    if not folder:
+        return
+    record = {
+        "rank": int(os.environ.get("RANK", "0")),
+        "time": time.time(),
+        "user": user,
+        "error": str(error) if user else _told(error),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    Path(folder, f"rank-{record['rank']}.json").write_text(json.dumps(record), encoding="utf-8")

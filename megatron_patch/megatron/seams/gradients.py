@@ -1,0 +1,278 @@
+"""Seam: reduces the gradients of one Megatron bucket group in low bits.
+
+`_ParamAndGradBucketGroup.start_grad_sync` (megatron.core.distributed.param_and_grad_buffer) does much that
+must stay upstream's: draining predecessors, NaN checks, gradient_scaling_factor, streams, CUDA-graph events.
+Then it calls a collective per bucket, in order:
+
+    distributed optimizer                  `dist_reduce_scatter_func`, a global of that module
+      with several instances of it         and `torch.distributed.all_reduce` of the shard, between instances
+    replicated optimizer                   `torch.distributed.all_reduce` of the bucket
+
+So the method is overridden on the INSTANCE. For the length of the original call the module's two globals only
+record what they are asked for (intercept.py); after it, the same collectives run in low bits, each by its
+exchange (collectives/exchange.py), and where upstream left a handle it gets ours.
+
+Why not one layer down (torch.distributed itself)? Other users of it would be hit. Why not one layer up (the
+whole method)? It differs between releases. Why after the call and not within? Upstream calls within
+`_coalescing_manager`, where an all-to-all runs at once while an all-gather waits for the manager's end.
+
+The first batch is dispatched in `finish_grad_sync`, later ones from backward hooks: both go through here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
+
+from megatron_patch.collectives.exchange import Exchange, Handle
+from megatron_patch.collectives.makers import Made, make_all_reduces, make_reduce_scatters
+from megatron_patch.megatron import patching
+from megatron_patch.megatron.seams.intercept import CollectiveCalls, intercepted
+from megatron_patch.megatron.seams.momentum_buffers import MomentumBuffers
+from megatron_patch.megatron.seams.stock_traffic import stock_gradients
+from megatron_patch.quantization.blocks import Contents, Span
+from megatron_patch.session.session import Session
+
+_REPLAYING = (RerunState.RERUNNING_IN_PLACE, RerunState.RERUNNING_FROM_CHECKPOINT)
+
+
+class _AllHandles:
+    """Takes the place of upstream's single handle of a bucket group (`grad_reduce_handle`)."""
+
+    def __init__(
+        self,
+        handles: Sequence[Handle],
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        self._handles = handles
+        self._stream = stream
+
+    def wait(self) -> None:
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            for handle in self._handles:
+                handle.wait()
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One of the collectives that reduce a bucket group's gradients, in their order."""
+
+    kind: str
+    """What Megatron calls it: "reduce-scatter" or "all-reduce"."""
+    of: str
+    """What is exchanged: "gradient" or "momentum"."""
+    group: dist.ProcessGroup
+    contents: Sequence[Contents]
+    """Each bucket's tensor."""
+    averages: bool
+    """Whether the sum is divided by the number of ranks."""
+    made: Made
+    """An exchange for each bucket; none over a single rank, nor with method none."""
+    shard: int = 0
+    """The tensor is this one of its bucket's shards of that size."""
+    copies: int = 1
+    """So many groups do the same with other gradients of the same elements, and are summed in the next
+    stage."""
+    copy: int = 0
+    """Which of them this rank's group is."""
+
+
+def contents_of(bucket: Any, momentum: bool = False) -> Contents:
+    """What a Megatron bucket is made of: its parameters, with padding between and after them.
+
+    Vectors (norms' weights, biases) are sent as they are; but 1-bit Adam sends their momentum in 1 bit too.
+    """
+    spans = [
+        Span.of(start, parameter.shape, exact=parameter.dim() < 2 and not momentum)
+        for parameter, (start, _) in bucket.param_to_index.items()
+    ]
+    return Contents(bucket.grad_data.numel(), tuple(sorted(spans, key=lambda span: span.start)))
+
+
+class BucketGroupSeam:
+    """Overrides `start_grad_sync` of one bucket group until `detach`.
+
+    `group` is Megatron's `_ParamAndGradBucketGroup`; `stages` are its collectives in their order, with an
+    exchange for each bucket (none over a single rank, nor with method none).
+
+    Args:
+        bucket_group: Megatron's bucket group.
+        state: the chunk's, in which the senders are allocated.
+        expert: whether the parameters are experts', reduced over the expert-data-parallel group.
+    """
+
+    def __init__(self, bucket_group: Any, state: Session, expert: bool = False) -> None:
+        self.group = bucket_group
+        self.expert = expert
+        self._state = state
+        config = bucket_group.ddp_config
+        self.scatter_group: dist.ProcessGroup | None = None
+        self.reduce_group: dist.ProcessGroup | None = None
+        if not config.use_distributed_optimizer:
+            self.reduce_group = bucket_group.data_parallel_group
+        else:
+            self.scatter_group = bucket_group.intra_distributed_optimizer_instance_group
+            if config.num_distributed_optimizer_instances > 1:
+                self.reduce_group = bucket_group.inter_distributed_optimizer_instance_group
+        self.momentum: MomentumBuffers | None = None
+        if state.config.is_onebit_adam:
+            everyone = self.scatter_group or self.reduce_group
+            assert everyone is not None
+            self.momentum = MomentumBuffers(bucket_group, everyone, self.scatter_group)
+        self.stages = list(self._stages())
+        state.exchanges += self.exchanges
+
+        self._step, self._passes = -1, 0
+        self._detached = False
+        self._original = bucket_group.start_grad_sync
+
+        @functools.wraps(self._original)
+        def start_grad_sync(force_all_reduce: bool | None = False) -> None:
+            if self._detached:  # somebody's override still calls this one
+                self._original(force_all_reduce=force_all_reduce)
+            else:
+                self._start_grad_sync(force_all_reduce)
+
+        self._override = patching.override(bucket_group, "start_grad_sync", start_grad_sync)
+
+    def _stages(self) -> Iterator[Stage]:
+        setup, average = self._state.setup, self.group.ddp_config.average_in_collective
+        buckets = [contents_of(bucket, setup.config.is_onebit_adam) for bucket in self.group.buckets]
+        compresses = setup.config.compresses
+        if self.momentum is not None:  # whole buckets, whoever holds Adam's state; always the mean
+            everyone = self.momentum.group
+            made = make_all_reduces(buckets, everyone, setup)
+            yield Stage("all-reduce", "momentum", everyone, buckets, True, made)
+            return
+        scatter, reduce = self.scatter_group, self.reduce_group
+        if scatter is not None:
+            made = make_reduce_scatters(buckets, scatter, setup) if compresses else Made()
+            copies, copy = (reduce.size(), reduce.rank()) if reduce is not None else (1, 0)
+            yield Stage(
+                "reduce-scatter", "gradient", scatter, buckets, average, made, copies=copies, copy=copy
+            )
+        if reduce is not None:
+            shards, shard = (scatter.size(), scatter.rank()) if scatter is not None else (1, 0)
+            sizes = [bucket.numel // shards for bucket in buckets]
+            owned = [bucket.part(shard * size, size) for bucket, size in zip(buckets, sizes, strict=True)]
+            # Between instances of the distributed optimizer one hop.
+            one_hop = scatter is not None
+            made = make_all_reduces(owned, reduce, setup, one_hop) if compresses else Made()
+            yield Stage("all-reduce", "gradient", reduce, owned, average, made, shard=shard)
+
+    @property
+    def exchanges(self) -> Iterator[Exchange]:
+        """The exchanges of all stages and buckets, in the order of their allocation."""
+        return (exchange for stage in self.stages for exchange in stage.made.exchanges)
+
+    @property
+    def compresses(self) -> bool:
+        """Whether any of this group's gradients leave in low bits (not with method none)."""
+        return any(stage.made.exchanges for stage in self.stages)
+
+    def detach(self) -> None:
+        """Restore the bucket group's original method."""
+        self._detached = True
+        self._override.undo()
+
+    def _start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        group = self.group
+        if group.is_first_batch and group.grad_reduce_handle is not None:
+            return  # upstream's own early return: this batch was dispatched already
+        self._note_pass()
+        if self.momentum is not None and self._state.active:
+            self._leave_unreduced(force_all_reduce)
+            return
+        if not self.compresses or force_all_reduce or not self._state.active:
+            self._state.count(stock_gradients(group, bool(force_all_reduce)))
+            if self.compresses:
+                self._state.events.uncompressed_syncs += 1
+            self._original(force_all_reduce=force_all_reduce)
+            return
+
+        with intercepted() as calls:
+            self._original(force_all_reduce=force_all_reduce)
+        self._check(calls)
+        stream = self._stream()
+        overlaps = group.grad_reduce_handle is not None
+        group.grad_reduce_handle = None  # as upstream leaves it where a collective fails
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            handles = self._start(calls)
+            if overlaps:
+                group.grad_reduce_handle = _AllHandles(handles, stream)
+            else:
+                _AllHandles(handles).wait()
+
+    def _leave_unreduced(self, force_all_reduce: bool | None) -> None:
+        """1-bit Adam after its warm-up: the optimizer's step will exchange momentum (onebit_adam/step.py)."""
+        assert self.momentum is not None
+        if force_all_reduce:
+            raise RuntimeError(
+                "megatron-loco: onebit_adam reduces no gradients after its warm-up; leave out what asks for "
+                "them by force_all_reduce, such as --save-wgrads-interval"
+            )
+        with intercepted() as calls:
+            self._original(force_all_reduce=force_all_reduce)
+        self._check(calls)
+        self.momentum.mean_factor = 1.0 if calls.average else float(self.momentum.group.size())
+        if self.group.grad_reduce_handle is not None:
+            self.group.grad_reduce_handle = _AllHandles([])
+
+    def _start(self, calls: CollectiveCalls) -> Sequence[Handle]:
+        """Start the recorded collectives; the last one of each bucket may still be running on return."""
+        handles: list[Handle] = []
+        for stage in self.stages:
+            for handle in handles:
+                handle.wait()  # the next stage needs an earlier one's sum
+            if stage.made.exchanges:
+                handles = [
+                    self._state.start(exchange, tensor, output, calls.average, stage.group)
+                    for exchange, (output, tensor) in zip(
+                        stage.made.exchanges, calls.of(stage.kind), strict=True
+                    )
+                ]
+        return handles
+
+    def _stream(self) -> torch.cuda.Stream | None:
+        """The CUDA stream on which this group's exchange runs, where it is not the current one.
+
+        With overlap, a side stream keeps compression, and waiting for buckets in flight, from blocking the
+        backward pass.
+        """
+        config = self.group.ddp_config
+        if not config.overlap_grad_reduce or self._state.device.type != "cuda":
+            return None
+        if config.num_distributed_optimizer_instances > 1:
+            upstreams: torch.cuda.Stream = self.group.communication_stream  # which has waited already
+            return upstreams
+        stream = self._state.workspace.pool.stream_of(self.stages[0].group)
+        stream.wait_stream(torch.cuda.current_stream())
+        return stream
+
+    def _check(self, calls: CollectiveCalls) -> None:
+        buckets = len(self.group.buckets)
+        expected = (buckets if self.scatter_group else 0, buckets if self.reduce_group else 0)
+        found = (len(calls.reduce_scatter), len(calls.all_reduce))
+        if found != expected:
+            raise RuntimeError(
+                "megatron-loco: start_grad_sync of megatron.core.distributed.param_and_grad_buffer asked for "
+                f"{found[0]} reduce-scatters and {found[1]} all-reduces through the module's globals, not "
+                f"{expected[0]} and {expected[1]}: this release of megatron-core is not supported"
+            )
+
+    def _note_pass(self) -> None:
+        """Report to the chunk's state which backward pass of this optimizer step the exchange belongs to."""
+        state = self._state
+        self._passes = self._passes + 1 if self._step == state.ended_steps else 1
+        state.exchange_begins(self._passes, get_rerun_state_machine().state in _REPLAYING)
+        if self._step != state.ended_steps:  # also where the exchange itself has ended a step
+            self._step, self._passes = state.ended_steps, 1

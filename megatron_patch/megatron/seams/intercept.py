@@ -1,0 +1,95 @@
+"""Megatron's collectives, recorded instead of run.
+
+`start_grad_sync` asks for them through two globals of megatron.core.distributed.param_and_grad_buffer,
+`dist_reduce_scatter_func` and `torch`, and `start_param_sync` through `dist_all_gather_func`; for a while
+they are ours, for the thread that asked.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import param_and_grad_buffer
+
+from megatron_patch.megatron import patching, symbols
+
+
+@dataclass
+class CollectiveCalls:
+    """The collectives that upstream asked for, one for each bucket, as (output, input); not run."""
+
+    reduce_scatter: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    all_reduce: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    average: bool = False
+
+    def of(self, kind: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Those of a kind: "reduce-scatter" or "all-reduce"."""
+        return {"reduce-scatter": self.reduce_scatter, "all-reduce": self.all_reduce}[kind]
+
+
+class _View:
+    """A module with some of its names replaced; every other name is the module's own."""
+
+    def __init__(self, module: Any, **replaced: Any) -> None:
+        self.__dict__.update(replaced, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+_one_thread = threading.RLock()
+"""Two threads that put their own in place would take each other's for upstream's."""
+
+
+def _for_this_thread(ours: Callable[..., Any], upstreams: Callable[..., Any]) -> Callable[..., Any]:
+    """`ours` where this thread calls; another thread's exchange, of a model without compression, goes on."""
+    thread = threading.get_ident()
+
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return (ours if threading.get_ident() == thread else upstreams)(*args, **kwargs)
+
+    return either
+
+
+@contextmanager
+def intercepted() -> Iterator[CollectiveCalls]:
+    """Within the block, upstream's gradient collectives are recorded instead of run."""
+    calls = CollectiveCalls()
+
+    def reduce_scatter(output: torch.Tensor, input: torch.Tensor, op: Any = None, **_: Any) -> object:
+        calls.reduce_scatter.append((output, input))
+        calls.average = op == dist.ReduceOp.AVG
+        # With reduce_scatter_with_fp32_accumulation and overlap this is the handle, and must not be None.
+        return calls
+
+    def all_reduce(tensor: torch.Tensor, op: Any = None, **_: Any) -> None:
+        calls.all_reduce.append((tensor, tensor))
+        calls.average = op == dist.ReduceOp.AVG
+
+    with _one_thread:
+        upstream: Any = param_and_grad_buffer.torch
+        either = _for_this_thread(all_reduce, upstream.distributed.all_reduce)
+        view = _View(upstream, distributed=_View(upstream.distributed, all_reduce=either))
+        scatter = _for_this_thread(reduce_scatter, param_and_grad_buffer.dist_reduce_scatter_func)
+        with patching.swapped({symbols.REDUCE_SCATTER: scatter, symbols.TORCH: view}):
+            yield calls
+
+
+@contextmanager
+def intercepted_all_gathers() -> Iterator[list[torch.Tensor]]:
+    """Within the block, upstream's all-gathers of weights are recorded instead of run: their outputs."""
+    outputs: list[torch.Tensor] = []
+
+    def all_gather(output: torch.Tensor, input: torch.Tensor, **_: Any) -> None:
+        outputs.append(output)
+
+    with _one_thread:
+        either = _for_this_thread(all_gather, param_and_grad_buffer.dist_all_gather_func)
+        with patching.swapped({symbols.ALL_GATHER: either}):
+            yield outputs

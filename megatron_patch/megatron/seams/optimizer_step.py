@@ -1,0 +1,185 @@
+"""The optimizers' steps: optimizers tell the states of the model chunks whose parameters they update.
+
+Megatron's optimizers update weights in two calls, `prepare_grads()`, which copies and unscales gradients and
+finds overflows, and `step_with_ready_grads()`; `step()` makes both, with clipping in between. Whatever is
+called outermost is the step: `step` of a chain (what get_megatron_optimizer returns) or of a single
+optimizer, or the pair, as MimoOptimizer and other loops call it. The methods are wrapped on their classes,
+since optimizers are built long after `attach`; upstream's loop, schedule and arithmetic stay untouched. Other
+optimizers of torch tell by the hooks that torch has for all of them; what they step is not changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from megatron.core.optimizer.optimizer import FP32Optimizer
+
+from megatron_patch.megatron import patching, symbols
+from megatron_patch.session import torch_steps
+
+
+class Stepper(Protocol):
+    """What makes and hears of the outermost steps of all optimizers in this process.
+
+    `original` is Megatron's own method, without arguments. `loss_scale_factor` is by how much the step
+    changed fp16's loss scale (1.0 without one).
+    """
+
+    def step(self, optimizer: Any, original: Callable[[], Any]) -> Any:
+        """Make a whole step; returns what `original` would: (successful, grad_norm, zeros)."""
+
+    def prepare(self, optimizer: Any, original: Callable[[], bool]) -> bool:
+        """Make the first half of a step; returns whether it found an overflow, which ends the step."""
+
+    def update(self, optimizer: Any, original: Callable[[], bool]) -> bool:
+        """Make the second half; returns whether parameters were updated."""
+
+    def other_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that is not Megatron's begins its step."""
+
+    def rescaled(self, optimizers: list[Any], factor: float) -> None:
+        """Torch's GradScaler, which has been asked to step these, has updated its scale, by this factor."""
+
+    def prepared(self, optimizer: Any, loss_scale_factor: float) -> None:
+        """The first half has ended without an overflow."""
+
+    def ended(self, optimizer: Any, successful: bool, loss_scale_factor: float) -> None:
+        """A step has ended."""
+
+
+_in_step = False
+"""Within a step of a Megatron optimizer: the steps of those inside it are parts of it."""
+
+
+def updates(optimizer: Any, chunk: Any) -> bool:
+    """Whether an optimizer updates parameters of a DDP-wrapped model chunk, on this rank or others.
+
+    A layer-wise optimizer may own none of a chunk's parameters on some ranks: it knows its chunks. A chunk
+    that is frozen whole is stepped by Megatron's stub of an optimizer, which holds nothing.
+    """
+    leaves = leaves_of(optimizer)
+    if not chunk.param_to_bucket_group and any(getattr(leaf, "is_stub_optimizer", False) for leaf in leaves):
+        return True
+    return any(
+        any(known is chunk for known in getattr(part, "model_chunks", []))
+        or any(parameter in chunk.param_to_bucket_group for parameter in model_parameters(part))
+        for part in [optimizer, *leaves]
+    )
+
+
+def leaves_of(optimizer: Any) -> list[Any]:
+    """The optimizers that a chained one steps, or the optimizer itself; a layer-wise one is a chain in a
+    chain."""
+    parts = getattr(optimizer, "chained_optimizers", None)
+    return [optimizer] if parts is None else [leaf for part in parts for leaf in leaves_of(part)]
+
+
+def model_parameters(part: Any) -> Iterator[torch.nn.Parameter]:
+    """The model's parameters that a replicated optimizer updates (a distributed one knows its chunks)."""
+    if isinstance(part, torch.optim.Optimizer):
+        groups = [group["params"] for group in part.param_groups]
+    elif hasattr(part, "float16_groups"):  # its param_groups hold fp32 copies
+        groups = part.float16_groups + part.fp32_from_fp32_groups
+    elif isinstance(part, FP32Optimizer) and part.optimizer is not None:
+        groups = [group["params"] for group in part.optimizer.param_groups]
+    else:
+        groups = []
+    return itertools.chain.from_iterable(groups)
+
+
+def learning_rates(optimizer: Any) -> list[float]:
+    """Of its parameter groups, in their order, which is that of all ranks."""
+    return [rate for part in leaves_of(optimizer) for rate in torch_steps.learning_rates(part)]
+
+
+def loss_scale(optimizer: Any) -> float:
+    """The loss scale of the next backward pass; 1.0 without a gradient scaler (bf16, fp32)."""
+    if not any(getattr(part, "grad_scaler", None) is not None for part in leaves_of(optimizer)):
+        return 1.0
+    return float(optimizer.get_loss_scale())
+
+
+def listen(stepper: Stepper) -> None:
+    """Have `stepper` make every step of a Megatron optimizer in this process, and hear of other optimizers'.
+
+    Idempotent.
+    """
+
+    def whole(optimizer: Any, original: Callable[[], Any]) -> Any:
+        before = loss_scale(optimizer)
+        result = stepper.step(optimizer, original)
+        stepper.ended(optimizer, bool(result[0]), loss_scale(optimizer) / before)
+        return result
+
+    def first_half(optimizer: Any, original: Callable[[], bool]) -> bool:
+        before = loss_scale(optimizer)
+        overflow = stepper.prepare(optimizer, original)
+        factor = loss_scale(optimizer) / before
+        if overflow:
+            stepper.ended(optimizer, False, factor)
+        else:
+            stepper.prepared(optimizer, factor)
+        return overflow
+
+    def second_half(optimizer: Any, original: Callable[[], bool]) -> bool:
+        successful = stepper.update(optimizer, original)
+        stepper.ended(optimizer, bool(successful), 1.0)
+        return successful
+
+    for paths, make in (
+        (symbols.STEPS, whole),
+        (symbols.PREPARES, first_half),
+        (symbols.UPDATES, second_half),
+    ):
+        for path in paths:
+            patching.replace(path, functools.partial(_outermost, make))
+
+    _torch.stepper = stepper
+    torch_steps.listen(_torch)
+
+
+class _TorchSteps:
+    """Steps of torch's optimizers that are not inside one of Megatron's (torch_steps.Listener)."""
+
+    stepper: Stepper
+
+    def torch_step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        if not _in_step:
+            self.stepper.other_begins(optimizer)
+
+    def torch_step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        if not _in_step:
+            self.stepper.ended(optimizer, True, 1.0)
+
+    def rescaled(self, optimizers: list[Any], factor: float) -> None:
+        self.stepper.rescaled(optimizers, factor)
+
+
+_torch = _TorchSteps()
+
+
+def _outermost(make: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that `make` stands for, but within another such method."""
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _in_step
+        if _in_step:
+            return original(self, *args, **kwargs)
+        _in_step = True
+        try:
+            return make(self, functools.partial(original, self, *args, **kwargs))
+        finally:
+            _in_step = False
+
+    return method
+
+
+def stop_listening() -> None:
+    """Give the optimizers their own methods back."""
+    patching.restore(*symbols.STEPS, *symbols.PREPARES, *symbols.UPDATES)
+    torch_steps.stop_listening(_torch)

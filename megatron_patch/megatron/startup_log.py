@@ -1,0 +1,149 @@
+"""The log of what is on: method and bits, groups of ranks and their sizes, what stays as it is and why."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopReduceScatter
+from megatron_patch.config import AUTO, DEPRECATED, CompressionConfig
+from megatron_patch.megatron import training_flags
+from megatron_patch.megatron.seams.gradients import BucketGroupSeam
+from megatron_patch.megatron.seams.weights import WeightSeam
+from megatron_patch.session.log import method_line
+from megatron_patch.session.onset import FIRST_STAIR
+from megatron_patch.session.session import Session
+
+logger = logging.getLogger(__name__)
+
+_COSTS_BELOW_BITS = 4
+"""From the first step on, error feedback with fewer costs loss that short runs show (docs/ablations.md)."""
+
+
+def log_startup(
+    chunk: Any,
+    state: Session,
+    seams: Sequence[BucketGroupSeam],
+    weight_seams: Sequence[WeightSeam],
+) -> None:
+    """Log the seams of one rank's model chunks, on one rank of each pipeline stage.
+
+    `chunk` is one of the chunks: its groups say where this rank is. `state` is its state.
+    """
+    config = state.config
+    if chunk.dp_cp_group.rank() != 0 or chunk.tp_group.rank() != 0:
+        return
+    pipeline = chunk.pp_group[0] if isinstance(chunk.pp_group, list) else chunk.pp_group
+    stage = f"pipeline stage {pipeline.rank()}: " if pipeline.size() > 1 else ""
+    for level, line in itertools.chain(_lines(state, seams), _weight_lines(config, weight_seams)):
+        logger.log(level, "megatron-loco: %s%s", stage, line)
+
+
+def _lines(state: Session, seams: Sequence[BucketGroupSeam]) -> Iterator[tuple[int, str]]:
+    config = state.config
+    if not config.compresses:
+        yield logging.INFO, "method none: Megatron's own gradient exchange"
+        return
+    yield logging.INFO, method_line(config)
+    if not config.is_onebit_adam and not state.onset.started:
+        yield logging.INFO, _start_line(config)
+    if config.rounding == "stochastic":
+        yield logging.WARNING, DEPRECATED
+    yield from _early_lines(config)
+    stages = [(seam, stage) for seam in seams for stage in seam.stages]
+    for reason in dict.fromkeys(stage.made.flat_because for _, stage in stages):
+        if reason is not None:
+            yield logging.WARNING, f"one hop, not two, for a group of ranks: {reason}"
+    yield from _fp32_accumulation_lines(config, seams)
+    found: dict[tuple[str, str, bool], list[int]] = {}
+    for seam, stage in stages:
+        ranks = "expert data parallel" if seam.expert else "data parallel"
+        instances = " between optimizer instances" if stage is not seam.stages[0] else ""
+        exchanges = stage.made.exchanges
+        how = exchanges[0].describe() if exchanges else stage.kind
+        found.setdefault((f"{ranks} {how}{instances}", stage.of, bool(exchanges)), []).extend(
+            contents.numel for contents in stage.contents
+        )
+    for (exchange, of, compressed), sizes in found.items():
+        buckets = f"{len(sizes)} bucket{'s' if len(sizes) > 1 else ''}"
+        line = f"{exchange}: {sum(sizes):,} {of} elements in {buckets}"
+        if compressed:
+            yield logging.INFO, line
+        else:
+            yield logging.WARNING, f"{line}, not compressed: the group is a single rank"
+
+
+def _start_line(config: CompressionConfig) -> str:
+    if config.start_step != AUTO:
+        return f"compression starts after {config.start_step} optimizer steps"
+    line = "compression starts when the learning rate has stopped rising"
+    if training_flags.get("optimizer") is None:
+        return line
+    # The rate of step 1 has no warm-up behind it, and the first that is not higher tells it.
+    steps = training_flags.lr_warmup_steps()
+    if not steps and training_flags.get("lr_decay_style") == "constant":
+        steps = FIRST_STAIR - 1
+    return f"{line}: expected at step {steps + 3}, by Megatron's flags"
+
+
+def _early_lines(config: CompressionConfig) -> Iterator[tuple[int, str]]:
+    """What compression in the first steps costs Adam, whose second moment is young then."""
+    if config.is_onebit_adam or config.start_step == AUTO:
+        return
+    warmup = training_flags.lr_warmup_steps()
+    if int(config.start_step) < warmup:
+        yield (
+            logging.WARNING,
+            f"compression starts within the learning rate's warm-up of {warmup} steps, where it cost most "
+            "loss: start_step auto, the default, starts after it",
+        )
+    elif config.keeps_errors and config.bits < _COSTS_BELOW_BITS and config.start_step == 0:
+        yield (
+            logging.WARNING,
+            f"error feedback with {config.bits} bits from the first step on cost Adam 1 to 3 % of validation "
+            "loss in short runs: start_step auto, the default, starts after the learning rate's warm-up",
+        )
+
+
+def _fp32_accumulation_lines(
+    config: CompressionConfig, seams: Sequence[BucketGroupSeam]
+) -> Iterator[tuple[int, str]]:
+    if not any(seam.group.ddp_config.reduce_scatter_with_fp32_accumulation for seam in seams):
+        return
+    exchanges = [exchange for seam in seams for exchange in seam.exchanges]
+    of_nodes = any(isinstance(exchange, TwoHopReduceScatter) for exchange in exchanges)
+    fp32 = all(b.grad_data.dtype == torch.float32 for seam in seams for b in seam.group.buckets)
+    line = "reduce_scatter_with_fp32_accumulation: fulfilled, the owner of a shard sums in fp32"
+    if of_nodes and not fp32 and config.intra_bits is None:
+        line += (
+            " what nodes send; inside a node gradients are summed in their own precision (topology flat and "
+            "intra_bits 8 sum in fp32 there too)"
+        )
+    yield logging.INFO, line
+
+
+def _weight_lines(config: CompressionConfig, seams: Sequence[WeightSeam]) -> Iterator[tuple[int, str]]:
+    if not config.codes_weights:
+        return
+    if not seams:
+        yield (
+            logging.INFO,
+            "weight_gather exact: without the distributed optimizer's buffers none is coded, and a gather of "
+            "weights, if there is one, is Megatron's own",
+        )
+    found: dict[tuple[str, str | None], list[int]] = {}
+    for seam in seams:
+        size = seam.ranks.size()
+        ranks = f"{size} {'expert ' if seam.expert else ''}data parallel rank{'s' if size > 1 else ''}"
+        sizes = [bucket.param_data.numel() for bucket in seam.group.buckets]
+        found.setdefault((ranks, seam.stock_because), []).extend(sizes)
+    for (ranks, because), sizes in found.items():
+        buckets = f"{sum(sizes):,} weights in {len(sizes)} bucket{'s' if len(sizes) > 1 else ''}"
+        if because is None:
+            yield logging.INFO, f"weight gather over {ranks}: {buckets}, from their changes, exactly"
+        else:
+            yield logging.INFO, f"weight gather over {ranks}: {buckets}, Megatron's own: {because}"

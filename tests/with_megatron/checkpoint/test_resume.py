@@ -1,0 +1,187 @@
+"""Megatron's engine goes on from a checkpoint with error states as if it had never stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from with_megatron.checkpoint.whole_checkpoints import states_of
+from with_megatron.resume_runs import CASES, RUNS, SLOW, resumed
+from workflows.engine_runs import engine
+
+SAME = ("loss", "grad_norm", "gradient_wire_bytes", "compression_snr_db", "compensation_norm_ratio")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders of all runs of resume_runs.py."""
+    return engine(tmp_path_factory.mktemp("resume"), RUNS)
+
+
+@pytest.fixture(scope="module")
+def slow_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Those of its slow cases."""
+    return engine(tmp_path_factory.mktemp("slow-resume"), resumed(SLOW))
+
+
+def _log(folder: Path) -> str:
+    return "\n".join(path.read_text() for path in sorted(folder.glob("rank-*.log")))
+
+
+def _records(folder: Path) -> dict[int, dict[str, Any]]:
+    assert set((folder / "exit").read_text().split()) == {"0"}, _log(folder)[-3000:]
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return {record["step"]: record for record in map(json.loads, lines)}
+
+
+def _content(checkpoint: Path) -> dict[str, Any]:
+    """Every tensor that Megatron saved: weights, Adam's moments, the tracker's random states.
+
+    Not torch's own random state: a DataLoader draws from it as it begins, so on CPU, where it stands for
+    CUDA's as well, it is not what it was. It matters to dropout alone.
+    """
+    import torch
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    if not (checkpoint / "metadata.json").exists():  # the legacy format
+        return {
+            f"{path.parent.name}{name}": value
+            for path in sorted(checkpoint.glob("mp_rank_*/*.pt"))
+            for name, value in _tensors(torch.load(path, weights_only=False))
+        }
+    found: dict[str, Any] = {}
+    reader = FileSystemReader(checkpoint)
+    _load_state_dict(found, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return dict(_tensors(found))
+
+
+def _tensors(value: Any, name: str = "") -> Any:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        if not name.endswith(("torch_rng_state", "cuda_rng_state")):
+            yield name, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _tensors(item, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for key, item in enumerate(value):
+            yield from _tensors(item, f"{name}.{key}")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in SLOW])
+def test_a_resumed_run_is_the_undisturbed_one(runs: Path, case: str) -> None:
+    _compare(runs, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW)
+def test_a_resumed_run_is_the_undisturbed_one_in_more_cases(slow_runs: Path, case: str) -> None:
+    _compare(slow_runs, case)
+
+
+def _compare(runs: Path, case: str) -> None:
+    """Losses, gradient norms, weights, moments and error states, bit for bit."""
+    import torch
+
+    steps = CASES[case][1]
+    whole, resumed = _records(runs / case), _records(runs / f"{case}-resumed")
+    assert list(resumed) == list(range(steps // 2 + 1, steps + 1))
+    for step, record in resumed.items():
+        for name in (
+            "loss",
+            "grad_norm",
+            "gradient_wire_bytes",
+            "compression_snr_db",
+            "compensation_norm_ratio",
+        ):
+            assert record[name] == whole[step][name], (step, name)
+    ends = [runs / name / "checkpoints" / f"iter_{steps:07d}" for name in (case, f"{case}-resumed")]
+    before, after = (_content(end) for end in ends)
+    assert before.keys() == after.keys()
+    assert sum(tensor.numel() for tensor in before.values() if isinstance(tensor, torch.Tensor)) > 100_000
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
+    first, second = (states_of(end) for end in ends)
+    assert first.keys() == second.keys()
+    assert any(data is not None and data.any() for _, data in first.values())
+    for rank, (manifest, data) in first.items():
+        again, same = second[rank]
+        assert manifest == again
+        assert data is same is None or torch.equal(data, same)
+    kept = "restored exactly" if "naive" not in (CASES[case][0].ours or []) else "step counters restored"
+    assert kept in _log(runs / f"{case}-resumed")
+
+
+def test_what_is_restored_matters(runs: Path) -> None:
+    """Without the error states, the runs above would not agree."""
+    whole, without = _records(runs / "dense"), _records(runs / "finetuned")
+    assert "error states" not in _log(runs / "finetuned")
+    assert without[2]["loss"] != whole[22]["loss"]
+    assert [without[step]["compressed"] for step in (1, 2, 3)] == [False, False, True]  # a start of its own
+    assert without[3]["compensation_norm_ratio"] == 0
+
+
+def test_saving_disturbs_nothing(runs: Path) -> None:
+    states = states_of(runs / "dense" / "checkpoints" / "iter_0000020")
+    assert {manifest["steps"] for manifest, _ in states.values()} == {20}
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("to-2-bits", "error states carried over to another layout: every sender keeps its own"),  # rotated
+        ("to-error-feedback", "errors start from zero: the checkpoint is of method loco"),
+        ("to-none", "method none"),
+        (
+            "to-4-ranks",
+            "another layout (data 2 -> 4): where their number changed, senders start from the mean",
+        ),
+    ],
+)
+def test_another_method_bits_or_number_of_ranks_goes_on_from_a_checkpoint(
+    runs: Path, name: str, line: str
+) -> None:
+    records, log = _records(runs / name), _log(runs / name)
+    assert list(records) == [21, 22, 23, 24]
+    assert line in log
+    assert ("megatron-loco: step 20:" in log) == (name != "to-none")
+
+
+def test_exact_weight_gathers_change_nothing_after_a_checkpoint_of_another_layout(runs: Path) -> None:
+    """Two ranks' checkpoint, continued by four: with exact gathers as with Megatron's own."""
+    exact, stock = (_records(runs / f"{name}-4") for name in ("exact", "stock"))
+    assert list(exact) == list(stock) == [5, 6, 7, 8]
+    for step, record in exact.items():
+        assert all(record[name] == stock[step][name] for name in SAME), step
+    # Nothing is gathered in a first step, and in full after an evaluation: after step 6.
+    bits = [[record["weight_wire_bits_per_element"] for record in one.values()] for one in (exact, stock)]
+    assert bits[1] == [0, 16, 16, 16]
+    assert bits[0][0] == 0
+    assert max(bits[0][1], bits[0][3]) < 12
+    ends = [_content(runs / f"{name}-4" / "checkpoints" / "iter_0000008") for name in ("exact", "stock")]
+    assert ends[0].keys() == ends[1].keys()
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+
+
+def test_stock_megatron_loads_a_checkpoint_of_ours(runs: Path) -> None:
+    assert set((runs / "to-stock" / "exit").read_text().split()) == {"0"}, _log(runs / "to-stock")[-3000:]
+    log = _log(runs / "to-stock")
+    assert "successfully loaded checkpoint" in log
+    assert "megatron-loco" not in log
+
+
+def test_the_error_state_costs_a_byte_an_element(runs: Path) -> None:
+    """At most 1.1 bytes for every gradient element of every data-parallel rank."""
+    states = states_of(runs / "dense" / "checkpoints" / "iter_0000020")
+    assert len(states) == 2
+    for manifest, data in states.values():
+        elements = sum(bucket["numel"] for bucket in manifest["layout"]["buckets"])
+        generators = 5056 * len(manifest["layout"]["states"])
+        assert elements > 100_000
+        assert data.numel() - generators <= 1.1 * elements

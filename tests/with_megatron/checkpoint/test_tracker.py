@@ -1,0 +1,74 @@
+"""Megatron's tracker file, and what a kill can make of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from pathlib import Path
+
+import pytest
+from seeds import SEED
+
+from megatron_patch.megatron.checkpoint import tracker
+
+
+def test_a_tracker_file_emptied_by_a_kill_is_repaired(tmp_path: Path) -> None:
+    tracker.repair(tmp_path)
+    assert tracker.latest(tmp_path) is None
+    (tmp_path / "iter_0000040").mkdir()  # left unfinished by an earlier attempt, which reached step 40
+    os.utime(tmp_path / "iter_0000040", (1, 1))
+    (tmp_path / "iter_0000020").mkdir()
+    (tmp_path / tracker.NAME).write_text("")
+    assert tracker.latest(tmp_path) is None
+    tracker.repair(tmp_path)
+    assert tracker.latest(tmp_path) == 20
+
+
+def test_a_whole_tracker_file_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000020").mkdir()
+    for text in ("10", "release"):
+        (tmp_path / tracker.NAME).write_text(text)
+        tracker.repair(tmp_path)
+        assert (tmp_path / tracker.NAME).read_text() == text
+
+
+def test_no_content_of_a_tracker_file_raises(tmp_path: Path) -> None:
+    """One rank repairs while all others wait for it."""
+    generator = random.Random(SEED)
+    for text in (b"\xff\xfe20", bytes(generator.randrange(1, 256) for _ in range(40)), b"\0"):
+        (tmp_path / tracker.NAME).write_bytes(text)
+        tracker.repair(tmp_path)
+        tracker.latest(tmp_path)
+        assert (tmp_path / tracker.NAME).read_bytes() == text
+
+
+def test_only_folders_with_a_number_count(tmp_path: Path) -> None:
+    (tmp_path / tracker.NAME).write_text("")
+    for name in ("iter_0000020.bak", "iter_", "iter_x", "iter_-000030", "iter_\u0663"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "iter_0000050").write_text("a file")
+    tracker.repair(tmp_path)
+    assert tracker.latest(tmp_path) is None
+    (tmp_path / "iter_0000010").mkdir()
+    os.utime(tmp_path / "iter_0000010", (1, 1))
+    tracker.repair(tmp_path)
+    assert tracker.latest(tmp_path) == 10
+
+
+def test_what_cannot_be_repaired_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "iter_0000010").mkdir()
+    (tmp_path / tracker.NAME).write_text("")
+    monkeypatch.setattr(tracker, "write_whole", full)
+    with caplog.at_level(logging.WARNING):
+        tracker.repair(tmp_path)
+    assert "cannot be repaired: [Errno 28] No space left" in caplog.text
+    (tmp_path / tracker.NAME).unlink()
+    (tmp_path / tracker.NAME).mkdir()
+    tracker.repair(tmp_path)
+    assert tracker.latest(tmp_path) is None

@@ -1,0 +1,479 @@
+"""What 1-bit Adam assumes of the optimizer and of the ranks: it looks before it leaves gradients unreduced.
+
+Whoever steps, whatever happened to Adam's state in between, and whichever ranks hold what: the step is the
+paper's, or it is refused, or a new warm-up begins.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+RANKS = 2
+OPTIMIZER = {"lr": 1e-2, "clip_grad": 1.0, "adam_beta2": 0.95}
+REPLICATED = {"ddp": {"use_distributed_optimizer": False}, "optimizer": {"use_distributed_optimizer": False}}
+
+
+def attached(model: dict[str, Any], warmup: int = 3, **options: Any) -> Any:
+    """In a worker: the tiny model with 1-bit Adam."""
+    from with_megatron.tiny_model import build
+
+    import megatron_patch
+
+    tiny = build(**{**model, "optimizer": OPTIMIZER | model.get("optimizer", {})})
+    config = megatron_patch.CompressionConfig(method="onebit_adam", warmup_steps=warmup, **options)
+    megatron_patch.attach(tiny.ddp, config)
+    return tiny
+
+
+def state_of(tiny: Any) -> Any:
+    from megatron_patch.megatron.attach import session_of
+
+    return session_of(tiny.ddp)
+
+
+def stepped(tiny: Any, step: int, optimizer_step: Any = None) -> Any:
+    """A backward pass and a step; what the step returned."""
+    tiny.exchange(tiny.random_gradients(step))
+    return (optimizer_step or tiny.optimizer.step)()
+
+
+def agree(weights: Any) -> bool:
+    """Whether all ranks hold the same weights."""
+    import torch
+
+    everyone = [torch.empty_like(weights) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(everyone, weights)
+    return all(torch.equal(weights, other) for other in everyone)
+
+
+def states_of(optimizer: Any) -> list[dict[str, Any]]:
+    """Adam's state of each parameter."""
+    from megatron_patch.megatron.seams.optimizer_step import leaves_of
+
+    return [state for part in leaves_of(optimizer) for state in part.optimizer.state.values()]
+
+
+def test_the_pair_of_calls_makes_the_step_of_step(pool: Any) -> None:
+    """`prepare_grads`, clipping by the loop, `step_with_ready_grads`: `step`'s numbers, in both phases."""
+    for model in ({}, REPLICATED, {"dtypes": ("bfloat16",)}):
+        for whole, halves in pool.run(by_halves, model, world_size=RANKS):
+            assert halves["weights"] == pytest.approx(whole["weights"], rel=1e-5, abs=1e-6)
+            assert halves["norms"] == pytest.approx(whole["norms"], rel=1e-5)
+            assert halves["sent"] == whole["sent"]
+            assert halves["same"]
+            assert whole["same"]
+
+
+def by_halves(model: dict[str, Any]) -> list[dict[str, Any]]:
+    import megatron_patch
+
+    found = []
+    for halves in (False, True):
+        tiny = attached(model)
+        norms = []
+
+        def step(tiny: Any = tiny) -> Any:
+            assert not tiny.optimizer.prepare_grads()
+            (part,) = tiny.optimizer.chained_optimizers
+            norm = tiny.optimizer.get_grad_norm()
+            from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+            clip_grad_by_total_norm_fp32(part.get_parameters(), OPTIMIZER["clip_grad"], norm)
+            return tiny.optimizer.step_with_ready_grads(), norm, None
+
+        sent = []
+        for number in range(8):
+            norms.append(float(stepped(tiny, number, step if halves else None)[1]))
+            sent.append(state_of(tiny).report.traffic.nbytes)
+        weights = tiny.weights()
+        found.append({"weights": weights.tolist(), "norms": norms, "sent": sent, "same": agree(weights)})
+        megatron_patch.disable()
+    return found
+
+
+def test_a_single_optimizer_s_clipping_is_the_mean_gradient_s(pool: Any) -> None:
+    for whole, halves in pool.run(by_a_leaf, world_size=RANKS):
+        assert halves == pytest.approx(whole, rel=1e-5, abs=1e-6)
+
+
+def by_a_leaf() -> list[list[float]]:
+    """An optimizer that is no chain: its own `step`, and the pair with `clip_grad_norm` between."""
+    import megatron_patch
+
+    found = []
+    for halves in (False, True):
+        tiny = attached({})
+        (leaf,) = tiny.optimizer.chained_optimizers
+        for number in range(6):
+            tiny.exchange(tiny.random_gradients(number))
+            if halves:
+                leaf.prepare_grads()
+                leaf.clip_grad_norm(OPTIMIZER["clip_grad"])
+                leaf.step_with_ready_grads()
+            else:
+                leaf.step()
+        found.append(tiny.weights().tolist())
+        megatron_patch.disable()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["torch", "other model"])
+def test_what_it_cannot_step_is_refused_at_the_first_step(pool: Any, kind: str) -> None:
+    for error in pool.run(refused, kind, world_size=RANKS):
+        assert "onebit_adam" in error
+        assert ("AdamW" if kind == "torch" else "attach all of its models") in error
+
+
+def refused(kind: str) -> str:
+    """Torch's AdamW on Megatron's DDP; one optimizer over two models, of which one is attached."""
+    import torch
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from with_megatron.tiny_model import build
+
+    import megatron_patch
+
+    tiny = attached(REPLICATED)
+    before = tiny.weights()
+    if kind == "torch":
+        for parameter in tiny.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        tiny.optimizer = torch.optim.AdamW(tiny.parameters)
+    else:
+        other = build(**REPLICATED)
+        config = OptimizerConfig(optimizer="adam", lr=1e-3)
+        tiny.optimizer = get_megatron_optimizer(config, [tiny.ddp, other.ddp])
+        other.exchange(other.random_gradients(0))
+    tiny.exchange(tiny.random_gradients(0))
+    try:
+        tiny.optimizer.step()
+    except megatron_patch.UserError as error:
+        assert torch.equal(tiny.weights(), before)
+        megatron_patch.disable()
+        return str(error)
+    return "trained on"
+
+
+def test_gradients_without_an_optimizer_that_is_seen_are_refused(pool: Any) -> None:
+    for error in pool.run(never_stepped, world_size=RANKS):
+        assert "no step of a Megatron optimizer" in error
+
+
+def never_stepped() -> str:
+    """A resumed run whose optimizer nobody sees: its phase says that gradients are left unreduced."""
+    import megatron_patch
+
+    tiny = attached({})
+    state = state_of(tiny)
+    state.steps, state.phase.switch_step, state.phase.variance_steps = 9, 3, 3
+    try:
+        for step in range(3):
+            tiny.exchange(tiny.random_gradients(step))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        megatron_patch.disable()
+    return "trained on"
+
+
+@pytest.mark.parametrize("model", [{}, REPLICATED], ids=["distributed", "replicated"])
+def test_a_rollback_takes_the_moments_that_were_put_back(pool: Any, model: dict[str, Any]) -> None:
+    """Weights and moments are put back after a spike: the same gradients then make the same step."""
+    for moved, again in pool.run(rolled_back, model, world_size=RANKS):
+        assert again == pytest.approx(moved, rel=0.1)
+
+
+def rolled_back(model: dict[str, Any]) -> tuple[float, float]:
+    import torch
+
+    import megatron_patch
+
+    tiny = attached(model, error_compensation=False)
+    for step in range(6):
+        stepped(tiny, step)
+    (part,) = tiny.optimizer.chained_optimizers
+    kept = copy.deepcopy([(state["exp_avg"], state["step"]) for state in states_of(tiny.optimizer)])
+    weights, masters = tiny.weights(), [g["params"] for g in part.optimizer.param_groups]
+    before = [[p.detach().clone() for p in group] for group in masters]
+    stepped(tiny, 6)
+    moved = tiny.weights() - weights
+    for number in range(3):  # a spike
+        tiny.exchange([1e3 * gradient for gradient in tiny.random_gradients(number)])
+        tiny.optimizer.step()
+    for group, values in zip(masters, before, strict=True):
+        for parameter, value in zip(group, values, strict=True):
+            parameter.data.copy_(value)
+    for state, (momentum, count) in zip(states_of(tiny.optimizer), kept, strict=True):
+        state["exp_avg"].copy_(momentum)
+        state["step"].copy_(count)
+    start = weights.clone()
+    stepped(tiny, 6)
+    again = tiny.weights() - start
+    megatron_patch.disable()
+    return float(torch.linalg.norm(moved)), float(torch.linalg.norm(again))
+
+
+@pytest.mark.parametrize("how", ["zeroed", "lost", "rebuilt", "younger"])
+@pytest.mark.parametrize("model", [{}, REPLICATED], ids=["distributed", "replicated"])
+def test_without_its_variance_a_new_warm_up_begins(pool: Any, how: str, model: dict[str, Any]) -> None:
+    reports = pool.run(without_variance, how, model, world_size=RANKS)
+    for report in reports:
+        assert report["active"] == [False] * 3 + [True] * 3 + [True] + [False] * 2 + [True] * 3
+        assert report["moved"] > 0.5e-2, "one learning rate, where training had stopped"
+        assert report["same"]
+    assert sum("new warm-up" in line for line in reports[0]["lines"]) == 1
+    assert sum("warm-up is over" in line for line in reports[0]["lines"]) == 2
+
+
+def without_variance(how: str, model: dict[str, Any]) -> dict[str, Any]:
+    """Six steps, of which three are compressed; then the moments go, and six more."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from with_megatron.seam_runs import logged
+
+    import megatron_patch
+
+    with logged() as lines:
+        tiny = attached(model)
+        active = []
+        for step in range(12):
+            if step == 6 and how == "rebuilt":
+                whole = model.get("optimizer", {"use_distributed_optimizer": True})
+                config = OptimizerConfig(optimizer="adam", **OPTIMIZER, **whole)
+                tiny.optimizer = get_megatron_optimizer(config, [tiny.ddp])
+            elif step == 6:
+                for part in tiny.optimizer.chained_optimizers:
+                    for state in part.optimizer.state.values():
+                        if how == "zeroed":
+                            state["exp_avg"].zero_()
+                            state["exp_avg_sq"].zero_()
+                        elif how == "younger":
+                            state["step"].fill_(1)
+                    if how == "lost":
+                        part.optimizer.state.clear()
+            active.append(state_of(tiny).active)
+            before = tiny.weights()
+            stepped(tiny, step)
+            moved = tiny.weights() - before
+        largest, same = float(moved.abs().max()), agree(tiny.weights())
+        megatron_patch.disable()
+    return {"active": active, "moved": largest, "same": same, "lines": list(lines)}
+
+
+@pytest.mark.parametrize("model", [{}, REPLICATED], ids=["distributed", "replicated"])
+def test_disable_between_backward_pass_and_step_leaves_reduced_gradients(
+    pool: Any, model: dict[str, Any]
+) -> None:
+    for off, same in pool.run(disabled_before_the_step, model, world_size=RANKS):
+        assert off < 1e-6
+        assert same
+
+
+def disabled_before_the_step(model: dict[str, Any]) -> tuple[float, bool]:
+    import torch
+
+    import megatron_patch
+
+    tiny = attached(model)
+    for step in range(5):
+        stepped(tiny, step)
+    tiny.exchange(tiny.random_gradients(5))
+    megatron_patch.disable()
+    everyone = [tiny.random_gradients(5, rank) for rank in range(RANKS)]
+    mean = tiny.in_buckets([sum(parts) / RANKS for parts in zip(*everyone, strict=True)])
+    off = max(float((b.grad_data - m).abs().max()) for b, m in zip(tiny.buckets, mean, strict=True))
+    tiny.optimizer.step()
+    assert torch.isfinite(tiny.weights()).all()
+    return off, agree(tiny.weights())
+
+
+def test_two_models_on_halves_of_the_ranks_do_not_meet(pool: Any) -> None:
+    """Each has its own norm and its own switch, and one of them may be without compression."""
+    reports = pool.run(on_halves, world_size=4)
+    for rank, report in enumerate(reports):
+        mine = 1.0 if rank < 2 else 100.0
+        assert report["active"] == [step >= 3 for step in range(6)] if rank < 2 else not any(report["active"])
+        for norm, expected in zip(report["norms"], report["expected"], strict=True):
+            assert norm == pytest.approx(mine * expected, rel=0.2)
+
+
+def on_halves() -> dict[str, Any]:
+    """In a worker of 4: the model of ranks 0 and 1 is attached; ranks 2 and 3 train another with stock's."""
+    import torch
+    import torch.distributed as dist
+    from with_megatron.tiny_model import build
+
+    import megatron_patch
+
+    rank = dist.get_rank()
+    half = build_on_half(build, rank // 2)
+    if rank < 2:
+        config = megatron_patch.CompressionConfig(method="onebit_adam", warmup_steps=3)
+        megatron_patch.attach(half.ddp, config)
+    active, norms, expected = [], [], []
+    for step in range(6):
+        size = 1.0 if rank < 2 else 100.0
+        pair = [rank // 2 * 2, rank // 2 * 2 + 1]
+        everyone = [half.random_gradients(step, other) for other in pair]
+        mean = [sum(parts) / 2 for parts in zip(*everyone, strict=True)]
+        expected.append(float(torch.cat([g.reshape(-1) for g in mean]).norm()))
+        half.exchange([size * gradient for gradient in half.random_gradients(step)])
+        active.append(bool(rank < 2 and state_of(half).active))
+        norms.append(float(half.optimizer.step()[1]))
+    megatron_patch.disable()
+    return {"active": active, "norms": norms, "expected": expected}
+
+
+def build_on_half(build: Any, half: int) -> Any:
+    """The tiny model over two of the four ranks, by groups of its own."""
+    import torch.distributed as dist
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    tiny = build(optimizer=OPTIMIZER)
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
+    mine = halves[half]
+    groups = ProcessGroupCollection(
+        dp=mine,
+        dp_cp=mine,
+        expt_dp=mine,
+        intra_dp_cp=mine,
+        intra_expt_dp=mine,
+        intra_dist_opt=mine,
+        tp=alone,
+        pp=alone,
+        ep=alone,
+        mp=alone,
+        tp_ep_pp=alone,
+        cp=alone,
+        expt_tp=alone,
+    )
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    tiny.ddp = DistributedDataParallel(tiny.ddp.config, config, tiny.ddp.module, pg_collection=groups)
+    options = OptimizerConfig(optimizer="adam", use_distributed_optimizer=True, **OPTIMIZER)
+    tiny.optimizer = get_megatron_optimizer(
+        options, [tiny.ddp], use_gloo_process_groups=False, pg_collection=groups
+    )
+    return tiny
+
+
+def test_a_rank_alone_is_left_to_adam(pool: Any) -> None:
+    ((active, apart),) = pool.run(alone, world_size=1)
+    assert not any(active)
+    assert apart == 0
+
+
+def alone() -> tuple[list[bool], float]:
+    from with_megatron.tiny_model import build
+
+    import megatron_patch
+
+    stock, tiny = build(optimizer=OPTIMIZER), attached({})
+    active = []
+    for step in range(8):
+        active.append(state_of(tiny).active)
+        stepped(tiny, step)
+        stepped(stock, step)
+    apart = float((tiny.weights() - stock.weights()).abs().max())
+    megatron_patch.disable()
+    return active, apart
+
+
+def test_parameters_without_elements_are_left_alone(pool: Any) -> None:
+    for same, finite in pool.run(with_an_empty_parameter, world_size=RANKS):
+        assert same
+        assert finite
+
+
+def with_an_empty_parameter() -> tuple[bool, bool]:
+    import torch
+    from with_megatron import tiny_model
+
+    import megatron_patch
+
+    shapes = tiny_model.SHAPES
+    tiny_model.SHAPES = (*shapes, (0, 7))
+    tiny = attached(REPLICATED)
+    tiny_model.SHAPES = shapes
+    for step in range(6):
+        stepped(tiny, step)
+    assert state_of(tiny).active
+    weights = tiny.weights()
+    megatron_patch.disable()
+    return agree(weights), bool(torch.isfinite(weights).all())
+
+
+def test_a_stage_that_is_frozen_whole_takes_part(pool: Any) -> None:
+    """Two pipeline stages, of which the last one's ranks have nothing to update: all switch, none waits."""
+    reports = pool.run(frozen_stage, world_size=4)
+    for active, norms, same in reports:
+        assert active == [False] * 3 + [True] * 3
+        assert same
+        assert norms == reports[0][1]
+
+
+def frozen_stage() -> tuple[list[bool], list[float], bool]:
+    import torch
+    from megatron.core import parallel_state
+
+    import megatron_patch
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    frozen = parallel_state.is_pipeline_last_stage()
+    init = torch.nn.Parameter.__new__
+    if frozen:
+        torch.nn.Parameter.__new__ = lambda cls, data=None, requires_grad=True: init(cls, data, False)
+    try:
+        tiny = attached({})
+    finally:
+        torch.nn.Parameter.__new__ = init
+    active, norms = [], []
+    for step in range(6):
+        active.append(state_of(tiny).active)
+        if not frozen:
+            tiny.exchange(tiny.random_gradients(step))
+        norms.append(float(tiny.optimizer.step()[1]))
+    weights = tiny.weights()
+    everyone = [torch.empty_like(weights) for _ in range(2)]
+    torch.distributed.all_gather(everyone, weights, group=tiny.ddp.dp_cp_group)
+    megatron_patch.disable()
+    return active, norms, torch.equal(*everyone)
+
+
+def test_elements_that_were_rare_in_the_warm_up_are_held(pool: Any) -> None:
+    """Gradients of 1e-9 beside 1e-2 in a row, and a row that has its gradients after the warm-up only."""
+    reports = pool.run(rare, world_size=RANKS)
+    for report in reports:
+        assert report["moved"] <= 3.001, "in learning rates, of which Adam makes one"
+        assert report["unseen"] == 0
+    (line, *_) = [line for line in reports[0]["lines"] if "are held" in line]
+    assert "step 1 after the warm-up" in line
+
+
+def rare() -> dict[str, Any]:
+    from with_megatron.seam_runs import logged
+
+    import megatron_patch
+
+    with logged() as lines:
+        tiny = attached(REPLICATED | {"optimizer": REPLICATED["optimizer"] | {"clip_grad": 0.0}})
+        moved = 0.0
+        for step in range(30):
+            gradients = tiny.random_gradients(step)
+            gradients[0].fill_(1e-2)
+            gradients[0][:, ::2] = 1e-9
+            if step < 3:
+                gradients[0][3] = 1e-9
+                gradients[0][5] = 0.0
+            before = tiny.parameters[0].detach().clone()
+            tiny.exchange(gradients)
+            tiny.optimizer.step()
+            change = (tiny.parameters[0].detach() - before) / OPTIMIZER["lr"]
+            if step >= 3:
+                moved = max(moved, float(change.abs().max()))
+        unseen = float(change[5].abs().max())
+    megatron_patch.disable()
+    return {"moved": moved, "unseen": unseen, "lines": list(lines)}

@@ -1,0 +1,87 @@
+"""1-bit Adam's update by torch and by the GPU's kernel, and what the warm-up's end waits for."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from seeds import seeded
+from torch.overrides import TorchFunctionMode
+
+from megatron_patch.megatron.onebit_adam import update, warm_up
+
+SIZES = update.Sizes(lr=1e-3, weight_decay=0.1, eps=1e-8, momentum_bias=0.4, variance_bias=0.05, most=2.0)
+
+
+def parameters() -> list[update.Tensors]:
+    generator = torch.Generator().manual_seed(seeded(5))
+    found = []
+    for shape in ((70_000,), (3, 5), (0,), (1025,)):
+        x, m, v, exp_avg = (torch.randn(shape, generator=generator) for _ in range(4))
+        v = v.square() * 1e-4
+        v[torch.rand(shape, generator=generator) < 0.1] = 0
+        found.append((x, m, v, exp_avg))
+    return found
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_parameters_move_as_the_formulas_say(weight_decay: float) -> None:
+    before, after = parameters(), parameters()
+    sizes = update.Sizes(**{**vars(SIZES), "weight_decay": weight_decay})
+    update.update(after, sizes)
+    for (x, m, v, _), (found, *_, exp_avg) in zip(before, after, strict=True):
+        step = (m.double() / sizes.momentum_bias) / ((v.double() / sizes.variance_bias).sqrt() + sizes.eps)
+        step = step.clamp(-sizes.most, sizes.most)
+        step[v == 0] = 0
+        wanted = x.double() * (1 - sizes.lr * weight_decay) - sizes.lr * step
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-7)
+        assert torch.equal(exp_avg, m)
+
+
+def test_the_gpu_s_kernel_moves_them_alike() -> None:
+    """In Triton's interpreter; what it does not serve is given back."""
+    kernel = pytest.importorskip("megatron_patch.megatron.onebit_adam.update_kernel")
+    mine, theirs = parameters(), parameters()
+    other = tuple(torch.ones(8, dtype=torch.bfloat16) for _ in range(4))
+    assert kernel.update([*mine, other], SIZES) == [other]
+    update.update(theirs, SIZES)
+    for found, wanted in zip(mine, theirs, strict=True):
+        for tensor, same in zip(found, wanted, strict=True):
+            torch.testing.assert_close(tensor, same, rtol=1e-6, atol=5e-7)  # fused multiply-adds
+
+
+class Waits(TorchFunctionMode):
+    """Counts what makes a CPU wait for its GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        names = {"cpu", "item", "tolist", "__float__", "__int__", "__bool__"}
+        self.count += getattr(func, "__name__", "") in names
+        return func(*args, **(kwargs or {}))
+
+
+def waits_of(count: int) -> tuple[int, list[float]]:
+    torch.manual_seed(1)
+    states = [{"exp_avg_sq": torch.rand(10), "step": 3} for _ in range(count)]
+    optimizer = SimpleNamespace(
+        param_groups=[{"lr": 1.0, "params": [], "step": 3}], state=dict(enumerate(states))
+    )
+    part = SimpleNamespace(optimizer=optimizer, config=SimpleNamespace(adam_beta2=0.9))
+    one = SimpleNamespace(size=lambda: 1)
+    chunk: Any = SimpleNamespace(dp_cp_group=one, expt_dp_group=one, tp_group=one, pp_group=one)
+    phase = warm_up.Phase(learning_rate=1.0)
+    with Waits() as mode:
+        warm_up.over(phase, 3, None, [part], warm_up.ModelRanks(chunk))
+    total = math.fsum(float(state["exp_avg_sq"].double().sum()) for state in states)
+    assert phase.norms == pytest.approx([total / (1 - 0.9**3)])
+    return mode.count, phase.norms
+
+
+def test_the_warm_up_waits_as_often_for_many_parameters() -> None:
+    assert waits_of(0)[0] == waits_of(2)[0] == waits_of(50)[0] <= 2

@@ -1,0 +1,186 @@
+"""Whose step it is: which chunks a Megatron optimizer updates, chained or not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_patch.megatron.seams.optimizer_step import leaves_of, updates
+
+
+def test_a_rank_that_owns_no_parameter_of_a_chunk_steps_it_too():
+    """A layer-wise optimizer gives whole parameters to ranks, and to some none."""
+    chunk = SimpleNamespace(param_to_bucket_group={})
+    empty = SimpleNamespace(float16_groups=[], fp32_from_fp32_groups=[])
+    layer_wise = SimpleNamespace(chained_optimizers=[empty], model_chunks=[chunk])
+    assert updates(layer_wise, chunk)
+    assert not updates(layer_wise, SimpleNamespace(param_to_bucket_group={}))
+
+
+def test_a_chain_in_a_chain_is_stepped_part_by_part():
+    muon, adam, rest = (SimpleNamespace(name=name) for name in ("muon", "adam", "rest"))
+    layer_wise = SimpleNamespace(chained_optimizers=[muon, adam])
+    assert leaves_of(SimpleNamespace(chained_optimizers=[layer_wise, rest])) == [muon, adam, rest]
+    assert leaves_of(rest) == [rest]
+
+
+# --- steps that are made in two halves -------------------------------------------------------------------
+
+
+class Pair:
+    """An optimizer around others that steps as Megatron's MimoOptimizer does: by their halves."""
+
+    def __init__(self, *optimizers: Any) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> bool:
+        found = False
+        for optimizer in self.optimizers:
+            found |= optimizer.prepare_grads()
+        if found:
+            return False
+        for optimizer in self.optimizers:
+            optimizer.step_with_ready_grads()
+        return True
+
+
+HALF = {
+    "dtypes": ("float16",),
+    "grad_reduce_in_fp32": False,
+    "optimizer": {
+        "initial_loss_scale": 256.0,
+        "loss_scale_window": 2,
+        "hysteresis": 1,
+        "min_loss_scale": 1.0,
+    },
+}
+
+
+def by_halves(outer: str, overflows: tuple[int, ...], own_overflow: bool) -> dict[str, Any]:
+    """In a worker: fp16 steps, whole or by halves; an overflow in this model or in the other one."""
+    import torch
+    from with_megatron.seam_runs import errors_of
+    from with_megatron.tiny_model import build
+
+    import megatron_patch
+    from megatron_patch.megatron.attach import session_of
+
+    tiny, other = build(**HALF), build(**HALF)
+    config = megatron_patch.CompressionConfig(method="loco", bits=4, start_step=0, weight_gather="exact")
+    megatron_patch.attach([tiny.ddp, other.ddp], config)
+    state = session_of(tiny.ddp)
+    if outer == "mimo":
+        from megatron.core.models.mimo.optimizer import MimoOptimizer, ModuleOptimizerInfo
+
+        infos = {
+            name: ModuleOptimizerInfo(one.optimizer, None, None, True)
+            for name, one in (("a", tiny), ("b", other))
+        }
+        optimizer: Any = MimoOptimizer(infos, tiny.optimizer.config)
+    elif outer == "pair":
+        optimizer = Pair(tiny.optimizer, other.optimizer)
+    scales, skipped, errors, weights = [], [], [], []
+    for step in range(7):
+        for one in (tiny, other):
+            gradients = one.random_gradients(step)
+            hit = step in overflows and (one is tiny) == own_overflow
+            if hit:
+                gradients[0][0, 0] = torch.inf
+            one.exchange([1e-2 * gradient for gradient in gradients])
+        if outer == "whole":
+            tiny.optimizer.step()
+            other.optimizer.step()
+        else:
+            optimizer.step()
+        scales.append(float(tiny.optimizer.get_loss_scale()))
+        skipped.append(state.events.skipped_steps)
+        errors.append(float(sum(abs(error).sum() for error in errors_of(state))))
+        weights.append(megatron_patch.report(tiny.ddp).weight_bytes)
+    tiny.exchange(tiny.random_gradients(9))  # which ends a step that another model's overflow has skipped
+    found = {
+        "scales": scales,
+        "skipped": skipped,
+        "ended": state.events.skipped_steps,
+        "replays": state.events.replays,
+        "errors": errors,
+        "weight bytes": weights,
+        "weights": tiny.weights().tolist(),
+        "steps": state.steps,
+    }
+    megatron_patch.disable()
+    return found
+
+
+@pytest.mark.parametrize("outer", ["pair", "mimo"])
+def test_halves_of_steps_are_steps(pool: Any, outer: str) -> None:
+    """Overflows are counted, errors follow the loss scale, and the exact gather sends its messages."""
+    if outer == "mimo":
+        pytest.importorskip("megatron.core.models.mimo.optimizer")
+    whole = pool.run(by_halves, "whole", (3,), True, world_size=2)
+    found = pool.run(by_halves, outer, (3,), True, world_size=2)
+    assert found[0]["skipped"] == [0, 0, 0, 1, 1, 1, 1]
+    assert found[0]["scales"][1] == 2 * found[0]["scales"][3], "it grew, and it fell"
+    for report, same in zip(found, whole, strict=True):
+        assert report["scales"] == same["scales"]
+        assert report["errors"] == same["errors"]
+        assert report["weight bytes"] == same["weight bytes"]
+        assert report["weights"] == same["weights"]
+
+
+def test_a_step_that_another_model_s_overflow_skips_is_skipped(pool: Any) -> None:
+    """This model's optimizer has prepared its gradients, and was not asked to use them."""
+    for report in pool.run(by_halves, "pair", (3, 5), False, world_size=2):
+        assert report["ended"] == 2
+        assert report["replays"] == 0
+        assert report["steps"] == 5
+
+
+# --- torch's own scaler ----------------------------------------------------------------------------------
+
+
+def with_a_scaler(optimizers: int) -> dict[str, Any]:
+    """In a worker: torch's GradScaler, which doubles its scale every two steps, and skips one overflow."""
+    import torch
+    from with_megatron.seam_runs import built, errors_of
+
+    import megatron_patch
+
+    tiny, state = built({"ddp": {"use_distributed_optimizer": False}}, {"bits": 4, "error_dtype": "fp32"})
+    parts = [tiny.parameters[start::optimizers] for start in range(optimizers)]
+    each = [torch.optim.SGD(part, lr=1e-3) for part in parts]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    scaler.scale(torch.zeros(()))
+    grown, skipped = [], []
+    for step in range(6):
+        gradients = [4.0 * gradient for gradient in tiny.random_gradients(step)]
+        if step == 4:
+            for gradient in gradients:
+                gradient.view(-1)[0] = torch.inf
+        tiny.exchange(gradients)
+        before = float(sum(abs(error).sum() for error in errors_of(state)))
+        scale = scaler.get_scale()
+        for parameter in tiny.parameters:
+            parameter.grad = parameter.main_grad.clone()
+        for optimizer in each:
+            scaler.step(optimizer)
+        scaler.update()
+        for optimizer in each:
+            optimizer.zero_grad(set_to_none=True)
+        after = float(sum(abs(error).sum() for error in errors_of(state)))
+        grown.append((scaler.get_scale() / scale, after / before if before else 1.0))
+        skipped.append(state.events.skipped_steps)
+    found = {"grown": grown, "skipped": skipped, "steps": state.steps}
+    megatron_patch.disable()
+    return found
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_torch_s_scaler_rescales_errors_and_skips_steps(pool: Any, optimizers: int) -> None:
+    for found in pool.run(with_a_scaler, optimizers, world_size=2):
+        scales, errors = zip(*found["grown"], strict=True)
+        assert scales == (1.0, 2.0, 1.0, 2.0, 0.5, 1.0)
+        assert errors == pytest.approx((1.0, 2.0, 1.0, 2.0, 0.0, 1.0))
+        assert found["skipped"] == [0, 0, 0, 0, 1, 1]
+        assert found["steps"] == 5

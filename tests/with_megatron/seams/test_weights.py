@@ -1,0 +1,303 @@
+"""The exact weight gather changes no bit of a training, under any parallelism, and heals what stock heals.
+
+A tiny GPT (gpt_model.py) is trained twice in the same workers, with Megatron's own gather and with the exact
+one: losses, gradient norms, weights and the optimizer's state of every rank must be the same bits.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import numpy as np
+import pytest
+from with_megatron.seam_runs import logged
+from with_megatron.weight_runs import both, differences, unused_module
+
+from megatron_patch.errors import UserError
+from megatron_patch.megatron.unsupported import refuse_flags
+
+STEPS = 50
+
+BF16 = {"dtype": "bf16", "ddp": {"grad_reduce_in_fp32": False}}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1500}
+ALIGNED = {"pp": 2, "vpp": 2, "layers": 4}
+SKIPPING = {"initial_loss_scale": 2.0**18, "loss_scale_window": 2, "hysteresis": 1}
+LOCO = {"method": "loco", "bits": 4}
+
+
+def bf16(model: dict[str, Any] | None = None, **ddp: Any) -> dict[str, Any]:
+    return BF16 | (model or {}) | {"ddp": BF16["ddp"] | ddp}
+
+
+def fp16(**ddp: Any) -> dict[str, Any]:
+    return bf16({"dtype": "fp16", "optimizer": SKIPPING}, **ddp)
+
+
+# name: (ranks, model, method, what happens around steps)
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
+    "dp4": (4, bf16(), {}, "nothing"),
+    "dp4-fp32-gradients": (4, bf16(grad_reduce_in_fp32=True), {}, "nothing"),
+    "dp4-overlap": (4, bf16(**OVERLAP), {}, "nothing"),
+    "dp4-overlap-evaluations": (4, bf16(**OVERLAP), {}, "evaluations"),
+    "dp4-overlap-inference-mode": (4, bf16(**OVERLAP), {}, "evaluations_in_inference_mode"),
+    "dp4-overlap-forced": (4, bf16(**OVERLAP), {}, "forced_twice"),
+    "dp4-forced": (4, bf16(), {}, "forced_twice"),
+    "dp4-user-edits": (4, bf16(), {}, "user_edits"),
+    "dp4-overlap-user-edits": (4, bf16(**OVERLAP), {}, "user_edits"),
+    "dp4-one-copy-changes": (4, bf16(), {}, "one_copy_changes"),
+    "dp4-precision-aware": (4, bf16(), {}, "precision_aware"),
+    "dp4-overlap-precision-aware": (4, bf16(**OVERLAP), {}, "precision_aware"),
+    "dp4-fp16-skipped-steps": (4, fp16(), {}, "nothing"),
+    "dp4-fp16-skipped-steps-overlap": (4, fp16(**OVERLAP), {}, "evaluations"),
+    "tp2-sp-dp2-tied": (4, bf16({"tp": 2, "sequence_parallel": True, "tied": True}), {}, "nothing"),
+    "pp2-dp2-tied": (4, bf16({"pp": 2, "tied": True}), {}, "nothing"),
+    "pp2-dp2-tied-overlap": (4, bf16({"pp": 2, "tied": True}, **OVERLAP), {}, "evaluations"),
+    "pp2-vpp2-dp2": (4, bf16(ALIGNED), {}, "nothing"),
+    "pp2-vpp2-dp2-aligned": (4, bf16(ALIGNED, **OVERLAP, align_param_gather=True), {}, "evaluations"),
+    "pp2-vpp2-dp2-with-optimizer-step": (
+        4,
+        bf16(
+            ALIGNED | {"optimizer": {"overlap_param_gather_with_optimizer_step": True}},
+            **OVERLAP,
+            align_param_gather=True,
+        ),
+        {},
+        "nothing",
+    ),
+    "ep2-dp4": (4, bf16({"experts": 4, "ep": 2}), {}, "nothing"),
+    "ep2-dp4-overlap": (4, bf16({"experts": 4, "ep": 2}, **OVERLAP), {}, "evaluations"),
+    "instances2-dp2": (4, bf16({"instances": 2}), {}, "nothing"),
+    "instances2-dp2-overlap": (4, bf16({"instances": 2}, **OVERLAP), {}, "nothing"),
+    "loco-dp4": (4, bf16(), LOCO, "nothing"),
+    "loco-dp4-overlap": (4, bf16(**OVERLAP), LOCO, "evaluations"),
+    "loco-ep2-dp4-overlap": (4, bf16({"experts": 4, "ep": 2}, **OVERLAP), LOCO, "nothing"),
+    "loco-two-hop-dp4": (4, bf16(), LOCO | {"ranks_per_node": 2}, "nothing"),
+    "onebit-dp4": (4, bf16(), {"method": "onebit_adam", "warmup_steps": 6}, "nothing"),
+    "onebit-dp4-overlap": (4, bf16(**OVERLAP), {"method": "onebit_adam", "warmup_steps": 6}, "nothing"),
+}
+FAST_STEPS = 10
+IN_PARTS = (
+    "dp4-fp32-gradients",
+    "dp4-overlap",
+    "dp4-forced",
+    "dp4-precision-aware",
+    "dp4-overlap-precision-aware",  # test_optimizers.py
+    "pp2-dp2-tied",
+    "pp2-vpp2-dp2",
+    "instances2-dp2",
+    "loco-dp4",
+    "onebit-dp4",
+)
+"""Cases whose parts others have too."""
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name not in IN_PARTS])
+def test_no_bit_of_the_training_changes(pool, case):
+    check(pool, case, FAST_STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_no_bit_of_the_training_changes_in_50_steps(pool, case):
+    check(pool, case, STEPS)
+
+
+def check(pool: Any, case: str, steps: int) -> None:
+    ranks, model, method, around = CASES[case]
+    for stock, exact in pool.run(both, model, method, steps, around, world_size=ranks):
+        assert differences(stock, exact) == []
+        assert stock["raw"] == {}
+        assert exact["stock"]
+        assert set(exact["stock"]) == {None}
+        expect_messages(case, steps, stock, exact)
+
+
+def expect_messages(case: str, steps: int, stock: dict[str, Any], exact: dict[str, Any]) -> None:
+    """That messages were sent, and weights in full only where they had to be."""
+    groups, raw = len(exact["stock"]), exact["raw"]
+    sent = [bits for bits in exact["bits"] if bits]
+    forced = raw.pop("forced", 0)
+    if "overlap" in case or "aligned" in case:
+        assert raw.pop("not_coded", 0) >= groups or forced, "the first forward pass, before any step"
+    if "with-optimizer-step" in case:
+        assert raw.pop("inside_step") >= steps
+        assert raw.pop("not_coded") == groups
+        assert min(sent) < 12
+        return
+    if "user-edits" in case and "overlap" in case:
+        assert raw.pop("edited") >= groups * (steps // 5)
+    if "one-copy-changes" in case:
+        assert raw.pop("copies_differ") == steps // 4
+    assert raw == {}
+    assert all(bits == 16 for bits in stock["bits"] if bits)
+    if "fp16" in case:  # of the last steps some are skipped
+        assert min(sent) < 12
+        return
+    assert min(sent) < 6
+    assert exact["unchanged"]
+    assert all(same < weights for same, weights in exact["unchanged"])
+    assert any(same > 0 for same, _ in exact["unchanged"])
+
+
+def with_unused_module(steps: int) -> Any:
+    return [unused_module(gather, steps) for gather in ("stock", "exact")]
+
+
+def test_a_module_that_a_step_leaves_out_is_gathered_when_it_is_used_again(pool):
+    for stock, exact in pool.run(with_unused_module, 20):
+        assert exact.pop("told") == {"not_coded": 2}, "the first forward pass; all others were messages"
+        stock.pop("told")
+        assert stock["losses"] == exact["losses"]
+        assert all(map(np.array_equal, stock["behind"], exact["behind"])), "left out after the last step too"
+        assert differences(stock | {"told": 0}, exact | {"told": 0}) == []
+
+
+def attached(model: dict[str, Any], options: dict[str, Any]) -> list[str]:
+    """What attaching to a tiny GPT says."""
+    from with_megatron.gpt_model import build
+
+    import megatron_patch
+
+    gpt = build(**model)
+    with logged() as lines:
+        megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**options))
+    megatron_patch.disable()
+    return lines
+
+
+EXACT = {"method": "none", "weight_gather": "exact"}
+DATA = ": 7,552 weights in 1 bucket, "
+STOCK = "Megatron's own: "
+SAID = {
+    "bf16": (bf16(), EXACT, f"weight gather over 4 data parallel ranks{DATA}from their changes, exactly"),
+    "experts": (bf16({"experts": 4, "ep": 2}), EXACT, "over 2 expert data parallel ranks: "),
+    "fp32": (
+        {},
+        EXACT,
+        f"over 4 data parallel ranks{DATA}{STOCK}fp32 weights change in nearly all of their bits",
+    ),
+    "single": (
+        bf16({"instances": 4}),
+        EXACT,
+        f"over 1 data parallel rank{DATA}{STOCK}the group is a single rank",
+    ),
+    "replicated": (
+        bf16(use_distributed_optimizer=False),
+        EXACT,
+        "without the distributed optimizer's buffers none is coded",
+    ),
+    "stock": (bf16(), {"method": "none"}, None),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_is_coded_is_said_and_what_stays_stock_and_why(pool, name):
+    model, options, wanted = SAID[name]
+    lines, *others = pool.run(attached, model, options)
+    assert not any(others)
+    said = [line for line in lines if "weight" in line]
+    assert bool(said) is (wanted is not None)
+    assert wanted is None or any(wanted in line for line in said), said
+
+
+def in_pieces() -> dict[str, Any]:
+    """A step that fails, a release without the global, and messages of many buckets in flight."""
+    from megatron.core.distributed import param_and_grad_buffer
+    from with_megatron.gpt_model import build
+
+    import megatron_patch
+    from megatron_patch.megatron.attach import attachment_of
+
+    gpt = build(**bf16(**OVERLAP | {"bucket_size": 800}))
+    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**EXACT))
+    weights = attachment_of(gpt.chunks[0]).weights
+    report: dict[str, Any] = {"groups": len(weights.seams), "failed": None, "unsupported": None}
+    inner = gpt.optimizer.chained_optimizers[0].optimizer
+    for step in range(4):
+        gpt.backward(step)
+        if step == 1:
+            step_of, inner.step = inner.step, lambda: 1 / 0
+            try:
+                gpt.optimizer.step()
+            except ZeroDivisionError as error:
+                report["failed"] = str(error)
+            inner.step = step_of
+        gpt.optimizer.step()
+    for chunk in gpt.chunks:  # all bucket groups at once, as schedules that align gathers do
+        chunk.start_param_sync()
+    messages = sum(max(seam.gathers[0].lengths) * 4 for seam in weights.seams)
+    report["in_flight"] = len(weights.in_flight)
+    report["buffers"] = weights.state.workspace.nbytes / messages
+    for seam in weights.seams:
+        seam.group.finish_param_sync(skip_next_bucket_dispatch=True)
+    report["raw"] = dict(weights.raw_gathers)
+    gpt.backward(9)
+    gpt.optimizer.step()
+    upstream = param_and_grad_buffer.dist_all_gather_func
+    group = weights.seams[0].group
+    weights.seams[0]._original = lambda force_sync=False: None
+    try:
+        group.start_param_sync()
+    except RuntimeError as error:
+        report["unsupported"] = str(error)
+    report["restored"] = param_and_grad_buffer.dist_all_gather_func is upstream
+    megatron_patch.disable()
+    report["detached"] = "start_param_sync" not in vars(group)
+    return report
+
+
+def test_steps_that_fail_releases_that_differ_and_few_messages_in_flight(pool):
+    for report in pool.run(in_pieces):
+        assert report["failed"] == "division by zero"
+        assert report["raw"] == {"not_coded": report["groups"]}, "the gather after the failed step was coded"
+        assert report["groups"] >= 5
+        assert report["in_flight"] == 2
+        assert report["buffers"] < 0.6
+        assert "dist_all_gather_func" in report["unsupported"]
+        assert report["restored"]
+        assert report["detached"]
+
+
+def refused(compression: dict[str, Any], optimizer: dict[str, Any]) -> str:
+    from with_megatron.gpt_model import build
+
+    import megatron_patch
+    from megatron_patch.errors import UserError
+
+    gpt = build(**bf16())
+    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**compression))
+    for part in gpt.optimizer.chained_optimizers:
+        for name, value in optimizer.items():
+            setattr(part.config, name, value)
+    gpt.backward(0)
+    try:
+        gpt.optimizer.step()
+    except UserError as error:
+        return str(error)
+    finally:
+        megatron_patch.disable()
+    return ""
+
+
+@pytest.mark.parametrize(
+    "compression", [EXACT, {}, {"method": "onebit_adam", "bits": 1, "warmup_steps": 3}], ids=str
+)
+def test_an_optimizer_that_is_replayed_from_a_cuda_graph_is_refused(pool, compression):
+    for text in pool.run(refused, compression, {"optimizer_cuda_graph": True}):
+        assert text.startswith("megatron.optimizer_cuda_graph: True cannot be combined with")
+        assert "leave it out" in text
+
+
+def test_flags_that_change_weights_before_their_gather_are_refused():
+    flags = {"compression_weight_gather": "exact", "overlap_param_gather": True, "qk_clip": True}
+    with pytest.raises(UserError, match="leave out overlap_param_gather, or set weight_gather to stock"):
+        refuse_flags(Namespace(**flags))
+    for served in (
+        {"overlap_param_gather": False},
+        {"qk_clip": False},
+        {"compression_weight_gather": "stock"},
+    ):
+        refuse_flags(Namespace(**flags | served))
+    with pytest.raises(UserError, match="optimizer_cuda_graph: True"):
+        refuse_flags(Namespace(optimizer_cuda_graph=True))

@@ -1,0 +1,86 @@
+"""What Megatron's flags say of the learning rate's warm-up, with batches that grow too."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+
+def warm_up(flags: dict[str, Any], calculator: dict[str, Any] | None) -> int:
+    """In a worker: steps of the warm-up in a job with these flags."""
+    from megatron.core import num_microbatches_calculator as microbatches
+    from megatron.training import global_vars
+
+    from megatron_patch.megatron import training_flags
+
+    before = global_vars._GLOBAL_ARGS
+    global_vars._GLOBAL_ARGS = Namespace(**flags)
+    try:
+        if calculator is not None:
+            microbatches.init_num_microbatches_calculator(0, **calculator)
+        return training_flags.lr_warmup_steps()
+    finally:
+        global_vars._GLOBAL_ARGS = before
+        microbatches.destroy_num_microbatches_calculator()
+
+
+BATCH = {"global_batch_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        ({}, 0),
+        (BATCH, 0),
+        ({**BATCH, "lr_warmup_iters": 25}, 25),
+        ({**BATCH, "lr_warmup_iters": 0, "lr_warmup_samples": 0, "lr_warmup_fraction": None}, 0),
+        ({**BATCH, "lr_warmup_fraction": 0.015, "train_iters": 100}, 2),
+        ({**BATCH, "lr_warmup_fraction": 0.07, "train_iters": 100}, 7),  # 0.07 * 100 is 7.000000000000001
+        ({**BATCH, "lr_warmup_fraction": 0.1, "train_iters": 100, "lr_decay_iters": 50}, 5),
+        ({**BATCH, "lr_warmup_samples": 1000, "train_samples": 50000}, 16),
+        ({**BATCH, "lr_warmup_fraction": 0.1, "train_samples": 6400}, 10),
+        ({"lr_warmup_samples": 100}, 0),  # a batch that is not known yet
+        ({**BATCH, "lr_warmup_iters": "soon"}, 0),  # refused elsewhere
+    ],
+)
+@pytest.mark.parametrize("initialized", [False, True])
+def test_steps_of_the_warm_up(pool, flags, steps, initialized):
+    sizes = {**BATCH, "rampup_batch_size": None, "micro_batch_size": 2, "data_parallel_size": 4}
+    calculator = sizes if initialized else None
+    if initialized and "global_batch_size" not in flags:
+        pytest.skip("Megatron always knows the batch then")
+    assert pool.run(warm_up, flags, calculator, world_size=1) == [steps]
+
+
+def grown(thresholds: list[tuple[int, int]], samples: int) -> int:
+    """Steps until `samples` are consumed, by batches of the sizes that begin at these numbers of samples."""
+    consumed = steps = 0
+    while consumed < samples:
+        consumed += next(size for least, size in reversed(thresholds) if consumed >= least)
+        steps += 1
+    return steps
+
+
+def test_a_schedule_of_batch_sizes_is_followed(pool):
+    """By the final batch it would be a third of the steps."""
+    import inspect
+
+    from megatron.core import num_microbatches_calculator as microbatches
+
+    if (
+        "step_batch_size_schedule"
+        not in inspect.signature(microbatches.init_num_microbatches_calculator).parameters
+    ):
+        pytest.skip("this release of Megatron has batch ramp-ups instead")
+    flags = {"global_batch_size": 256, "lr_warmup_samples": 20_000, "train_samples": 100_000}
+    calculator = {
+        "micro_batch_size": 2,
+        "data_parallel_size": 4,
+        "step_batch_size_schedule": "0:32 4000:64 12000:128 30000:256",
+    }
+    (found,) = pool.run(warm_up, flags, calculator, world_size=1)
+    expected = grown([(0, 32), (4000, 64), (12000, 128), (30000, 256)], 20_000)
+    assert found == expected
+    assert found > 3 * 20_000 / 256
