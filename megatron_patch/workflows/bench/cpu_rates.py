@@ -26,8 +26,10 @@ from megatron_patch.compensation import owner
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.megatron.onebit_adam import norm_sketch, update
-from megatron_patch.quantization import backends, native, weight_code
+from megatron_patch.quantization import backends, native
 from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.weights import code as weight_code
+from megatron_patch.weights.gather import weight_coder
 
 LEAST = 1 << 17
 """Elements of the smallest bucket: the largest piece."""
@@ -128,7 +130,7 @@ def _weight_code(elements: int, timed: _Timed) -> dict[str, float]:
     before, change = (torch.randn(elements, generator=generator) for _ in range(2))
     after = 0.02 * before + WEIGHT_CHANGE * change
     old, new = (one.to(torch.bfloat16).view(torch.int16) for one in (0.02 * before, after))
-    coder = backends.weight_coder(old.device)
+    coder = weight_coder(old.device)
     there, back = (torch.empty(weight_code.bound(elements), dtype=torch.uint8) for _ in range(2))
     size, size_back = coder.encode(old, new, there), coder.encode(new, old, back)
     weights, found = old.clone()[None], torch.empty(1, dtype=torch.int32)

@@ -54,7 +54,7 @@ def gather(of: Exchanges, batch: Sequence[Bucket], after: Sequence[Task], number
 
 
 def batches(of: Exchanges, buckets: Sequence[Bucket]) -> list[list[Bucket]]:
-    """The pieces in which gathers that begin together travel (collectives/weight_batch.py)."""
+    """The pieces in which gathers that begin together travel (weights/batch.py)."""
     found: list[list[Bucket]] = []
     for expert in (False, True):
         chosen = [bucket for bucket in buckets if bucket.expert == expert]
