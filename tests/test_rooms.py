@@ -17,6 +17,7 @@ ORDER = [
     {"loco"},
     {"compensation"},
     {"collectives"},
+    {"weights"},
     {"session"},
     {"megatron", "pytorch"},
     {"workflows"},

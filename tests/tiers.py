@@ -53,7 +53,7 @@ MARKED = {
         "with_megatron/test_numerics.py",
         "order",
         "ptx",
-        "quantization/test_entropy_code.py",
+        "weights/test_entropy_code.py",
     ),
 }
 

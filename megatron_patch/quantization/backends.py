@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 import torch
 
-from megatron_patch.quantization import native, weight_code
+from megatron_patch.quantization import native
 from megatron_patch.quantization.codec import Codec
 from megatron_patch.quantization.layout import BlockLayout
 
@@ -53,31 +53,6 @@ class Backend(Protocol):
         output: torch.Tensor,
         divisor: int = 1,
     ) -> None: ...
-
-
-class WeightCoder(Protocol):
-    """The code of a weight's change: the functions of quantization/weight_code.py, described there."""
-
-    def encode(self, old: torch.Tensor, new: torch.Tensor, message: torch.Tensor) -> int: ...
-
-    def decode(
-        self,
-        messages: torch.Tensor,
-        places: torch.Tensor,
-        shards: torch.Tensor,
-        own: int,
-        found: torch.Tensor,
-    ) -> None: ...
-
-    def sums(self, weights: torch.Tensor) -> torch.Tensor: ...
-
-
-def weight_coder(device: torch.device) -> WeightCoder:
-    """The implementation of the weight code for a device."""
-    kernels = available(device)
-    if kernels is None:
-        return cast(WeightCoder, weight_code)
-    return cast(WeightCoder, importlib.import_module(f"{kernels.__name__}.weights"))
 
 
 def fused(codec: Codec, layout: BlockLayout, device: torch.device) -> Backend | None:

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_patch.collectives.weight_gather import WeightGather
 from megatron_patch.collectives.workspace import Workspace
-from megatron_patch.quantization import weight_code
-from megatron_patch.quantization.weight_code import OWNER_CHANGED
+from megatron_patch.weights import code as weight_code
+from megatron_patch.weights.code import OWNER_CHANGED
+from megatron_patch.weights.gather import WeightGather
 
 
 class WeightsDiffer(RuntimeError):

@@ -34,9 +34,9 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_patch.quantization.weight_sums import TILE as TILE
-from megatron_patch.quantization.weight_sums import sums as sums
-from megatron_patch.quantization.weight_sums import tiles_of as tiles_of
+from megatron_patch.weights.sums import TILE as TILE
+from megatron_patch.weights.sums import sums as sums
+from megatron_patch.weights.sums import tiles_of as tiles_of
 
 CODED, RAW, STALE = 1, 2, 0xFC
 """Kinds. No flipped bit makes the others STALE: one rank alone would gather in full, and wait."""

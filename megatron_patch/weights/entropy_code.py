@@ -1,4 +1,4 @@
-"""The entropy code of a weight's change, beside that of weight_code.py: nothing uses it yet.
+"""The entropy code of a weight's change, beside that of weights/code.py: nothing uses it yet.
 
 The same difference d of bf16 or fp16 weights is coded at about its entropy, given the exponent of the old
 weight, which all ranks have. A message is
@@ -19,8 +19,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from megatron_patch.quantization import entropy_tables, rans
-from megatron_patch.quantization.weight_code import (
+from megatron_patch.weights import entropy_tables, rans
+from megatron_patch.weights.code import (
     MESSAGE_CHANGED,
     OWNER_CHANGED,
     STALE,
@@ -29,7 +29,7 @@ from megatron_patch.quantization.weight_code import (
     decode_each,
     line,
 )
-from megatron_patch.quantization.weight_sums import sums as sums
+from megatron_patch.weights.sums import sums as sums
 
 CODED, RAW = 0x33, 0x47
 """Kinds: any two, STALE among them, differ in 4 bits, and from the other code's in 3."""

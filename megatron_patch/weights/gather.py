@@ -4,7 +4,7 @@ Rank r of N owns shard r of a bucket, and all hold the whole bucket. The optimiz
 shard only, so it is copied before:
 
     remember      old <- own shard                             before the optimizer's step: 2 bytes a weight
-    encode        message <- code(old, own shard)              quantization/weight_code.py
+    encode        message <- code(old, own shard)              weights/code.py
     agree         [bytes, digest of what I had before]         one small all-gather for all buckets
     start, wait   all-gather of messages, decoded in place     of one bucket, or several in one piece
 
@@ -15,17 +15,20 @@ alike: a bucket whose copies differ, or whose longest message saves nothing, is 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_patch.collectives.workspace import Workspace
-from megatron_patch.quantization import weight_code, weight_sums
-from megatron_patch.quantization.backends import weight_coder
-from megatron_patch.quantization.weight_code import (
+from megatron_patch.quantization import backends, native
+from megatron_patch.weights import code as weight_code
+from megatron_patch.weights import sums as weight_sums
+from megatron_patch.weights.code import (
     HEADER_BYTES,
     KIND,
     NEW_SUMS,
@@ -33,6 +36,34 @@ from megatron_patch.quantization.weight_code import (
     STALE,
     UNCHANGED,
 )
+
+
+class WeightCoder(Protocol):
+    """The code of a weight's change: the functions of weights/code.py, described there."""
+
+    def encode(self, old: torch.Tensor, new: torch.Tensor, message: torch.Tensor) -> int: ...
+
+    def decode(
+        self,
+        messages: torch.Tensor,
+        places: torch.Tensor,
+        shards: torch.Tensor,
+        own: int,
+        found: torch.Tensor,
+    ) -> None: ...
+
+    def sums(self, weights: torch.Tensor) -> torch.Tensor: ...
+
+
+def weight_coder(device: torch.device) -> WeightCoder:
+    """The implementation of the weight code for a device."""
+    kernels = backends.available(device)
+    if kernels is None:
+        return cast(WeightCoder, weight_code)
+    # Imported where it is used only: Triton takes a while.
+    name = "native" if kernels is native else "triton_kernels"
+    return cast(WeightCoder, importlib.import_module(f"megatron_patch.weights.{name}"))
+
 
 _ALIGNMENT = 8
 """Bytes: every message begins where the numbers of its header may."""

@@ -1,4 +1,4 @@
-"""The CPU kernels of quantization/weight_code.py and entropy_code.py: the same bytes."""
+"""The CPU kernels of weights/code.py and entropy_code.py: the same bytes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_patch.quantization import entropy_code, native
-from megatron_patch.quantization.weight_code import Mismatch, decode_each, read_header
+from megatron_patch.quantization import native
+from megatron_patch.weights import entropy_code
+from megatron_patch.weights.code import Mismatch, decode_each, read_header
 
 
 def encode(old: torch.Tensor, new: torch.Tensor, message: torch.Tensor) -> int:

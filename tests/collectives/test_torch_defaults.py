@@ -21,9 +21,11 @@ from megatron_patch.compensation.resharding import REDUCE_SCATTER, Part, Piece, 
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.megatron.onebit_adam import norm_sketch
-from megatron_patch.quantization import entropy_code, rotation, scales, weight_code
+from megatron_patch.quantization import rotation, scales
 from megatron_patch.quantization.layout import BlockLayout
-from megatron_patch.quantization.native import weights as native_weights
+from megatron_patch.weights import code as weight_code
+from megatron_patch.weights import entropy_code
+from megatron_patch.weights import native as native_weights
 
 CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float16, torch.float64]
@@ -213,10 +215,10 @@ def exchanges(dtype: str, device: str | None) -> list[str]:
     from megatron_patch.collectives.topology import two_hops
     from megatron_patch.collectives.two_hop_all_reduce import TwoHopAllReduce
     from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopReduceScatter
-    from megatron_patch.collectives.weight_batch import Batch
-    from megatron_patch.collectives.weight_gather import WeightGather, agree
     from megatron_patch.collectives.workspace import Workspace
     from megatron_patch.quantization.blocks import Contents
+    from megatron_patch.weights.batch import Batch
+    from megatron_patch.weights.gather import WeightGather, agree
 
     group, rank, numel = dist.group.WORLD, dist.get_rank(), 1600
     contents = Contents(numel, random_spans(numel, seeded(5), exact=True))

@@ -133,8 +133,8 @@ def what_kernels_change() -> dict[str, set[str]]:
     from megatron_patch.megatron.onebit_adam.norm_sketch import NormSketch, signs
     from megatron_patch.quantization import triton_kernels
     from megatron_patch.quantization.layout import BlockLayout
-    from megatron_patch.quantization.triton_kernels import weights
-    from megatron_patch.quantization.weight_code import bound
+    from megatron_patch.weights import triton_kernels as weights
+    from megatron_patch.weights.code import bound
 
     seen: dict[str, set[str]] = {}
     original = KernelInterface.__getitem__

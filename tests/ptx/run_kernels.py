@@ -33,14 +33,15 @@ from quantization.backend_agreement import (
 from quantization.narrow_offsets import narrow_offsets
 
 from megatron_patch.megatron.onebit_adam import norm_sketch, sketch_kernel, update, update_kernel
-from megatron_patch.quantization import triton_kernels, weight_code
+from megatron_patch.quantization import triton_kernels
 from megatron_patch.quantization.codec import Codec
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.levels import Levels
 from megatron_patch.quantization.rotation import HADAMARD
 from megatron_patch.quantization.sign import Sign
-from megatron_patch.quantization.triton_kernels import weights
 from megatron_patch.quantization.uniform import Uniform
+from megatron_patch.weights import code as weight_code
+from megatron_patch.weights import triton_kernels as weights
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

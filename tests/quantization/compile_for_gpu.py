@@ -32,9 +32,9 @@ from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.levels import Levels
 from megatron_patch.quantization.rotation import HADAMARD
 from megatron_patch.quantization.sign import Sign
-from megatron_patch.quantization.triton_kernels import weights
 from megatron_patch.quantization.uniform import Uniform
-from megatron_patch.quantization.weight_code import bound, tiles_of
+from megatron_patch.weights import triton_kernels as weights
+from megatron_patch.weights.code import bound, tiles_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CPU = torch.device("cpu")

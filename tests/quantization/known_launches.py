@@ -18,8 +18,9 @@ from triton.compiler import CompiledKernel, LazyDict
 
 from megatron_patch.quantization import triton_kernels
 from megatron_patch.quantization.layout import BlockLayout
-from megatron_patch.quantization.triton_kernels import launches, weights
-from megatron_patch.quantization.weight_code import bound, tiles_of
+from megatron_patch.quantization.triton_kernels import launches
+from megatron_patch.weights import triton_kernels as weights
+from megatron_patch.weights.code import bound, tiles_of
 
 CALLS = 1000
 INTEGERS = (

@@ -23,12 +23,14 @@ from quantization.backend_agreement import (
     usable,
 )
 from quantization.emulated import Library, emulating
-from quantization.entropy_coders import ANY, NORMAL, changed
+from weights.entropy_coders import ANY, NORMAL, changed
 
 import hatch_build
-from megatron_patch.quantization import entropy_code, native, weight_code
+from megatron_patch.quantization import native
 from megatron_patch.quantization.layout import BlockLayout
-from megatron_patch.quantization.native import weights as native_weights
+from megatron_patch.weights import code as weight_code
+from megatron_patch.weights import entropy_code
+from megatron_patch.weights import native as native_weights
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent

@@ -5,12 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
-from quantization.weight_coders import SPECIAL, Coder, decode_one, parametrized, patterns
 from simulation import entropy_coder as by_hand
+from weights.weight_coders import SPECIAL, Coder, decode_one, parametrized, patterns
 
-from megatron_patch.quantization import entropy_code, native, weight_code
-from megatron_patch.quantization.entropy_code import FACTS, bound
-from megatron_patch.quantization.native import weights as native_weights
+from megatron_patch.quantization import native
+from megatron_patch.weights import code as weight_code
+from megatron_patch.weights import entropy_code
+from megatron_patch.weights import native as native_weights
+from megatron_patch.weights.entropy_code import FACTS, bound
 
 _native = SimpleNamespace(encode=native_weights.encode_entropy, decode=native_weights.decode_entropy)
 CODERS = {

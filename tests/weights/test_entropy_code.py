@@ -13,7 +13,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantization.entropy_coders import (
+from seeds import seeded
+from simulation import entropy_coder as by_hand
+from simulation.weight_sums import sums_by_hand
+from weights.entropy_coders import (
     ANY,
     CODERS,
     NARROW,
@@ -30,14 +33,12 @@ from quantization.entropy_coders import (
     sized,
     told,
 )
-from quantization.weight_coders import SPECIAL, as_bits, before_a_wall, decode_one, parametrized, patterns
-from seeds import seeded
-from simulation import entropy_coder as by_hand
-from simulation.weight_sums import sums_by_hand
+from weights.weight_coders import SPECIAL, as_bits, before_a_wall, decode_one, parametrized, patterns
 
-from megatron_patch.quantization import entropy_code, weight_code
-from megatron_patch.quantization.entropy_code import FACTS, HEADER_BYTES, bound
-from megatron_patch.quantization.weight_code import Mismatch
+from megatron_patch.weights import code as weight_code
+from megatron_patch.weights import entropy_code
+from megatron_patch.weights.code import Mismatch
+from megatron_patch.weights.entropy_code import FACTS, HEADER_BYTES, bound
 
 SPREADS = st.sampled_from([0, 1, 2, 4, 9, 30, 60, 137, 500, 520, 40_000])
 LENGTHS = st.one_of(st.integers(1, 300), st.sampled_from([511, 2049, 5000]))

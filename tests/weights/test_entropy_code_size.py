@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from quantization.entropy_coders import CODERS, coded, decoded
-from quantization.recorded_weights import recorded
 from simulation import entropy_coder as by_hand
+from weights.entropy_coders import CODERS, coded, decoded
+from weights.recorded_weights import recorded
 
-from megatron_patch.quantization import entropy_code
+from megatron_patch.weights import entropy_code
 
 FASTEST = [name for name in CODERS if not name.startswith("triton")][-1]
 THOROUGH = pytest.mark.thorough

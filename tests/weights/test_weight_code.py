@@ -12,7 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantization.weight_coders import (
+from seeds import seeded
+from simulation.weight_sums import sums_by_hand
+from weights.weight_coders import (
     GPU,
     NO_INTERPRETER,
     SPECIAL,
@@ -23,13 +25,12 @@ from quantization.weight_coders import (
     decode_one,
     parametrized,
 )
-from seeds import seeded
-from simulation.weight_sums import sums_by_hand
 
-from megatron_patch.quantization import native, weight_code
-from megatron_patch.quantization.native import weights as native_weights
-from megatron_patch.quantization.triton_kernels import weights as triton_weights
-from megatron_patch.quantization.weight_code import HEADER_BYTES, Mismatch, bound
+from megatron_patch.quantization import native
+from megatron_patch.weights import code as weight_code
+from megatron_patch.weights import native as native_weights
+from megatron_patch.weights import triton_kernels as triton_weights
+from megatron_patch.weights.code import HEADER_BYTES, Mismatch, bound
 
 CODERS = {
     "reference": Coder(weight_code),

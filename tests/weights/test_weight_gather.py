@@ -22,8 +22,8 @@ def gather_of(numel: int, dtype: str = "bfloat16", seed: int = 0) -> tuple[Any, 
     import torch
     import torch.distributed as dist
 
-    from megatron_patch.collectives.weight_gather import WeightGather
     from megatron_patch.collectives.workspace import Workspace
+    from megatron_patch.weights.gather import WeightGather
 
     generator = torch.Generator().manual_seed(seeded(seed))
     bucket = 0.02 * torch.randn(RANKS * numel, generator=generator)
@@ -61,14 +61,14 @@ def same_bits(one: Any, other: Any) -> bool:
 
 def sent(gather: Any) -> Any:
     """A bucket's messages, on their way."""
-    from megatron_patch.collectives.weight_batch import Batch
+    from megatron_patch.weights.batch import Batch
 
     return Batch([gather]).start(gather._workspace, own_may_have_changed=True)
 
 
 def steps(numel: int, dtype: str, rate: float) -> list[tuple[bool, bool, float]]:
     """Of each step: whether the messages were sent, whether the weights are right, bits a weight."""
-    from megatron_patch.collectives.weight_gather import agree
+    from megatron_patch.weights.gather import agree
 
     bucket, gather = gather_of(numel, dtype)
     told = []
@@ -105,7 +105,7 @@ def flip(bucket: Any, which: str, trial: int) -> tuple[int, int]:
 
 def flips_before(which: str) -> list[tuple[int, int, str | None, bool]]:
     """A bit flips before a step: who, whose, what is said, and whether the weights are right after it."""
-    from megatron_patch.collectives.weight_gather import agree
+    from megatron_patch.weights.gather import agree
 
     bucket, gather = gather_of(500)
     told = []
@@ -128,7 +128,7 @@ def balanced_before() -> list[tuple[str | None, bool, bool]]:
     import torch
     import torch.distributed as dist
 
-    from megatron_patch.collectives.weight_gather import agree
+    from megatron_patch.weights.gather import agree
 
     bucket, gather = gather_of(500)
     shards = bucket.view(torch.int16).view(RANKS, -1)
@@ -160,8 +160,8 @@ def balanced_before() -> list[tuple[str | None, bool, bool]]:
 
 def flips_between(which: str) -> list[tuple[int, int, str | None, bool, bool]]:
     """A bit flips when all have agreed: who, whose, this rank's error, gathered in full, weights right."""
-    from megatron_patch.collectives.weight_batch import WeightsDiffer
-    from megatron_patch.collectives.weight_gather import agree
+    from megatron_patch.weights.batch import WeightsDiffer
+    from megatron_patch.weights.gather import agree
 
     bucket, gather = gather_of(500)
     told = []
@@ -187,8 +187,8 @@ def messages_that_change() -> list[str]:
     import torch
     import torch.distributed as dist
 
-    from megatron_patch.collectives.weight_batch import WeightsDiffer
-    from megatron_patch.collectives.weight_gather import agree
+    from megatron_patch.weights.batch import WeightsDiffer
+    from megatron_patch.weights.gather import agree
 
     bucket, gather = gather_of(500)
     read: Callable[..., None] = gather.read
@@ -218,7 +218,7 @@ def messages_that_change() -> list[str]:
 
 def kept_of_a_message() -> int:
     """Bytes of memory that a step's count of unchanged weights keeps."""
-    from megatron_patch.collectives.weight_gather import agree
+    from megatron_patch.weights.gather import agree
 
     bucket, gather = gather_of(5000)
     gather.remember()
@@ -307,8 +307,9 @@ def test_the_agreement_of_many_buckets_of_many_ranks_costs_the_host_little(monke
 
     import torch
 
-    from megatron_patch.collectives import weight_batch, weight_gather
     from megatron_patch.collectives.workspace import Workspace
+    from megatron_patch.weights import batch as weight_batch
+    from megatron_patch.weights import gather as weight_gather
 
     class Group:
         size, rank = (lambda _: 1024), (lambda _: 3)

@@ -20,14 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from megatron_patch.collectives.exchange import Setup
 from megatron_patch.collectives.makers import make_all_reduces, make_reduce_scatters
-from megatron_patch.collectives.weight_gather import WeightGather
 from megatron_patch.collectives.workspace import Workspace
 from megatron_patch.config import CompressionConfig
 from megatron_patch.megatron.onebit_adam import sketch_kernel, update, update_kernel
 from megatron_patch.megatron.onebit_adam.norm_sketch import NormSketch, signs
-from megatron_patch.quantization import weight_code
 from megatron_patch.quantization.blocks import Contents, Span
-from megatron_patch.quantization.triton_kernels import weights
+from megatron_patch.weights import code as weight_code
+from megatron_patch.weights import triton_kernels as weights
+from megatron_patch.weights.gather import WeightGather
 
 RANKS, RANKS_OF_NODE = 16, 8
 CPU = torch.device("cpu")

@@ -3,7 +3,7 @@
 `_ParamAndGradBucketGroup.start_param_sync` (megatron.core.distributed.param_and_grad_buffer) is where every
 gather of weights begins: after the optimizer's step, from forward hooks, from the pipeline's schedule, and
 forced before evaluation and checkpoints. It is overridden on the INSTANCE. The collective that it asks for,
-by the module's global `dist_all_gather_func`, is replaced by ours (collectives/weight_gather.py) where
+by the module's global `dist_all_gather_func`, is replaced by ours (weights/gather.py) where
 
     the optimizer's outermost step has ended      own shards are coded there, lengths exchanged
     all ranks hold the same copies                found out with the lengths
@@ -26,8 +26,6 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_patch.collectives.traffic import Traffic
-from megatron_patch.collectives.weight_batch import Batch, BatchHandle, batches
-from megatron_patch.collectives.weight_gather import Agreement, WeightGather, agree
 from megatron_patch.megatron import patching
 from megatron_patch.megatron.seams.intercept import intercepted_all_gathers
 from megatron_patch.megatron.seams.stock_traffic import bucket_weights
@@ -42,6 +40,8 @@ from megatron_patch.megatron.seams.weight_report import (
     stock_because,
 )
 from megatron_patch.session.session import IN_FLIGHT, Session
+from megatron_patch.weights.batch import Batch, BatchHandle, batches
+from megatron_patch.weights.gather import Agreement, WeightGather, agree
 
 logger = logging.getLogger(__name__)
 

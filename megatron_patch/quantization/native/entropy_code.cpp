@@ -1,4 +1,4 @@
-// The entropy code of weights' changes. quantization/entropy_code.py defines the bytes and is the place to read them.
+// The entropy code of weights' changes. weights/entropy_code.py defines the bytes and is the place to read them.
 //
 // Compiled once per instruction set (VARIANT names the namespace); dispatch.cpp picks one at run time.
 #include "kernels.h"

@@ -1,4 +1,4 @@
-// Range ANS with interleaved states, a tile at a time: quantization/rans.py is the place to read it.
+// Range ANS with interleaved states, a tile at a time: weights/entropy_code.py is the place to read it.
 //
 // Entries of tables, uint32, from the lowest bits on:
 //   encoder [context][min(|d|, FAR + 1)]   f - 1 (10 bits), start (10), b (3), escape (1)

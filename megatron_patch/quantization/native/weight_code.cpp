@@ -1,4 +1,4 @@
-// The exact code of weights' changes, tile by tile in the first-level cache. quantization/weight_code.py defines the
+// The exact code of weights' changes, tile by tile in the first-level cache. weights/code.py defines the
 // bytes and is the place to read them; every plane of it appears once here, in each direction.
 //
 // Compiled once per instruction set (VARIANT names the namespace); dispatch.cpp picks one at run time.

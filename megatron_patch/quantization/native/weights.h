@@ -1,4 +1,4 @@
-// What both codes of weights share: their line, and the two sums of a shard (quantization/weight_sums.py).
+// What both codes of weights share: their line, and the two sums of a shard (weights/sums.py).
 #pragma once
 #include <algorithm>
 #include <cstdint>

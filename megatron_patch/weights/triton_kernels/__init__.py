@@ -1,4 +1,4 @@
-"""The GPU kernels of quantization/weight_code.py: the same bytes.
+"""The GPU kernels of weights/code.py: the same bytes.
 
 For contiguous tensors of the GPU that is current, and on CPU tensors in Triton's interpreter. Weights may
 begin at any multiple of 2 bytes, messages at multiples of 8.
@@ -10,19 +10,7 @@ import torch
 import triton
 
 from megatron_patch.quantization.triton_kernels.launches import launch
-from megatron_patch.quantization.triton_kernels.weight_decode import (
-    apply_kernel,
-    message_sizes_kernel,
-    verdict_kernel,
-)
-from megatron_patch.quantization.triton_kernels.weight_encode import (
-    FEW,
-    count_kernel,
-    pack_kernel,
-    place_kernel,
-)
-from megatron_patch.quantization.triton_kernels.weight_tiles import TILES_AT_ONCE, sizes_kernel, sums_kernel
-from megatron_patch.quantization.weight_code import (
+from megatron_patch.weights.code import (
     CODED,
     HEADER_BYTES,
     RAW,
@@ -30,6 +18,18 @@ from megatron_patch.quantization.weight_code import (
     bound,
     tiles_of,
 )
+from megatron_patch.weights.triton_kernels.decode import (
+    apply_kernel,
+    message_sizes_kernel,
+    verdict_kernel,
+)
+from megatron_patch.weights.triton_kernels.encode import (
+    FEW,
+    count_kernel,
+    pack_kernel,
+    place_kernel,
+)
+from megatron_patch.weights.triton_kernels.tiles import TILES_AT_ONCE, sizes_kernel, sums_kernel
 
 _SCRATCH_TILES = 1 << 15  # 96 MiB of scratch, for 64 Mi weights
 _PLAIN = {"enable_fp_fusion": False}

@@ -19,8 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_patch.quantization import weight_code
-from megatron_patch.quantization.triton_kernels.weight_tiles import (
+from megatron_patch.weights import code as weight_code
+from megatron_patch.weights.triton_kernels.tiles import (
     NO_BITMAP,
     TILE,
     count_of,

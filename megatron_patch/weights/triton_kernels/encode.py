@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from megatron_patch.quantization.triton_kernels.float_bits import packed
-from megatron_patch.quantization.triton_kernels.weight_tiles import (
+from megatron_patch.weights.triton_kernels.tiles import (
     NO_BITMAP,
     TILE,
     count_of,

@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_patch.quantization import weight_code, weight_sums
+from megatron_patch.weights import code as weight_code
+from megatron_patch.weights import sums as weight_sums
 
 TILE = tl.constexpr(weight_code.TILE)
 NO_BITMAP = tl.constexpr(weight_code.NO_BITMAP)
