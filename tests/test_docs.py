@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from benchmarks.planner import check
-from megatron_patch.workflows.ablation import curves, trend
-from megatron_patch.workflows.ablation.statistics import Interval, interval, percent
+from megatron_patch.workflows.ablation import records
+from megatron_patch.workflows.ablation.statistics import Interval, interval, over_steps, percent
 
 ROOT = Path(__file__).parents[1]
 NUMBER = r"([+-]\d+\.\d\d)"
@@ -64,12 +64,12 @@ def measured_at_length(path: Path) -> set[tuple[str, ...]]:
         rows = [row for row in csv.DictReader(file) if row["state"] == "done" and row.get("test_loss")]
     if not rows:
         return set()
-    points = curves.read(curves.beside(path))
+    points = records.read_curves(records.beside(path))
     tested: dict[str, dict[int, float]] = {}
     trained: dict[str, dict[int, dict[int, float]]] = {}
     for row in rows:
         tested.setdefault(row["cell"], {})[int(row["seed"])] = float(row["test_loss"])
-        losses = curves.losses(points[row["configuration"]])
+        losses = records.losses(points[row["configuration"]])
         trained.setdefault(row["cell"], {})[int(row["seed"])] = losses
     baseline = rows[0]["cell"]
     found = set()
@@ -77,7 +77,7 @@ def measured_at_length(path: Path) -> set[tuple[str, ...]]:
         pairs = percent(losses, tested[baseline])
         if cell == baseline or len(pairs) < 3:
             continue
-        steps = trend.over_steps({s: percent(trained[cell][s], trained[baseline][s]) for s in pairs})
+        steps = over_steps({s: percent(trained[cell][s], trained[baseline][s]) for s in pairs})
         assert steps is not None
         found |= set(map(written, (interval(list(pairs.values())), steps.last, steps.doubling)))
     return found

@@ -16,30 +16,16 @@ from rich.console import Console
 
 from megatron_patch.errors import UserError
 from megatron_patch.files import write_whole
-from megatron_patch.workflows import tables, train
-from megatron_patch.workflows.plots import draw_comparison
+from megatron_patch.workflows import plots, tables, train
 from megatron_patch.workflows.run import checkpoints, configuration, launcher, recipes, run_folder
 from megatron_patch.workflows.run.prepare import PreparedRun, prepare_run
 from megatron_patch.workflows.run.run_folder import State
+from megatron_patch.workflows.run_reader import read_records, read_summary
 
 _COLUMNS = (
-    "method",
-    "valid. loss",
-    "difference",
-    "step (s)",
-    "bits/gradient",
-    "bits/weight",
-    "gradient MB/step",
-    "weight MB/step",
-    "error state MB",
+    *("method", "valid. loss", "difference", "step (s)", "bits/gradient", "bits/weight"),
+    *("gradient MB/step", "weight MB/step", "error state MB"),
 )
-
-_NUMBERS = (
-    *(("step_seconds", "median"), ("compensation_bytes",)),
-    *((wire, "bits_per_element") for wire in ("gradient_wire", "weight_wire")),
-    *((wire, "bytes_per_step") for wire in ("gradient_wire", "weight_wire")),
-)
-"""Where summary.json has what the table shows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,14 +72,19 @@ def _summary(one: PreparedRun, label: str, args: argparse.Namespace) -> dict[str
     if not args.resume:
         return train.execute(one, label, args.overwrite)
     if run_folder.look(one.folder, one.run) is State.DONE:
-        return run_folder.summary(one.folder, _NUMBERS) or {}
+        return read_summary(one.folder)
     return train.resume_or_start(one, label)
 
 
 def write_comparison(out: Path, summaries: dict[str, dict[str, Any]]) -> None:
     """comparison.json, .md and .png below `out`, and the table on the terminal."""
     baseline = next(iter(summaries))
-    differences = {name: _difference(summaries[baseline], summary) for name, summary in summaries.items()}
+    base = summaries[baseline]["valid_loss"]
+    losses = {name: summary["valid_loss"] for name, summary in summaries.items()}
+    differences = {
+        name: None if base is None or loss is None else 100 * (loss - base) / base
+        for name, loss in losses.items()
+    }
     content = {"baseline": baseline, "valid_loss_difference_percent": differences, "runs": summaries}
     write_whole(out / "comparison.json", json.dumps(content, indent=2) + "\n")
     rows = [
@@ -101,8 +92,9 @@ def write_comparison(out: Path, summaries: dict[str, dict[str, Any]]) -> None:
         for name, summary in summaries.items()
     ]
     write_whole(out / "comparison.md", _markdown(rows, summaries[baseline]))
-    curves = {name: _read_metrics(out / name / "metrics.jsonl") for name in summaries}
-    draw_comparison(out / "comparison.png", curves, summaries)
+    plots.draw_comparison(
+        out / "comparison.png", {name: read_records(out / name) for name in summaries}, summaries
+    )
     # A log or a pipe has no width of its own; the table must not be folded to 80 columns there.
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print()
@@ -110,22 +102,15 @@ def write_comparison(out: Path, summaries: dict[str, dict[str, Any]]) -> None:
     console.print(f"\n{out / 'comparison.md'}  {out / 'comparison.png'}", highlight=False)
 
 
-def _difference(baseline: dict[str, Any], summary: dict[str, Any]) -> float | None:
-    base, loss = baseline["valid_loss"], summary["valid_loss"]
-    return None if base is None or loss is None else 100 * (loss - base) / base
-
-
 def _row(name: str, summary: dict[str, Any], difference: float | None) -> tuple[str, ...]:
-    loss = summary["valid_loss"]
+    loss, wires = summary["valid_loss"], [summary["gradient_wire"], summary["weight_wire"]]
     return (
         name,
         "-" if loss is None else f"{loss:.4f}",
         "-" if difference is None else f"{difference:+.2f} %",
         f"{summary['step_seconds']['median']:.3f}",
-        f"{summary['gradient_wire']['bits_per_element']:.2f}",
-        f"{summary['weight_wire']['bits_per_element']:.2f}",
-        f"{summary['gradient_wire']['bytes_per_step'] / 1e6:.2f}",
-        f"{summary['weight_wire']['bytes_per_step'] / 1e6:.2f}",
+        *(f"{wire['bits_per_element']:.2f}" for wire in wires),
+        *(f"{wire['bytes_per_step'] / 1e6:.2f}" for wire in wires),
         f"{summary['compensation_bytes'] / 1e6:.2f}",
     )
 
@@ -138,7 +123,3 @@ def _markdown(rows: list[tuple[str, ...]], summary: dict[str, Any]) -> str:
         " Bytes are payload sent by one rank, those of weights the mean of the steps that were logged; error"
         " state is per rank, step time is the median.\n"
     )
-
-
-def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -1,74 +1,309 @@
-"""Pictures of runs."""
+"""Pictures: PNGs of `compare`, `ablate` and `bench kernels`; SVG elements for the page of `report`.
+
+An SVG picture is drawn for the width that a phone gives it and scales with the page: 440 units wide, text 13
+units high, so that text has at least 10 CSS pixels in a column of 340. Text stays text (the reader's own
+fonts), and colours are the page's CSS variables, so that a dark page has light lines.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import logging
+import math
+import re
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 
-def draw_comparison(
-    path: Path, curves: dict[str, list[dict[str, Any]]], summaries: dict[str, dict[str, Any]]
-) -> None:
-    """Training loss against step, and bytes sent per step (gradients and weights), as a PNG at `path`."""
-    plt = pyplot()
-    figure, (losses, wire) = plt.subplots(1, 2, figsize=(10, 4), width_ratios=(3, 2), layout="constrained")
-    styles = itertools.cycle(("-", "--", ":", "-."))
-    for name, records in curves.items():
-        points = [(r["step"], r["loss"]) for r in records if r["loss"] is not None]
-        valid = summaries[name]["valid_loss"]
-        label = name if valid is None else f"{name} (validation {valid:.4f})"
-        losses.plot(*zip(*points, strict=True), label=label, linestyle=next(styles), linewidth=1.4)
-    losses.set_xlabel("optimizer step")
-    losses.set_ylabel("training loss")
-    losses.legend(frameon=False)
-    losses.grid(alpha=0.25)
+from megatron_patch.workflows.ablation.statistics import interval
 
-    names = list(summaries)
-    gradients = [summaries[n]["gradient_wire"]["bytes_per_step"] / 1e6 for n in names]
-    weights = [summaries[n]["weight_wire"]["bytes_per_step"] / 1e6 for n in names]
-    rows = [f"{name}\n{_bits(summaries[name])} bits" for name in names]
-    wire.barh(rows, gradients, label="gradients", height=0.5)
-    wire.barh(rows, weights, left=gradients, label="weights", alpha=0.4, height=0.5)
-    wire.invert_yaxis()
-    wire.set_xlabel("MB sent by one rank per step")
-    wire.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.12), ncols=2)
-    figure.savefig(path, dpi=140)
-    plt.close(figure)
+if TYPE_CHECKING:
+    from megatron_patch.workflows.ablation.definition import Cell
+    from megatron_patch.workflows.ablation.results import Results
 
+_STYLES = ("-", "--", ":", "-.")
+_LINES_A_PANEL = 8
+_PANELS_A_ROW = 3
+_WINDOWS = 40
+"""A curve of more logged steps is drawn as the means of as many windows."""
+_LINEAR_PERCENT = 1.0
+"""Up to this a difference is drawn to scale, beyond by its logarithm: 0.1 % and 30 % share a picture."""
 
-def _bits(summary: dict[str, Any]) -> str:
-    return " + ".join(f"{summary[wire]['bits_per_element']:.1f}" for wire in ("gradient_wire", "weight_wire"))
-
-
-def draw_kernels(path: Path, result: dict[str, Any]) -> None:
-    """Elements per second of each way to compress, as bars beside the bound that memcpy sets; a PNG."""
-    plt = pyplot()
-    rates = {name: rate for name, rate in result["elements_per_second"].items() if name != "native"}
-    names = sorted(rates, key=lambda name: rates[name])
-    figure, axes = plt.subplots(figsize=(8, 0.6 * len(names) + 1.6), layout="constrained")
-    bars = axes.barh(
-        [name.replace("_", " ") for name in names], [rates[name] / 1e6 for name in names], height=0.6
-    )
-    axes.bar_label(bars, fmt=" {:,.0f}")
-    bound = 2 * result["memcpy_bytes_per_second"] / result["bytes_per_element"] / 1e6
-    axes.axvline(
-        bound, color="black", linestyle="--", linewidth=1, label=f"memory bound by memcpy: {bound:,.0f}"
-    )
-    axes.set_xlabel(f"M elements per second, compress to {result['bits']} bits, {result['dtype']} gradients")
-    axes.margins(x=0.12)
-    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0))
-    figure.savefig(path, dpi=140)
-    plt.close(figure)
+COLOURS = 7
+DASHES = ("", "7 3", "2 2", "9 2 2 2")
+"""In CSS pixels. 7 colours and 4 dashes have no divisor in common: 28 curves look different."""
+_WIDTH, _HEIGHT, _TEXT = 440, 290, 13
+_POINTS_PER_INCH = 72
+# matplotlib writes these colours into the picture, where the page is to read its variables.
+_VARIABLES = {"#000001": "var(--ink)", "#000002": "var(--rule)"}
+_VARIABLES |= {f"#0000{0x10 + index:x}": f"var(--curve-{index})" for index in range(COLOURS)}
+INK, _RULE, *_CURVES = _VARIABLES
 
 
 def pyplot() -> Any:
     """matplotlib.pyplot, for files."""
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # Megatron lets every INFO line through
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # Megatron lets every INFO line through.
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     return plt
+
+
+@contextlib.contextmanager
+def _png(path: Path, rows: int = 1, columns: int = 1, **of_figure: Any) -> Iterator[tuple[Any, Any]]:
+    """A figure and its axes; the picture is written to `path` at the end."""
+    plt = pyplot()
+    figure, axes = plt.subplots(rows, columns, layout="constrained", **of_figure)
+    yield figure, axes
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
+
+
+def draw_comparison(
+    path: Path, records: Mapping[str, Sequence[dict[str, Any]]], summaries: dict[str, dict[str, Any]]
+) -> None:
+    """Training loss against step, and bytes sent per step (gradients and weights), as a PNG at `path`."""
+    with _png(path, 1, 2, figsize=(10, 4), width_ratios=(3, 2)) as (_, (losses, wire)):
+        for (name, logged), style in zip(records.items(), itertools.cycle(_STYLES), strict=False):
+            points = [(r["step"], r["loss"]) for r in logged if r["loss"] is not None]
+            valid = summaries[name]["valid_loss"]
+            label = name if valid is None else f"{name} (validation {valid:.4f})"
+            losses.plot(*zip(*points, strict=True), label=label, linestyle=style, linewidth=1.4)
+        losses.set_xlabel("optimizer step")
+        losses.set_ylabel("training loss")
+        losses.legend(frameon=False)
+        losses.grid(alpha=0.25)
+
+        kinds = ("gradient_wire", "weight_wire")
+        bits = {name: [one[kind]["bits_per_element"] for kind in kinds] for name, one in summaries.items()}
+        rows = [f"{name}\n{' + '.join(f'{one:.1f}' for one in each)} bits" for name, each in bits.items()]
+        gradients, weights = (
+            [one[kind]["bytes_per_step"] / 1e6 for one in summaries.values()] for kind in kinds
+        )
+        wire.barh(rows, gradients, label="gradients", height=0.5)
+        wire.barh(rows, weights, left=gradients, label="weights", alpha=0.4, height=0.5)
+        wire.invert_yaxis()
+        wire.set_xlabel("MB sent by one rank per step")
+        wire.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.12), ncols=2)
+
+
+def draw_kernels(path: Path, result: dict[str, Any]) -> None:
+    """Elements per second of each way to compress, as bars beside the bound that memcpy sets; a PNG."""
+    rates = {name: rate / 1e6 for name, rate in result["elements_per_second"].items() if name != "native"}
+    names = sorted(rates, key=lambda name: rates[name])
+    bound = 2 * result["memcpy_bytes_per_second"] / result["bytes_per_element"] / 1e6
+    label = f"memory bound by memcpy: {bound:,.0f}"
+    with _png(path, figsize=(8, 0.6 * len(names) + 1.6)) as (_, axes):
+        bars = axes.barh([name.replace("_", " ") for name in names], [rates[n] for n in names], height=0.6)
+        axes.bar_label(bars, fmt=" {:,.0f}")
+        axes.axvline(bound, color="black", linestyle="--", linewidth=1, label=label)
+        axes.set_xlabel(
+            f"M elements per second, compress to {result['bits']} bits, {result['dtype']} gradients"
+        )
+        axes.margins(x=0.12)
+        axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0))
+
+
+def draw_differences(path: Path, results: Results) -> None:
+    """An ablation's cells against the baseline, as a PNG at `path`: seeds and intervals.
+
+    Cells without a pair of runs are left out.
+    """
+    found = {cell.name: list(results.differences(cell).values()) for cell in results.ablation.cells[1:]}
+    found = {name: each for name, each in found.items() if each}
+    if not found:
+        return
+    with _png(path, figsize=(9, 0.32 * len(found) + 1.4)) as (figure, axes):
+        for row, each in enumerate(found.values()):
+            one = interval(each)
+            assert one is not None
+            color = "C0" if one.verdict in ("better", "worse") else "0.45"
+            axes.scatter(each, [row] * len(each), s=12, color=color, alpha=0.35, linewidths=0)
+            axes.plot(one.mean, row, "o", color=color, markersize=5)
+            if one.low is not None:
+                axes.plot([one.low, one.high], [row, row], color=color, linewidth=2)
+        axes.axvline(0, color="black", linewidth=0.8)
+        low, high = (most(0.0, *itertools.chain(*found.values())) for most in (min, max))
+        if max(high, -low) > 5 * _LINEAR_PERCENT:
+            axes.set_xscale("symlog", linthresh=_LINEAR_PERCENT)
+            sizes = (0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
+            ticks = [-size for size in sizes if low <= -size] + [0] + [size for size in sizes if size <= high]
+            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axes.minorticks_off()
+            axes.set_xlim(1.5 * low - 0.1, 1.5 * high + 0.1)
+        axes.set_yticks(range(len(found)), [name.replace(",", ", ") for name in found])
+        axes.invert_yaxis()
+        axes.grid(axis="x", alpha=0.25)
+        # It is the figure's, not the axes': beside long names these are narrower than the text.
+        figure.supxlabel(
+            f"validation loss against {results.ablation.baseline.name} of the same seed, in %\n"
+            "mean and 95 % interval, each seed a faint dot; grey: the interval contains zero",
+            fontsize=10,
+        )
+
+
+def draw_curves(path: Path, results: Results) -> None:
+    """How an ablation's training losses went, as a PNG at `path`.
+
+    With few cells and no contrast: training loss, its difference to the baseline with the interval over the
+    seeds, and bits a weight. Else per panel the differences of the cells that differ in the contrasted
+    setting alone.
+    """
+    cells = [cell for cell in results.ablation.cells[1:] if results.training_differences(cell)]
+    if cells and (results.ablation.contrast or len(cells) > _LINES_A_PANEL):
+        _draw_panels(path, results, cells)
+    elif cells:
+        _draw_story(path, results, cells)
+
+
+def _draw_panels(path: Path, results: Results, cells: Sequence[Cell]) -> None:
+    contrast = results.ablation.contrast
+    pieces = enumerate(itertools.batched(cells, _LINES_A_PANEL), 1)
+    panels: dict[str, Sequence[Cell]] = dict(results.groups()) or {
+        f"cells {index}" if index > 1 else "": piece for index, piece in pieces
+    }
+    panels = {title: there for title, found in panels.items() if (there := [c for c in found if c in cells])}
+    columns = min(len(panels), _PANELS_A_ROW)
+    rows = math.ceil(len(panels) / columns)
+    with _png(path, rows, columns, figsize=(4.2 * columns, 3.1 * rows), squeeze=False) as (figure, grid):
+        for axes in grid.flat[len(panels) :]:
+            axes.axis("off")
+        for axes, (title, found) in zip(grid.flat, panels.items(), strict=False):
+            for cell, style in zip(found, itertools.cycle(_STYLES), strict=False):
+                by_step = _by_step(results.training_differences(cell).values())
+                means = [statistics.fmean(each) for each in by_step.values()]
+                name = str(cell.settings[contrast]) if contrast else cell.name
+                axes.plot(list(by_step), means, label=name, linestyle=style, linewidth=1.4)
+            axes.axhline(0, color="black", linewidth=0.8)
+            axes.set_title(title.replace(",", ", "), fontsize=10)
+            axes.legend(frameon=False, fontsize=8)
+            axes.grid(alpha=0.25)
+        for axes in grid[-1]:
+            axes.set_xlabel("optimizer step")
+        for line in grid:
+            line[0].set_ylabel(f"training loss against\n{results.ablation.baseline.name}, in %", fontsize=9)
+        figure.suptitle("mean over the seeds", fontsize=10)
+
+
+def _draw_story(path: Path, results: Results, cells: Sequence[Cell]) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    baseline, tokens = results.ablation.baseline, results.tokens_a_step()
+    shape: dict[str, Any] = {"figsize": (8, 9), "sharex": True, "height_ratios": (3, 3, 2)}
+    with _png(path, 3, 1, **shape) as (_, (losses, differences, bits)):
+        for index, cell in enumerate([baseline, *cells]):
+            look = {"color": f"C{index}", "linestyle": _STYLES[index % len(_STYLES)], "linewidth": 1.4}
+            runs = [points for run, points in results.logged if run.cell == cell]
+            mean = _by_step(_windowed(each) for each in results.training_losses(cell).values())
+            means = [statistics.fmean(each) for each in mean.values()]
+            losses.plot([step * tokens for step in mean], means, label=cell.name.replace(",", ", "), **look)
+            if runs:
+                bits.plot([p.step * tokens for p in runs[0]], [p.weight_bits for p in runs[0]], **look)
+            if cell == baseline:
+                continue
+            pairs = _by_step(_windowed(each) for each in results.training_differences(cell).values())
+            found = [(step * tokens, one) for step, each in pairs.items() if (one := interval(each))]
+            differences.plot([step for step, _ in found], [one.mean for _, one in found], **look)
+            bands = [(step, one.low, one.high) for step, one in found if one.low is not None]
+            if bands:
+                band = zip(*bands, strict=True)
+                differences.fill_between(*band, color=f"C{index}", alpha=0.12, linewidth=0)
+        _fit_to_the_later_steps(differences)
+        differences.axhline(0, color="black", linewidth=0.8)
+        losses.set_ylabel("training loss")
+        differences.set_ylabel(
+            f"training loss against\n{baseline.name}, in %\n(mean, 95 % interval over the seeds)"
+        )
+        bits.set_ylabel("bits a weight\non the wire")
+        bits.set_ylim(bottom=0)
+        bits.set_xlabel("optimizer step" if tokens == 1 else "tokens")
+        bits.xaxis.set_major_formatter(EngFormatter(sep=""))
+        for axes in (losses, differences, bits):
+            axes.grid(alpha=0.25)
+        losses.legend(frameon=False, fontsize=8)
+
+
+def _fit_to_the_later_steps(axes: Any) -> None:
+    """The y axis is set by the last three quarters: the first steps' differences are far larger."""
+    values = [value for line in axes.get_lines() for value in line.get_ydata()[len(line.get_ydata()) // 4 :]]
+    low, high = min(0.0, *values), max(0.0, *values)
+    margin = 0.35 * (high - low) or 1.0
+    axes.set_ylim(low - margin, high + margin)
+
+
+def _windowed(points: dict[int, float]) -> dict[int, float]:
+    """Means over at most `_WINDOWS` windows of consecutive logged steps, by the last step of each."""
+    steps = sorted(points)
+    windows = itertools.batched(steps, math.ceil(len(steps) / _WINDOWS)) if steps else ()
+    return {window[-1]: statistics.fmean(points[step] for step in window) for window in windows}
+
+
+def _by_step(runs: Iterable[dict[int, float]]) -> dict[int, list[float]]:
+    found: dict[int, list[float]] = {}
+    for run in runs:
+        for step, value in run.items():
+            found.setdefault(step, []).append(value)
+    return dict(sorted(found.items()))
+
+
+@contextlib.contextmanager
+def svg_axes(name: str) -> Iterator[tuple[Any, Any]]:
+    """A figure and its axes, in the page's colours and sizes; `name` is the picture's own."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    settings: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": name,  # The same runs give the same page.
+        "font.size": _TEXT,
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+        "axes.edgecolor": _RULE,
+        "axes.formatter.useoffset": False,
+        "axes.formatter.limits": (-5, 9),
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    with mpl.rc_context(settings):
+        size = (_WIDTH / _POINTS_PER_INCH, _HEIGHT / _POINTS_PER_INCH)
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.add_subplot()
+        axes.grid(color=_RULE, linewidth=0.6)
+        axes.tick_params(length=0)
+        yield figure, axes
+
+
+def svg_line(axes: Any, steps: Any, values: Any, style: int, number: int, thin: bool = False) -> None:
+    """A group's line of that number, in the colour of its style, and in its dashes unless it is thin."""
+    width, alpha = (0.7, 0.45) if thin else (1.8, 1.0)
+    (line,) = axes.plot(steps, values, color=_CURVES[style % COLOURS], linewidth=width, alpha=alpha)
+    if not thin and (dashes := DASHES[style % len(DASHES)]):
+        # matplotlib counts dashes in line widths.
+        line.set_dashes([float(part) / width for part in dashes.split()])
+    if np.isfinite(values).sum() == 1:
+        line.set_marker("o")  # A line through one point is nothing.
+        line.set_markersize(4)
+    line.set_gid(f"curve-{style}-{number}")
+
+
+def svg_element(figure: Any, name: str, label: str) -> str:
+    """matplotlib's SVG as an element of a page that has several of them."""
+    stream = io.StringIO()
+    figure.savefig(stream, format="svg", transparent=True)
+    body = stream.getvalue().partition("<svg")[2]
+    # A <style> would hold for the whole page.
+    body = re.sub(r"<metadata>.*?</metadata>\s*|<style.*?</style>", "", body, flags=re.S)
+    # Identifiers must be the page's only ones of that name; curves are found by class (page.html).
+    body = re.sub(r'<g id="curve-(\d+)-\d+"', r'<g class="curve curve-\1"', body)
+    body = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{name}-", body)
+    for colour, variable in _VARIABLES.items():
+        body = body.replace(colour, variable)
+    head = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}">'
+    return head + body[body.index(">") + 1 :].strip()

@@ -26,8 +26,8 @@ from rich.console import Console
 
 from megatron_patch.errors import RankFailed, UserError
 from megatron_patch.files import check_output, write_whole
-from megatron_patch.workflows import train
-from megatron_patch.workflows.ablation import curves, definition, plots, records
+from megatron_patch.workflows import plots, train
+from megatron_patch.workflows.ablation import definition, records
 from megatron_patch.workflows.ablation.definition import Ablation, Run
 from megatron_patch.workflows.ablation.results import Results, outcome
 from megatron_patch.workflows.run import checkpoints, launcher, progress, run_folder
@@ -35,7 +35,7 @@ from megatron_patch.workflows.run.only_one import only_one
 from megatron_patch.workflows.run.prepare import prepare_run
 from megatron_patch.workflows.run.run_folder import State
 
-Known = tuple[records.Records, curves.Curves]
+Known = tuple[records.Summaries, records.Curves]
 """Runs of which files alone are there."""
 
 
@@ -70,7 +70,11 @@ def run(args: argparse.Namespace) -> int:
     checkpoints.refuse_shared(one.configured for one in runs)
     known = _known(out, args.results)
     if args.dry_run:
-        return _list(ablation, runs, known)
+        # The numbers are those that --task takes.
+        print(f"# {ablation.name} over {ablation.base}: {len(runs)} runs, {len(ablation.cells)} cells")
+        for number, one in enumerate(runs):
+            print(f"{number:4d}  {outcome(one, known[0]).state.value:11s}  {one.label}")
+        return 0
     check_output(out)
     if args.collect:
         return _show(Results(ablation, runs, *known), out)
@@ -87,13 +91,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _known(out: Path, results: Path | None) -> Known:
-    """The runs of earlier results, and their curves: of the folder's own, which every run rewrites, and of
-    `results`."""
+    """The runs of the folder's own earlier results, which every run rewrites, and of `results`."""
     own = out / "results.csv"
     files = [path for path in (own if own.exists() else None, results) if path]
     summaries = {digest: summary for path in files for digest, summary in records.read(path).items()}
-    lines = {digest: line for path in files for digest, line in curves.read(curves.beside(path)).items()}
-    return summaries, lines
+    beside = map(records.beside, files)
+    return summaries, {d: curve for path in beside for d, curve in records.read_curves(path).items()}
 
 
 def _seeds(text: str | None) -> list[int] | None:
@@ -120,12 +123,18 @@ def _make(
             run_folder.check_unchanged(one.folder, one.configured)
     finished = (State.DONE,) if args.retry_failed else (State.DONE, State.FAILED)
     left = [one for one in runs if outcome(one, known[0]).state not in finished]
-    _check(left)
+    # Megatron's own check of every cell comes before the first run: it may be hours to the last.
+    for one in {one.cell.name: one for one in left}.values():
+        try:
+            prepare_run(one.configured, one.folder)
+        except UserError as error:
+            raise UserError(f"cell {one.cell.name}: {error}") from error
     with progress.Board(ablation.name, len(runs), len(runs) - len(left)) as board:
         try:
             for one in left:
                 board.begin()
-                result = _make_one(one, board, one.folder / "data-cache" if alone else None)
+                with only_one(one.folder, "ablate"):
+                    result = _make_one(one, board, one.folder / "data-cache" if alone else None)
                 board.end(f"{one.label}: {result}")
                 if not alone:
                     write(Results(ablation, runs, *known), out)
@@ -134,25 +143,8 @@ def _make(
             raise
 
 
-def _check(left: Sequence[Run]) -> None:
-    """Megatron's own check of every cell, before the first run starts: it may be hours to the last."""
-    seen: set[str] = set()
-    for one in left:
-        if one.cell.name not in seen:
-            seen.add(one.cell.name)
-            try:
-                prepare_run(one.configured, one.folder)
-            except UserError as error:
-                raise UserError(f"cell {one.cell.name}: {error}") from error
-
-
 def _make_one(one: Run, board: progress.Board, cache: Path | None) -> str:
     """Make a run, from its checkpoint if it has one; returns a line on what came of it."""
-    with only_one(one.folder, "ablate"):
-        return _make_held(one, board, cache)
-
-
-def _make_held(one: Run, board: progress.Board, cache: Path | None) -> str:
     if run_folder.look(one.folder, one.configured) is State.CHANGED:
         run_folder.clear(one.folder)
     run_folder.forget_failure(one.folder)
@@ -178,7 +170,7 @@ def write(results: Results, out: Path) -> None:
     """results.csv, results_curves.csv and ablation.md below `out`, each replaced whole."""
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / "results.csv", results.csv())
-    write_whole(curves.beside(out / "results.csv"), curves.text(results.logged()))
+    write_whole(out / "results_curves.csv", records.curves_text(results.logged))
     write_whole(out / "ablation.md", results.markdown())
 
 
@@ -192,18 +184,9 @@ def _show(results: Results, out: Path) -> int:
     for table in results.tables():
         console.print()
         console.print(table)
-    console.print(
-        f"\n{out / 'ablation.md'}  {out / 'results.csv'}  {out / 'differences.png'}", highlight=False
-    )
-    failed = [one for one in results.outcomes if one.state is State.FAILED]
+    files = "  ".join(str(out / name) for name in ("ablation.md", "results.csv", "differences.png"))
+    console.print(f"\n{files}", highlight=False)
+    failed = [one.run for one in results.outcomes if one.state is State.FAILED]
     for one in failed:
-        print(f"failed: {one.run.label}: {one.run.folder / 'failed.txt'}", file=sys.stderr)
+        print(f"failed: {one.label}: {one.folder / 'failed.txt'}", file=sys.stderr)
     return int(bool(failed))
-
-
-def _list(ablation: Ablation, runs: Sequence[Run], known: Known) -> int:
-    """--dry-run: the runs with the numbers that --task takes."""
-    print(f"# {ablation.name} over {ablation.base}: {len(runs)} runs, {len(ablation.cells)} cells")
-    for number, one in enumerate(runs):
-        print(f"{number:4d}  {outcome(one, known[0]).state.value:11s}  {one.label}")
-    return 0

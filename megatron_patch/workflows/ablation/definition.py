@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ from megatron_patch.errors import UserError, nearest
 from megatron_patch.workflows.run import configuration, recipes
 from megatron_patch.workflows.run.configuration import RunConfig
 
-_MOST_CELLS = 1_000
 _KEYS = ("base", "seeds", "overrides", "baseline", "grid", "cells", "contrast")
 Settings = dict[str, Any]
 """Overrides by their dotted keys: {"compression.bits": 4}."""
@@ -87,11 +85,16 @@ class Ablation:
 
     def runs(self, out: Path) -> list[Run]:
         """All runs in their order, each with a folder of its own below `out`."""
-        configured = {cell.name: self._configured(cell) for cell in self.cells}
+        configured = [(cell, self._configured(cell)) for cell in self.cells]
         return [
-            Run(cell, seed, _seeded(configured[cell.name], seed), out / cell.name / f"seed-{seed}")
+            Run(
+                cell,
+                seed,
+                dataclasses.replace(one, megatron={**one.megatron, "seed": seed}),
+                out / cell.name / f"seed-{seed}",
+            )
             for seed in self.seeds
-            for cell in self.cells
+            for cell, one in configured
         ]
 
     def _configured(self, cell: Cell) -> RunConfig:
@@ -112,33 +115,37 @@ def read(
 ) -> Ablation:
     """Read the definition at `path`; `overrides`, `base` and `seeds` are the command line's."""
     content = _content(path)
-    recipe = base or content.get("base")
+    recipe, listed, contrast = (
+        base or content.get("base"),
+        content.get("cells") or [],
+        content.get("contrast"),
+    )
     if not isinstance(recipe, str):
         raise UserError(f"{path}: base: {recipe!r} must be the path of a recipe")
     recipe = recipes.find(recipe)
-    baseline = Cell(_settings(content.get("baseline"), "baseline", path))
-    cells = [baseline, *_grid(content.get("grid"), path), *_listed(content.get("cells"), path)]
+    if not isinstance(listed, list):
+        raise UserError(f"{path}: cells: {listed!r} must be a list of mappings")
+    cells = [
+        Cell(_settings(content.get("baseline"), "baseline", path)),
+        *(_grid(_settings(content["grid"], "grid", path), path) if content.get("grid") else ()),
+        *(Cell(_settings(one, f"cells[{index}]", path)) for index, one in enumerate(listed)),
+    ]
     if len(cells) == 1:
         raise UserError(f"{path}: grid, cells: neither is there, so there is nothing to compare")
-    _check_different(cells, path)
-    contrast = content.get("contrast")
-    if contrast is not None and not isinstance(contrast, str):
-        raise UserError(f"{path}: contrast: {contrast!r} must be a key of the grid or of a cell")
-    if contrast is not None and not any(contrast in cell.settings for cell in cells[1:]):
+    names = [cell.name for cell in cells]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"{path}: cell {twice[0]} is there twice")
+    if contrast is not None and not any(contrast in list(cell.settings) for cell in cells[1:]):
         raise UserError(f"{path}: contrast: {contrast!r} is no key of the grid or of a cell")
-    everywhere = _overrides(_settings(content.get("overrides") or {}, "overrides", path, empty=True))
+    everywhere = _settings(content.get("overrides") or {}, "overrides", path, empty=True)
     return Ablation(
         name=path.stem,
         base=recipe,
         seeds=tuple(seeds) if seeds else _seeds(content.get("seeds"), path),
-        overrides=(*everywhere, *overrides),
+        overrides=(*_overrides(everywhere), *overrides),
         cells=tuple(cells),
         contrast=contrast,
     )
-
-
-def _seeded(run: RunConfig, seed: int) -> RunConfig:
-    return dataclasses.replace(run, megatron={**run.megatron, "seed": seed})
 
 
 def find(name: str) -> Path:
@@ -158,9 +165,8 @@ def _content(path: Path) -> dict[str, Any]:
     content = configuration.resolved(configuration.compose(path), path)
     for key in content:
         if key not in _KEYS:
-            hint = ""
-            if key in configuration.SECTIONS:
-                hint = "; an ablation names a recipe with `base` and changes it with `overrides`"
+            hint = "; an ablation names a recipe with `base` and changes it with `overrides`"
+            hint = hint if key in configuration.SECTIONS else ""
             raise UserError(
                 f"{path}: {key}: no such key{nearest(key, _KEYS)}; allowed: {', '.join(_KEYS)}{hint}"
             )
@@ -187,32 +193,11 @@ def _settings(value: object, where: str, path: Path, *, empty: bool = False) -> 
     return dict(value)
 
 
-def _grid(value: object, path: Path) -> list[Cell]:
-    if value is None:
-        return []
-    axes = _settings(value, "grid", path)
+def _grid(axes: Settings, path: Path) -> list[Cell]:
     for key, values in axes.items():
         if not isinstance(values, list) or not values:
             raise UserError(f"{path}: grid: {key}: {values!r} must be a list of values")
-    if (count := math.prod(map(len, axes.values()))) > _MOST_CELLS:
-        raise UserError(f"{path}: grid: {count:,} cells; {_MOST_CELLS:,} at most")
     return [Cell(dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
-
-
-def _listed(value: object, path: Path) -> list[Cell]:
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise UserError(f"{path}: cells: {value!r} must be a list of mappings")
-    return [Cell(_settings(one, f"cells[{index}]", path)) for index, one in enumerate(value)]
-
-
-def _check_different(cells: Sequence[Cell], path: Path) -> None:
-    seen: set[str] = set()
-    for cell in cells:
-        if cell.name in seen:
-            raise UserError(f"{path}: cell {cell.name} is there twice")
-        seen.add(cell.name)
 
 
 def _overrides(settings: Settings) -> list[str]:

@@ -1,24 +1,28 @@
-"""results.csv read back: runs that it has need not be made again where their folders are gone.
+"""An ablation's CSV files: results.csv, a line per run; results_curves.csv, a line per run and logged step.
 
-A line counts for a run of the same configuration, whatever its cell is called: `digest` of it is a column.
-The file may be another user's, so that nothing in it is believed without a check.
+Runs that they have need not be made again where their folders are gone. A line counts for a run of the same
+configuration, whatever its cell is called: `digest` of it is a column. The files may be another user's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import hashlib
+import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
-from megatron_patch.untrusted import Unfit, check_numbers, load_json
+from megatron_patch.workflows.ablation.definition import Run
 from megatron_patch.workflows.run.configuration import RunConfig
+from megatron_patch.workflows.run_reader import read_records
 
 CONFIGURATION = "configuration"
 NUMBERS: dict[str, tuple[str, ...]] = {
@@ -34,11 +38,27 @@ NUMBERS: dict[str, tuple[str, ...]] = {
     "world_size": ("world_size",),
 }
 """Columns by the place of their number in a run's summary.json."""
-_LOSSES = ("valid_loss", "train_loss", "test_loss")
 _WHOLE = ("steps", "compensation_bytes", "world_size")
-_TEXTS = ("device", "versions")
-Records = Mapping[str, dict[str, Any]]
+CURVE_COLUMNS = (
+    *("cell", "seed", "step", "train_loss", "gradient_bits_per_element", "weight_bits_per_element"),
+    CONFIGURATION,
+)
+Summaries = Mapping[str, dict[str, Any]]
 """By a configuration's digest what summary.json said of its run."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A logged step: training loss (None or not finite where it diverged), bits on the wire per element."""
+
+    step: int
+    loss: float | None
+    gradient_bits: float
+    weight_bits: float
+
+
+Curves = Mapping[str, Sequence[Point]]
+"""By a configuration's digest."""
 
 
 def digest(run: RunConfig) -> str:
@@ -48,20 +68,14 @@ def digest(run: RunConfig) -> str:
     digest. How ranks are restarted, and where they meet, does not matter to what a run computes.
     """
     defaults = {option.name: option.default for option in dataclasses.fields(CompressionConfig)}
-    defaults["start_step"] = 0  # which has no default of its own since it depends on the optimizer
-    launch = run.launch
+    defaults["start_step"] = 0  # It has no default of its own since that depends on the optimizer.
+    compression, data, launch = run.compression.as_dict(), dataclasses.asdict(run.data), run.launch
     content = {
         "megatron": run.megatron,
         "attach": run.attach,
-        "compression": {
-            key: value for key, value in run.compression.as_dict().items() if value != defaults[key]
-        },
+        "compression": {key: value for key, value in compression.items() if value != defaults[key]},
         "launch": [launch.device, launch.nproc_per_node, launch.nnodes, launch.script],
-        "data": {
-            key: value
-            for key, value in dataclasses.asdict(run.data).items()
-            if value is not None or key in ("path", "source")
-        },
+        "data": {k: value for k, value in data.items() if value is not None or k in ("path", "source")},
     }
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -80,51 +94,103 @@ def columns(run: RunConfig, summary: Mapping[str, Any] | None) -> dict[str, str]
     return found
 
 
-def read(path: Path) -> Records:
-    """The runs that are done by the file at `path`; none if it is of a release without configurations."""
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[io.TextIOWrapper]:
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            lines = csv.DictReader(file, strict=True)
-            known = lines.fieldnames or []
-            if not {"cell", "seed", "state"} <= set(known):
-                raise UserError(f"{path}: no results.csv of `ablate`: it has no columns cell, seed and state")
-            if CONFIGURATION not in known:
-                return {}
-            done = [(lines.line_num, line) for line in lines if line["state"] == "done"]
+            yield file
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    return {line[CONFIGURATION] or "": _summary(line, f"{path}, line {number}") for number, line in done}
+
+
+def read(path: Path) -> Summaries:
+    """The runs that are done by the results.csv at `path`; none if it is of a release without digests."""
+    with _opened(path) as file:
+        lines = csv.DictReader(file, strict=True)
+        known = lines.fieldnames or []
+        if not {"cell", "seed", "state"} <= set(known):
+            raise UserError(f"{path}: no results.csv of `ablate`: it has no columns cell, seed and state")
+        if CONFIGURATION not in known:
+            return {}
+        return {
+            line[CONFIGURATION] or "": _summary(line, f"{path}, line {lines.line_num}")
+            for line in lines
+            if line["state"] == "done"
+        }
 
 
 def _summary(line: Mapping[str, str | None], where: str) -> dict[str, Any]:
-    summary: dict[str, Any] = {}
-    for column, place in NUMBERS.items():
-        value = _number(line.get(column) or "", column, where)
+    summary: dict[str, Any] = {"device": line.get("device") or ""}
+    for column, (*sections, name) in NUMBERS.items():
         inner = summary
-        for key in place[:-1]:
+        for key in sections:
             inner = inner.setdefault(key, {})
-        inner[place[-1]] = value
-    for column in _TEXTS:
-        summary[column] = line.get(column) or ""
+        inner[name] = _number(line.get(column) or "", column, where)
     try:
-        versions = load_json(summary["versions"] or "{}")
-    except Unfit:
-        versions = None
-    if not isinstance(versions, dict):
-        raise UserError(f"{where}: versions: must be a JSON object")
-    summary["versions"] = {str(name): str(version) for name, version in versions.items()}
+        summary["versions"] = dict(json.loads(line.get("versions") or "{}").items())
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{where}: versions: must be a JSON object") from error
     return summary
 
 
 def _number(text: str, column: str, where: str) -> float | int | None:
-    loss = column in _LOSSES  # of a run that diverged it is no finite number
-    if loss and not text:
+    is_loss = column.endswith("_loss")  # Of a run that diverged it is no finite number.
+    if is_loss and not text:
         return None
-    try:
+    with contextlib.suppress(ValueError):
         value = int(text) if column in _WHOLE else float(text)
-        check_numbers(value)
-    except ValueError:
-        value = None
-    if value is None or not (loss or (math.isfinite(value) and value >= 0)):
-        raise UserError(f"{where}: {column}: {text[:60]!r} is no number")
-    return value
+        if is_loss or 0 <= value < math.inf:
+            return value
+    raise UserError(f"{where}: {column}: {text[:60]!r} is no number")
+
+
+def beside(results: Path) -> Path:
+    """`results_curves.csv` of `results.csv`."""
+    return results.with_name(f"{results.stem}_curves.csv")
+
+
+def points_of(folder: Path) -> list[Point]:
+    """What a run logged; nothing where it has no metrics.jsonl."""
+    wires = ("gradient_wire_bits_per_element", "weight_wire_bits_per_element")
+    return [
+        Point(record["step"], record.get("loss"), *(record.get(wire, 0.0) for wire in wires))
+        for record in read_records(folder)
+    ]
+
+
+def losses(points: Sequence[Point]) -> dict[int, float]:
+    """By step, where finite."""
+    return {p.step: p.loss for p in points if p.loss is not None and math.isfinite(p.loss)}
+
+
+def curves_text(made: Sequence[tuple[Run, Sequence[Point]]]) -> str:
+    """The text of results_curves.csv, with six digits of a loss and three of bits."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(CURVE_COLUMNS)
+    for run, points in made:
+        of_run = digest(run.configured)
+        for point in points:
+            loss = "" if point.loss is None else f"{point.loss:.6g}"
+            bits = (f"{point.gradient_bits:.3f}", f"{point.weight_bits:.3f}")
+            writer.writerow([run.cell.name, run.seed, point.step, loss, *bits, of_run])
+    return file.getvalue()
+
+
+def read_curves(path: Path) -> dict[str, list[Point]]:
+    """The curves in the file at `path`; none if there is no such file."""
+    found: dict[str, list[Point]] = {}
+    if not path.exists():
+        return found
+    with _opened(path) as file:
+        lines = csv.reader(file, strict=True)
+        if tuple(next(lines, ())) != CURVE_COLUMNS:
+            raise UserError(f"{path}: no file of curves: its columns must be {', '.join(CURVE_COLUMNS)}")
+        for line in lines:
+            try:
+                _, _, step, loss, gradient, weight, of_run = line
+                point = Point(int(step), float(loss) if loss else None, float(gradient), float(weight))
+            except ValueError as error:
+                raise UserError(f"{path}, line {lines.line_num}: {error}") from error
+            found.setdefault(of_run, []).append(point)
+    return found

@@ -1,4 +1,4 @@
-"""What came of an ablation: results.csv (a line per run), ablation.md (a line per cell), and the tables.
+"""What came of an ablation: the comparisons between its cells, results.csv, ablation.md, and the tables.
 
 The files depend on the runs' results alone, not on when they were made: an ablation that was killed and begun
 again leaves the same ones. Times are therefore not in them; every run's summary.json has its own.
@@ -20,34 +20,35 @@ from typing import Any
 from rich.table import Table
 
 from megatron_patch.workflows import tables
-from megatron_patch.workflows.ablation import curves, records, trend
+from megatron_patch.workflows.ablation import records
 from megatron_patch.workflows.ablation.definition import Ablation, Cell, Run
-from megatron_patch.workflows.ablation.statistics import CONFIDENCE, Interval, interval, percent
+from megatron_patch.workflows.ablation.statistics import (
+    CONFIDENCE,
+    OVER_STEPS,
+    Interval,
+    interval,
+    over_steps,
+    percent,
+)
 from megatron_patch.workflows.run import run_folder
 from megatron_patch.workflows.run.run_folder import State
+from megatron_patch.workflows.run_reader import read_summary
 
+Row = tuple[str, ...]
 _INTERVAL = f"{100 * CONFIDENCE:g} % interval"
-COLUMNS = (
-    "cell",
-    "runs",
-    "valid. loss",
-    "difference",
-    _INTERVAL,
-    "",
-    "bits/gradient",
-    "bits/weight",
-    "error state MB",
+_COLUMNS = (
+    *("cell", "runs", "valid. loss", "difference", _INTERVAL, ""),
+    *("bits/gradient", "bits/weight", "error state MB"),
 )
-CONTRAST_COLUMNS = ("", "runs", "difference", _INTERVAL, "")
-TREND_COLUMNS = (
-    "training loss, over the steps",
-    "runs",
-    "last quarter",
-    _INTERVAL,
-    "points per doubling",
-    _INTERVAL,
+_CONTRAST_COLUMNS = ("", "runs", "difference", _INTERVAL, "")
+_TREND_COLUMNS = (
+    *("training loss, over the steps", "runs", "last quarter", _INTERVAL),
+    *("points per doubling", _INTERVAL),
 )
-TEST_COLUMNS = ("test set", "pairs", "perplexity", "difference of the loss", _INTERVAL, "")
+_TEST_COLUMNS = ("test set", "pairs", "perplexity", "difference of the loss", _INTERVAL, "")
+# In results.csv these stand behind the others, which had their places before.
+_LATER = ("weight_bits_per_element", "world_size", "device", "versions", records.CONFIGURATION, "test_loss")
+_NUMBERS = tuple(name for name in records.NUMBERS if name not in _LATER)
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,12 @@ class Outcome:
         return value if value is not None and math.isfinite(value) else None
 
 
-@dataclass(frozen=True)
-class Contrast:
-    """Two cells that differ in the contrasted setting alone: the second against the first."""
-
-    group: str
-    first: Cell
-    second: Cell
-    difference: Interval
+def outcome(run: Run, known: records.Summaries) -> Outcome:
+    """By the run's folder; where it was never begun, by what a results.csv says of its configuration."""
+    found = run_folder.look(run.folder, run.configured)
+    if found is State.NEW and (summary := known.get(records.digest(run.configured))):
+        return Outcome(run, State.DONE, summary)
+    return Outcome(run, found, read_summary(run.folder) if found is State.DONE else None)
 
 
 class Results:
@@ -81,90 +80,50 @@ class Results:
         self,
         ablation: Ablation,
         runs: Sequence[Run],
-        known: records.Records | None = None,
-        known_curves: curves.Curves | None = None,
+        known: records.Summaries | None = None,
+        known_curves: records.Curves | None = None,
     ) -> None:
         """`known` and `known_curves` are runs of which a results.csv and its curves are all that is there."""
         self.ablation = ablation
         self.outcomes = [outcome(run, known or {}) for run in runs]
         self._known_curves = known_curves or {}
-        self._losses: dict[tuple[str, str], dict[int, float]] = {}
-        for one, kind in itertools.product(self.outcomes, ("valid_loss", "test_loss")):
-            if (loss := one.finite(kind)) is not None:
-                self._losses.setdefault((one.run.cell.name, kind), {})[one.run.seed] = loss
 
     def losses(self, cell: Cell, kind: str = "valid_loss") -> dict[int, float]:
         """Validation loss, or test loss, by seed, of the runs that are done."""
-        return self._losses.get((cell.name, kind), {})
+        of_cell = [one for one in self.outcomes if one.run.cell == cell]
+        return {one.run.seed: loss for one in of_cell if (loss := one.finite(kind)) is not None}
 
     def differences(self, cell: Cell, reference: Cell | None = None) -> dict[int, float]:
         """Percent by seed, against the baseline or another cell."""
         return percent(self.losses(cell), self.losses(reference or self.ablation.baseline))
 
-    def logged(self) -> list[tuple[Run, Sequence[curves.Point]]]:
+    @cached_property
+    def logged(self) -> list[tuple[Run, Sequence[records.Point]]]:
         """The runs that are done, with their logged steps."""
+        runs = [one.run for one in self.outcomes if one.state is State.DONE]
+        known = self._known_curves
         return [
-            (
-                one.run,
-                curves.of_folder(one.run.folder)
-                or self._known_curves.get(records.digest(one.run.configured), []),
-            )
-            for one in self.outcomes
-            if one.state is State.DONE
+            (run, records.points_of(run.folder) or known.get(records.digest(run.configured), ()))
+            for run in runs
         ]
 
-    @cached_property
-    def points(self) -> dict[tuple[str, int], Sequence[curves.Point]]:
-        """The same by a cell's name and a seed."""
-        return {(run.cell.name, run.seed): points for run, points in self.logged()}
+    def training_losses(self, cell: Cell) -> dict[int, dict[int, float]]:
+        """By seed and logged step, where finite."""
+        return {run.seed: records.losses(points) for run, points in self.logged if run.cell == cell}
 
     def training_differences(self, cell: Cell) -> dict[int, dict[int, float]]:
         """Of each seed that both have, by logged step, training loss against the baseline's in percent."""
-        found = {}
-        for seed in self.differences(cell):
-            base, own = (
-                curves.losses(self.points.get((name, seed), ()))
-                for name in (self.ablation.baseline.name, cell.name)
-            )
-            found[seed] = percent(own, base)
+        base, own = self.training_losses(self.ablation.baseline), self.training_losses(cell)
+        found = {seed: percent(own.get(seed, {}), base.get(seed, {})) for seed in self.differences(cell)}
         return {seed: each for seed, each in found.items() if each}
 
-    def trend_rows(self) -> list[tuple[str, ...]]:
-        """A line per cell of long runs: what becomes of the difference in training loss."""
-        rows: list[tuple[str, ...]] = []
-        for cell in self.ablation.cells[1:]:
-            if found := trend.over_steps(self.training_differences(cell)):
-                last, change = _interval_columns(found.last), _interval_columns(found.doubling, "")
-                rows.append((cell.name, *last[:3], *change[1:3]))
-        return rows
-
-    def test_rows(self) -> list[tuple[str, ...]]:
-        """A line per cell on the test set, of ablations whose runs have one (data.test_path)."""
-        rows: list[tuple[str, ...]] = []
-        baseline = self.losses(self.ablation.baseline, "test_loss")
-        for cell in self.ablation.cells:
-            if losses := self.losses(cell, "test_loss"):
-                perplexity = statistics.fmean(math.exp(loss) for loss in losses.values())
-                found = interval(list(percent(losses, baseline).values()))
-                known = found and cell != self.ablation.baseline
-                columns = _interval_columns(found) if found and known else ("-",) * 4
-                rows.append((cell.name, *columns[:1], f"{perplexity:.3f}", *columns[1:]))
-        return rows
-
-    def summary(self, cell: Cell) -> dict[str, Any] | None:
-        """summary.json of the first run of a cell that is done, for what does not depend on the seed."""
-        found = (one.summary for one in self.outcomes if one.run.cell == cell and one.summary)
-        return next(found, None)
-
-    def contrasts(self) -> list[Contrast]:
-        """All pairs of cells that differ in the contrasted setting alone, in the order of the cells."""
-        found = []
-        for group, members in self.groups().items():
-            for first, second in itertools.combinations(members, 2):
-                difference = interval(list(self.differences(second, first).values()))
-                if difference:
-                    found.append(Contrast(group, first, second, difference))
-        return found
+    def tokens_a_step(self) -> int:
+        """1 where the runs' batches are not all of one known size."""
+        flags = [one.run.configured.megatron for one in self.outcomes]
+        (batch, length), *others = {(each.get("global_batch_size"), each.get("seq_length")) for each in flags}
+        if others or any(each.get("rampup_batch_size") for each in flags):
+            return 1
+        return batch * length if isinstance(batch, int) and isinstance(length, int) else 1
 
     def groups(self) -> dict[str, list[Cell]]:
         """Cells that differ in the contrasted setting alone, under what they share; not the baseline."""
@@ -176,98 +135,114 @@ class Results:
                 found.setdefault(Cell(shared).name, []).append(cell)
         return found
 
-    # -- the files ------------------------------------------------------------------------------------
-
     def csv(self) -> str:
         """results.csv: a line per run, in the definition's order."""
         keys = list(dict.fromkeys(key for cell in self.ablation.cells for key in cell.settings))
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        # What came later stands behind, so that columns keep their places.
         writer.writerow(["cell", "seed", *keys, "state", *_NUMBERS, "difference_percent", *_LATER])
+        differences = {cell.name: self.differences(cell) for cell in self.ablation.cells}
         for one in self.outcomes:
-            difference = self.differences(one.run.cell).get(one.run.seed)
+            cell, seed = one.run.cell, one.run.seed
             found = records.columns(one.run.configured, one.summary)
-            writer.writerow(
-                [
-                    one.run.cell.name,
-                    one.run.seed,
-                    *(one.run.cell.settings.get(key, "") for key in keys),
-                    one.state.value,
-                    *(found[name] for name in _NUMBERS),
-                    "" if difference is None else repr(difference),
-                    *(found[name] for name in _LATER),
-                ]
-            )
+            line = [cell.name, seed, *(cell.settings.get(key, "") for key in keys), one.state.value]
+            line += [*(found[name] for name in _NUMBERS), differences[cell.name].get(seed, "")]
+            writer.writerow([*line, *(found[name] for name in _LATER)])
         return text.getvalue()
 
-    def rows(self) -> list[tuple[str, ...]]:
+    def rows(self) -> list[Row]:
         """A line per cell."""
         return [self._row(cell) for cell in self.ablation.cells]
 
-    def contrast_rows(self) -> list[tuple[str, ...]]:
-        """A line per contrast."""
-        key = self.ablation.contrast
-        return [
-            (
-                f"{one.second.settings[key]} against {one.first.settings[key]}, {one.group}".rstrip(", "),
-                *_interval_columns(one.difference),
-            )
-            for one in self.contrasts()
-            if key
-        ]
+    def _row(self, cell: Cell) -> Row:
+        losses = self.losses(cell)
+        of_losses, difference = (
+            interval(list(losses.values())),
+            interval(list(self.differences(cell).values())),
+        )
+        mean = "-"
+        if of_losses:
+            mean = f"{of_losses.mean:.4f}" + (f" ± {of_losses.spread:.4f}" if of_losses.n > 1 else "")
+        compared = difference and cell != self.ablation.baseline
+        # What does not depend on the seed is that of the first run that is done.
+        summary = next((one.summary for one in self.outcomes if one.run.cell == cell and one.summary), None)
+        bits: Row = ("-",) * 3
+        if summary:
+            wires = [summary[wire]["bits_per_element"] for wire in ("gradient_wire", "weight_wire")]
+            bits = (*(f"{one:.2f}" for one in wires), f"{summary['compensation_bytes'] / 1e6:.2f}")
+        return (
+            cell.name,
+            f"{len(losses)} of {len(self.ablation.seeds)}",
+            mean,
+            *(_columns(difference)[1:] if difference and compared else ("-",) * 3),
+            *bits,
+        )
 
-    def _sections(self) -> list[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
+    def contrast_rows(self) -> list[Row]:
+        """A line per pair of cells that differ in the contrasted setting alone."""
+        rows: list[Row] = []
+        key = self.ablation.contrast or ""
+        for group, members in self.groups().items():
+            for first, second in itertools.combinations(members, 2):
+                if found := interval(list(self.differences(second, first).values())):
+                    name = f"{second.settings[key]} against {first.settings[key]}, {group}".rstrip(", ")
+                    rows.append((name, *_columns(found)))
+        return rows
+
+    def trend_rows(self) -> list[Row]:
+        """A line per cell of long runs: what becomes of the difference in training loss."""
+        rows: list[Row] = []
+        for cell in self.ablation.cells[1:]:
+            if found := over_steps(self.training_differences(cell)):
+                rows.append((cell.name, *_columns(found.last)[:3], *_columns(found.doubling, "")[1:3]))
+        return rows
+
+    def test_rows(self) -> list[Row]:
+        """A line per cell on the test set, of ablations whose runs have one (data.test_path)."""
+        rows: list[Row] = []
+        baseline = self.ablation.baseline
+        for cell in self.ablation.cells:
+            if losses := self.losses(cell, "test_loss"):
+                perplexity = statistics.fmean(math.exp(loss) for loss in losses.values())
+                found = interval(list(percent(losses, self.losses(baseline, "test_loss")).values()))
+                columns = _columns(found) if found and cell != baseline else ("-",) * 4
+                rows.append((cell.name, columns[0], f"{perplexity:.3f}", *columns[1:]))
+        return rows
+
+    def _sections(self) -> list[tuple[str, Row, list[Row]]]:
         """Title, columns and rows of the tables behind the first one, where they have rows."""
         alone = f"Cells that differ in `{self.ablation.contrast}` alone"
-        found = (
-            (alone, CONTRAST_COLUMNS, self.contrast_rows()),
-            (trend.WHAT, TREND_COLUMNS, self.trend_rows()),
-            ("On the test set, after the last step", TEST_COLUMNS, self.test_rows()),
-        )
+        found = [
+            (alone, _CONTRAST_COLUMNS, self.contrast_rows()),
+            (OVER_STEPS, _TREND_COLUMNS, self.trend_rows()),
+            ("On the test set, after the last step", _TEST_COLUMNS, self.test_rows()),
+        ]
         return [section for section in found if section[2]]
 
-    def markdown(self) -> str:
-        """ablation.md."""
-        ablation = self.ablation
-        parts = [
-            f"# {ablation.name}\n",
-            f"Base recipe `{ablation.base.name}`, {_code(ablation.overrides)}; "
-            f"seeds {', '.join(map(str, ablation.seeds))}. Difference: validation loss against "
-            f"`{ablation.baseline.name}` of the same seed, in percent, mean and {_INTERVAL} over the seeds "
-            "(Student's t, each comparison by itself).\n",
-            tables.markdown(COLUMNS, self.rows()),
-        ]
-        for title, columns, rows in self._sections():
-            parts += [f"\n{title}:\n", tables.markdown(columns, rows)]
-        return "\n".join([*parts, self._footnote()])
-
     def tables(self) -> list[Table]:
-        """The same for the terminal."""
-        found = [(COLUMNS, self.rows()), *((columns, rows) for _, columns, rows in self._sections())]
+        """All of them for the terminal."""
         return [
             tables.terminal(
                 (first or f"{self.ablation.contrast}", *others), rows, left=(first, ""), overflow="fold"
             )
-            for (first, *others), rows in found
+            for _, (first, *others), rows in [("", _COLUMNS, self.rows()), *self._sections()]
         ]
 
-    def _row(self, cell: Cell) -> tuple[str, ...]:
-        losses = interval(list(self.losses(cell).values()))
-        summary = self.summary(cell)
-        columns = ("-",) * 3
-        if cell != self.ablation.baseline:
-            difference = interval(list(self.differences(cell).values()))
-            columns = _interval_columns(difference)[1:] if difference else ("-",) * 3
-        return (
-            cell.name,
-            f"{len(self.losses(cell))} of {len(self.ablation.seeds)}",
-            _mean(losses),
-            *columns,
-            f"{summary['gradient_wire']['bits_per_element']:.2f}" if summary else "-",
-            f"{summary['weight_wire']['bits_per_element']:.2f}" if summary else "-",
-            f"{summary['compensation_bytes'] / 1e6:.2f}" if summary else "-",
-        )
+    def markdown(self) -> str:
+        """ablation.md."""
+        ablation = self.ablation
+        changed = f"with `{' '.join(ablation.overrides)}`" if ablation.overrides else "as it is"
+        parts = [
+            f"# {ablation.name}\n",
+            f"Base recipe `{ablation.base.name}`, {changed}; "
+            f"seeds {', '.join(map(str, ablation.seeds))}. Difference: validation loss against "
+            f"`{ablation.baseline.name}` of the same seed, in percent, mean and {_INTERVAL} over the seeds "
+            "(Student's t, each comparison by itself).\n",
+            tables.markdown(_COLUMNS, self.rows()),
+        ]
+        for title, columns, rows in self._sections():
+            parts += [f"\n{title}:\n", tables.markdown(columns, rows)]
+        return "\n".join([*parts, self._footnote()])
 
     def _footnote(self) -> str:
         summaries = [one.summary for one in self.outcomes if one.summary]
@@ -280,35 +255,14 @@ class Results:
             lines.append(", ".join(f"{name} {version}" for name, version in json.loads(text).items()) + ".")
         if len(versions) > 1:
             lines.append("Not all runs were made with the same versions.")
-        left = [one for one in self.outcomes if one.state is not State.DONE]
+        left = [
+            f"- {one.run.label}: {one.state.value}" for one in self.outcomes if one.state is not State.DONE
+        ]
         if left:
-            lines += ["", "Without a result:", ""]
-            lines += [f"- {one.run.label}: {one.state.value}" for one in left]
+            lines += ["", "Without a result:", "", *left]
         return "\n".join(lines) + "\n"
 
 
-_LATER = ("weight_bits_per_element", "world_size", "device", "versions", records.CONFIGURATION, "test_loss")
-_NUMBERS = tuple(name for name in records.NUMBERS if name not in _LATER)
-
-
-def outcome(run: Run, known: records.Records) -> Outcome:
-    """By the run's folder; where it was never begun, by what a results.csv says of its configuration."""
-    found = run_folder.look(run.folder, run.configured)
-    if found is State.NEW and (summary := known.get(records.digest(run.configured))):
-        return Outcome(run, State.DONE, summary)
-    return Outcome(run, found, run_folder.summary(run.folder) if found is State.DONE else None)
-
-
-def _code(overrides: Sequence[str]) -> str:
-    return f"with `{' '.join(overrides)}`" if overrides else "as it is"
-
-
-def _mean(losses: Interval | None) -> str:
-    if losses is None:
-        return "-"
-    return f"{losses.mean:.4f}" + (f" ± {losses.spread:.4f}" if losses.n > 1 else "")
-
-
-def _interval_columns(found: Interval, unit: str = " %") -> tuple[str, str, str, str]:
+def _columns(found: Interval, unit: str = " %") -> tuple[str, str, str, str]:
     bounds = "-" if found.low is None else f"{found.low:+.2f} to {found.high:+.2f}"
     return str(found.n), f"{found.mean:+.2f}{unit}", bounds, found.verdict

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 from megatron_patch.errors import UserError
 from megatron_patch.workflows.plan import job as jobs
@@ -18,6 +16,7 @@ from megatron_patch.workflows.plan.step import simulate
 from megatron_patch.workflows.run import configuration
 from megatron_patch.workflows.run.configuration import RunConfig
 from megatron_patch.workflows.run.prepare import prepare_run
+from megatron_patch.workflows.run_reader import read_summary
 
 _LEAST, _MOST = 1e6, 1e18
 _HALVINGS = 60
@@ -28,7 +27,12 @@ def calibrated(cluster: Cluster, folder: Path) -> tuple[Cluster, float | None]:
 
     The run's exchange is simulated over the same links, with the run's own nodes and ranks.
     """
-    seconds, summary = _median(folder)
+    summary = read_summary(folder)
+    if not summary or not (folder / "config.yaml").is_file():
+        raise UserError(f"--from: {folder}: no run that has ended is there (summary.json and config.yaml)")
+    seconds = (summary.get("step_seconds") or {}).get("median")
+    if not isinstance(seconds, int | float):
+        raise UserError(f"--from: {folder / 'summary.json'}: has no step_seconds of a megatron-loco run")
     run = configuration.load(folder / "config.yaml")
     job = job_of(run, folder.name)
     own = dataclasses.replace(cluster, nodes=run.launch.nnodes, per_node=run.launch.nproc_per_node)
@@ -61,18 +65,6 @@ def solve(job: Job, cluster: Cluster, method: Method, seconds: float) -> float:
         if high - low < 1e-5:
             break
     return math.exp(high)
-
-
-def _median(folder: Path) -> tuple[float, dict[str, Any]]:
-    path = folder / "summary.json"
-    if not (path.is_file() and (folder / "config.yaml").is_file()):
-        raise UserError(f"--from: {folder}: no run that has ended is there (summary.json and config.yaml)")
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-        seconds = float(summary["step_seconds"]["median"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--from: {path}: has no step_seconds of a megatron-loco run") from error
-    return seconds, summary
 
 
 def job_of(run: RunConfig, name: str) -> Job:

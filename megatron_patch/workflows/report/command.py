@@ -9,11 +9,31 @@ nothing.
 from __future__ import annotations
 
 import argparse
+import re
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from megatron_patch import __version__
 from megatron_patch.errors import UserError
 from megatron_patch.files import write_whole
-from megatron_patch.workflows.report.runs import read_runs
+from megatron_patch.workflows import plots
+from megatron_patch.workflows.report import figures, planned, table
+from megatron_patch.workflows.report.table import SEEDS, Group, group_runs, run_names
+from megatron_patch.workflows.run_reader import Run, read_runs
+
+_MOST_LETTERS = 50
+"""Of all names together, for them to stand in the heading."""
+_MOST_NAMES = 12
+"""Runs that are named at the end of the page; of more it says how many they are."""
+_MOST_COLUMNS = 6
+"""Configurations that stand side by side in the table of differences; more stand one below the other."""
+_MOST_OPEN = 12
+"""Buckets; more of them are folded away."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,21 +54,133 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """The command line's way in; returns the exit status."""
     out: Path = args.out
-    if out.suffix not in (".html", ".htm") or out.is_dir():  # so that no run's file is overwritten
+    if out.suffix not in (".html", ".htm") or out.is_dir():  # No run's file may be overwritten.
         raise UserError(f"--out: {out} must be a file that ends in .html")
     runs = read_runs(args.runs)
-    from megatron_patch.workflows.report import planned
-    from megatron_patch.workflows.report.page import render  # jinja2, matplotlib: not for --help
-
     page = render(runs, planned.read(args.plan) if args.plan else None)
-    _write(out, page)
-    print(f"{len(runs)} run{'s'[: len(runs) > 1]}: {out} ({len(page.encode()) / 1e3:,.0f} kB)")
-    return 0
-
-
-def _write(out: Path, page: str) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(out, page)
     except OSError as error:
         raise UserError(f"--out: {out} cannot be written: {error.strerror}") from error
+    print(f"{len(runs)} run{'s'[: len(runs) > 1]}: {out} ({len(page.encode()) / 1e3:,.0f} kB)")
+    return 0
+
+
+def render(runs: Sequence[Run], plan: planned.Section | None = None) -> str:
+    """The whole page.
+
+    It is one file without scripts that asks for nothing: its Content-Security-Policy forbids what it does not
+    hold itself. jinja2 escapes every text that comes from a run; only the pictures go in as they are.
+    """
+    environment = Environment(
+        loader=PackageLoader("megatron_patch.workflows.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    # A long name or key may be broken into lines there.
+    environment.filters["foldable"] = lambda text: Markup("<wbr>").join(re.split(r"(?<=[/,_.])", text))
+    groups = group_runs(runs)
+    exact = [group for group in groups if any(run.gathers_exactly for run in group.runs)]
+    drawn = groups[: figures.MOST_GROUPS]
+    chosen = [quantity for quantity in figures.QUANTITIES if exact or not quantity.of_exact_gather]
+    shown = [figures.draw(quantity, drawn) for quantity in chosen]
+    columns, against = table.columns(runs), table.validation_differences(groups)
+    named = list(zip(run_names(runs), runs, strict=True))
+    differences = table.differences(groups)
+    styles = range(max(len(drawn), len(plan.rows) if plan else 0))
+    return environment.get_template("page.html").render(
+        heading=_heading(runs, groups),
+        names=[group.name for group in groups],
+        made=time.strftime("%Y-%m-%d %H:%M %Z"),
+        version=__version__,
+        styles=[(index % plots.COLOURS, plots.DASHES[index % len(plots.DASHES)]) for index in styles],
+        notes=_notes(runs, groups, differences),
+        columns=columns,
+        rows=[(g.name, table.state(g.runs), table.row(columns, g.counted, against)) for g in groups],
+        # Every run has a row of its own where the first table has means.
+        each_run=[(name, table.state([run]), table.row(columns, [run], against)) for name, run in named]
+        if len(groups) < len(runs)
+        else [],
+        figures=[(figure, Markup(figure.svg)) for figure in shown if figure],
+        means=any(len(group.runs) > 1 for group in drawn),
+        thin_lines=len(drawn) <= figures.MOST_EACH,
+        missing=[
+            quantity.title
+            for quantity, figure in zip(chosen, shown, strict=True)
+            if figure is None and (quantity.key != "difference" or len(groups) > 1)
+        ],
+        exact=[group.name for group in exact],
+        raw_gathers=table.raw_gathers(exact),
+        weight_buckets=table.weight_buckets(exact),
+        most_open=_MOST_OPEN,
+        differences=differences,
+        sideways=len(groups) <= _MOST_COLUMNS,
+        first_config=runs[0].config_text,
+        planned=plan,
+        planned_svg=Markup(plan.svg) if plan else "",
+        unfinished=[(name, run.state) for name, run in named if not run.finished],
+        environments=_environments(named),
+    )
+
+
+def _heading(runs: Sequence[Run], groups: Sequence[Group]) -> str:
+    names = ", ".join(group.name for group in groups)
+    if len(runs) == 1:
+        return f"Run {names}"
+    names = f": {names}" if len(names) <= _MOST_LETTERS else ""
+    if len(groups) < len(runs):
+        plural = "s" if len(groups) > 1 else ""
+        return f"{len(runs)} runs of {len(groups)} configuration{plural}{names}"
+    return f"{len(runs)} runs{names}"
+
+
+def _notes(runs: Sequence[Run], groups: Sequence[Group], differences: dict[str, list[str]]) -> list[str]:
+    """What a reader must know before comparing."""
+    notes = []
+    unfinished = sum(not run.finished for run in runs)
+    if unfinished:
+        verb = "has" if unfinished == 1 else "have"
+        subject = f"{unfinished} of {len(runs)} runs {verb}" if len(runs) > 1 else "The run has"
+        notes.append(f"{subject} not come to an end; the curves go as far as the logs.")
+    over = [run.summary for run in runs if run.summary]
+    found: dict[str, set[Any]] = {
+        "devices": {summary.get("device") for summary in over},
+        "numbers of ranks": {run.world_size for run in runs},
+        "versions": {repr(summary.get("versions")) for summary in over},
+    }
+    different = [what for what, values in found.items() if len(values) > 1]
+    if different:
+        notes.append(
+            f"The runs have different {' and '.join(different)} (see the end of the page): their step times "
+            "and tokens per second cannot be compared."
+        )
+    others = [key for key in differences if key.startswith(("megatron.", "data.")) and key not in SEEDS]
+    if others:
+        more = ", ..." if len(others) > 3 else ""
+        notes.append(
+            f"The runs differ in more than compression ({', '.join(others[:3])}{more}): differences of their "
+            "losses have other causes too."
+        )
+    if len(groups) > figures.MOST_GROUPS:
+        notes.append(
+            f"The curves are those of the first {figures.MOST_GROUPS} of {len(groups)} configurations, since "
+            "more lines could not be told apart; the tables have all. Name fewer runs to see other curves."
+        )
+    return notes
+
+
+def _environments(named: Sequence[tuple[str, Run]]) -> list[tuple[str, str]]:
+    """What runs were made with, each once, and which runs."""
+    found: dict[str, list[str]] = {}
+    for name, run in named:
+        versions = ", ".join(f"{key} {value}" for key, value in (run.summary.get("versions") or {}).items())
+        device = run.summary.get("device") or run.config.get("launch.device") or "device not recorded"
+        ranks = "ranks not recorded" if run.world_size is None else f"{run.world_size} ranks"
+        found.setdefault(f"{ranks}, {device}; {versions or 'versions not recorded'}", []).append(name)
+    return [
+        (made_with, ", ".join(names) if len(names) <= _MOST_NAMES else f"{len(names)} runs")
+        for made_with, names in found.items()
+    ]

@@ -1,42 +1,133 @@
-"""A quantity's curves, as an SVG picture to be put into a page.
-
-The picture is drawn for the width that a phone gives it and scales with the page: 440 units wide, text 13
-units high, so that text has at least 10 CSS pixels in a column of 340. Text stays text (the reader's own
-fonts), and colours are the page's CSS variables, so that a dark page has light lines.
-"""
+"""The page's figures: a quantity's curves over the steps, a thick line of each configuration."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import math
-import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 import numpy as np
 
-from megatron_patch.workflows.report.groups import Group
-from megatron_patch.workflows.report.quantities import Curve, Quantity
-from megatron_patch.workflows.report.table import digits
+from megatron_patch.workflows import plots
+from megatron_patch.workflows.report.table import Group, digits
+from megatron_patch.workflows.run_reader import Run
 
-COLOURS = 7
-DASHES = ("", "7 3", "2 2", "9 2 2 2")
-"""In CSS pixels. 7 colours and 4 dashes have no divisor in common: 28 curves look different."""
-MOST_GROUPS = COLOURS * len(DASHES)
+MOST_GROUPS = plots.COLOURS * len(plots.DASHES)
 MOST_EACH = 8
 """Groups; of more only the means are drawn."""
 MOST_POINTS = 600
-_WIDTH, _HEIGHT, _TEXT = 440, 290, 13
-_POINTS_PER_INCH = 72
-# Colours that matplotlib writes into the picture, and what the page is to read instead.
-_VARIABLES = {"#000001": "var(--ink)", "#000002": "var(--rule)"}
-_VARIABLES |= {f"#0000{0x10 + index:x}": f"var(--curve-{index})" for index in range(COLOURS)}
-_INK, _RULE, *_CURVES = _VARIABLES
+Curve = dict[int, float]
+"""A value by optimizer step."""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What one figure shows of every run."""
+
+    key: str
+    """Its name in metrics.jsonl, or `difference`."""
+    title: str
+    axis: str
+    about: str
+    factor: float = 1.0
+    last: bool = False
+    """The legend gives the last value; otherwise the median."""
+    from_zero: bool = False
+    form: str = ""
+    """The legend's numbers, as a format of Python's; empty: three significant digits."""
+    unit: str = ""
+    of_exact_gather: bool = False
+    """Drawn only where a run gathers weights exactly."""
+
+    def curve(self, run: Run) -> Curve:
+        return {step: value * self.factor for step, value in run.curve(self.key).items()}
+
+    def write(self, value: float) -> str:
+        return format(value, self.form) + self.unit if self.form else digits(value)
+
+
+QUANTITIES = (
+    Quantity(
+        "loss",
+        "Training loss",
+        "training loss",
+        "The language model's, as Megatron logs it.",
+        last=True,
+        form=".4f",
+    ),
+    Quantity(
+        "difference",
+        "Training loss against the first configuration",
+        "difference (%)",
+        "At the same step and, where it has one, against the run of the same seed.",
+        last=True,
+        form="+.2f",
+        unit=" %",
+    ),
+    Quantity("step_seconds", "Step time", "seconds per step", "Of the logged steps.", from_zero=True),
+    Quantity(
+        "gradient_wire_bytes",
+        "Gradient bytes on the wire",
+        "MB per step",
+        "Payload that one rank sends in a step, mean of the ranks.",
+        factor=1e-6,
+        from_zero=True,
+    ),
+    Quantity(
+        "weight_wire_bytes",
+        "Weight bytes on the wire",
+        "MB per step",
+        "The all-gather of the updated weights, by one rank: in full, or exactly from what the step changed.",
+        factor=1e-6,
+        from_zero=True,
+    ),
+    Quantity(
+        "weight_wire_bits_per_element",
+        "Bits per weight on the wire",
+        "bits per weight",
+        "What travelled: messages as long as the longest of all ranks', their lengths, and gathers in full.",
+        from_zero=True,
+        of_exact_gather=True,
+    ),
+    Quantity(
+        "weight_message_bits_per_element",
+        "Bits per weight of the messages",
+        "bits per weight",
+        "The code's own size, mean of the ranks; what travelled beyond it is padding, lengths and gathers in "
+        "full.",
+        from_zero=True,
+        of_exact_gather=True,
+    ),
+    Quantity(
+        "weight_unchanged_share",
+        "Unchanged weights",
+        "share of the weights (%)",
+        "Of the weights that were coded: those that the step left as they were.",
+        factor=100,
+        from_zero=True,
+        form=".1f",
+        unit=" %",
+        of_exact_gather=True,
+    ),
+    Quantity(
+        "compression_snr_db",
+        "Signal-to-noise ratio of compression",
+        "dB",
+        "Power of what was to be sent over power of what quantization changed of it; 6 dB are a factor of "
+        "two in amplitude. Higher is better.",
+    ),
+    Quantity(
+        "compensation_norm_ratio",
+        "Norm of the remembered error",
+        "error / gradient",
+        "Norm of the error state over norm of the gradient.",
+        last=True,
+        from_zero=True,
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -83,8 +174,16 @@ def draw(quantity: Quantity, groups: Sequence[Group]) -> Figure | None:
     if longest > MOST_POINTS:
         size = math.ceil(longest / MOST_POINTS)
         notes.append(f"Of long runs up to {size} neighbouring logged steps are drawn as their mean.")
-    svg, above = _picture(quantity, found, _described(quantity, legend))
-    return Figure(quantity, svg, legend, [*notes, *filter(None, [above])])
+    with plots.svg_axes(quantity.key) as (figure, axes):
+        for style, drawn in found.items():
+            for number, curve in enumerate([*drawn.each, drawn.mean]):
+                plots.svg_line(axes, *_thinned(curve), style, number, thin=number < len(drawn.each))
+        notes += _limits(axes, quantity, list(found.values()))
+        axes.locator_params(axis="x", nbins=6, integer=True)
+        axes.set_xlabel("optimizer step")
+        axes.set_ylabel(quantity.axis)
+        svg = plots.svg_element(figure, quantity.key, _described(quantity, legend))
+    return Figure(quantity, svg, legend, notes)
 
 
 def _drawn(quantity: Quantity, first: Group, group: Group) -> _Drawn | None:
@@ -102,20 +201,12 @@ def _drawn(quantity: Quantity, first: Group, group: Group) -> _Drawn | None:
 def _differences(first: Group, group: Group) -> dict[int, Curve]:
     """id(run) -> its training loss against the first group's, in percent."""
     base = {repr(run.seed): curve for run in first.runs if (curve := run.curve("loss"))}
-    if not base:
-        return {}
-    mean = _mean(list(base.values()))
+    mean = _mean(list(base.values())) if base else {}
     found = {}
     for run in group.runs:
-        other = base.get(repr(run.seed), mean)
-        curve = {
-            step: 100 * (loss / other[step] - 1)
-            for step, loss in run.curve("loss").items()
-            if other.get(step)
-        }
-        if curve:
-            found[id(run)] = curve
-    return found
+        other, own = base.get(repr(run.seed), mean), run.curve("loss")
+        found[id(run)] = {s: 100 * (loss / other[s] - 1) for s, loss in own.items() if other.get(s)}
+    return {run: curve for run, curve in found.items() if curve}
 
 
 def _median(curve: Curve) -> float:
@@ -133,113 +224,39 @@ def _described(quantity: Quantity, legend: list[Entry]) -> str:
     """The picture's text for readers who do not see it; the legend has the numbers of all curves."""
     shown = "; ".join(f"{entry.name}: {entry.value}" for entry in legend[:4])
     more = f"; and {len(legend) - 4} more below" if len(legend) > 4 else ""
-    kind = "last values" if quantity.last else "medians"
-    return (
-        f"{quantity.title}, {quantity.axis}, against the optimizer step. {kind.capitalize()}: {shown}{more}"
-    )
-
-
-def _picture(quantity: Quantity, found: dict[int, _Drawn], label: str) -> tuple[str, str]:
-    """The SVG, and a sentence on what lies above the axis."""
-    with themed(quantity.key) as (figure, axes):
-        for style, drawn in found.items():
-            for number, curve in enumerate([*drawn.each, drawn.mean]):
-                draw_line(axes, *_thinned(curve), style, number, thin=number < len(drawn.each))
-        above = _limits(axes, quantity, list(found.values()))
-        axes.locator_params(axis="x", nbins=6, integer=True)
-        axes.set_xlabel("optimizer step")
-        axes.set_ylabel(quantity.axis)
-        return for_page(figure, quantity.key, label), above
-
-
-@contextlib.contextmanager
-def themed(name: str) -> Iterator[tuple[Any, Any]]:
-    """A figure and its axes, in the page's colours and sizes; `name` is the picture's own."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure as Canvas
-
-    settings: Any = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": name,  # the same runs give the same page
-        "font.size": _TEXT,
-        "text.color": _INK,
-        "axes.labelcolor": _INK,
-        "xtick.color": _INK,
-        "ytick.color": _INK,
-        "axes.edgecolor": _RULE,
-        "axes.formatter.useoffset": False,
-        "axes.formatter.limits": (-5, 9),
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    }
-    with mpl.rc_context(settings):
-        size = (_WIDTH / _POINTS_PER_INCH, _HEIGHT / _POINTS_PER_INCH)
-        figure = Canvas(figsize=size, layout="constrained")
-        axes = figure.add_subplot()
-        axes.grid(color=_RULE, linewidth=0.6)
-        axes.tick_params(length=0)
-        yield figure, axes
-
-
-def draw_line(axes: Any, steps: Any, values: Any, style: int, number: int, thin: bool = False) -> None:
-    """A group's line of that number, in the colour of its style, and in its dashes unless it is thin."""
-    width, alpha = (0.7, 0.45) if thin else (1.8, 1.0)
-    (line,) = axes.plot(steps, values, color=_CURVES[style % COLOURS], linewidth=width, alpha=alpha)
-    if not thin and (dashes := DASHES[style % len(DASHES)]):
-        # matplotlib counts dashes in line widths.
-        line.set_dashes([float(part) / width for part in dashes.split()])
-    if np.isfinite(values).sum() == 1:
-        line.set_marker("o")  # a line through one point is nothing
-        line.set_markersize(4)
-    line.set_gid(f"curve-{style}-{number}")
+    kind = "Last values" if quantity.last else "Medians"
+    return f"{quantity.title}, {quantity.axis}, against the optimizer step. {kind}: {shown}{more}"
 
 
 def _thinned(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
     steps, values = np.array(list(curve), dtype=float), np.array(list(curve.values()))
     if len(steps) <= MOST_POINTS:
         return steps, values
-    size = math.ceil(len(steps) / MOST_POINTS)
-    starts = np.arange(0, len(steps), size)
+    starts = np.arange(0, len(steps), math.ceil(len(steps) / MOST_POINTS))
     counts = np.diff(np.append(starts, len(steps)))
     return np.add.reduceat(steps, starts) / counts, np.add.reduceat(values, starts) / counts
 
 
-def _limits(axes: Any, quantity: Quantity, found: list[_Drawn]) -> str:
+def _limits(axes: Any, quantity: Quantity, found: list[_Drawn]) -> list[str]:
     """Set the y axis so that a few slow steps do not press all curves flat; says what lies above it."""
     curves = [curve for drawn in found for curve in drawn.each or [drawn.mean]]
     values = np.array([value for curve in curves for value in curve.values()])
     values = values[np.isfinite(values)]
     if not len(values):
-        return ""
+        return []
     if quantity.key == "difference":
-        axes.axhline(0, color=_INK, linewidth=0.8)
+        axes.axhline(0, color=plots.INK, linewidth=0.8)
     if quantity.key == "loss" and values.min() > 0 and values.max() > 20 * values.min():
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: digits(value))
         axes.yaxis.set_minor_formatter(lambda value, _: "")
     if not quantity.from_zero:
-        return ""
+        return []
     top = 1.1 * values.max()
     if quantity.key == "step_seconds":
         top = min(top, 1.6 * float(np.quantile(values, 0.95)))
     axes.set_ylim(0, top or 1)
     above = values[values > top] if top else values[:0]
     if not len(above):
-        return ""
-    return f"{len(above)} of {len(values)} points lie above the axis, up to {digits(above.max())}."
-
-
-def for_page(figure: Any, name: str, label: str) -> str:
-    """matplotlib's SVG as an element of a page that has several of them."""
-    stream = io.StringIO()
-    figure.savefig(stream, format="svg", transparent=True)
-    body = stream.getvalue().partition("<svg")[2]
-    body = re.sub(r"<metadata>.*?</metadata>\s*", "", body, flags=re.S)
-    body = re.sub(r"<style.*?</style>", "", body, flags=re.S)  # it would hold for the whole page
-    # Identifiers must be the page's only ones of that name; curves are found by class (page.html).
-    body = re.sub(r'<g id="curve-(\d+)-\d+"', r'<g class="curve curve-\1"', body)
-    body = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{name}-", body)
-    for colour, variable in _VARIABLES.items():
-        body = body.replace(colour, variable)
-    head = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}">'
-    return head + body[body.index(">") + 1 :].strip()
+        return []
+    return [f"{len(above)} of {len(values)} points lie above the axis, up to {digits(above.max())}."]

@@ -12,7 +12,8 @@ import pytest
 from matplotlib.image import imread
 from scipy import stats
 
-from megatron_patch.workflows.ablation import definition, plots
+from megatron_patch.workflows import plots
+from megatron_patch.workflows.ablation import definition
 from megatron_patch.workflows.ablation.command import write
 from megatron_patch.workflows.ablation.definition import Ablation, Run
 from megatron_patch.workflows.ablation.results import Results

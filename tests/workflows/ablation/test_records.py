@@ -16,7 +16,8 @@ from workflows.ablation.test_ablation import define, leave
 
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
-from megatron_patch.workflows.ablation import curves, definition, plots, records
+from megatron_patch.workflows import plots
+from megatron_patch.workflows.ablation import definition, records
 from megatron_patch.workflows.ablation.results import Results
 from megatron_patch.workflows.cli import main
 from megatron_patch.workflows.run.configuration import RunConfig
@@ -32,7 +33,7 @@ def made(folder: Path, count: int) -> tuple[Path, Path]:
     found = Results(ablation, runs)
     results = folder / "elsewhere.csv"
     results.write_text(found.csv())
-    curves.beside(results).write_text(curves.text(found.logged()))
+    records.beside(results).write_text(records.curves_text(found.logged))
     shutil.rmtree(out)
     return path, results
 
@@ -41,10 +42,10 @@ def test_the_file_alone_gives_the_same_file(tmp_path: Path) -> None:
     path, results = made(tmp_path, 12)
     ablation = definition.read(path)
     runs = ablation.runs(tmp_path / "out")
-    lines = curves.read(curves.beside(results))
+    lines = records.read_curves(records.beside(results))
     found = Results(ablation, runs, records.read(results), lines)
     assert found.csv() == results.read_text()
-    assert curves.text(found.logged()) == curves.beside(results).read_text()
+    assert records.curves_text(found.logged) == records.beside(results).read_text()
     assert "4 ranks, 20 steps, cpu" in found.markdown()
     plots.draw_differences(tmp_path / "differences.png", found)
     plots.draw_curves(tmp_path / "curves.png", found)
@@ -77,7 +78,7 @@ def test_what_the_file_has_is_not_made_again(
         collected = [word for word in asked if word != "--dry-run"] + ["--collect"]
         assert main(collected) == 0
         assert (out / "results.csv").read_text() == results.read_text()
-        assert curves.beside(out / "results.csv").read_text() == curves.beside(results).read_text()
+        assert records.beside(out / "results.csv").read_text() == records.beside(results).read_text()
 
 
 def test_a_folder_goes_before_the_file(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from scipy import stats
 from workflows.ablation.test_ablation import define
 from workflows.ablation.test_curves import TEXT, leave_curve
 
-from megatron_patch.workflows.ablation import definition, trend
+from megatron_patch.workflows.ablation import definition
 from megatron_patch.workflows.ablation.results import Results
+from megatron_patch.workflows.ablation.statistics import over_steps
 
 
 def test_a_line_over_the_steps_is_found() -> None:
@@ -23,7 +24,7 @@ def test_a_line_over_the_steps_is_found() -> None:
         seed: {step: (0.1 + slope * math.log2(step) if step > 500 else 40.0) for step in range(10, 2001, 10)}
         for seed, slope in enumerate(slopes)
     }
-    found = trend.over_steps(differences)
+    found = over_steps(differences)
     assert found is not None
     known = stats.t.interval(0.95, 4, slopes.mean(), stats.sem(slopes))
     assert (found.doubling.low, found.doubling.high) == pytest.approx(known)
@@ -33,11 +34,11 @@ def test_a_line_over_the_steps_is_found() -> None:
 
 def test_short_runs_have_no_trend() -> None:
     line = dict.fromkeys(range(10, 991, 10), 0.1)
-    assert trend.over_steps({1: line}) is None
-    assert trend.over_steps({1: dict.fromkeys(range(250, 2001, 250), 0.1)}) is None, "6 points"
-    assert trend.over_steps({}) is None
+    assert over_steps({1: line}) is None
+    assert over_steps({1: dict.fromkeys(range(250, 2001, 250), 0.1)}) is None, "6 points"
+    assert over_steps({}) is None
     long = dict.fromkeys(range(10, 1001, 10), 0.1)
-    found = trend.over_steps({1: line, 2: long})
+    found = over_steps({1: line, 2: long})
     assert found is not None
     assert (found.last.n, found.doubling.n) == (1, 1)
 

@@ -13,23 +13,23 @@ from report_runs import VERSIONS, write_run
 
 from megatron_patch.megatron.seams.weight_report import RAW_REASONS
 from megatron_patch.workflows import cli
-from megatron_patch.workflows.report import figures, quantities, table
-from megatron_patch.workflows.report.groups import group_runs, run_names
-from megatron_patch.workflows.report.runs import read_runs
+from megatron_patch.workflows.report import figures, table
+from megatron_patch.workflows.report.table import group_runs, run_names
+from megatron_patch.workflows.run_reader import read_runs
 
-OF_ALL_RUNS = [quantity for quantity in quantities.QUANTITIES if not quantity.of_exact_gather]
+OF_ALL_RUNS = [quantity for quantity in figures.QUANTITIES if not quantity.of_exact_gather]
 
 
 @pytest.fixture(autouse=True)
 def one_figure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Most tests look at one figure, the loss: drawing takes most of their time."""
     if "all_figures" not in request.fixturenames:
-        monkeypatch.setattr(quantities, "QUANTITIES", quantities.QUANTITIES[:1])
+        monkeypatch.setattr(figures, "QUANTITIES", figures.QUANTITIES[:1])
 
 
 @pytest.fixture
 def all_figures() -> None:
-    """CollectiveCalls for by tests that look at the others too."""
+    """Asked for by tests that look at the others too."""
 
 
 class Page(HTMLParser):
@@ -354,7 +354,7 @@ def test_many_configurations(tmp_path: Path) -> None:
     assert "Lines are means of a configuration's runs" in page.text
     samples = re.findall(r'<path d="M1 4H29" style="([^"]*)" stroke-dasharray="([^"]*)"', page.source)
     assert len(set(samples)) == 28  # no two look alike
-    assert page.source.count('class="key-27"') == len(quantities.QUANTITIES)
+    assert page.source.count('class="key-27"') == len(figures.QUANTITIES)
     assert 'class="key-28"' not in page.source
     transposed = page.tables[2]
     assert transposed[0] == ["configuration", "megatron.seed", "compression.bits", "compression.block_size"]

@@ -1,7 +1,8 @@
-"""Runs' folders: found, and read as far as the runs have got.
+"""A run's folder, read as far as the run has got: config.yaml, metrics.jsonl, summary.json, failures/.
 
-A run may be over, still writing its last line, or dead before its first one: whatever its folder holds is
-read, and only what no run of this project writes is an error.
+A run may be over, still writing its last line, or dead before its first one: what its folder holds is read.
+What no run of this project writes is refused in one line. `report`, `ablate`, `compare` and `plan --from`
+read runs with this module.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import math
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,11 +19,18 @@ from typing import Any
 
 from megatron_patch.errors import UserError
 from megatron_patch.untrusted import Unfit, load_json, load_yaml, read_text
-from megatron_patch.workflows.report import checks
 
 UNCOMPRESSED = ("none", "stock")
 _WARM_UP_RECORDS = 3
 """Left out of medians, as megatron/metrics.py leaves them out of the summary's."""
+_OF_RECORDS: dict[str, type] = {"raw_weight_gathers": dict, "weight_bits_by_bucket": dict}
+_OF_SUMMARIES: dict[str, type] = {
+    **dict.fromkeys(("steps", "world_size", "bits"), int),
+    **dict.fromkeys(("method", "device"), str),
+    **dict.fromkeys(("gradient_wire", "weight_wire", "step_seconds", "versions"), dict),
+    **_OF_RECORDS,
+}
+"""What is no plain number; null is allowed everywhere."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +67,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        done = self.records[-1]["step"] if self.records else 0
-        return int(self.summary.get("steps") or done)
+        return int(self.summary.get("steps") or self._last.get("step", 0))
 
     @property
     def planned_steps(self) -> int | None:
@@ -93,12 +100,12 @@ class Run:
     @property
     def gathers_exactly(self) -> bool:
         """Whether the exact weight gather was on."""
-        return "raw_weight_gathers" in self._latest
+        return "raw_weight_gathers" in (self.summary or self._last)
 
     @property
     def raw_gathers(self) -> dict[str, int]:
         """Coded bucket groups that were gathered in full, by reason (megatron/seams/weight_report.py)."""
-        return self._latest.get("raw_weight_gathers") or {}
+        return (self.summary or self._last).get("raw_weight_gathers") or {}
 
     @property
     def weight_bits_by_bucket(self) -> dict[str, float]:
@@ -110,39 +117,39 @@ class Run:
         return {bucket: statistics.fmean(bits) for bucket, bits in found.items()}
 
     @property
-    def _latest(self) -> dict[str, Any]:
-        return self.summary or (self.records[-1] if self.records else {})
+    def _last(self) -> dict[str, Any]:
+        return self.records[-1] if self.records else {}
 
     @cached_property
     def numbers(self) -> dict[str, float | None]:
         """The summary's numbers, by the names of the table; from the records where there is no summary."""
-        summary, last = self.summary, self.records[-1] if self.records else {}
-        gradients, weights = summary.get("gradient_wire", {}), summary.get("weight_wire", {})
-        wire = gradients.get("bytes_per_step", last.get("gradient_wire_bytes"))
-        found = {
+        summary, last = self.summary, self._last
+        gradients, weights = summary.get("gradient_wire") or {}, summary.get("weight_wire") or {}
+        seconds = summary.get("step_seconds") or {}
+        found: dict[str, Any] = {
             "train_loss": summary.get("train_loss", last.get("loss")),
             "valid_loss": summary.get("valid_loss"),
-            "step_seconds": summary.get("step_seconds", {}).get("median", self._median("step_seconds")),
+            "step_seconds": seconds.get("median", self._median("step_seconds")),
             "gradient_bits": gradients.get("bits_per_element", last.get("gradient_wire_bits_per_element")),
-            "gradient_bytes": wire,
+            "gradient_bytes": gradients.get("bytes_per_step", last.get("gradient_wire_bytes")),
             "weight_bits": weights.get("bits_per_element", self._mean_weight_bits()),
             "weight_bytes": weights.get("bytes_per_step", self._mean("weight_wire_bytes")),
             "error_bytes": summary.get("compensation_bytes"),
             "weight_gather_bytes": summary.get("weight_gather_bytes"),
             "tokens_per_second": summary.get("tokens_per_second", self._median("tokens_per_second")),
         }
-        return {name: None if is_missing(value) else float(value) for name, value in found.items()}
+        return {name: float(value) if is_number(value) else None for name, value in found.items()}
 
     def curve(self, key: str) -> dict[int, float]:
         """Step -> value of the records that have one; NaN and Inf are kept as NaN."""
         return {
             record["step"]: float(record[key]) if math.isfinite(record[key]) else math.nan
             for record in self.records
-            if not is_missing(record.get(key))
+            if is_number(record.get(key))
         }
 
     def _mean(self, key: str) -> float | None:
-        values = list(self.curve(key).values())
+        values = self.curve(key).values()
         return statistics.fmean(values) if values else None
 
     def _mean_weight_bits(self) -> float | None:
@@ -157,9 +164,9 @@ class Run:
         return statistics.median(values) if values else None
 
 
-def is_missing(value: Any) -> bool:
-    """Whether a value of a record or a summary is no number (null is allowed anywhere)."""
-    return not checks.is_number(value)
+def is_number(value: Any) -> bool:
+    """Whether it is a number; true, false and null are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -170,7 +177,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
             raise UserError(f"{folder} is a file; name the run's folder, e.g. {folder.parent}")
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder")
-        below = [_read_run(path) for path in _run_folders(folder)]
+        below = [read_run(path) for path in _run_folders(folder)]
         if not below:
             raise UserError(
                 f"{folder} holds no run: neither it nor a folder below it has a metrics.jsonl, or a "
@@ -184,25 +191,57 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 def _run_folders(folder: Path) -> Iterator[Path]:
     for path, folders, files in folder.walk():
         if "metrics.jsonl" in files or {"config.yaml", "command.txt"} <= set(files):
-            folders.clear()  # a run's own folders hold no runs
+            folders.clear()  # A run's own folders hold no runs.
             yield path
-        folders.sort(key=_natural)
+        # seed-2 stands before seed-10.
+        folders.sort(key=lambda name: [(text, int(d or 0)) for text, d in re.findall(r"(\D*)(\d*)", name)])
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """seed-2 before seed-10."""
-    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]
+def read_run(folder: Path) -> Run:
+    """The run in `folder`."""
+    summary = read_summary(folder)
+    text, config = _read_config(folder / "config.yaml")
+    failure = None if summary else _first_failure(folder / "failures")
+    return Run(folder, read_records(folder), text, config, summary, failure)
 
 
-def _read_run(path: Path) -> Run:
-    summary = _read_json(path / "summary.json")
-    checks.check_summary(summary, str(path / "summary.json"))
-    failure = None if summary else _first_failure(path / "failures")
-    text, config = _read_config(path / "config.yaml")
-    return Run(path, _read_records(path / "metrics.jsonl"), text, config, summary, failure)
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl of the run in `folder`; nothing without one."""
+    path, records = folder / "metrics.jsonl", []
+    lines = _text_of(path).split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = load_json(line)
+        except Unfit as error:
+            if number == len(lines) and line.startswith("{"):
+                break  # The run is writing it, or was killed as it did.
+            raise UserError(
+                f"{path}: line {number} is no JSON: {line[:60]!r}; remove the line, or leave the run out"
+            ) from error
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise UserError(f"{path}: line {number} is no record of a step: {line[:60]!r}; leave the run out")
+        check_summary(record, f"{path}: line {number}", _OF_RECORDS)
+        records.append(record)
+    return records
 
 
-def _read_text(path: Path) -> str:
+def read_summary(folder: Path) -> dict[str, Any]:
+    """summary.json of the run in `folder`; empty without one."""
+    content = _read_json(path := folder / "summary.json")
+    check_summary(content, str(path))
+    return content
+
+
+def check_summary(content: Mapping[str, Any], where: str, kinds: Mapping[str, type] = _OF_SUMMARIES) -> None:
+    """See that what is no plain number in a summary, or a record, is what a run writes there."""
+    for key, kind in kinds.items():
+        if not isinstance(value := content.get(key), kind | None):
+            raise UserError(f"{where}: {key}: {value!r:.60} is no {kind.__name__}; leave the run out")
+
+
+def _text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -211,30 +250,8 @@ def _read_text(path: Path) -> str:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _read_records(path: Path) -> list[dict[str, Any]]:
-    records = []
-    text = _read_text(path)
-    lines = text.split("\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = load_json(line)
-        except Unfit as error:
-            if number == len(lines) and line.startswith("{"):
-                break  # the run is writing it, or was killed as it did
-            raise UserError(
-                f"{path}: line {number} is no JSON: {line[:60]!r}; remove the line, or leave the run out"
-            ) from error
-        if not isinstance(record, dict) or not checks.is_count(record.get("step")):
-            raise UserError(f"{path}: line {number} is no record of a step: {line[:60]!r}; leave the run out")
-        checks.check_record(record, f"{path}: line {number}")
-        records.append(record)
-    return records
-
-
 def _read_json(path: Path) -> dict[str, Any]:
-    text = _read_text(path)
+    text = _text_of(path)
     try:
         content = load_json(text or "{}")
     except Unfit as error:
@@ -246,7 +263,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
     try:
-        # What a run wrote is resolved already: no need of OmegaConf, which is ten times slower than libyaml.
+        # What a run wrote is resolved already: OmegaConf, ten times slower than libyaml, is not needed.
         content = load_yaml(text := read_text(path))
     except FileNotFoundError:
         return "", {}
@@ -269,9 +286,8 @@ def _first_failure(folder: Path) -> str | None:
     """The earliest error among those that the ranks left (workflows/run/launcher.py)."""
     errors = []
     for path in sorted(folder.glob("rank-*.json")):
-        with contextlib.suppress(UserError):  # a rank that was killed as it wrote
+        with contextlib.suppress(UserError):  # A rank may have been killed as it wrote.
             record = _read_json(path)
             if lines := str(record.get("error") or "").splitlines():
-                time = record.get("time", 0)
-                errors.append((0 if is_missing(time) or math.isnan(time) else time, lines[0]))
+                errors.append((record.get("time", 0), lines[0]))
     return min(errors)[1] if errors else None
