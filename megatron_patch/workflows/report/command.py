@@ -99,9 +99,11 @@ def render(runs: Sequence[Run], plan: planned.Section | None = None) -> str:
         styles=[(index % plots.COLOURS, plots.DASHES[index % len(plots.DASHES)]) for index in styles],
         notes=_notes(runs, groups, differences),
         columns=columns,
-        rows=[(g.name, table.state(g.runs), table.row(columns, g.counted, against)) for g in groups],
+        rows=[(g.name, table.state(g.runs), table.row(columns, g.runs, g.counted, against)) for g in groups],
         # Every run has a row of its own where the first table has means.
-        each_run=[(name, table.state([run]), table.row(columns, [run], against)) for name, run in named]
+        each_run=[
+            (name, table.state([run]), table.row(columns, [run], [run], against)) for name, run in named
+        ]
         if len(groups) < len(runs)
         else [],
         figures=[(figure, Markup(figure.svg)) for figure in shown if figure],

@@ -191,13 +191,13 @@ def columns(runs: Sequence[Run]) -> list[Column]:
     return [column for column in _COLUMNS if exact or not column.of_exact_gather]
 
 
-def row(columns: Sequence[Column], runs: Sequence[Run], against: dict[int, float]) -> list[str]:
-    """The numbers of one run, or the means of several of equal settings; its method, bits and steps."""
+def row(
+    columns: Sequence[Column], runs: Sequence[Run], counted: Sequence[Run], against: dict[int, float]
+) -> list[str]:
+    """The numbers of one run, or the means of those that are counted; method, bits and steps of all."""
     found = []
     for column in columns:
-        numbers = [
-            against.get(id(run)) if column.key == "difference" else run.numbers[column.key] for run in runs
-        ]
+        numbers = [{"difference": against.get(id(run)), **run.numbers}[column.key] for run in counted]
         found.append(column.write([number for number in numbers if number is not None]))
     run = runs[0]
     bits = NOTHING if run.bits is None or run.method in UNCOMPRESSED else str(run.bits)
