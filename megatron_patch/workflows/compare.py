@@ -17,7 +17,7 @@ from rich.console import Console
 from megatron_patch.errors import UserError
 from megatron_patch.files import write_whole
 from megatron_patch.workflows import plots, tables, train
-from megatron_patch.workflows.run import checkpoints, configuration, launcher, recipes, run_folder
+from megatron_patch.workflows.run import configuration, launcher, recipes, run_folder
 from megatron_patch.workflows.run.prepare import PreparedRun, prepare_run
 from megatron_patch.workflows.run.run_folder import State
 from megatron_patch.workflows.run_reader import read_records, read_summary
@@ -49,12 +49,12 @@ def run(args: argparse.Namespace) -> int:
     runs = {
         name: configuration.load(path, args.overrides, and_files=[recipe]) for name, recipe in chosen.items()
     }
-    checkpoints.refuse_shared(runs.values())
+    run_folder.refuse_shared(runs.values())
     for name, one in runs.items():
         if args.resume:
             run_folder.check_unchanged(out / name, one)
         else:
-            run_folder.check_folder(out / name, checkpoints.place(one, out / name), args.overwrite)
+            run_folder.check_folder(out / name, run_folder.place(one, out / name), args.overwrite)
     prepared = {name: prepare_run(one, out / name) for name, one in runs.items()}
     width = max(map(len, names))
     try:

@@ -25,13 +25,11 @@ from typing import Any
 from megatron_patch.errors import RankFailed, UserError
 from megatron_patch.megatron.checkpoint import tracker
 from megatron_patch.workflows.plan import hint
-from megatron_patch.workflows.run import configuration, dry_run, launcher, recipes, run_folder
-from megatron_patch.workflows.run.checkpoints import check_restartable, latest_step, place
-from megatron_patch.workflows.run.claim import Claim
+from megatron_patch.workflows.run import configuration, launcher, prepare, recipes, run_folder
 from megatron_patch.workflows.run.configuration import RunConfig
-from megatron_patch.workflows.run.only_one import only_one
 from megatron_patch.workflows.run.prepare import PreparedRun, prepare_run
 from megatron_patch.workflows.run.progress import Board, StepProgress
+from megatron_patch.workflows.run.run_folder import latest_step, place
 
 _SHARED_SECONDS = 60
 """How long a file that another node has written may take to be seen on a shared file system."""
@@ -52,26 +50,18 @@ def execute(
 
     Raises:
         RankFailed: a rank failed; what it wrote is in FOLDER/logs.
-        UserError: a mistake of the user's that only a rank could find; the folder is as it was before.
+        UserError: a mistake of the user's that only a rank could find.
     """
-    if prepared.run.launch.node_rank:
-        return _finish(prepared, _start(prepared, label, board, None), 0)
-    with _held(prepared.run, prepared.folder):
-        claim = Claim(
-            prepared.folder,
-            prepared.checkpoints,
-            {"config.yaml": prepared.run.as_yaml(), "command.txt": prepared.job.command_text()},
-            overwrite=overwrite,
-            resume=resume,
-            shared=prepared.run.launch.nnodes > 1,
+    run, folder = prepared.run, prepared.folder
+    if run.launch.node_rank:
+        return _finish(prepared, _start(prepared, label, board), 0)
+    with _held(run, folder):
+        run_folder.check_folder(folder, prepared.checkpoints, overwrite, resume)
+        files = {"config.yaml": run.as_yaml(), "command.txt": prepared.job.command_text()}
+        run_folder.begin(folder, files, resume=resume)
+        return _finish(
+            prepared, _start(prepared, label, board), _SHARED_SECONDS if run.launch.nnodes > 1 else 0
         )
-        try:
-            stopped = _start(prepared, label, board, claim)
-        except BaseException as error:
-            claim.give_up(refused=isinstance(error, UserError))
-            raise
-        claim.begin()
-        return _finish(prepared, stopped, _SHARED_SECONDS if prepared.run.launch.nnodes > 1 else 0)
 
 
 @contextlib.contextmanager
@@ -84,22 +74,16 @@ def _held(run: RunConfig, folder: Path, wait: float = 0, create: bool = True) ->
     with contextlib.ExitStack() as held:
         for option, path in places.items():
             if create or path.is_dir():
-                held.enter_context(only_one(path, "train", wait, option))
+                held.enter_context(run_folder.only_one(path, "train", wait, option))
         yield
 
 
-def _start(prepared: PreparedRun, label: str, board: Board | None, claim: Claim | None) -> str | None:
+def _start(prepared: PreparedRun, label: str, board: Board | None) -> str | None:
     """Run the ranks to their end; returns the signal that stopped them, if one did."""
     metrics, done = prepared.folder / "metrics.jsonl", tracker.latest(prepared.checkpoints) or 0
     try:
         with StepProgress(label, prepared.steps, metrics, done, board) as progress:
-
-            def tick() -> None:
-                progress.tick()
-                if claim:
-                    claim.look()
-
-            return launcher.start(prepared.job, tick, progress.say)
+            return launcher.start(prepared.job, progress.tick, progress.say)
     except launcher.Stopped as error:
         raise _stopped(prepared, str(error)) from error
 
@@ -183,11 +167,11 @@ def run(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
     folder = args.out or Path("runs") / path.stem
     first = configured.launch.node_rank == 0
     if args.resume_or_start:
-        check_restartable(configured, folder)
+        _check_restartable(configured, folder)
     if args.dry_run:
         planned = prepare_run(configured, folder, dry=True)
         said = hint.line(configured, planned.args, args.config)
-        say(dry_run.shown(configured, planned.job, [said] if said else []))
+        say(prepare.shown(configured, planned.job, [said] if said else []))
         return 0
     with contextlib.ExitStack() as held:
         if first:
@@ -210,3 +194,13 @@ def run(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
     else:
         say(f"node {configured.launch.node_rank} has ended; see {folder}")
     return 0
+
+
+def _check_restartable(run: RunConfig, folder: Path) -> None:
+    """See that a job that a scheduler stops and starts again, by the same command, comes to its end."""
+    if run.megatron.get("save_interval") is None:
+        raise UserError(
+            "megatron.save_interval: not set, so a job that is stopped and started again would begin at "
+            "step 0 every time; set it (megatron.save_interval=STEPS), or leave --resume-or-start out"
+        )
+    run_folder.refuse_other_checkpoints(run, folder, started_again=True)

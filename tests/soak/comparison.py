@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from megatron_patch.workflows.run import checkpoints
+from megatron_patch.workflows.run import run_folder
 
 
 def differences(undisturbed: Path, disturbed: Path) -> list[str]:
@@ -43,7 +43,7 @@ def _metrics(folder: Path) -> list[tuple[int, float, float]]:
 def _checkpoint(folder: Path) -> dict[str, Any]:
     """The tensors of the last checkpoint: weights and optimizer state."""
     saved = folder / "checkpoints"
-    path = saved / f"iter_{checkpoints.latest_step(saved):07d}"
+    path = saved / f"iter_{run_folder.latest_step(saved):07d}"
     reader = FileSystemReader(path)
     entries = reader.read_metadata().state_dict_metadata.items()
     state = {

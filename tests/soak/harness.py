@@ -111,7 +111,6 @@ class Runs:
             *(f"megatron.{setting}" for setting in megatron),
             *("data.path=null", "data.source=null", f"launch.nproc_per_node={soak.ranks}"),
             *(f"launch.script={ROOT / 'tests/soak/script.py'}", f"launch.max_restarts={max_restarts}"),
-            *(["compression.rounding=stochastic"] if soak.method != "none" else []),
             *soak.settings,
         ]
         recipe = recipes.method_recipe(soak.method)
@@ -141,7 +140,7 @@ class Runs:
     def disturbed(self, plan: Sequence[Kill], tally: Tally) -> Path:
         """One run with a kill in each of its first attempts, gone on with until it has come to its end."""
         from megatron_patch.errors import RankFailed
-        from megatron_patch.workflows.run import checkpoints
+        from megatron_patch.workflows.run import run_folder
 
         tally.runs += 1
         folder = self._soak.folder / f"disturbed-{tally.runs}"
@@ -153,7 +152,7 @@ class Runs:
         restarts = self._random.randint(len(plan) // 2, len(plan))
         try:
             while True:
-                before, resume = board.killed, checkpoints.latest_step(folder / "checkpoints") is not None
+                before, resume = board.killed, run_folder.latest_step(folder / "checkpoints") is not None
                 tally.resumed += resume
                 try:
                     self._execute(folder, restarts, resume)

@@ -17,7 +17,7 @@ from workflows.engine_runs import ROOT
 from workflows.slurm_cluster import Cluster
 from workflows.test_train import SMALL, megatron_loco
 
-from megatron_patch.workflows.run import checkpoints
+from megatron_patch.workflows.run import run_folder
 
 SCRIPT = "pretrain_scripts/slurm/pretrain.sbatch"
 CONFIG = "configs/models/llama_tiny.yaml"
@@ -78,7 +78,7 @@ def ended(cluster: Cluster, job: str) -> bool:
 
 
 def reached(out: Path, step: int) -> Callable[[], bool]:
-    return lambda: (checkpoints.latest_step(out / "checkpoints") or 0) >= step
+    return lambda: (run_folder.latest_step(out / "checkpoints") or 0) >= step
 
 
 def test_stopped_then_killed_it_goes_on_and_ends_as_if_left_alone(
@@ -89,7 +89,7 @@ def test_stopped_then_killed_it_goes_on_and_ends_as_if_left_alone(
     wait(reached(out, 20), "a first checkpoint", out)
     cluster.run("scancel", "--signal=USR1", "--batch", job)  # as --signal does before the time is up
     wait(lambda: cluster.job(job)["Restarts"] == "1", "back in the queue", out)
-    saved = checkpoints.latest_step(out / "checkpoints")
+    saved = run_folder.latest_step(out / "checkpoints")
     assert saved is not None
     assert f"stopped by SIGUSR1; --resume starts from the checkpoint of step {saved}" in told(out)
 
@@ -121,7 +121,7 @@ def test_two_nodes_meet_are_stopped_and_go_on(
     wait(reached(out, 20), "a first checkpoint", out)
     cluster.run("scancel", "--signal=USR1", "--batch", job)
     wait(lambda: cluster.job(job)["Restarts"] == "1", "back in the queue", out)
-    saved = checkpoints.latest_step(out / "checkpoints")
+    saved = run_folder.latest_step(out / "checkpoints")
     wait(lambda: ended(cluster, job), "the end", out)
     assert cluster.job(job)["JobState"] == "COMPLETED", told(out)
     assert records(out) == undisturbed

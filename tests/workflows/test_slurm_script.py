@@ -15,7 +15,7 @@ import pytest
 from workflows.engine_runs import ROOT
 from workflows.test_train import CONFIG, SMALL
 
-from megatron_patch.workflows.run.checkpoints import latest_step
+from megatron_patch.workflows.run.run_folder import latest_step
 
 SCRIPT = ROOT / "pretrain_scripts/slurm/pretrain.sbatch"
 HOSTS = 1024

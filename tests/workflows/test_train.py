@@ -19,6 +19,7 @@ from workflows.engine_runs import MODEL, ROOT, SCRIPT, STEPS, cpu_flags, prepare
 from megatron_patch.workflows import cli, compare, train
 from megatron_patch.workflows.run import launcher
 from megatron_patch.workflows.run.configuration import Launch
+from megatron_patch.workflows.run.job import Job
 
 SMALL = [
     "megatron.num_layers=1",
@@ -171,7 +172,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
     while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
         assert process.poll() is None, process.stderr and process.stderr.read()
         time.sleep(0.2)
-    ranks = [int(pid) for pid in children(process.pid)]
+    ranks = ranks_of(process.pid)
     assert len(ranks) == 2
     os.kill(ranks[0], signal.SIGKILL)
     _, err = process.communicate(timeout=300)
@@ -184,7 +185,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_torchrun_starts_the_ranks_where_they_are_not_forked(tmp_path: Path) -> None:
     flags = [*MODEL, *cpu_flags(), "--compression-device", "cpu", "--compression-output", str(tmp_path)]
-    job = launcher.Job(Launch(device="cuda", nproc_per_node=1), Path(SCRIPT), flags, tmp_path)
+    job = Job(Launch(device="cuda", nproc_per_node=1), Path(SCRIPT), flags, tmp_path)
     launcher.start(job, tick=lambda: None, say=print)
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == STEPS
 
@@ -214,7 +215,7 @@ LOST = "RuntimeError: Connection closed by peer [127.0.0.1]:5000"
 def test_the_first_cause_is_named(
     records: list[dict[str, object]], ended: dict[int, int], words: str, tmp_path: Path
 ) -> None:
-    job = launcher.Job(Launch(device="cpu", nproc_per_node=4), Path(SCRIPT), [], tmp_path)
+    job = Job(Launch(device="cpu", nproc_per_node=4), Path(SCRIPT), [], tmp_path)
     job.failures.mkdir()
     for record in records:
         (job.failures / f"rank-{record['rank']}.json").write_text(json.dumps(record))
@@ -222,13 +223,18 @@ def test_the_first_cause_is_named(
 
 
 def test_a_rank_that_could_not_say_why_on_a_full_disk(tmp_path: Path, monkeypatch) -> None:
-    job = launcher.Job(Launch(device="cpu", nproc_per_node=4), Path(SCRIPT), [], tmp_path)
+    job = Job(Launch(device="cpu", nproc_per_node=4), Path(SCRIPT), [], tmp_path)
     job.logs.mkdir()
     (job.logs / "rank-1.log").write_text("Traceback\nof a hundred lines")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     assert str(launcher.first_failure(job, {1: 1})) == (
         f"rank 1 ended with exit status 1: no space is left on the disk of {tmp_path}"
     )
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Their processes are children of the agent's, which is a child of the launcher's."""
+    return [int(rank) for agent in children(launcher) for rank in children(int(agent))]
 
 
 def children(pid: int) -> list[str]:

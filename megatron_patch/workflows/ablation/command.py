@@ -30,10 +30,9 @@ from megatron_patch.workflows import plots, train
 from megatron_patch.workflows.ablation import definition, records
 from megatron_patch.workflows.ablation.definition import Ablation, Run
 from megatron_patch.workflows.ablation.results import Results, outcome
-from megatron_patch.workflows.run import checkpoints, launcher, progress, run_folder
-from megatron_patch.workflows.run.only_one import only_one
+from megatron_patch.workflows.run import launcher, progress, run_folder
 from megatron_patch.workflows.run.prepare import prepare_run
-from megatron_patch.workflows.run.run_folder import State
+from megatron_patch.workflows.run.run_folder import State, only_one
 
 Known = tuple[records.Summaries, records.Curves]
 """Runs of which files alone are there."""
@@ -67,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     ablation = definition.read(path, args.overrides, args.base, _seeds(args.seeds))
     out = args.out or Path("runs/ablations") / ablation.name / ablation.base.stem
     runs = ablation.runs(out)
-    checkpoints.refuse_shared(one.configured for one in runs)
+    run_folder.refuse_shared(one.configured for one in runs)
     known = _known(out, args.results)
     if args.dry_run:
         # The numbers are those that --task takes.

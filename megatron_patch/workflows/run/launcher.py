@@ -1,47 +1,48 @@
-"""Starts a run's ranks, watches them, tells which one failed first, and starts them again if asked to.
+"""Starts a run's ranks, tells which one failed first, and hands signals on to them.
 
-On GPUs, and on several nodes, the ranks are started by torchrun. On the CPU of one machine they are forked
-from this process, which has imported Megatron already to check the flags: that import takes 7 to 20 seconds
-of processor time, and four ranks on two cores would pay it four times over. Either way every rank runs
-`megatron_patch.launch SCRIPT FLAGS`, writes to FOLDER/logs, and a rank that dies takes the others with it.
-With `launch.max_restarts` all ranks are then started again, and Megatron resumes from the last checkpoint.
-SIGTERM and SIGUSR1 are handed on to the ranks, which may save before they end (stop_signals.py).
+The ranks are those of torch's elastic agent, which torchrun starts too: it watches them, ends all after the
+first failure, and with `launch.max_restarts` starts them again, from the last checkpoint. The agent is forked
+from this process, which goes on showing progress. On the CPU of one machine the agent forks the ranks, too:
+this process has imported Megatron already to check the flags, and that import takes 7 to 20 seconds of
+processor time, which four ranks on two cores would pay four times over. Elsewhere every rank is a
+`python -m megatron_patch.launch SCRIPT FLAGS`.
+
+Clusters that take machines back say so: Kubernetes and Slurm's preemption with SIGTERM, Slurm's `--signal`
+with a signal of one's choice, SIGUSR1 here. Both reach the ranks as SIGTERM. With
+`megatron.exit_signal_handler` they then finish their step, save and end; without it they just end. Ctrl-C
+does not wait for a checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import json
+import logging
+import multiprocessing
 import os
 import re
-import shlex
 import shutil
 import signal
-import socket
-import subprocess
 import sys
-import time
+import threading
 import traceback
+import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 
 from megatron_patch.errors import RankFailed, UserError
-from megatron_patch.workflows.run import stop_signals
-from megatron_patch.workflows.run.configuration import Launch
-from megatron_patch.workflows.run.one_connection import wants_one_connection
+from megatron_patch.workflows.run.job import Job
 
+ASKING = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals that ask a run to stop."""
 _POLL_SECONDS = 0.1
-_LAST_WORDS_SECONDS = 2.0
 _PR_SET_PDEATHSIG = 1
-_SAVE_SECONDS = 600
-"""How long torchrun waits for ranks that were asked to stop, where they save before they do."""
 _ROOM_OF_A_RECORD = 1 << 16
 """Bytes: a disk with fewer had no room for what a rank says of its failure."""
-_USER_MISTAKE = 2
-"""Exit status of a rank that found a mistake of the user's: started again, it would find it again."""
 # How the end of a peer looks from the other side of a socket: an effect, never the cause.
 _CONNECTION_LOST = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket closed|peer", re.IGNORECASE
@@ -52,65 +53,7 @@ class Stopped(RankFailed):
     """The run was asked to stop, by a signal, and did."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """What every rank of a run executes: `script` with `flags`; logs and failures go below `folder`."""
-
-    launch: Launch
-    script: Path
-    flags: list[str]
-    folder: Path
-
-    @property
-    def logs(self) -> Path:
-        """Of this node, where there are several: they share the run's folder."""
-        logs = self.folder / "logs"
-        return logs / f"node-{self.launch.node_rank}" if self.launch.nnodes > 1 else logs
-
-    @property
-    def failures(self) -> Path:
-        return self.folder / "failures"
-
-    def torchrun(self) -> list[str]:
-        """The torchrun command of this job, for this node."""
-        launch = self.launch
-        command = ["torchrun", f"--nproc-per-node={launch.nproc_per_node}"]
-        if launch.nnodes > 1:
-            command += [
-                f"--nnodes={launch.nnodes}",
-                f"--node-rank={launch.node_rank}",
-                "--rdzv-backend=c10d",
-                f"--rdzv-endpoint={launch.rdzv_endpoint or 'FIRST_NODE:29500'}",
-                "--rdzv-id=megatron-loco",
-            ]
-        else:
-            command += ["--standalone"]
-        if launch.max_restarts:
-            command += [f"--max-restarts={launch.max_restarts}"]
-        return [*command, "-m", "megatron_patch.launch", str(self.script), *self.flags]
-
-    def variables(self) -> dict[str, str]:
-        """The environment variables that go with `torchrun`."""
-        found: dict[str, str] = {}
-        if self.launch.device == "cpu":
-            from megatron_patch.megatron.cpu.device import CPU_ENVIRONMENT
-
-            found = {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
-            if self.launch.nnodes > 1:  # the loopback interface reaches no other node (train.py asks for it)
-                found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "INTERFACE")
-        elif wants_one_connection(self.flags):
-            found["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        if "--exit-signal-handler" in self.flags:
-            found["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_SAVE_SECONDS)
-        if self.launch.max_restarts:
-            # Else ranks that are started again find the addresses of the dead ones: pytorch/pytorch#135712.
-            found["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        return found
-
-    def command_text(self) -> str:
-        """The command as a user would type it."""
-        variables = [f"{name}={value}" for name, value in self.variables().items()]
-        return " ".join([*variables, shlex.join(self.torchrun())]) + "\n"
+# --- the launcher ----------------------------------------------------------------------------------------
 
 
 def start(job: Job, tick: Callable[[], None], say: Callable[[str], None]) -> str | None:
@@ -120,196 +63,205 @@ def start(job: Job, tick: Callable[[], None], say: Callable[[str], None]) -> str
 
     Raises:
         RankFailed: a rank died or raised, and no restart was left; all others have been ended.
-        Stopped: a rank died of being asked to stop.
+        Stopped: a rank failed after it had been asked to stop, e.g. in its save.
         UserError: a rank found a mistake of the user's.
         KeyboardInterrupt: after all ranks have been ended.
     """
     job.logs.mkdir(parents=True, exist_ok=True)
-    run = _run_forked if job.launch.device == "cpu" and job.launch.nnodes == 1 else _run_torchrun
-    with stop_signals.noticed() as stop:
+    fork = multiprocessing.get_context("fork")
+    told: SimpleQueue[Any] = fork.SimpleQueue()
+    asked, names = fork.Event(), list[str]()
+    failure: Exception | None = None
+    with _noticed(names):
+        # What arrives before the agent has handlers of its own waits until it has.
+        signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
+        agent = fork.Process(target=_agent, args=(job, told, asked))
+        agent.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
+        assert agent.pid is not None
+        os.setpgid(agent.pid, agent.pid)  # here too: the group must be there before anyone ends it
         try:
-            run(job, tick, say, stop)
-        except RankFailed as error:
-            if not stop.name:
-                raise
-            # Ranks that SIGTERM ended leave no word; one that failed, e.g. in its save, does.
-            cause = f", and {str(error).splitlines()[0]}" if any(_read_failures(job.failures)) else ""
-            raise Stopped(f"stopped by {stop.name}{cause}") from error
-    return stop.name
+            while agent.is_alive() or not told.empty():
+                if names and not asked.is_set():
+                    asked.set()
+                    agent.terminate()  # it hands the signal on to its ranks
+                tick()
+                while not told.empty():
+                    message = told.get()
+                    if isinstance(message, str):
+                        say(message)
+                    else:
+                        failure = message
+                agent.join(_POLL_SECONDS)
+        finally:
+            if agent.is_alive() and not job.forked:
+                os.kill(agent.pid, signal.SIGINT)  # ranks that are not forked have groups of their own
+                agent.join(30)
+            # Ranks have children too, e.g. the process that an asynchronous checkpoint writer talks to.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(agent.pid, signal.SIGKILL)
+            agent.join()
+    stopped = names[0] if names else None
+    if failure is None and agent.exitcode and not stopped:
+        failure = RankFailed(f"torchrun ended with exit status {agent.exitcode} (see {job.logs})")
+    if failure is not None and stopped and not isinstance(failure, UserError):
+        raise Stopped(f"stopped by {stopped}, and {str(failure).splitlines()[0]}") from failure
+    if failure is not None:
+        raise failure
+    return stopped
 
 
-def _run_forked(
-    job: Job, tick: Callable[[], None], say: Callable[[str], None], stop: stop_signals.StopRequest
-) -> None:
-    for restart in itertools.count(1):
-        ended = _run_ranks(job, tick, stop)
-        if not any(ended.values()):
-            return
-        failure = first_failure(job, ended)
-        if restart > job.launch.max_restarts or stop.name or _USER_MISTAKE in ended.values():
-            raise failure
-        _note_restart(job, restart, failure, say)
-
-
-def _note_restart(job: Job, restart: int, failure: Exception, say: Callable[[str], None]) -> None:
-    """Tell of a restart, in the logs too, and clear away what belonged to the attempt that failed."""
-    line = f"restart {restart} of {job.launch.max_restarts}: {str(failure).splitlines()[0]}"
-    for log in job.logs.glob("rank-*.log"):
-        with log.open("a", encoding="utf-8") as stream:
-            stream.write(f"\n{line}\n")
-    shutil.rmtree(job.failures, ignore_errors=True)
-    say(line)
-
-
-def _run_ranks(job: Job, tick: Callable[[], None], stop: stop_signals.StopRequest) -> dict[int, int]:
-    """Fork all ranks and wait for their end, or end them all after the first failure; exit codes by rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    ranks = {_fork_rank(job, rank, port): rank for rank in range(job.launch.nproc_per_node)}
-    ended: dict[int, int] = {}
+@contextlib.contextmanager
+def _noticed(names: list[str]) -> Iterator[None]:
+    """Within the block the names of signals in ASKING are noted in `names`; they do not end this process."""
+    if threading.current_thread() is not threading.main_thread():  # others cannot set handlers
+        yield
+        return
+    before = {
+        number: signal.signal(number, lambda number, _: names.append(signal.Signals(number).name))
+        for number in ASKING
+    }
     try:
-        while ranks and not any(ended.values()):
-            _reap(ranks, ended)
-            stop.tell(ranks)
-            tick()
-            time.sleep(_POLL_SECONDS)
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
-        # Others may be writing the real cause, unless that was a kill.
-        while ranks and min(ended.values()) >= 0 and time.monotonic() < deadline:
-            _reap(ranks, ended)
-            time.sleep(_POLL_SECONDS)
+        yield
     finally:
-        for pid in ranks:
-            _kill_group(pid)
-        for pid in ranks:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
-    return ended
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _reap(ranks: dict[int, int], ended: dict[int, int]) -> None:
-    for pid in list(ranks):
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            ended[ranks.pop(pid)] = os.waitstatus_to_exitcode(status)
-            _kill_group(pid)
+# --- the agent's process, and the ranks' -----------------------------------------------------------------
 
 
-def _kill_group(pid: int) -> None:
-    """End a rank and its own children, e.g. the process that an asynchronous checkpoint writer talks to."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+def _agent(job: Job, told: SimpleQueue[Any], asked: Event) -> None:
+    """Run torch's agent as torchrun does; `told` gets a line for every restart, in the end the failure."""
+    os.setpgid(0, 0)  # Ctrl-C reaches the launcher, which ends this group
+    # The launcher's lock on the folder dies with it: ranks that trained on would write beside the next run's.
+    _end_with_parent(signal.SIGKILL if job.forked else signal.SIGTERM)
+    _as_a_rank()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
+    path = job.logs / "torchrun.log"
+    _write_to(path)
+    begin = path.stat().st_size
+    # The agent's own words, some of which `_seen` reads.
+    logging.getLogger("torch.distributed.elastic").addHandler(logging.StreamHandler())
+    os.environ.update({**job.variables(), "MEGATRON_LOCO_FAILURES": str(job.failures)})
+
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    class Logs(DefaultLogsSpecs):
+        """Where ranks write; it is asked at every start of them, also at those after the first."""
+
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            if restart := int(envs[0]["TORCHELASTIC_RESTART_COUNT"]):
+                failure = first_failure(job, _seen(path, begin))
+                if isinstance(failure, UserError):
+                    raise failure  # started again, a rank would find the mistake again
+                told.put(_note_restart(job, restart, failure))
+            if not job.forked:
+                return super().reify(envs)
+            console = dict.fromkeys(envs, "")  # `_rank` has a file of its own for that
+            return LogsDest(console, console, {}, {}, dict.fromkeys(envs, os.devnull))
+
+    options = run.parse_args(job.torchrun()[1:])
+    if options.standalone:
+        options.rdzv_backend, options.rdzv_endpoint = "c10d", "localhost:0"
+        options.rdzv_id = uuid.uuid4().hex
+    command: Any
+    arguments: list[Any]
+    config, command, arguments = run.config_from_args(options)
+    config.logs_specs = Logs(str(job.logs), Std.NONE if job.forked else Std.ALL)
+    if job.forked:
+        config.start_method, command, arguments = "fork", _rank, [job, asked]
+    try:
+        elastic_launch(config, command)(*arguments)
+    except SignalException:
+        if any(_read_failures(job.failures)):
+            told.put(first_failure(job, {}))
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)
+        told.put(first_failure(job, {rank: one.exitcode for rank, one in error.failures.items()}))
+    except UserError as error:
+        told.put(error)
 
 
-def _fork_rank(job: Job, rank: int, port: int) -> int:
-    with stop_signals.held_back():
-        pid = os.fork()
-        if not pid:
-            stop_signals.as_a_rank()
-    if pid:
-        os.setpgid(pid, pid)  # here too: the group must be there before anyone ends it
-        return pid
+def _rank(job: Job, asked: Event) -> None:
+    """A forked rank: what `python -m megatron_patch.launch` does, with Megatron imported already."""
+    _end_with_parent(signal.SIGKILL)
+    _as_a_rank()
+    _write_to(job.logs / f"rank-{os.environ['RANK']}.log")
+    import torch
+
+    from megatron_patch.megatron.run_script import main
+
+    torch.set_num_threads(1)  # as torchrun does: the ranks share the cores
     status = 1
     try:
-        os.setpgid(0, 0)  # Ctrl-C reaches the parent, which ends the ranks
-        _end_with_launcher(signal.SIGKILL)
-        log = os.open(job.logs / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        ranks = str(job.launch.nproc_per_node)
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=ranks,
-            LOCAL_WORLD_SIZE=ranks,
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            MEGATRON_LOCO_FAILURES=str(job.failures),
-        )
-        import torch
-
-        from megatron_patch.megatron.run_script import main
-
-        torch.set_num_threads(1)  # as torchrun does: the ranks share the cores
         status = main([str(job.script), *job.flags])
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # A rank that returns waits for the others', and for the agent, which after a signal looks no more.
+    if status or asked.is_set():
         os._exit(status)
 
 
-def _end_with_launcher(number: signal.Signals) -> None:
-    """Get this signal when the launcher has died: its lock on the run's folder is gone with it."""
+def _write_to(log: Path) -> None:
+    """Have what this process prints at the end of a file."""
+    sys.stdout = sys.stderr = log.open("a", buffering=1, encoding="utf-8")
+    for descriptor in (1, 2):
+        os.dup2(sys.stdout.fileno(), descriptor)
+
+
+def _as_a_rank() -> None:
+    """Have SIGTERM as Megatron wants to find it, and leave SIGUSR1 to the launcher.
+
+    A scheduler may send SIGUSR1 to every process of a step; unhandled it would end the agent and the ranks.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def _end_with_parent(number: signal.Signals) -> None:
+    """Get this signal when the process that started this one has died."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
-def _as_torchrun() -> None:
-    stop_signals.as_a_rank()
-    _end_with_launcher(signal.SIGTERM)  # on which torchrun ends its ranks
+def _note_restart(job: Job, restart: int, failure: Exception) -> str:
+    """Tell of a restart in the logs, and clear away what the attempt that failed left; returns the line."""
+    line = f"restart {restart} of {job.launch.max_restarts}: {str(failure).splitlines()[0]}"
+    for log in job.logs.glob("rank-*.log"):
+        with log.open("a", encoding="utf-8") as stream:
+            stream.write(f"\n{line}\n")
+    shutil.rmtree(job.failures, ignore_errors=True)
+    return line
 
 
-def _run_torchrun(
-    job: Job, tick: Callable[[], None], say: Callable[[str], None], stop: stop_signals.StopRequest
-) -> None:
-    environment = {**os.environ, **job.variables(), "MEGATRON_LOCO_FAILURES": str(job.failures)}
-    command = [sys.executable, "-m", "torch.distributed.run", *job.torchrun()[1:]]
-    position = command.index("-m", 2)
-    command[position:position] = ["--redirects=3", f"--log-dir={job.logs}"]
-    attempts = set(job.logs.glob("*/attempt_*"))
-    with (job.logs / "torchrun.log").open("ab") as log:
-        begin = log.tell()
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=_as_torchrun,
-        )
-        try:
-            while process.poll() is None and not _user_mistakes(job):
-                stop.tell([process.pid])  # torchrun hands it on to its ranks
-                tick()
-                time.sleep(_POLL_SECONDS)
-                for new in set(job.logs.glob("*/attempt_*")) - attempts:
-                    attempts.add(new)
-                    if restart := int(new.name.removeprefix("attempt_")):
-                        _note_restart(job, restart, first_failure(job, _torchrun_ended(job, begin)), say)
-        finally:
-            if process.poll() is None:
-                process.terminate()  # torchrun ends its ranks on SIGTERM
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(30)
-                process.kill()
-    if process.returncode:
-        raise first_failure(job, _torchrun_ended(job, begin))
+# --- the first failure -----------------------------------------------------------------------------------
 
 
-def _torchrun_ended(job: Job, begin: int) -> dict[int, int]:
-    """Exit codes in torchrun's log from byte `begin` on: its last summary, else the rank it saw fail last."""
-    text = (job.logs / "torchrun.log").read_bytes()[begin:].decode(errors="replace")
-    found = re.findall(r"rank\s*:\s*(\d+).*?\n\s*exitcode\s*:\s*(-?\d+)", text)
-    if not found:  # a restart has no summary
-        failed = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", text)
-        found = [(local_rank, code) for code, local_rank in failed[-1:]]
-    return {int(rank): int(code) for rank, code in found} or {0: 1}
+def _seen(log: Path, begin: int) -> dict[int, int]:
+    """The exit code of the rank that the agent saw fail last: it is in its log alone, after byte `begin`."""
+    text = log.read_bytes()[begin:].decode(errors="replace")
+    found = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", text)
+    return {int(rank): int(code) for code, rank in found[-1:]} or {0: 1}
 
 
 def first_failure(job: Job, ended: dict[int, int]) -> Exception:
-    """The first cause: a killed rank, else the earliest error that is no lost connection."""
-    for mistake in _user_mistakes(job):
-        return mistake
+    """The first cause: a killed rank, else the earliest error that is no lost connection.
+
+    Args:
+        ended: exit codes by rank.
+    """
     records = list(_read_failures(job.failures))
+    for record in records:
+        if record["user"]:
+            return UserError(record["error"])
     for rank, code in sorted(ended.items()):
         if code < 0 and code != -signal.SIGTERM:
             return RankFailed(f"rank {rank} was killed by {signal.Signals(-code).name}{_where(job, rank)}")
@@ -324,14 +276,12 @@ def first_failure(job: Job, ended: dict[int, int]) -> Exception:
     failed = f"rank {rank} ended with exit status {code}"
     if shutil.disk_usage(job.folder).free < _ROOM_OF_A_RECORD:
         return RankFailed(f"{failed}: no space is left on the disk of {job.folder}")
-    return RankFailed(f"{failed}{_where(job, rank)}\n{_tail(job, rank)}")
+    log = job.logs / f"rank-{rank}.log"
+    tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:] if log.exists() else []
+    return RankFailed("\n".join([f"{failed}{_where(job, rank)}", *tail]))
 
 
-def _user_mistakes(job: Job) -> list[UserError]:
-    return [UserError(record["error"]) for record in _read_failures(job.failures) if record["user"]]
-
-
-def _read_failures(folder: Path) -> Iterator[dict]:
+def _read_failures(folder: Path) -> Iterator[dict[str, Any]]:
     for path in sorted(folder.glob("rank-*.json")):
         with contextlib.suppress(OSError, ValueError):
             yield json.loads(path.read_text(encoding="utf-8"))
@@ -340,10 +290,3 @@ def _read_failures(folder: Path) -> Iterator[dict]:
 def _where(job: Job, rank: int) -> str:
     log = job.logs / f"rank-{rank}.log"
     return f" (see {log if log.exists() else job.logs})"
-
-
-def _tail(job: Job, rank: int) -> str:
-    log = job.logs / f"rank-{rank}.log"
-    if not log.exists():
-        return ""
-    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:])

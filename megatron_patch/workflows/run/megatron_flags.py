@@ -8,8 +8,6 @@ Megatron would only assert in the ranks.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -111,34 +109,5 @@ def check(run: RunConfig, flags: list[str], parser: argparse.ArgumentParser) -> 
     args = parser.parse_args(flags)
     if run.attach:
         refuse_flags(args)
-    preflight.check_values(args)
-    _check_batch(args, run.launch.world_size)
-    from megatron.training.arguments import validate_args
-
-    args.rank, args.world_size, args.local_rank = 0, run.launch.world_size, 0
-    args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            validate_args(args)
-    except (AssertionError, ValueError) as error:
-        raise preflight.refusal(error, args) from error
-    preflight.check(args)
+    preflight.check(args, run.launch.world_size)
     return args
-
-
-def _check_batch(args: argparse.Namespace, world_size: int) -> None:
-    model_parallel = (
-        args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
-    )
-    if world_size % model_parallel:
-        raise UserError(
-            f"launch: {world_size} ranks do not divide by tensor x pipeline x context parallel size "
-            f"{model_parallel}"
-        )
-    ranks = world_size // model_parallel
-    micro, whole = args.micro_batch_size, args.global_batch_size
-    if micro and whole and whole % (micro * ranks):
-        raise UserError(
-            f"megatron.global_batch_size: {whole} must be a multiple of micro_batch_size {micro} x {ranks} "
-            "data-parallel ranks"
-        )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from workflows.engine_runs import ROOT
-from workflows.test_train import SMALL, alive, children, command, megatron_loco, warm_megatron_loco
+from workflows.test_train import SMALL, alive, command, megatron_loco, ranks_of, warm_megatron_loco
 
 SETTINGS = dict(item.split("=", 1) for item in SMALL)
 STEPS = 4
@@ -67,7 +67,7 @@ def test_killed_and_started_again_it_makes_what_is_left_and_reports_what_failed(
     arguments, out = define(tmp_path, "[1, 2]", cells), tmp_path / "out"
     process = start(arguments)
     wait(process, lambda: len(made(out)) == 1 and (out / "method=naive/seed-1/metrics.jsonl").exists())
-    ranks = [int(pid) for pid in children(process.pid)]
+    ranks = ranks_of(process.pid)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     deadline = time.monotonic() + 60

@@ -8,8 +8,7 @@ import pytest
 
 from megatron_patch.errors import UserError
 from megatron_patch.workflows.cli import main
-from megatron_patch.workflows.run import configuration
-from megatron_patch.workflows.run.claim import Claim
+from megatron_patch.workflows.run import configuration, run_folder
 from megatron_patch.workflows.run.recipes import shipped
 
 LLAMA = shipped("configs/models/llama_tiny.yaml")
@@ -39,9 +38,7 @@ def test_a_method_may_refer_to_what_another_file_says(tmp_path: Path) -> None:
         assert (run.compression.method, run.compression.bits) == (method, bits)
 
 
-LOCO = (
-    "compression: {method: loco, bits: 4, codec: uniform, rounding: stochastic, error_beta: 0.5, seed: 3}\n"
-)
+LOCO = "compression: {method: loco, bits: 4, codec: uniform, error_beta: 0.5, seed: 3}\n"
 
 
 def test_a_file_s_bits_are_those_of_its_method(tmp_path: Path) -> None:
@@ -165,7 +162,7 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.C
 def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
     write(tmp_path, "taken", "a file")
     with pytest.raises(UserError, match="taken cannot be written"):
-        Claim(tmp_path / "taken", tmp_path / "taken/checkpoints", {"config.yaml": ""}, overwrite=True)
+        run_folder.begin(tmp_path / "taken", {"config.yaml": ""})
 
 
 def test_method_is_a_user_error() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_patch.workflows.cli import main
-from megatron_patch.workflows.run import configuration, dry_run
-from megatron_patch.workflows.run.launcher import Job
+from megatron_patch.workflows.run import configuration, prepare
+from megatron_patch.workflows.run.job import Job
 from megatron_patch.workflows.run.recipes import shipped
 
 SEVEN_B = str(shipped("configs/models/llama2_7b.yaml"))
@@ -138,31 +138,30 @@ def test_what_only_a_run_needs(
 )
 def test_what_is_said_of_the_data(section: str, line: str, flags: str | None, tmp_path: Path) -> None:
     run = configuration.load(write(tmp_path, f"data: {section}\n"))
-    assert line in dry_run.data_line(run)
-    assert dry_run.data_settings(run).get("tokenizer_type") == flags
+    assert line in prepare.data_line(run)
+    assert prepare.planned_data(run).get("tokenizer_type") == flags
 
 
 def test_data_that_is_there_and_data_named_by_megatrons_own_flag(tmp_path: Path) -> None:
-    from megatron_patch.workflows.data.command import prepare
+    from megatron_patch.workflows.data import command
 
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("some words\n" * 50)
-    prepare(tmp_path / "texts", tmp_path / "set", quiet=True)
+    command.prepare(tmp_path / "texts", tmp_path / "set", quiet=True)
     run = configuration.load(write(tmp_path, f"data: {{path: {tmp_path}/set, tokenizer: 'bpe:900'}}\n"))
-    assert dry_run.data_line(run) == f"data: {tmp_path}/set.bin and .idx are there"
-    assert dry_run.data_settings(run)["tokenizer_type"] == "NullTokenizer", "the manifest knows"
+    assert prepare.data_line(run) == f"data: {tmp_path}/set.bin and .idx are there"
+    assert prepare.planned_data(run)["tokenizer_type"] == "NullTokenizer", "the manifest knows"
 
     run = configuration.load(
         write(tmp_path, f"megatron: {{data_path: [0.5, {tmp_path}/set, 0.5, {tmp_path}/no]}}\n")
     )
-    assert dry_run.data_line(run) == f"data: needed, and not there: {tmp_path}/no (.bin and .idx)"
+    assert prepare.data_line(run) == f"data: needed, and not there: {tmp_path}/no (.bin and .idx)"
 
 
 def test_validation_and_test_data_of_their_own_have_the_tokenizer_of_the_training_data(
     tmp_path: Path,
 ) -> None:
     from megatron_patch.workflows.data.files import load_manifest
-    from megatron_patch.workflows.run.prepare import _data_settings
 
     for name, text in {"train": "some words ", "valid": "other words ", "test": "quite different "}.items():
         (tmp_path / f"{name}.txt").write_text(text * 500)
@@ -171,12 +170,12 @@ def test_validation_and_test_data_of_their_own_have_the_tokenizer_of_the_trainin
         for key, name in {"": "train", "valid_": "valid", "test_": "test"}.items()
     )
     run = configuration.load(write(tmp_path, f"data: {{{parts}, tokenizer: 'bpe:320'}}\n"))
-    planned, lines = dry_run.data_settings(run), dry_run.data_line(run).splitlines()
+    planned, lines = prepare.planned_data(run), prepare.data_line(run).splitlines()
     assert [line.partition("would be prepared")[0] for line in lines] == [
         f"{start}data: {tmp_path}/{name}-set "
         for start, name in (("", "train"), ("# ", "valid"), ("# ", "test"))
     ]
-    assert _data_settings(run) == planned
+    assert prepare.prepared_data(run) == planned
     assert {key: value for key, value in planned.items() if key.endswith("data_path")} == {
         f"{part}_data_path": [f"{tmp_path}/{part}-set"] for part in ("train", "valid", "test")
     }
@@ -186,7 +185,7 @@ def test_validation_and_test_data_of_their_own_have_the_tokenizer_of_the_trainin
         (tmp_path / f"{name}-set-tokenizer/tokenizer.json").read_text() for name in ("train", "valid", "test")
     }
     assert len(vocabularies) == 1
-    assert _data_settings(run) == planned, "and a second time nothing is prepared"
+    assert prepare.prepared_data(run) == planned, "and a second time nothing is prepared"
 
 
 SHIPPED = {

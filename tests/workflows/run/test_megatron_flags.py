@@ -118,11 +118,11 @@ def test_a_replicated_optimizer_is_not_refused(parser: argparse.ArgumentParser) 
         (["megatron.optimizer=muon", "compression.method=onebit_adam"], ["'muon'", "use adam"]),
         (
             ["megatron.num_attention_heads=5"],
-            ["megatron.hidden_size: 128", "multiple of megatron.num_attention_heads, 5"],
+            ["hidden_size % num_attention_heads == 0", "num_attention_heads is 5"],
         ),
         (
             ["megatron.train_iters=10", "megatron.lr_decay_iters=5", "megatron.train_samples=3"],
-            ["train_iters", "train_samples", "only one"],
+            ["expected iteration-based training"],
         ),
     ],
 )
@@ -157,7 +157,6 @@ def test_compression_flags_give_the_same_configuration_back(parser: argparse.Arg
     overrides = [
         "compression.block_size=shard",
         "compression.error_beta=0.5",
-        "compression.rounding=stochastic",
     ]
     run = configuration.load(LLAMA, overrides)
     args = parser.parse_args(megatron_flags.compression_flags(run.compression, run.attach))

@@ -16,7 +16,7 @@ from worker_pool import in_warm_process
 from megatron_patch.errors import UserError
 from megatron_patch.megatron import run_script
 from megatron_patch.workflows import cli
-from megatron_patch.workflows.run import configuration, dry_run, launcher, megatron_flags, preflight
+from megatron_patch.workflows.run import configuration, launcher, megatron_flags, preflight, prepare
 from megatron_patch.workflows.run.recipes import shipped
 
 TINY, MOE = "llama_tiny", "moe_tiny"
@@ -37,7 +37,7 @@ def checked(recipe: str, settings: str, parser: argparse.ArgumentParser) -> argp
         *megatron_flags.flags_of({**local, **made_up, **run.megatron}, parser),
         *megatron_flags.compression_flags(run.compression, run.attach),
     ]
-    with dry_run.assumed_gpu(), pytest.MonkeyPatch.context() as patch:
+    with prepare.assumed_gpu(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as a job's variables do
         return megatron_flags.check(run, flags, parser)
 
@@ -45,35 +45,25 @@ def checked(recipe: str, settings: str, parser: argparse.ArgumentParser) -> argp
 @pytest.mark.parametrize(
     ("recipe", "settings", "line"),
     [
-        # the schedule
-        (TINY, "train_iters=12", "lr_warmup_iters: 20 must be below megatron.train_iters, 12"),
-        (TINY, "lr_decay_iters=5", "lr_warmup_iters: 20 must be below megatron.lr_decay_iters, 5"),
-        (TINY, "lr_warmup_iters=0 lr_warmup_fraction=1.5", "lr_warmup_fraction: 1.5 must be below 1"),
-        (
-            TINY,
-            "train_iters=null train_samples=99 lr_warmup_iters=0 lr_warmup_samples=100",
-            "lr_warmup_samples: 100 must be below megatron.train_samples, 99",
-        ),
-        (TINY, "min_lr=1", "min_lr: 1.0 must not be above megatron.lr, 0.002"),
-        (TINY, "min_lr=-1", "min_lr: -1.0 must be 0 or more"),
-        (TINY, "lr_warmup_init=1", "lr_warmup_init: 1.0 must not be above megatron.lr, 0.002"),
+        # in Megatron's words
+        (TINY, "train_iters=12", "lr_warmup_steps < lr_decay_steps, but lr_decay_steps is 768"),
+        (TINY, "min_lr=1", "min_lr <= lr, but lr is 0.002, min_lr is 1.0"),
+        (TINY, "lr_decay_style=WSD", "wsd_decay_steps is not None"),
+        (TINY, "train_samples=99", "expected iteration-based training"),
+        (TINY, "hidden_size=130", "hidden_size % num_attention_heads == 0, but hidden_size is 130"),
+        (TINY, "seq_length=128", "max_position_embeddings (64) must be greater than or equal to seq_length"),
+        (TINY, "seq_length=null", "seq_length is not None"),
+        (TINY, "hidden_size=null", "hidden_size argument is None"),
+        (TINY, "recompute_granularity=full", 'recompute_method must be "block" or "uniform"'),
+        (TINY, "bf16=true fp16=true", "Megatron requires not bf16, but bf16 is True"),
+        (TINY, "num_attention_heads=2 tensor_model_parallel_size=4", "must be a multiple of tensor_model"),
+        (TINY, "num_layers=3 pipeline_model_parallel_size=2", "Number of layers should be divisible"),
+        (TINY, "micro_batch_size=null", "micro_batch_size is not None"),
+        (MOE, "expert_model_parallel_size=3", "Number of experts should be a multiple"),
+        # what it does not say, or without a flag's name
         (TINY, "lr=null", "lr: must be given"),
-        (TINY, "lr_decay_style=WSD", "lr_wsd_decay_iters: lr_decay_style WSD needs it"),
-        (
-            TINY,
-            "start_weight_decay=0.1 end_weight_decay=0.01 weight_decay_incr_style=linear",
-            "start_weight_decay: 0.1 must not be above megatron.end_weight_decay, 0.01",
-        ),
         (TINY, "train_iters=0", "train_iters: 0 must be 1 or more"),
-        (TINY, "train_samples=99", "train_iters and megatron.train_samples: only one of them may be given"),
-        # the model
-        (TINY, "hidden_size=130", "hidden_size: 130 must be a multiple of megatron.num_attention_heads, 8"),
         (TINY, "num_attention_heads=0", "num_attention_heads: 0 must be 1 or more"),
-        (
-            TINY,
-            "num_attention_heads=2 tensor_model_parallel_size=4",
-            "num_attention_heads: 2 must be a multiple of megatron.tensor_model_parallel_size, 4",
-        ),
         (
             TINY,
             "group_query_attention=true num_query_groups=3",
@@ -86,55 +76,13 @@ def checked(recipe: str, settings: str, parser: argparse.ArgumentParser) -> argp
             "ffn_hidden_size=170 tensor_model_parallel_size=2",
             "ffn_hidden_size: 170 / tensor_model_parallel_size 2 must be even for swiglu",
         ),
-        (TINY, "seq_length=128", "seq_length: 128 must not be above megatron.max_position_embeddings, 64"),
-        (TINY, "seq_length=null", "seq_length: must be given"),
-        (TINY, "hidden_size=null", "hidden_size: must be given"),
-        (TINY, "attention_dropout=1.5", "attention_dropout: 1.5 must be from 0 to 1"),
-        (TINY, "recompute_granularity=full", 'recompute_method must be "block" or "uniform"'),
-        (TINY, "bf16=true fp16=true", "fp16 and megatron.bf16: only one of them may be true"),
-        # experts
-        (
-            MOE,
-            "expert_model_parallel_size=3",
-            "num_experts: 4 must be a multiple of megatron.expert_model_parallel_size, 3",
-        ),
         (MOE, "moe_router_topk=5", "moe_router_topk: 5 must not be above megatron.num_experts, 4"),
-        (MOE, "tensor_model_parallel_size=2", "sequence_parallel: must be true with experts"),
-        (MOE, "expert_tensor_parallel_size=3", "4 ranks do not divide by expert tensor x expert model"),
-        (MOE, "moe_router_load_balancing_type=sinkhorn", "moe_aux_loss_coeff: 0.01 must be 0 with sinkhorn"),
-        # ranks and batches
         (TINY, "tensor_model_parallel_size=0", "tensor_model_parallel_size: 0 must be 1 or more"),
-        (TINY, "context_parallel_size=2", "context_parallel_size: 2 needs Transformer Engine"),
-        (
-            TINY,
-            "num_layers=3 pipeline_model_parallel_size=2",
-            "num_layers: 3 must be a multiple of megatron.pipeline_model_parallel_size, 2",
-        ),
-        (
-            TINY,
-            "num_layers=4 pipeline_model_parallel_size=2 num_layers_per_virtual_pipeline_stage=1 "
-            "global_batch_size=32",
-            "global_batch_size: 32 is 1 micro-batches for each data-parallel rank",
-        ),
-        (TINY, "num_distributed_optimizer_instances=3", "num_distributed_optimizer_instances: 3 must divide"),
         (TINY, "micro_batch_size=0", "micro_batch_size: 0 must be 1 or more"),
-        (TINY, "micro_batch_size=null", "micro_batch_size: must be given"),
-        # the optimizer, the loop, the data
-        (TINY, "optimizer=sgd", "optimizer: 'sgd' cannot be sharded"),
-        (TINY, "optimizer=muon", "optimizer: 'muon' with use_distributed_optimizer needs megatron.bf16=true"),
-        (TINY, "optimizer=muon fp16=true", "optimizer: 'muon' is not for fp16"),
-        (TINY, "optimizer=muon bf16=true num_distributed_optimizer_instances=2", "must be 1 with optimizer"),
-        (TINY, "fp16=true loss_scale=-1", "loss_scale: -1.0 must be above 0"),
-        (
-            TINY,
-            "fp16=true initial_loss_scale=1 min_loss_scale=2",
-            "initial_loss_scale: 1.0 must not be",
-        ),
         (TINY, "log_interval=0", "log_interval: 0 must be 1 or more"),
         (TINY, "save_interval=0", "save_interval: 0 must be 1 or more"),
         (TINY, "eval_interval=0", "eval_interval: 0 must be 1 or more"),
         (TINY, "seed=0", "seed: 0 must be 1 or more"),
-        (TINY, "mock_data=false data_path=[set] split=0", "split: '0' must have a share above 0"),
     ],
 )
 def test_one_line_names_the_flag_and_what_it_must_be(
@@ -187,7 +135,7 @@ def test_a_check_takes_a_moment_and_changes_nothing(parser: argparse.ArgumentPar
     args = checked(MOE, "", parser)
     before = copy.deepcopy(vars(args))
     start = time.monotonic()
-    preflight.check(args)
+    preflight.build(args)
     assert time.monotonic() - start < 0.5
     assert vars(args) == before
 
@@ -203,9 +151,9 @@ def test_what_only_this_machine_lacks_is_not_the_configuration_s_fault(
 
     monkeypatch.setattr(preflight, "_transformer", transformer)
     with pytest.raises(UserError, match="a new fusion is not available"):
-        preflight.check(args)  # its ranks run here, without Transformer Engine
+        preflight.build(args)  # its ranks run here, without Transformer Engine
     args.transformer_impl = "transformer_engine"
-    preflight.check(args)
+    preflight.build(args)
 
 
 def test_an_assertion_without_words_tells_its_condition_and_values() -> None:
@@ -219,12 +167,11 @@ def test_an_assertion_without_words_tells_its_condition_and_values() -> None:
                 == 0
             )  # fmt: skip
 
-    args = argparse.Namespace(decoder_first_pipeline_num_layers=None, decoder_last_pipeline_num_layers=None)
     with pytest.raises(AssertionError) as caught:
         Batch().check()
     caught.value.args = ()  # pytest writes its own words into assertions of tests
-    told = str(preflight.refusal(caught.value, args))
-    assert told.startswith("megatron: Megatron requires (")
+    told = preflight._told(caught.value)
+    assert told.startswith("Megatron requires (")
     assert "size % 2 == 0" in told
     assert told.endswith("but size is 3")
 
@@ -265,7 +212,7 @@ def test_the_command_ends_before_anything_starts_or_is_written(tmp_path: Path) -
         assert found[name] == {"status": 2, "started": [], "folder": False}
         lines = (tmp_path / f"{name}.err").read_text().splitlines()
         assert len(lines) == 1, lines
-        assert lines[0].startswith("megatron-loco: error: megatron.")
+        assert lines[0].startswith("megatron-loco: error: megatron")
 
 
 # --- where a rank asserts all the same -------------------------------------------------------------------

@@ -1,0 +1,101 @@
+"""What every rank of a run executes: the torchrun command and its environment, and where its words go."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_patch.workflows.run.configuration import Launch
+
+_SAVE_SECONDS = 600
+"""How long the agent waits for ranks that were asked to stop, where they save before they do."""
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank of a run executes: `script` with `flags`; logs and failures go below `folder`."""
+
+    launch: Launch
+    script: Path
+    flags: list[str]
+    folder: Path
+
+    @property
+    def logs(self) -> Path:
+        """Of this node, where there are several: they share the run's folder."""
+        logs = self.folder / "logs"
+        return logs / f"node-{self.launch.node_rank}" if self.launch.nnodes > 1 else logs
+
+    @property
+    def failures(self) -> Path:
+        return self.folder / "failures"
+
+    @property
+    def forked(self) -> bool:
+        """Whether the ranks are forked from the launcher."""
+        return self.launch.device == "cpu" and self.launch.nnodes == 1
+
+    def torchrun(self) -> list[str]:
+        """The torchrun command of this job, for this node."""
+        launch = self.launch
+        command = ["torchrun", f"--nproc-per-node={launch.nproc_per_node}"]
+        if launch.nnodes > 1:
+            command += [
+                f"--nnodes={launch.nnodes}",
+                f"--node-rank={launch.node_rank}",
+                "--rdzv-backend=c10d",
+                f"--rdzv-endpoint={launch.rdzv_endpoint or 'FIRST_NODE:29500'}",
+                "--rdzv-id=megatron-loco",
+            ]
+        else:
+            command += ["--standalone"]
+        if launch.max_restarts:
+            command += [f"--max-restarts={launch.max_restarts}"]
+        return [*command, "-m", "megatron_patch.launch", str(self.script), *self.flags]
+
+    def variables(self) -> dict[str, str]:
+        """The environment variables that go with `torchrun`."""
+        found: dict[str, str] = {}
+        if self.launch.device == "cpu":
+            from megatron_patch.megatron.cpu.device import CPU_ENVIRONMENT
+
+            found = {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+            if self.launch.nnodes > 1:  # the loopback interface reaches no other node (train.py asks for it)
+                found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "INTERFACE")
+        elif _wants_one_connection(self.flags):
+            found[_CONNECTIONS] = os.environ.get(_CONNECTIONS, "1")
+        if "--exit-signal-handler" in self.flags:
+            found["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_SAVE_SECONDS)
+        if self.launch.max_restarts:
+            # Else ranks that are started again find the addresses of the dead ones: pytorch/pytorch#135712.
+            found["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        return found
+
+    def command_text(self) -> str:
+        """The command as a user would type it."""
+        variables = [f"{name}={value}" for name, value in self.variables().items()]
+        return " ".join([*variables, shlex.join(self.torchrun())]) + "\n"
+
+
+def _wants_one_connection(flags: Sequence[str]) -> bool:
+    """Whether ranks with these flags need CUDA_DEVICE_MAX_CONNECTIONS, or have it set already.
+
+    Megatron asserts 1 with tensor or context parallelism up to Hopper, and more than 1 with FSDP. Elsewhere
+    one queue would only hold exchanges, on streams of their own, up behind backward passes.
+    """
+    if {"--use-megatron-fsdp", "--use-torch-fsdp2"} & set(flags):
+        return False
+    if _CONNECTIONS in os.environ:
+        return True
+    sizes = ("--tensor-model-parallel-size", "--context-parallel-size")
+    if all(flag not in sizes or int(value) == 1 for flag, value in itertools.pairwise(flags)):
+        return False
+    import torch
+
+    # Where there is no GPU the job is planned for a Hopper one (prepare.py).
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 10
