@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
@@ -18,7 +17,7 @@ from megatron_patch.errors import UserError, nearest
 
 METHODS = ("none", "naive", "error_feedback", "loco", "onebit_adam")
 ROTATIONS = ("none", "hadamard")
-ROUNDINGS = ("nearest", "stochastic")
+ROUNDINGS = ("nearest",)
 ERROR_DTYPES = ("int8", "bf16", "fp32")
 WEIGHT_GATHERS = ("stock", "exact")
 SHARD = "shard"
@@ -28,7 +27,6 @@ MOST_IN_BLOCK = 65536
 MOST = 1 << 62
 """The largest whole number of an option: seeds grow by a rank's and a step's, within 64 bits."""
 _BLOCK_SIZES = [1 << power for power in range(4, MOST_IN_BLOCK.bit_length())]
-DEPRECATED = "rounding stochastic is deprecated: no run was better with it; use nearest, which is the default"
 MUONS = ("muon", "dist_muon")
 """Megatron's flags for Muon; the second one is the first with --use-distributed-optimizer."""
 WARMUPS = ("auto", "fixed")
@@ -66,7 +64,7 @@ class CompressionConfig:
         None,
         "levels: 16, 8 or 4 unevenly spaced levels and a scale from the block's energy; uniform: multiples "
         "of a scale from the block's largest number; sign: 1 bit (default: levels for 4 to 2 bits; uniform "
-        "for 8 bits, for stochastic rounding and for block_size shard; sign for 1 bit); or one that your "
+        "for 8 bits and for block_size shard; sign for 1 bit); or one that your "
         "script registered",
     )
     rotation: str | None = _option(
@@ -82,7 +80,7 @@ class CompressionConfig:
     )
     rounding: str = _option(
         "nearest",
-        "how a gradient is rounded to its code; stochastic (deprecated) needs codec uniform",
+        "how a gradient is rounded to its code; stochastic, which release 0.2 had, made no run better",
         ROUNDINGS,
     )
     error_beta: float | None = _option(
@@ -116,7 +114,7 @@ class CompressionConfig:
     error_compensation: bool = _option(
         True, "onebit_adam: error feedback; switch it off only to see what it is worth"
     )
-    seed: int = _option(1234, "seed of stochastic rounding and of onebit_adam's norm estimate")
+    seed: int = _option(1234, "seed of onebit_adam's norm estimate")
     topology: str = _option(
         "auto",
         "flat: every rank sends to every owner; two_hop: sum inside a node first, then send between nodes; "
@@ -218,12 +216,8 @@ class CompressionConfig:
 
     def _check_codec(self) -> None:
         codecs = registry.codecs()
-        stochastic, shard = self.rounding == "stochastic", self.block_size == SHARD
-        if stochastic:
-            warnings.warn(f"compression.{DEPRECATED}", DeprecationWarning, stacklevel=4)
-        if stochastic and self.bits == 1:
-            self._reject("rounding", "nearest with bits 1: a 1-bit code is a sign")
-        levels = self.bits in codecs["levels"].bits and not stochastic and not shard
+        shard = self.block_size == SHARD
+        levels = self.bits in codecs["levels"].bits and not shard
         self._set_default("codec", "sign" if self.bits == 1 else "levels" if levels else "uniform")
         self._check_choice("codec", tuple(codecs))
         entry = codecs[self.code]
@@ -232,8 +226,6 @@ class CompressionConfig:
             fitting = " or ".join(name for name, one in codecs.items() if self.bits in one.bits)
             which = f"{having[0]}" if len(having) == 1 else ", ".join(map(str, having))
             self._reject("codec", f"{fitting} with bits {self.bits} ({self.code} has {which})")
-        if stochastic and not entry.stochastic_rounding:
-            self._reject("rounding", f"nearest with codec {self.code} (codec uniform rounds stochastically)")
         self._set_default("rotation", "hadamard" if entry.rotated and not shard else "none")
         self._check_choice("rotation", ROTATIONS)
         if self.rotates and shard:

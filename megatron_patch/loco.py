@@ -45,7 +45,6 @@ def compress(
     layout: BlockLayout,
     error: Mapping[str, torch.Tensor],
     beta: float,
-    noise: torch.Tensor | None,
     statistics: torch.Tensor | None,
 ) -> None:
     """The sender's part: write the payloads of all shards, and update e.
@@ -57,7 +56,6 @@ def compress(
         layout: the cut of the B elements.
         error: the tensors of e (`load_error`), updated in place; empty: there is no error feedback.
         beta: weight of the old error, 0 <= beta < 1.
-        noise: fp32 [N, blocks, b] in [0, 1) for stochastic rounding; None: to nearest.
         statistics: fp64 [5], written as STATISTICS; None: they are not asked for.
     """
     g = layout.cut(gradient)
@@ -66,7 +64,7 @@ def compress(
     e = load_error(error, layout) if error else None
     h = g if e is None else g + e
     rows = payload.new_empty(layout.shards, layout.coded_bytes)
-    sent = codec.encode(h, layout, rows, noise)
+    sent = codec.encode(h, layout, rows)
     for row, start in zip(rows, layout.payload_starts.tolist()[:-1], strict=True):
         payload.view(-1)[start : start + layout.coded_bytes] = row
     # The very s and q that are sent: what the receivers decode is what is subtracted.

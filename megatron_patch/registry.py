@@ -28,8 +28,6 @@ class CodecEntry:
     """Its class, a quantization.codec.Codec; or the name of that class in the module of the codec's name."""
     rotated: bool = False
     """Whether blocks are rotated unless `rotation` says otherwise."""
-    stochastic_rounding: bool = False
-    """Whether `encode` takes noise."""
 
     def make(self, bits: int, rotation: object) -> Any:
         """The codec of so many bits, with a quantization.rotation.Rotation."""
@@ -40,7 +38,7 @@ class CodecEntry:
 
 
 _OWN = (
-    CodecEntry("uniform", (8, 4, 3, 2), "Uniform", stochastic_rounding=True),
+    CodecEntry("uniform", (8, 4, 3, 2), "Uniform"),
     CodecEntry("levels", (4, 3, 2), "Levels", rotated=True),
     CodecEntry("sign", (1,), "Sign"),
 )
@@ -51,7 +49,7 @@ _topologies: dict[str, Any] = {}
 
 
 def register_codec[Made: Callable[..., Any]](
-    name: str, bits: Sequence[int], *, rotated: bool = False, stochastic_rounding: bool = False
+    name: str, bits: Sequence[int], *, rotated: bool = False
 ) -> Callable[[Made], Made]:
     """Decorate a codec's class, so that `CompressionConfig(codec=name)` uses it.
 
@@ -59,7 +57,6 @@ def register_codec[Made: Callable[..., Any]](
         name: not that of another codec.
         bits: widths of a code that it has, 1 to 8; the first is the default.
         rotated: whether blocks are rotated by default before they are coded.
-        stochastic_rounding: whether `encode` rounds by the noise that it is given.
 
     The class is called with (bits, rotation), keeps both as attributes, and has the methods of
     quantization.codec.Codec. Its attribute `name` is set here.
@@ -77,7 +74,7 @@ def register_codec[Made: Callable[..., Any]](
         entry = None if name in OWN_CODECS else _codecs.get(name)
         _check_free(name, make, OWN_CODECS, entry and entry.made_by)
         make.name = name  # type: ignore[attr-defined]
-        _codecs[name] = CodecEntry(name, widths, make, rotated, stochastic_rounding)
+        _codecs[name] = CodecEntry(name, widths, make, rotated)
         return make
 
     return register

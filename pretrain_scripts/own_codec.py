@@ -22,9 +22,7 @@ class Float8:
     bits: int
     rotation: Rotation
 
-    def encode(
-        self, h: torch.Tensor, layout: BlockLayout, payload: torch.Tensor, noise: torch.Tensor | None = None
-    ) -> Encoded:
+    def encode(self, h: torch.Tensor, layout: BlockLayout, payload: torch.Tensor) -> Encoded:
         scales = (h.abs().amax(dim=-1) / LARGEST).to(torch.bfloat16).to(torch.float32)
         finite = torch.isfinite(scales)
         divisors = torch.where(finite & (scales > 0), scales, 1.0)[..., None]

@@ -39,7 +39,7 @@ RELEASED = {
         "UserError": [],
     },
     "0.3.0": {
-        "register_codec": ["name", "bits", "rotated", "stochastic_rounding"],
+        "register_codec": ["name", "bits", "rotated"],
         "register_exchange": ["name"],
         "offload": ["model"],
         "reload": ["model"],

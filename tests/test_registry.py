@@ -31,16 +31,14 @@ def made(name: str, *bits: int, **options: Any) -> type:
 
 def test_a_configuration_takes_what_a_codec_says_of_itself():
     made("wide", 6, 5)
-    made("turned", 4, rotated=True, stochastic_rounding=True)
+    made("turned", 4, rotated=True)
     assert CompressionConfig(codec="wide").bits == 6
     assert CompressionConfig(codec="wide", bits=5).rotation == "none"
     assert CompressionConfig(codec="turned").bits == 4
-    assert CompressionConfig(codec="turned", rounding="stochastic").rotation == "hadamard"
+    assert CompressionConfig(codec="turned").rotation == "hadamard"
     made("other", 3)
     with pytest.raises(UserError, match=r"must be uniform or levels or other with bits 3 .wide has 6, 5"):
         CompressionConfig(codec="wide", bits=3)
-    with pytest.raises(UserError, match="nearest with codec wide"):
-        CompressionConfig(codec="wide", rounding="stochastic")
 
 
 def test_a_name_that_is_taken_is_refused():

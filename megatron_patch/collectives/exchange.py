@@ -7,8 +7,7 @@ and the log know only this page.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -88,14 +87,12 @@ class Setup:
 
     config: CompressionConfig
     workspace: Workspace
-    streams: Iterator[int] = field(default_factory=itertools.count)
-    """Numbers of senders, by which their stochastic rounding differs."""
     layouts: dict[tuple[Contents, int, bool], BlockLayout] = field(default_factory=dict)
     """Those that were made: layers of equal shapes share one, and its table of blocks."""
 
     def new_sender(self, layout: BlockLayout, first: bool = True, last: bool = True) -> Sender:
         """The sender of a layout, by default for both the first and the last level of an exchange."""
-        return Sender(self.config, layout, self.device, next(self.streams), first, last)
+        return Sender(self.config, layout, self.device, first, last)
 
     @property
     def device(self) -> torch.device:

@@ -109,7 +109,7 @@ def inside_sender(
     config = setup.config
     if config.intra_bits is None:
         return None
-    same_blocks = between.table is not None or between.shard_size % between.block == 0
+    same_blocks = not between.by_shard or between.shard_size % between.block == 0
     plain = CompressionConfig(
         method="naive",
         bits=config.intra_bits,

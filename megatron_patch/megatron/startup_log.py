@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopReduceScatter
-from megatron_patch.config import AUTO, DEPRECATED, CompressionConfig
+from megatron_patch.config import AUTO, CompressionConfig
 from megatron_patch.megatron import training_flags
 from megatron_patch.megatron.seams.gradients import BucketGroupSeam
 from megatron_patch.megatron.seams.weights import WeightSeam
@@ -51,8 +51,6 @@ def _lines(state: Session, seams: Sequence[BucketGroupSeam]) -> Iterator[tuple[i
     yield logging.INFO, method_line(config)
     if not config.is_onebit_adam and not state.onset.started:
         yield logging.INFO, _start_line(config)
-    if config.rounding == "stochastic":
-        yield logging.WARNING, DEPRECATED
     yield from _early_lines(config)
     stages = [(seam, stage) for seam in seams for stage in seam.stages]
     for reason in dict.fromkeys(stage.made.flat_because for _, stage in stages):

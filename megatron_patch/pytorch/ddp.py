@@ -173,7 +173,7 @@ class Ddp:
             parameters = [self._parameters[name] for name in key]
             contents, pieces = contents_of(parameters), pieces_of(parameters, key)
             for state in exchange.states():
-                spans = () if state.sender.layout.table is None else contents.spans or ()
+                spans = () if state.sender.layout.by_shard else contents.spans or ()
                 numel, weight = contents.numel, 1 / state.ranks
                 part = Part(
                     state.kind, pieces, numel, state.position, state.index, state.senders, weight, spans

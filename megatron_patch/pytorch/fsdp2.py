@@ -103,7 +103,7 @@ class Sets:
             contents, pieces = self.contents(current), self._pieces(current)
             for exchange in made.exchanges:
                 for state in exchange.states():
-                    spans = () if state.sender.layout.table is None else contents.spans or ()
+                    spans = () if state.sender.layout.by_shard else contents.spans or ()
                     weight = 1 / state.ranks if self.group.divide_factor is None else 1.0
                     numel, senders = contents.numel, state.senders
                     yield (

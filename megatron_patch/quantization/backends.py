@@ -41,7 +41,6 @@ class Backend(Protocol):
         layout: BlockLayout,
         error: Mapping[str, torch.Tensor],
         beta: float,
-        noise: torch.Tensor | None,
         statistics: torch.Tensor | None,
     ) -> None: ...
 

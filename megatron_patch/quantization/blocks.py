@@ -107,15 +107,6 @@ class Run:
         """Words of all stretches' codes."""
         return self.rows * sum(count * words_of(n, block, bits) for n, count in self.row_blocks(block))
 
-    def is_regular(self, block: int, end: int) -> bool:
-        """Whether its blocks are some of those that are counted from the beginning of a shard with `end`
-        elements."""
-        if self.place % block:
-            return False
-        if self.place + self.length == end:
-            return self.lead == 0 or self.lead + self.length <= block
-        return self.lead == 0 and self.length % block == 0
-
     def multiples_of(self, number: int, block: int) -> bool:
         """Whether all its blocks begin at multiples of `number`, and have such a number of elements."""
         places = [n for n, count in self.row_blocks(block) if count]
@@ -223,11 +214,13 @@ class BlockTable:
             return self._source[0].multiples_of_16
         return all(run.multiples_of(16, self.block) for runs in self.runs for run in runs)
 
-    def is_regular(self, lengths: Sequence[int]) -> bool:
-        """Whether the blocks are those that are counted from each shard's beginning, `lengths` being the
-        shards'; what is in no block may only be whole ones."""
-        shards = zip(self.runs, lengths, strict=True)
-        return all(run.is_regular(self.block, end) for runs, end in shards for run in runs)
+    @functools.cached_property
+    def whole(self) -> bool:
+        """Whether every shard has all of the blocks, and every block all of its elements."""
+        if self._source is not None:
+            return self._source[0].whole
+        filled = self.blocks * self.block
+        return all(sum(run.rows * run.length for run in runs) == filled for runs in self.runs)
 
     def elements(self, block: int, size: int, device: torch.device) -> torch.Tensor:
         """Which of its shard's `size` elements is each of a block's, int64 [N, blocks, b]; fill: `size`."""

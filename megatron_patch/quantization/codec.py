@@ -49,13 +49,11 @@ class Codec(Protocol):
         uses it: a sum of what was sent is rotated back once."""
         ...
 
-    def encode(
-        self, h: torch.Tensor, layout: BlockLayout, payload: torch.Tensor, noise: torch.Tensor | None = None
-    ) -> Encoded:
+    def encode(self, h: torch.Tensor, layout: BlockLayout, payload: torch.Tensor) -> Encoded:
         """Write h, fp32 [N, blocks, b], into `payload`, uint8 [N, payload_bytes], every byte of it.
 
-        `noise`, fp32 [N, blocks, b] in [0, 1), asks for stochastic rounding. The fill of short blocks
-        (`layout.lengths`) is 0 in h, and the codec's to keep out of scales and of what it returns.
+        The fill of short blocks (`layout.lengths`) is 0 in h, and the codec's to keep out of scales and of
+        what it returns.
         """
         ...
 

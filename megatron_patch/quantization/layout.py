@@ -3,15 +3,13 @@
 A tensor of B elements (a bucket, or part of one) belongs to N ranks: shard j = elements [j*S, (j+1)*S), S =
 ceil(B/N). Megatron pads the buckets of its distributed optimizer so that N divides B; elsewhere the last
 shards are short, or empty. Each shard is cut into blocks of up to b elements that share one scale. No block
-crosses a shard. Where the parameters are known, blocks are counted from each one's beginning (blocks.py);
-else, and where it comes to the same, from the shard's, ceil(S/b) of them (a regular cut). A shard's payload
-is its packed codes, then its scales, contiguous:
+crosses a shard. Where the parameters are known, blocks are counted from each one's beginning (blocks.py),
+else from the shard's. A shard's payload is its packed codes, then its scales, contiguous:
 
     | codes | zeros to a multiple of 16 | scales: bf16 | zeros to 16 | exact elements: fp32 | zeros to 16 |
 
 so that every shard's payload and its scales start at an address that vector loads like. Codes lie block by
-block: in a regular cut end to end, in another each block's from a whole word on (codes of several planes,
-packing.py: each plane of each block; in a regular cut every block takes the bytes of a whole one). All
+block, each block's from a whole word on (codes of several planes, packing.py: each plane of each block). All
 payloads have the codes and scales of the shard which needs most of them, and exact elements of their own.
 At p = 4, b = 128 and whole blocks that is 4 + 16/128 = 4.125 bits an element.
 """
@@ -27,7 +25,6 @@ import torch.nn.functional as F
 
 from megatron_patch.quantization.blocks import BlockTable, Span, word_bytes
 from megatron_patch.quantization.exact import ExactElements
-from megatron_patch.quantization.packing import packed_bytes, planes
 
 _ALIGNMENT = 16
 
@@ -40,8 +37,9 @@ def _round_up(value: int, multiple: int) -> int:
 class BlockLayout:
     """The cut of `numel` (B) elements: `shards` (N) shards of `shard_size` (S) elements, `bits` (p) each.
 
-    `block` is the largest number of elements that share a scale (b); for `block_size: shard` it is S itself.
-    `table` lists the blocks of a cut that is not regular, `exact` the elements that are sent as they are.
+    `block` is the largest number of elements that share a scale (b); for `block_size: shard` it is S, rounded
+    up to a multiple of 32. `table` lists the blocks, `exact` the elements that are sent as they are.
+    `by_shard` says that blocks are counted from each shard's beginning, and not from the parameters'.
     """
 
     numel: int
@@ -49,8 +47,9 @@ class BlockLayout:
     shard_size: int
     bits: int
     block: int
-    table: BlockTable | None = None
+    table: BlockTable
     exact: ExactElements | None = None
+    by_shard: bool = False
 
     @staticmethod
     def of(
@@ -74,41 +73,43 @@ class BlockLayout:
         size = -(-numel // shards)
         if whole_blocks and block_size != "shard":
             size = _round_up(size, int(block_size))
-        block = size if block_size == "shard" else int(block_size)
-        table = exact = None
-        if spans is not None and block_size != "shard":
-            length = size // pieces
-            across, along = (pieces, 1) if in_order else (1, shards)
-            firsts = [[length * (j * across + k * along) for k in range(pieces)] for j in range(shards)]
-            ranges = [[(at, max(at, min(at + length, numel))) for at in row] for row in firsts]
-            found = BlockTable.of(spans, ranges, block, bits)
-            exact = ExactElements.of(spans, ranges, size)
-            lengths = [sum(high - low for low, high in row) for row in ranges]
-            if exact is not None or not found.is_regular(lengths):
-                table = found
-        return BlockLayout(numel, shards, size, bits, block, table, exact)
+        if spans is None or block_size == "shard":
+            return BlockLayout.by_shards(numel, shards, size, bits, block_size)
+        length = size // pieces
+        across, along = (pieces, 1) if in_order else (1, shards)
+        firsts = [[length * (j * across + k * along) for k in range(pieces)] for j in range(shards)]
+        ranges = [[(at, max(at, min(at + length, numel))) for at in row] for row in firsts]
+        table = BlockTable.of(spans, ranges, int(block_size), bits)
+        exact = ExactElements.of(spans, ranges, size)
+        return BlockLayout(numel, shards, size, bits, int(block_size), table, exact)
+
+    @staticmethod
+    def by_shards(numel: int, shards: int, size: int, bits: int, block_size: int | str) -> BlockLayout:
+        """The layout of shards of `size` elements whose blocks are counted from each one's beginning."""
+        ends = [min((j + 1) * size, numel) for j in range(shards)]
+        spans = [Span(j * size, max(end - j * size, 0), size) for j, end in enumerate(ends)]
+        ranges = [[(span.start, span.start + span.length)] for span in spans]
+        block = _round_up(max(size, 1), 32) if block_size == "shard" else int(block_size)
+        table = BlockTable.of(spans, ranges, block, bits)
+        return BlockLayout(numel, shards, size, bits, block, table, by_shard=True)
 
     def part(self, first: int, count: int = 1, step: int = 1) -> BlockLayout:
         """The layout of `count` of the shards, each `step`-th: the same blocks, and payloads of that size."""
         chosen = range(self.shards)[first::step][:count]
         numel = sum(min(max(self.numel - at * self.shard_size, 0), self.shard_size) for at in chosen)
-        table = None if self.table is None else self.table.shards(first, count, step)
         exact = None if self.exact is None else self.exact.shards(first, count, step)
+        table = self.table.shards(first, count, step)
         return replace(self, numel=numel, shards=count, table=table, exact=exact)
 
-    @functools.cached_property
+    @property
     def blocks(self) -> int:
         """Blocks, and so scales, of one shard."""
-        return -(-self.shard_size // self.block) if self.table is None else self.table.blocks
+        return self.table.blocks
 
     @functools.cached_property
     def code_bytes(self) -> int:
         """Bytes of one shard's packed codes, alignment included."""
-        if self.table is not None:
-            return _round_up(self.table.words * word_bytes(self.block, self.bits), _ALIGNMENT)
-        if len(planes(self.bits)) > 1:
-            return _round_up(self.blocks * packed_bytes(self.block, self.bits), _ALIGNMENT)
-        return _round_up(packed_bytes(self.shard_size, self.bits), _ALIGNMENT)
+        return _round_up(self.table.words * word_bytes(self.block, self.bits), _ALIGNMENT)
 
     @functools.cached_property
     def coded_bytes(self) -> int:
@@ -148,10 +149,7 @@ class BlockLayout:
         CPU, and a layout of them alone. Where rows are far shorter than b, [N, blocks, b] is fill nearly
         everywhere; here at most every second element is."""
         lengths = self.lengths(torch.device("cpu")).flatten()
-        if self.table is None:
-            firsts = torch.arange(self.blocks, device="cpu") * self.block
-        else:
-            firsts = self.table.places[..., 0].to(torch.int64)
+        firsts = self.table.places[..., 0].to(torch.int64)
         starts = (firsts + torch.arange(self.shards, device="cpu")[:, None] * self.shard_size).flatten()
         exponents = (lengths - 1).clamp(min=0).to(torch.float64).frexp().exponent
         found = []
@@ -167,24 +165,19 @@ class BlockLayout:
     def cut(self, flat: torch.Tensor) -> torch.Tensor:
         """[B] of any float dtype -> fp32 [N, blocks, b], short shards and blocks filled with zeros."""
         whole = F.pad(flat.to(torch.float32), (0, self.shards * self.shard_size - flat.numel()))
-        if self.table is not None:
-            places = self.table.elements(self.block, self.shard_size, flat.device)
-            rows = F.pad(whole.view(self.shards, -1), (0, 1))
-            return rows.gather(1, places.view(self.shards, -1)).view(places.shape)
-        missing = self.blocks * self.block - self.shard_size
-        return F.pad(whole.view(self.shards, -1), (0, missing)).view(self.shards, self.blocks, self.block)
+        places = self.table.elements(self.block, self.shard_size, flat.device)
+        rows = F.pad(whole.view(self.shards, -1), (0, 1))
+        return rows.gather(1, places.view(self.shards, -1)).view(places.shape)
 
     def join(self, blocks: torch.Tensor) -> torch.Tensor:
         """[n, blocks, b] -> [n, S], without the fill of blocks; 0 for what is in no block.
 
         Where n is not N, the n are of one and the same shard, the only one of this layout.
         """
-        if self.table is not None:
-            places = self.table.elements(self.block, self.shard_size, blocks.device).view(self.shards, -1)
-            joined = blocks.new_zeros(blocks.shape[0], self.shard_size + 1)
-            joined.scatter_(1, places.expand(blocks.shape[0], -1), blocks.reshape(blocks.shape[0], -1))
-            return joined[:, : self.shard_size]
-        return blocks.reshape(blocks.shape[0], -1)[:, : self.shard_size]
+        places = self.table.elements(self.block, self.shard_size, blocks.device).view(self.shards, -1)
+        joined = blocks.new_zeros(blocks.shape[0], self.shard_size + 1)
+        joined.scatter_(1, places.expand(blocks.shape[0], -1), blocks.reshape(blocks.shape[0], -1))
+        return joined[:, : self.shard_size]
 
     def flat(self, blocks: torch.Tensor) -> torch.Tensor:
         """[N, blocks, b] -> [B], without any fill: the inverse of `cut`."""
@@ -192,9 +185,4 @@ class BlockLayout:
 
     def lengths(self, device: torch.device) -> torch.Tensor:
         """Number of real elements of each block, int64 [N, blocks]; 0 in an empty one."""
-        if self.table is not None:
-            return self.table.on(device)[..., 1].to(torch.int64)
-        in_shard = torch.arange(self.blocks, device=device) * self.block
-        start = torch.arange(self.shards, device=device)[:, None] * self.shard_size + in_shard
-        full = (self.shard_size - in_shard).clamp(max=self.block)
-        return torch.minimum(self.numel - start, full).clamp(min=0)
+        return self.table.on(device)[..., 1].to(torch.int64)

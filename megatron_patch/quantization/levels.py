@@ -67,12 +67,8 @@ class Levels:
         root = mean.to(torch.float64).sqrt().to(torch.float32)
         return block_scales(root * step * inverse, largest, self.largest)
 
-    def encode(
-        self, h: torch.Tensor, layout: BlockLayout, payload: torch.Tensor, noise: torch.Tensor | None = None
-    ) -> Encoded:
-        """Codec.encode; stochastic rounding is the uniform codec's alone. The fill of short blocks is sent
-        as 0."""
-        assert noise is None, "CompressionConfig refuses stochastic rounding with levels"
+    def encode(self, h: torch.Tensor, layout: BlockLayout, payload: torch.Tensor) -> Encoded:
+        """Codec.encode. The fill of short blocks is sent as 0."""
         scales = self.scales(h, layout)
         finite = torch.isfinite(scales)
         used = torch.where(finite, scales, 0.0)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from megatron_patch.quantization.blocks import word_bytes
 from megatron_patch.quantization.layout import BlockLayout
-from megatron_patch.quantization.packing import pack, packed_bytes, planes, unpack
+from megatron_patch.quantization.packing import pack, unpack
 from megatron_patch.quantization.scales import BF16_NAN
 
 
@@ -38,12 +38,6 @@ def read_payload(payload: torch.Tensor, layout: BlockLayout) -> tuple[torch.Tens
 
 
 def _write_codes(codes: torch.Tensor, layout: BlockLayout, payload: torch.Tensor) -> None:
-    if layout.table is None:
-        rows = layout.join(codes) if len(planes(layout.bits)) == 1 else codes.view(-1, layout.block)
-        packed = pack(rows, layout.bits).view(codes.shape[0], -1)
-        payload[:, : packed.shape[1]] = packed
-        payload[:, packed.shape[1] : layout.code_bytes] = 0
-        return
     n, (places, end) = codes.shape[0], _places(layout, payload.device)
     lengths = layout.lengths(payload.device)[..., None]
     codes = codes.masked_fill(torch.arange(layout.block, device=payload.device) >= lengths, 0)
@@ -56,15 +50,6 @@ def _write_codes(codes: torch.Tensor, layout: BlockLayout, payload: torch.Tensor
 
 def _read_codes(payload: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
     n, shape = payload.shape[0], (payload.shape[0], layout.blocks, layout.block)
-    if layout.table is None and len(planes(layout.bits)) > 1:
-        nbytes = packed_bytes(layout.block, layout.bits)
-        packed = payload[:, : layout.blocks * nbytes].reshape(-1, nbytes)
-        return unpack(packed, layout.bits, layout.block).view(shape)
-    if layout.table is None:
-        packed = payload[:, : packed_bytes(layout.shard_size, layout.bits)]
-        codes = torch.zeros(n, layout.blocks * layout.block, dtype=torch.int8, device=payload.device)
-        codes[:, : layout.shard_size] = unpack(packed, layout.bits, layout.shard_size)
-        return codes.view(shape)
     places, end = _places(layout, payload.device)
     packed = F.pad(payload[:, :end], (0, 1)).gather(1, places.expand(n, -1))
     return unpack(packed.view(-1, layout.block * layout.bits // 8), layout.bits, layout.block).view(shape)
@@ -72,6 +57,5 @@ def _read_codes(payload: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
 
 def _places(layout: BlockLayout, device: torch.device) -> tuple[torch.Tensor, int]:
     """Where each byte of each shard's codes lies, int64 [N, blocks*b*p/8]; and the byte behind them all."""
-    assert layout.table is not None
     places = layout.table.code_bytes(layout.block, layout.bits, device).view(layout.shards, -1)
     return places, layout.table.words * word_bytes(layout.block, layout.bits)

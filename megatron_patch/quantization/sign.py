@@ -35,11 +35,8 @@ class Sign:
         mean = (total / layout.lengths(h.device).clamp(min=1)).to(torch.float32)
         return block_scales(mean, h.abs().amax(dim=-1), 1)
 
-    def encode(
-        self, h: torch.Tensor, layout: BlockLayout, payload: torch.Tensor, noise: torch.Tensor | None = None
-    ) -> Encoded:
-        """Codec.encode; there is no stochastic rounding of a sign. The fill of short blocks is sent as +1."""
-        assert noise is None, "CompressionConfig refuses stochastic rounding with 1 bit"
+    def encode(self, h: torch.Tensor, layout: BlockLayout, payload: torch.Tensor) -> Encoded:
+        """Codec.encode. The fill of short blocks is sent as +1."""
         scales = self.scales(h, layout)
         codes = torch.where(h >= 0, 1, -1).to(torch.int8)
         write_payload((codes > 0).to(torch.int8), scales, layout, payload)

@@ -41,25 +41,19 @@ class Uniform:
         largest = h.abs().amax(dim=-1)
         return block_scales(over(largest, self.levels), largest, self.levels)
 
-    def quantize(
-        self, h: torch.Tensor, noise: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """fp32 [n, blocks, b] -> (codes int8 [n, blocks, b], scales fp32 [n, blocks]).
 
-        `noise`, uniform in [0, 1) and shaped like h, asks for stochastic rounding: floor(h/s + noise).
         A block whose scale is 0 or NaN has codes 0.
         """
         scales = self.scales(h)
         usable = (scales > 0)[..., None]
         ratio = torch.where(usable, h, 0.0) / torch.where(usable, scales[..., None], 1.0)
-        rounded = ratio.round_() if noise is None else (ratio + noise).floor_()
-        return rounded.clamp_(-self.levels, self.levels).to(torch.int8), scales
+        return ratio.round_().clamp_(-self.levels, self.levels).to(torch.int8), scales
 
-    def encode(
-        self, h: torch.Tensor, layout: BlockLayout, payload: torch.Tensor, noise: torch.Tensor | None = None
-    ) -> Encoded:
+    def encode(self, h: torch.Tensor, layout: BlockLayout, payload: torch.Tensor) -> Encoded:
         """Codec.encode. The fill of short blocks is 0, and so are its codes."""
-        codes, scales = self.quantize(h, noise)
+        codes, scales = self.quantize(h)
         write_payload(codes, scales, layout, payload)
         finite = torch.isfinite(scales)
         return Encoded(dequantize(codes, torch.where(finite, scales, 0.0)), finite)

@@ -116,14 +116,16 @@ def _tuples(piece: Mapping[str, Any]) -> dict[str, Any]:
 def decode(tensors: dict[str, torch.Tensor], part: Part, storage: Storage) -> torch.Tensor:
     """A stored error, fp32 [part.position.numel]."""
     assert storage.dtype is not None
-    numel, size, table = part.position.numel, storage.shard_size, None
+    numel, size, block = part.position.numel, storage.shard_size, storage.block
+    layout = BlockLayout.by_shards(numel, storage.shards, size, 8, block)
     if storage.blocks is not None:
         shards = [
             part.position.ranges(shard * size, min((shard + 1) * size, numel))
             for shard in range(storage.shards)
         ]
-        table = BlockTable.of(part.spans, shards, storage.block, 8, storage.blocks)
-    layout = BlockLayout(numel, storage.shards, size, 8, storage.block, table)
+        layout = dataclasses.replace(
+            layout, table=BlockTable.of(part.spans, shards, block, 8, storage.blocks)
+        )
     error = MovingAverageError(layout, 0.0, storage.dtype, torch.device("cpu"), storage.rotated)
     error.restore(tensors)
     return error.flat()

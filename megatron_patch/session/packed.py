@@ -112,5 +112,4 @@ class _RankTensors:
     def _one(self, dtype: str, shape: list[int], start: int) -> torch.Tensor:
         of = getattr(torch, dtype)
         nbytes = math.prod(shape) * of.itemsize
-        # A copy: torch reads a generator's state from the beginning of the tensor's storage.
         return self._bytes[start : start + nbytes].clone().view(of).view(shape)

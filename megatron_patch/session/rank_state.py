@@ -40,9 +40,9 @@ class RankState:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All that is to be saved, by names."""
-        for number, sender in enumerate(self.senders):
-            for name, tensor in sender.state().items():
-                if name == "generator" or self.config.save_error:
+        if self.config.save_error:
+            for number, sender in enumerate(self.senders):
+                for name, tensor in sender.state().items():
                     yield f"{number}.{name}", tensor
 
     def start_from_zero(self, steps: int) -> None:
@@ -50,13 +50,11 @@ class RankState:
         for state in self.states:
             state.restart(steps)
         self._forget()
-        for sender in self.senders:
-            sender.reseed(steps)
 
 
 def _storage(sender: Sender) -> Storage:
     layout = sender.layout
     dtype = None if sender.error is None else sender.error.dtype
-    blocks = None if layout.table is None else layout.blocks
+    blocks = None if layout.by_shard else layout.blocks
     rotated = sender.codec.rotation.rotated
     return Storage(layout.shards, layout.shard_size, layout.block, dtype, blocks, rotated)

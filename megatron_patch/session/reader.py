@@ -127,18 +127,10 @@ class Reader:
         tensors = self.tensors_of(mine)
         for number, sender in enumerate(self.rank.senders):
             found = tensors.of(number)
-            generator = found.pop("generator", None)
             if sender.error is not None and found:
                 self._put_back(number, sender.error, found)
                 if factor != 1.0:
                     sender.error.scale_by(factor)
-            if sender.generator is None or generator is None:
-                continue
-            if generator.numel() == sender.generator.get_state().numel():  # else of another device
-                try:
-                    sender.generator.set_state(generator)
-                except (RuntimeError, TypeError) as error:
-                    raise Damaged(f"state {number} has no state of a random generator") from error
 
     @staticmethod
     def _put_back(number: int, error: MovingAverageError, found: dict[str, torch.Tensor]) -> None:

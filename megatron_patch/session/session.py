@@ -9,7 +9,6 @@ chunk, a DDP instance.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -55,8 +54,7 @@ class Session:
         self.workspace = Workspace(device, shared_pool(device))
         self.memory = Memory(lambda: (t for error in self._errors for t in error.tensors().values()))
         self.exchanges: list[Exchange] = []  # in the order of their allocation
-        streams = (dist.get_rank() * 4096 + n for n in itertools.count())
-        self._setup = Setup(config, self.workspace, streams)
+        self._setup = Setup(config, self.workspace)
         self.steps = self.steps_seen = 0
         self.events = Events()
         self.report = SessionReport()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 
 from megatron_patch.collectives.exchange import Setup
@@ -11,7 +9,7 @@ from megatron_patch.collectives.workspace import Workspace
 from megatron_patch.config import CompressionConfig
 
 
-def setup_of(stream: int = 0, device: str | torch.device = "cpu", **options: object) -> Setup:
+def setup_of(device: str | torch.device = "cpu", **options: object) -> Setup:
     """A workspace of its own, and senders with the options of CompressionConfig."""
     config, device = CompressionConfig(**{"method": "loco"} | options), torch.device(device)
-    return Setup(config, Workspace(device), itertools.repeat(stream))
+    return Setup(config, Workspace(device))

@@ -36,7 +36,7 @@ def exchange(options: dict[str, Any], dtype: str, average: bool, aliased: bool, 
     from megatron_patch.quantization.blocks import Contents
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    setup = setup_of(stream=rank, **options)
+    setup = setup_of(**options)
     reduce_scatter = ReduceScatter(Contents(ranks * SHARD), dist.group.WORLD, setup)
     sender, layout = reduce_scatter.sender, reduce_scatter.sender.layout
     kept = []

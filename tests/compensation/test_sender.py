@@ -13,12 +13,10 @@ from simulation.agreement import Agreement
 from simulation.codes import round_to_gradient_dtype
 from simulation.loco_float64 import LoCoSimulation
 
-from megatron_patch.compensation import sender as sender_module
 from megatron_patch.compensation.error_state import MovingAverageError
 from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.loco import STATISTICS
-from megatron_patch.quantization.blocks import Span
 from megatron_patch.quantization.layout import BlockLayout
 
 CPU = torch.device("cpu")
@@ -42,7 +40,7 @@ class Senders:
 
     def __init__(self, config: CompressionConfig, ranks: int = RANKS, shard: int = SHARD):
         self.layout = BlockLayout.of(ranks * shard, ranks, config.bits, config.block_size)
-        self.senders = [Sender(config, self.layout, CPU, stream=rank) for rank in range(ranks)]
+        self.senders = [Sender(config, self.layout, CPU) for _ in range(ranks)]
         self.payloads = torch.zeros(ranks, ranks, self.layout.payload_bytes, dtype=torch.uint8)
 
     def step(self, gradients: np.ndarray, dtype: str = "fp32") -> np.ndarray:
@@ -195,48 +193,6 @@ def test_statistics_are_the_energies_of_the_step(bits, rotated):
             "non_finite_blocks": 0,
         }
         assert measured == pytest.approx(wanted, rel=1e-5)
-
-
-@pytest.mark.parametrize("kernels", ["torch", "auto"])
-@pytest.mark.parametrize("shards", [1, 5, 20])
-def test_the_noise_of_some_shards_at_a_time_is_that_of_all(
-    monkeypatch: pytest.MonkeyPatch, shards: int, kernels: str
-) -> None:
-    """Rows that end in the middle of blocks, a vector, and a last shard that is short."""
-    monkeypatch.setenv("MEGATRON_LOCO_KERNELS", kernels)
-    spans = [Span.of(0, (20, 200)), Span.of(4000, (70,), exact=True), Span.of(4096, (10, 96))]
-    config = CompressionConfig(method="loco", codec="uniform", rotation="none", rounding="stochastic")
-    found, drawn = [], []
-    rand = torch.rand
-    monkeypatch.setattr(torch, "rand", lambda shape, **options: drawn.append(shape) or rand(shape, **options))
-    for most in (1 << 30, 1):
-        monkeypatch.setattr(sender_module, "NOISE", most)
-        layout = BlockLayout.of(5051, shards, 4, 128, spans=spans)
-        sender = Sender(config, layout, CPU)
-        payload = torch.full((shards, layout.payload_bytes), 0xA5, dtype=torch.uint8)
-        for step in range(2):
-            sender.compress(torch.randn(5051, generator=torch.Generator().manual_seed(step)), payload)
-        found.append((payload, sender.state(), sender.statistics))
-        assert max(shape[0] for shape in drawn) == (shards if most > 1 else max(shards // 8, 1))
-        drawn.clear()
-    (payload, state, statistics), (other_payload, other_state, other_statistics) = found
-    assert torch.equal(payload, other_payload)
-    assert all(torch.equal(tensor, other_state[name]) for name, tensor in state.items())
-    torch.testing.assert_close(statistics, other_statistics)
-
-
-def test_stochastic_rounding_repeats_with_its_seed_and_differs_between_streams():
-    config = CompressionConfig(method="loco", rounding="stochastic", seed=3)
-    same, again = Senders(config), Senders(config)
-    other = Senders(CompressionConfig(method="loco", rounding="stochastic", seed=4))
-    shared = np.tile(gradients_of(0)[:1], (RANKS, 1))
-    shared[:, :] = np.where(shared == 0, 1e-3, shared)
-    first = same.step(shared)
-    assert np.array_equal(first, again.step(shared))
-    assert not np.array_equal(first, other.step(shared))
-    assert not np.array_equal(first[0], first[1]), "ranks draw their own noise"
-    second = same.step(shared)
-    assert np.array_equal(second, again.step(shared))
 
 
 @pytest.mark.parametrize(("error_dtype", "nbytes"), [("int8", 1 + 2 / 128), ("bf16", 2), ("fp32", 4)])

@@ -28,7 +28,7 @@ _NOTHING_LAUNCHED = ("aten::detach", "aten::alias", "aten::lift_fresh", "aten::_
 
 KERNELS: dict[str, dict[str, str]] = {
     "compress_kernel": {
-        **dict.fromkeys(("gradient", "noise", "starts", "places", "diagonal"), "reads"),
+        **dict.fromkeys(("gradient", "starts", "places", "diagonal"), "reads"),
         "payloads": "writes",
         **dict.fromkeys(("error", "error_scales", "statistics"), "changes"),
     },

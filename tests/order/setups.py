@@ -44,7 +44,6 @@ SETUPS = {
     "flat": Setup(SEVERAL, {"reset_interval": 2}),
     "flat, not overlapped": Setup({}),
     "flat in bf16": Setup(SEVERAL | WEIGHTS),
-    "stochastic rounding": Setup(SEVERAL, {"rounding": "stochastic"}),
     "two hops": Setup(SEVERAL, TWO_HOPS),
     "two hops, 8 bits inside": Setup(SEVERAL, TWO_HOPS | {"intra_bits": 8}),
     "two hops, not overlapped": Setup({}, TWO_HOPS | {"intra_bits": 8}),

@@ -78,7 +78,6 @@ def compress(
     shape: tuple[int, int],
     *,
     error: str | None = "int8",
-    noise: bool = False,
     spans: tuple[Span, ...] | None = None,
     levels: bool = False,
     measures: bool = True,
@@ -89,8 +88,7 @@ def compress(
     sender.codec = codec_of(bits, levels)
     sender.measures = measures
     payload = torch.empty(layout.shards, layout.payload_bytes, dtype=torch.uint8)
-    drawn = torch.rand(layout.shards, layout.blocks, layout.block) if noise else None
-    compress_by(triton_kernels, sender, torch.zeros(layout.numel, dtype=DTYPES[dtype]), payload, drawn)
+    compress_by(triton_kernels, sender, torch.zeros(layout.numel, dtype=DTYPES[dtype]), payload)
     return kernels.pop()
 
 
@@ -219,8 +217,8 @@ def main() -> None:
     for bits in (8, 3, 2, 1):
         rest = [
             decompress_reduce("fp16", bits, 1, 1),
-            compress("fp16", bits, (1, 1), error=None, noise=bits > 1),
-            compress("fp16", bits, (200, 3), noise=bits > 1, spans=short_row),
+            compress("fp16", bits, (1, 1), error=None),
+            compress("fp16", bits, (200, 3), spans=short_row),
             decompress_reduce("fp16", bits, 200, 1, short_row),
         ]
         rest += [decompress("fp16", bits, (200, 3), spans) for spans in (None, short_row)]

@@ -89,7 +89,7 @@ every_backend = each_of(BACKENDS)
 SPANS = st.one_of(st.none(), st.integers(0, 10_000))
 """The seed of random parameters that blocks follow, with an odd one but for vectors; None: blocks are counted
 from the shard."""
-MINUS_ZERO = {"dtype": torch.float32, "error_dtype": "bf16", "beta": 0.0, "stochastic": False, "kind": "tiny"}
+MINUS_ZERO = {"dtype": torch.float32, "error_dtype": "bf16", "beta": 0.0, "kind": "tiny"}
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
@@ -121,9 +121,8 @@ def test_codes_scales_and_errors_are_the_reference_s_bits(tested):
 def test_blocks_that_begin_at_multiples_of_16(tested, shape, codec, dtype):
     """Which are loaded 16 elements at a time: those of most parameters."""
     layout = BlockLayout.of(*shape, codec.bits, 128, spans=even_spans(shape[0], 1))
-    assert layout.table is not None
     assert layout.table.multiples_of_16
-    options = {"error_dtype": "int8", "beta": 0.8, "stochastic": False, "kind": "plain", "seed": 1}
+    options = {"error_dtype": "int8", "beta": 0.8, "kind": "plain", "seed": 1}
     with tested.chosen():
         device = torch.device(tested.device)
         check_compress(tested.backend, codec, layout, dtype=dtype, device=device, **options)

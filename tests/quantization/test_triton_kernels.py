@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 from not_interpreted import output_of
-
-from megatron_patch.quantization import triton_kernels
-from megatron_patch.quantization.layout import BlockLayout
 
 # Of 16 elements, 4 energies; sums and quotients that are exact or rounded once, and no other product.
 _OF_ENERGIES = 4 * 16 * 3 // 4 + 4
@@ -110,28 +105,3 @@ def _kernel_of(name: str) -> tuple[str, str]:
     if kernel == "compress" or (rest and "levels" in rest[0]):
         kernel += f"-{rest.pop(0)}"
     return kernel, rest[0] if rest else ""
-
-
-H100 = SimpleNamespace(
-    multi_processor_count=132,
-    regs_per_multiprocessor=65_536,
-    shared_memory_per_multiprocessor=233_472,
-    max_threads_per_multi_processor=2048,
-)
-
-
-@pytest.mark.parametrize(
-    ("registers", "shared", "programs"), [(95, 20_480, 5), (127, 20_480, 4), (32, 0, 16), (40, 75_000, 3)]
-)
-def test_as_many_programs_are_asked_for_as_run_at_a_time(
-    monkeypatch: pytest.MonkeyPatch, registers: int, shared: int, programs: int
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H100)
-    resident = triton_kernels.resident_programs(registers, shared, H100)
-    assert resident == programs
-    for shards in (1, 16):
-        layout = BlockLayout.of(shards << 23, shards, 4, 128)
-        asked = triton_kernels._programs(layout, 16, torch.device("cuda"), resident)
-        assert 132 * programs - shards < asked * shards <= 132 * programs
-    few = BlockLayout.of(1 << 14, 1, 4, 128)
-    assert triton_kernels._programs(few, 16, torch.device("cuda"), resident) == 8

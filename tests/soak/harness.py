@@ -100,7 +100,7 @@ class Runs:
         self._random = random.Random(soak.seed)
 
     def _prepare(self, folder: Path, max_restarts: int) -> Any:
-        from megatron_patch.workflows.run import configuration, recipes
+        from megatron_patch.workflows.run import configuration
         from megatron_patch.workflows.run.prepare import prepare_run
 
         soak = self._soak
@@ -113,7 +113,7 @@ class Runs:
             *(f"launch.script={ROOT / 'tests/soak/script.py'}", f"launch.max_restarts={max_restarts}"),
             *soak.settings,
         ]
-        recipe = recipes.method_recipe(soak.method)
+        recipe = configuration.method_recipe(soak.method)
         model = ROOT / "configs/models/llama_tiny_bf16.yaml"  # whose weights the recipe gathers exactly
         run = configuration.load(model, overrides, and_files=[recipe])
         return prepare_run(run, folder)

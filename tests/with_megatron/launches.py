@@ -126,7 +126,6 @@ def main() -> None:
     methods: dict[str, dict[str, Any]] = {
         "naive": {"method": "naive"},
         "loco": {"method": "loco"},
-        "stochastic": {"method": "loco", "rounding": "stochastic"},
         "onebit_adam": {"method": "onebit_adam", "bits": 1, "warmup_steps": 1},
     }
     for method, options in methods.items():

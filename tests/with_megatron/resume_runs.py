@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 from workflows.engine_runs import EXPERTS, OVERLAP, PARALLEL, UNTIED, Run
 
-STOCHASTIC = ["--compression-rounding", "stochastic"]
 LOCO = ["--compression-method", "loco", "--compression-bits", "4"]
 ONEBIT = ["--compression-method", "onebit_adam", "--compression-warmup-steps"]
 EXACT = ["--compression-weight-gather", "exact"]
@@ -23,25 +22,25 @@ MUON = ["--optimizer", "muon", "--bf16"]
 FP16 = [*UNTIED, "--fp16", "--initial-loss-scale", "65536", "--loss-scale-window", "3"]
 
 CASES: dict[str, tuple[Run, int]] = {
-    "dense": (Run(OVERLAP, [*LOCO, *STOCHASTIC, "--compression-reset-interval", "17"]), 40),
+    "dense": (Run(OVERLAP, [*LOCO, "--compression-reset-interval", "17"]), 40),
     "dense-bf16": (Run([*UNTIED, "--bf16"], [*LOCO, "--compression-error-dtype", "bf16"]), 8),
     "dense-fp16": (Run(FP16, LOCO), 8),
-    "experts-bf16": (Run([*EXPERTS, "--bf16", "--overlap-grad-reduce"], [*LOCO, *STOCHASTIC], ranks=4), 8),
+    "experts-bf16": (Run([*EXPERTS, "--bf16", "--overlap-grad-reduce"], LOCO, ranks=4), 8),
     "parallel": (Run(PARALLEL, ["--compression-method", "error_feedback"], ranks=8), 8),
-    "two-instances": (Run(TWO_INSTANCES, [*LOCO, *STOCHASTIC], ranks=4), 8),
-    "two-hops": (Run(OVERLAP, [*LOCO, *STOCHASTIC, "--compression-ranks-per-node", "2"], ranks=4), 8),
+    "two-instances": (Run(TWO_INSTANCES, LOCO, ranks=4), 8),
+    "two-hops": (Run(OVERLAP, [*LOCO, "--compression-ranks-per-node", "2"], ranks=4), 8),
     "replicated": (Run(REPLICATED, LOCO, without=DISTRIBUTED), 8),
     "sgd": (Run([*REPLICATED, "--optimizer", "sgd", "--ckpt-format", "torch"], LOCO, without=DISTRIBUTED), 8),
-    "late": (Run(ours=["--compression-method", "naive", *STOCHASTIC, "--compression-start-step", "6"]), 8),
+    "late": (Run(ours=["--compression-method", "naive", "--compression-start-step", "6"]), 8),
     "onebit": (Run(OVERLAP, [*ONEBIT, "2"]), 8),
     "onebit-replicated-bf16": (Run([*REPLICATED, "--bf16"], [*ONEBIT, "6"], without=DISTRIBUTED), 8),
     "exact-gather": (Run([*GATHERED, "--bf16"], [*LOCO, *EXACT]), 8),
-    "muon": (Run([*GATHERED, *MUON], [*LOCO, *STOCHASTIC, *EXACT]), 8),
+    "muon": (Run([*GATHERED, *MUON], [*LOCO, *EXACT]), 8),
     "muon-experts": (Run([*EXPERTS, *MUON], LOCO, ranks=4), 8),
     "muon-no-layout": (Run([*OVERLAP, *MUON, "--no-use-layer-wise-param-layout"], LOCO), 8),
-    "async": (Run([*OVERLAP, "--async-save"], [*LOCO, *STOCHASTIC]), 8),
+    "async": (Run([*OVERLAP, "--async-save"], LOCO), 8),
     # With the distributed optimizer Megatron cannot load this format without Apex or Transformer Engine.
-    "legacy-format": (Run([*UNTIED, "--ckpt-format", "torch"], [*LOCO, *STOCHASTIC], without=DISTRIBUTED), 8),
+    "legacy-format": (Run([*UNTIED, "--ckpt-format", "torch"], LOCO, without=DISTRIBUTED), 8),
 }
 SLOW = (
     "dense-bf16",
@@ -55,11 +54,11 @@ SLOW = (
 )
 """Cases whose parts the others and the tests on the pool have too: `make test-slow` runs them."""
 SWITCHES = {
-    "to-2-bits": ["--compression-method", "loco", "--compression-bits", "2"],
+    "to-2-bits": ["--compression-bits", "2", "--compression-rotation", "none"],
     "to-error-feedback": ["--compression-method", "error_feedback"],
     "to-none": ["--compression-method", "none"],
     "to-stock": None,
-    "finetuned": [*LOCO, *STOCHASTIC, "--finetune"],
+    "finetuned": [*LOCO, "--finetune"],
 }
 
 
@@ -83,7 +82,7 @@ def _runs() -> dict[str, Run]:
     source += ["--exit-interval", "24"]
     for name, ours in SWITCHES.items():
         runs[name] = Run([*OVERLAP, *source], ours, after="dense")
-    runs["to-4-ranks"] = Run([*OVERLAP, *source], [*LOCO, *STOCHASTIC], ranks=4, after="dense")
+    runs["to-4-ranks"] = Run([*OVERLAP, *source], LOCO, ranks=4, after="dense")
     source = [*GATHERED, "--bf16", "--load", "{out}/exact-gather/checkpoints", "--ckpt-step", "4"]
     source += ["--train-iters", "8", "--eval-interval", "2", "--save-interval", "8"]
     for name, ours in (("exact", [*LOCO, *EXACT]), ("stock", LOCO)):

@@ -99,7 +99,7 @@ def attached_with_a_wrong_codec(fault: str) -> str:
     from megatron_patch.quantization.uniform import Uniform
 
     class Faulty(Uniform):
-        def encode(self, h: Any, layout: Any, payload: Any, noise: Any = None) -> Encoded:
+        def encode(self, h: Any, layout: Any, payload: Any) -> Encoded:
             codes, scales = self.quantize(h)
             finite = torch.isfinite(scales)
             stored = torch.where(finite, scales, 0.0) if fault == "NaN as zeros" else scales

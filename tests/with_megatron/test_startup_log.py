@@ -66,11 +66,6 @@ def test_error_feedback_with_few_bits_from_the_first_step_on_is_warned_of(pool, 
     assert any("from the first step on" in line for line in lines) == warned
 
 
-def test_stochastic_rounding_is_warned_of(pool):
-    lines = pool.run(announced, {"rounding": "stochastic"})[0]
-    assert [line for line in lines if "rounding stochastic is deprecated" in line]
-
-
 def announced_under(flags: dict[str, Any], compression: dict[str, Any]) -> list[str]:
     """What attaching says in a job of Megatron's training loop with these flags."""
     from megatron.training import global_vars

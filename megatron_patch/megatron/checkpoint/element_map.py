@@ -75,7 +75,7 @@ def _parts_of_group(
                     stage.copy * state.senders + state.index,
                     stage.copies * state.senders,
                     1 / (stage.copies * state.ranks) if stage.averages else 1.0,
-                    () if state.sender.layout.table is None else spans[place],
+                    () if state.sender.layout.by_shard else spans[place],
                 )
                 yield state.sender, part
 

@@ -52,7 +52,6 @@ class _CompressArguments(ctypes.Structure):
         ("error_type", ctypes.c_int64),
         ("old_weight", ctypes.c_float),
         ("new_weight", ctypes.c_float),
-        ("noise", ctypes.c_void_p),
         ("payload", ctypes.c_void_p),
         ("starts", ctypes.c_void_p),
         ("statistics", ctypes.c_void_p),
@@ -96,8 +95,8 @@ def variants() -> tuple[str, ...]:
 
 
 def supports(codec: Codec, layout: BlockLayout) -> bool:
-    """Whether the kernels serve a codec for this cut: blocks must begin at whole bytes."""
-    return codec.name in _NAMES and (layout.block % 8 == 0 or layout.blocks <= 1)
+    """Whether the kernels serve a codec."""
+    return codec.name in _NAMES
 
 
 def compress(
@@ -107,7 +106,6 @@ def compress(
     layout: BlockLayout,
     error: Mapping[str, torch.Tensor],
     beta: float,
-    noise: torch.Tensor | None,
     statistics: torch.Tensor | None,
 ) -> None:
     """Compensate, quantize, and keep what was lost, for one bucket, in place (docs/numerics.md).
@@ -120,7 +118,6 @@ def compress(
         layout: the bucket's cut.
         error: MovingAverageError.tensors(); empty for none. Updated.
         beta: weight of the old error.
-        noise: fp32 [N, blocks, b] in [0, 1) for stochastic rounding.
         statistics: fp64 [5], written as loco.STATISTICS; None: they are not asked for.
     """
     values = error.get("codes", error.get("values"))
@@ -136,7 +133,6 @@ def compress(
         error_type=0 if values is None else _ERRORS[values.dtype],
         old_weight=beta,
         new_weight=1 - beta,
-        noise=None if noise is None else pointer(noise),
         payload=pointer(payload),
         starts=pointer(layout.payload_starts),
         statistics=None if statistics is None else pointer(statistics),
@@ -204,9 +200,8 @@ def loaded() -> ctypes.CDLL:
 
 
 def _layout(layout: BlockLayout) -> _Layout:
-    places = None if layout.table is None else pointer(layout.table.places)
     width = word_bytes(layout.block, layout.bits)
-    return _Layout(*(getattr(layout, name) for name in _LAYOUT), width, places)
+    return _Layout(*(getattr(layout, name) for name in _LAYOUT), width, pointer(layout.table.places))
 
 
 def pointer(tensor: torch.Tensor) -> int:

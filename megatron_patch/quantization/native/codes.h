@@ -43,8 +43,7 @@ constexpr int low_bits(int bits) { return bits == 3 ? 2 : bits; }
 constexpr int high_bits(int bits) { return bits == 3 ? 1 : 0; }
 
 struct Block {
-  int64_t start, length;  // of its elements in the shard; behind numel they are fill
-  int64_t coded;          // how many codes are packed: also those of the fill where planes are of whole blocks
+  int64_t start, length;  // of its elements in the shard
   int64_t code, high;     // the bytes of the payload where its codes begin, and those of their highest bits
   int64_t end;            // of its codes
 };
@@ -52,23 +51,13 @@ struct Block {
 template <int bits>
 inline Block block_of(const Layout &layout, int64_t shard, int64_t block) {
   Block found;
-  if (layout.places == nullptr) {
-    found.start = block * layout.block;
-    found.length = std::min(layout.block, layout.shard_size - found.start);
-    found.coded = high_bits(bits) ? layout.block : found.length;
-    int64_t whole = high_bits(bits) ? (layout.block + 3) / 4 + (layout.block + 7) / 8 : 0;
-    found.code = high_bits(bits) ? block * whole : found.start * bits / 8;
-    found.high = found.code + (found.coded * low_bits(bits) + 7) / 8;
-    found.end = found.high + (found.coded * high_bits(bits) + 7) / 8;
-    return found;
-  }
   const int32_t *place = layout.places + 3 * (shard * layout.blocks + block);
   auto words = [&layout](int64_t size) {  // bytes, whole words
     return (size + layout.word_bytes - 1) / layout.word_bytes * layout.word_bytes;
   };
-  found.start = place[0], found.length = found.coded = place[1], found.code = place[2] * layout.word_bytes;
-  found.high = found.code + words((found.coded * low_bits(bits) + 7) / 8);
-  found.end = found.high + words((found.coded * high_bits(bits) + 7) / 8);
+  found.start = place[0], found.length = place[1], found.code = place[2] * layout.word_bytes;
+  found.high = found.code + words((found.length * low_bits(bits) + 7) / 8);
+  found.end = found.high + words((found.length * high_bits(bits) + 7) / 8);
   return found;
 }
 

@@ -106,7 +106,7 @@ class Compress {
     one.here = block_of<bits>(layout, shard, block);
     one.shard = shard, one.block = block;
     one.place = shard * layout.shard_size + one.here.start;
-    one.n = std::max<int64_t>(std::min(one.here.length, layout.numel - one.place), 0);
+    one.n = one.here.length;
     one.g = numbers.get() + 4 * turn * layout.block;
     one.e = one.g + layout.block, one.h = one.e + layout.block, one.r = one.h + layout.block;
 
@@ -128,22 +128,15 @@ class Compress {
   void send(Pending &one, uint8_t *payload) {
     const float *h = one.h;
     const float scale = one.scale;
-    const float *noise = a.noise ? a.noise + (one.shard * layout.blocks + one.block) * layout.block : nullptr;
     if (bits == 1)
       quantize_signs(one);
     else if (!one.finite || scale == 0)
       quantize_nothing(one);
     else if constexpr (is_levels<Codec>)
       quantize_levels(one);
-    else if (noise == nullptr)
-      round(one, [h, scale](int64_t i) { return h[i] / scale; });
     else
-      round(one, [h, scale, noise](int64_t i) {
-        constexpr float most = Codec::largest;
-        return std::max(std::min(std::floor(h[i] / scale + noise[i]), most), -most);
-      });
-    std::fill(whole.get() + one.n, whole.get() + one.here.coded, bits == 1 ? 1 : 0);  // a short shard's fill
-    std::fill_n(whole.get() + one.here.coded, 8, 0);
+      round(one, [h, scale](int64_t i) { return h[i] / scale; });
+    std::fill_n(whole.get() + one.n, 8, 0);
     pack(one.here, payload);
     uint16_t stored = static_cast<uint16_t>(as_bits(scale) >> 16);
     std::memcpy(payload + layout.code_bytes + 2 * one.block, &stored, 2);
@@ -169,11 +162,11 @@ class Compress {
     auto fill = [payload](int64_t from, int64_t to) {
       if (from < to) std::memset(payload + from, 0, to - from);
     };
-    VARIANT::pack<low>(whole.get(), here.coded, bytes.get(), payload + here.code);
-    fill(here.code + (here.coded * low + 7) / 8, here.high);
+    VARIANT::pack<low>(whole.get(), here.length, bytes.get(), payload + here.code);
+    fill(here.code + (here.length * low + 7) / 8, here.high);
     if constexpr (high > 0) {
-      VARIANT::pack<high, low>(whole.get(), here.coded, bytes.get(), payload + here.high);
-      fill(here.high + (here.coded * high + 7) / 8, here.end);
+      VARIANT::pack<high, low>(whole.get(), here.length, bytes.get(), payload + here.high);
+      fill(here.high + (here.length * high + 7) / 8, here.end);
     }
   }
 
@@ -326,17 +319,12 @@ void reduce(const DecompressArguments &a) {
   int64_t done = 0;  // elements of the output
   for (int64_t block = 0; block < layout.blocks; ++block) {
     const Block here = block_of<Codec::bits>(layout, 0, block);
-    int64_t start = here.start, n = std::min(here.length, a.length - start);
-    if (n <= 0) continue;
+    const int64_t start = here.start, n = here.length;
+    if (n == 0) continue;  // a shard with fewer blocks than others
     clear(a, done, start);
     done = start + n;
-    int64_t real = std::min(here.length, layout.numel - start);
-    if (a.signs == nullptr) {
-      sum_codes<Codec>(a, here, block, n, 0, sum);
-    } else {
-      int64_t stages = sum_codes<Codec>(a, here, block, std::max(n, real), real, sum);
-      rotate_back(sum, diagonal.of(real), real, stages);
-    }
+    int64_t stages = sum_codes<Codec>(a, here, block, n, a.signs == nullptr ? 0 : n, sum);
+    if (a.signs != nullptr) rotate_back(sum, diagonal.of(n), n, stages);
     if (a.divisor != 1.0f)
       for (int64_t i = 0; i < n; ++i) sum[i] /= a.divisor;
     store_as(a.output_type, sum, n, a.output, start);

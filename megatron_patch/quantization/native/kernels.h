@@ -5,9 +5,9 @@
 // How a bucket is cut: quantization/layout.py.
 struct Layout {
   int64_t numel, shards, shard_size, bits, block, blocks, code_bytes, payload_bytes;
-  int64_t word_bytes;     // a block's codes begin at a multiple of it, where `places` tells where
+  int64_t word_bytes;     // a block's codes begin at a multiple of it
   const int32_t *places;  // [shards, blocks, 3]: a block's first element in its shard, its number of elements, and
-                          // the word where its codes begin; null for blocks counted from each shard's beginning
+                          // the word where its codes begin
 };
 
 enum CodecName : int64_t { UNIFORM = 0, LEVELS = 1, SIGN = 2 };
@@ -24,7 +24,6 @@ struct CompressArguments {
   uint16_t *error_scales;  // bf16 [shards, blocks], for ERROR_INT8; changed in place
   int64_t error_type;
   float old_weight, new_weight;  // beta and 1 - beta
-  const float *noise;      // [shards, blocks, block] in [0, 1) for stochastic rounding, or null
   uint8_t *payload;        // the codes and scales of all shards are written
   const int64_t *starts;   // [shards]: the byte where each one's payload begins
   double *statistics;      // [5]: sums of h^2, r^2, g^2, e^2 over finite blocks; blocks that are not; or null

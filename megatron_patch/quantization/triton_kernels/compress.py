@@ -63,17 +63,6 @@ def _load_16(pointer, at, count):
 
 
 @triton.jit
-def _load(pointer, count, ROWS: tl.constexpr, B: tl.constexpr, ALIGNED: tl.constexpr):
-    """The first `count` elements of a tile, [ROWS, B], zeros behind them."""
-    row = tl.arange(0, ROWS)[:, None] * B
-    if ALIGNED:
-        at = row + tl.arange(0, B)[None, :]
-        return tl.load(pointer + at, mask=at // 16 < count // 16, other=0)
-    at = row + tl.arange(0, B // 16)[None, :] * 16
-    return tl.reshape(_load_16(pointer, at, count), (ROWS, B))
-
-
-@triton.jit
 def _load_rows(pointer, start, length, ROWS: tl.constexpr, B: tl.constexpr, ALIGNED: tl.constexpr):
     """The `length` elements from `start` on, each [ROWS], as [ROWS, B], zeros behind them."""
     if ALIGNED:
@@ -97,13 +86,11 @@ def compress_kernel(
     gradient,  # fp32, bf16 (as int16) or fp16 [numel]
     error,  # int8, bf16 (as int16) or fp32 [shards, shard_size]; unused without
     error_scales,  # bf16 [shards, blocks] as int16
-    noise,  # fp32 [shards, blocks, B]
     payloads,  # uint8, end to end
     starts,  # where each shard's payload begins, in units of 16 bytes, int32 [shards + 1]
-    places,  # BlockTable.places, int32 [shards, blocks, 3]; unused in a regular cut
+    places,  # BlockTable.places, int32 [shards, blocks, 3]
     diagonal,  # rotation.diagonal, fp32 [B]; unused where nothing is rotated
     statistics,  # fp64 [5], zeros; unused where nothing is measured
-    numel,
     shard_size,
     blocks,
     code_bytes,
@@ -118,15 +105,12 @@ def compress_kernel(
     BF16: tl.constexpr,
     ERROR: tl.constexpr,  # 0: none, 1: int8, 2: bf16, 3: fp32
     ALIGNED: tl.constexpr,  # the bucket, shards and blocks are multiples of 16 elements, and begin there
-    REGULAR: tl.constexpr,
     WHOLE: tl.constexpr,  # every block has B elements
     LEVELS: tl.constexpr,  # the levels codec; else a sign is 1 bit, and more are uniform
     ROTATE: tl.constexpr,
     BETA_IS_ZERO: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
     MEASURE: tl.constexpr,
 ):
-    TILE: tl.constexpr = ROWS * B
     PLANES: tl.constexpr = BITS == 3
     WORD: tl.constexpr = 32 if B * (1 if PLANES else BITS) >= 32 else 16
     WORDS: tl.constexpr = B * (2 if PLANES else BITS) // WORD  # of a block (of its first plane)
@@ -138,16 +122,12 @@ def compress_kernel(
     program = tl.program_id(0)
     shard = tl.program_id(1).to(tl.int64)
     in_row = tl.arange(0, B)[None, :]
-    in_tile = tl.arange(0, ROWS)[:, None] * B + in_row
-    word_in_tile = tl.arange(0, ROWS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     base = shard * shard_size
-    count_in_shard = tl.minimum(tl.maximum(numel - base, 0), shard_size)  # of real elements
     if ALIGNED:  # so that the compiler sees: loads and stores may be 16 elements wide
         base = tl.multiple_of(base, 16)
     gradient += base
     error += base
     error_scales += shard * blocks
-    noise += shard * blocks * B
     sixteens = tl.load(starts + shard).to(tl.int64)
     payload = payloads + sixteens * 16
     words = payload.to(tl.pointer_type(tl.int32 if WORD == 32 else tl.int16), bitcast=True)
@@ -165,35 +145,23 @@ def compress_kernel(
         first_row = tile * tl.full([], ROWS, tl.int64)
         rows_left = blocks - tile * ROWS
         there = tl.arange(0, ROWS) < rows_left
-        start = first_row * B
-        count = tl.minimum(count_in_shard - start, TILE).to(tl.int32)  # of real elements in the tile
-        live = in_tile // 16 < count // 16 if ALIGNED else in_tile < count
-        at = start + in_tile  # where elements are in the shard
-        if REGULAR:
-            g = _load(gradient + start, count, ROWS, B, ALIGNED)
+        here = places + first_row * 3 + tl.arange(0, ROWS) * 3
+        first = tl.load(here, mask=there, other=0)
+        length = tl.load(here + 1, mask=there, other=0)
+        if ALIGNED:
+            first = tl.multiple_of(first, 16)
+            live = in_row // 16 < length[:, None] // 16
         else:
-            here = places + first_row * 3 + tl.arange(0, ROWS) * 3
-            first = tl.load(here, mask=there, other=0)
-            length = tl.load(here + 1, mask=there, other=0)
-            if ALIGNED:
-                first = tl.multiple_of(first, 16)
-                live = in_row // 16 < length[:, None] // 16
-            else:
-                live = in_row < length[:, None]
-            at = first[:, None] + in_row
-            g = _load_rows(gradient, first, length, ROWS, B, ALIGNED)
+            live = in_row < length[:, None]
+        at = first[:, None] + in_row  # where elements are in the shard
+        g = _load_rows(gradient, first, length, ROWS, B, ALIGNED)
         g = from_bf16(g) if BF16 else g.to(tl.float32)
-        if REGULAR:
-            length = tl.minimum(tl.maximum(count - tl.arange(0, ROWS) * B, 0), B)
         if ROTATE:
             g = rotation.scaled(g, diagonal, length, B, 16, WHOLE)
             g = rotation.hadamard(g, length, B, 16, WHOLE)
         h = g
         if ERROR != 0:
-            if REGULAR:
-                stored = _load(error + start, count, ROWS, B, ALIGNED)
-            else:
-                stored = _load_rows(error, first, length, ROWS, B, ALIGNED)
+            stored = _load_rows(error, first, length, ROWS, B, ALIGNED)
             if ERROR == 1:
                 old = from_bf16(tl.load(error_scales + first_row + tl.arange(0, ROWS), mask=there, other=0))
                 stored = stored.to(tl.float32)
@@ -235,15 +203,10 @@ def compress_kernel(
                 sums = tl.where(usable, levels.words_of(held, BITS, BITS, WORD), 0)
         elif BITS == 1:
             q = tl.where(h >= 0, 1.0, -1.0)
-            # A regular shard's fill is sent as +1.
-            on_wire = in_tile < tl.minimum(shard_size - start, TILE).to(tl.int32) if REGULAR else live
-            sums = packed(tl.where(on_wire & (q > 0), 1, 0), BITS, WORD)
+            sums = packed(tl.where(live & (q > 0), 1, 0), BITS, WORD)
         else:
             head, tail = inverse_of(scale * unit)
             ratio = quotient(near_one, head, tail)
-            if STOCHASTIC:
-                drawn = tl.load(noise + start + in_tile, mask=there[:, None], other=0.0)
-                ratio = tl.minimum(tl.maximum(tl.floor(ratio + drawn), -LIMIT), LIMIT)
             whole = ratio + (_WHOLE + HALF)
             q = whole - (_WHOLE + HALF)
             whole = whole.to(tl.int32, bitcast=True)
@@ -257,23 +220,9 @@ def compress_kernel(
                 sums = tl.where(usable, sums ^ as_int32(HALF * EACH), 0)
         if PLANES:
             low, high = planes.to_planes(even, odd)
-            if REGULAR:
-                first = start // WORD * 3 + tl.arange(0, ROWS) * (B * 3 // WORD)
-                second = first + B * 2 // WORD
-                planes.store(words, halves, first, second, low, high, tl.where(there, B, 0), WORD)
-            else:
-                at_word = tl.load(here + 2, mask=there, other=0)
-                second = at_word + tl.cdiv(2 * length, WORD)
-                planes.store(words, halves, at_word, second, low, high, length, WORD)
-        elif REGULAR:
-            words_left = tl.minimum(
-                code_bytes // (WORD // 8) - tile * (ROWS * WORDS), tl.minimum(rows_left, ROWS) * WORDS
-            )
-            tl.store(
-                words + start // (WORD // BITS) + word_in_tile,
-                sums.to(words.dtype.element_ty),
-                mask=word_in_tile < words_left.to(tl.int32),
-            )
+            at_word = tl.load(here + 2, mask=there, other=0)
+            second = at_word + tl.cdiv(2 * length, WORD)
+            planes.store(words, halves, at_word, second, low, high, length, WORD)
         else:
             word = tl.arange(0, WORDS)[None, :]
             tl.store(
@@ -318,23 +267,20 @@ def compress_kernel(
                 tl.store(error + at, to_bf16(average), mask=sent)
             else:
                 tl.store(error + at, average, mask=sent)
-    if not REGULAR:  # what other shards' codes need more
-        last = places + (blocks - tl.full([], 1, tl.int64)) * 3
-        length_of_last = tl.load(last + 1)
-        if PLANES:
-            used = tl.load(last + 2) + tl.cdiv(length_of_last * 2, WORD) + tl.cdiv(length_of_last, WORD)
-        else:
-            used = tl.load(last + 2) + tl.cdiv(length_of_last * BITS, WORD)
-        for rest_of_codes in tl.range(
-            used + program.to(tl.int64) * 128, code_bytes // (WORD // 8), tl.num_programs(0) * 128
-        ):
-            unused = rest_of_codes + tl.arange(0, 128)
-            zeros = tl.zeros([128], words.dtype.element_ty)
-            tl.store(words + unused, zeros, mask=unused < code_bytes // (WORD // 8))
-    if program == 0:  # what alignment leaves behind codes and behind scales
-        if REGULAR:
-            gap = blocks * tl.full([], B * BITS // 8, tl.int64) + tl.arange(0, 16)
-            tl.store(payload + gap, tl.zeros([16], tl.uint8), mask=gap < code_bytes)
+    # What other shards' codes need more, and what alignment leaves behind codes.
+    last = places + (blocks - tl.full([], 1, tl.int64)) * 3
+    length_of_last = tl.load(last + 1)
+    if PLANES:
+        used = tl.load(last + 2) + tl.cdiv(length_of_last * 2, WORD) + tl.cdiv(length_of_last, WORD)
+    else:
+        used = tl.load(last + 2) + tl.cdiv(length_of_last * BITS, WORD)
+    for rest_of_codes in tl.range(
+        used + program.to(tl.int64) * 128, code_bytes // (WORD // 8), tl.num_programs(0) * 128
+    ):
+        unused = rest_of_codes + tl.arange(0, 128)
+        zeros = tl.zeros([128], words.dtype.element_ty)
+        tl.store(words + unused, zeros, mask=unused < code_bytes // (WORD // 8))
+    if program == 0:  # what alignment leaves behind scales
         end = blocks * tl.full([], 2, tl.int64) + code_bytes
         gap = end + tl.arange(0, 16)
         tl.store(payload + gap, tl.zeros([16], tl.uint8), mask=gap < tl.cdiv(end, 16) * 16)

@@ -56,15 +56,12 @@ def _codes(words, ones, BITS: tl.constexpr, FIELD: tl.constexpr, WORD: tl.conste
 def decompress_reduce_kernel(
     words,  # payloads [senders or shards, payload_bytes] as words: int32; int16 where a block has less bits
     scales,  # the same as int16, from the first scale on
-    places,  # BlockTable.places, int32 [shards, blocks, 3]; unused in a regular cut
+    places,  # BlockTable.places, int32 [shards, blocks, 3]
     diagonal,  # rotation.diagonal, fp32 [B]; unused where nothing is rotated back
-    output,  # [length]; bf16 as int16
-    length,
-    numel,  # of real elements
+    output,  # [numel] or more; bf16 as int16
     shard_size,
     blocks,
     senders,
-    code_quads,  # bytes / 16
     payload_quads,
     ones,  # 1 in every bit of a code's field
     divisor,
@@ -73,7 +70,6 @@ def decompress_reduce_kernel(
     LANES: tl.constexpr,
     V: tl.constexpr,
     SHARDS: tl.constexpr,  # payloads are of as many shards, one each; else of one shard's senders
-    REGULAR: tl.constexpr,
     WHOLE: tl.constexpr,  # every block has B elements
     LEVELS: tl.constexpr,  # the levels codec; else a sign is 1 bit, and more are uniform
     ROTATE: tl.constexpr,
@@ -89,43 +85,26 @@ def decompress_reduce_kernel(
     program = tl.program_id(0).to(tl.int64)
     payload_words = payload_quads * tl.full([], 128 // WORD, tl.int64)
     payload_scales = payload_quads * tl.full([], 8, tl.int64)
-    first_element = program * (LANES * LANE)
     if SHARDS:
         shard = tl.program_id(1).to(tl.int64)
         words += shard * payload_words
         scales += shard * payload_scales
         places += shard * blocks * 3
         output += shard * shard_size
-        length = tl.minimum(tl.maximum(length - shard * shard_size, 0), shard_size)
-        numel = tl.minimum(tl.maximum(numel - shard * shard_size, 0), shard_size)
     places += program * (ROWS * 3)
     blocks = tl.minimum(blocks - program * ROWS, ROWS).to(tl.int32)
     lane = tl.arange(0, LANES)
     block = lane // (B // LANE)
-    if REGULAR:
-        code_words = code_quads * tl.full([], 128 // WORD, tl.int64) - program * (LANES * V)
-        there = (lane * V < tl.minimum(code_words, LANES * V).to(tl.int32)) & (block < blocks)
-        if PLANES:
-            there = block < blocks
-            in_block = lane % (B // LANE)
-            words += program * (ROWS * (B * 3 // WORD))
-            second = words + (block * (B * 3 // WORD) + B * 2 // WORD + in_block)
-            words += (block * (B * 3 // WORD) + in_block * V)[:, None] + tl.arange(0, V)[None, :]
-        else:
-            words += program * (LANES * V)
-            words += lane[:, None] * V + tl.arange(0, V)[None, :]
-        coded_there = there[:, None]
-    else:
-        in_block = lane % (B // LANE)
-        start = tl.load(places + 3 * block, mask=block < blocks, other=0)
-        block_length = tl.load(places + 3 * block + 1, mask=block < blocks, other=0)
-        word = in_block[:, None] * V + tl.arange(0, V)[None, :]
-        there = in_block * LANE < block_length
-        coded_there = word * (WORD // WIDTH) < block_length[:, None]
-        first = tl.load(places + 3 * block + 2, mask=there, other=0).to(tl.int64)
-        if PLANES:
-            second = words + (first + tl.cdiv(block_length * 2, WORD) + in_block)
-        words += first[:, None] + word
+    in_block = lane % (B // LANE)
+    start = tl.load(places + 3 * block, mask=block < blocks, other=0)
+    length = tl.load(places + 3 * block + 1, mask=block < blocks, other=0)
+    word = in_block[:, None] * V + tl.arange(0, V)[None, :]
+    there = in_block * LANE < length
+    coded_there = word * (WORD // WIDTH) < length[:, None]
+    first = tl.load(places + 3 * block + 2, mask=there, other=0).to(tl.int64)
+    if PLANES:
+        second = words + (first + tl.cdiv(length * 2, WORD) + in_block)
+    words += first[:, None] + word
     scales += program * ROWS
     scales += block
     # An argument, not a constant: it, and its shifts, stay in registers, beside the exponents as constants.
@@ -150,22 +129,13 @@ def decompress_reduce_kernel(
     if ROTATE:
         total = tl.reshape(total, (ROWS, B))
         row = tl.arange(0, ROWS)
-        if REGULAR:
-            in_program = tl.minimum(tl.maximum(numel - first_element, 0), ROWS * B).to(tl.int32)
-            real = tl.minimum(tl.maximum(in_program - row * B, 0), B)
-        else:
-            real = tl.load(places + 3 * row + 1, mask=row < blocks, other=0)
+        real = tl.load(places + 3 * row + 1, mask=row < blocks, other=0)
         total = rotation.hadamard(total, real, B, LANE, WHOLE)
         total = tl.reshape(rotation.scaled(total, diagonal, real, B, LANE, WHOLE), (LANES, LANE))
     if DIVIDE:
         total = tl.div_rn(total, tl.zeros([LANES, LANE], tl.float32) + divisor)
-    if REGULAR:
-        output += first_element
-        at = lane[:, None] * LANE + tl.arange(0, LANE)[None, :]
-        wanted = at < tl.minimum(length - first_element, LANES * LANE).to(tl.int32)
-    else:
-        at = in_block[:, None] * LANE + tl.arange(0, LANE)[None, :]
-        wanted = at < tl.minimum(block_length, length - start)[:, None]
-        at += start[:, None]
+    at = in_block[:, None] * LANE + tl.arange(0, LANE)[None, :]
+    wanted = at < length[:, None]
+    at += start[:, None]
     total = to_bf16(total) if BF16 else total.to(output.dtype.element_ty)
     tl.store(output + at, total, mask=wanted)

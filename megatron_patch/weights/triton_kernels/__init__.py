@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 import triton
 
-from megatron_patch.quantization.triton_kernels.launches import launch
 from megatron_patch.weights.code import (
     CODED,
     HEADER_BYTES,
@@ -44,12 +43,12 @@ def encode(old: torch.Tensor, new: torch.Tensor, message: torch.Tensor) -> int:
     sums = torch.empty(5, tiles, dtype=torch.int64, device=old.device)
     wrong = torch.zeros(1, dtype=torch.int32, device=old.device)
     if tiles:
-        launch(count_kernel, (tiles,), old, new, counts, sums, n, tiles, **_PLAIN)
+        count_kernel[(tiles,)](old, new, counts, sums, n, tiles, **_PLAIN)
     sizes = torch.empty(5 * tiles + 1, dtype=torch.int64, device=old.device)
     sizes[0].fill_(HEADER_BYTES + 8 * tiles)
     if tiles:
         grid = (triton.cdiv(tiles, TILES_AT_ONCE.value),)
-        launch(sizes_kernel, grid, counts, sizes[1:], wrong, n, tiles, **_PLAIN)
+        sizes_kernel[grid](counts, sizes[1:], wrong, n, tiles, **_PLAIN)
     places = sizes.cumsum(0)  # where each piece begins, plane after plane, and where the last one ends
     size = int(places[-1])
     kind = CODED if size < bound(n) else RAW
@@ -79,13 +78,18 @@ def decode(
     sizes = torch.empty(senders, 5 * tiles + 1, dtype=torch.int64, device=shards.device)
     grid = (triton.cdiv(max(tiles, 1), TILES_AT_ONCE.value), senders)
     row = messages.shape[1]
-    launch(message_sizes_kernel, grid, messages, places, sizes, wrong, row, n, tiles, **_PLAIN)
+    message_sizes_kernel[grid](messages, places, sizes, wrong, row, n, tiles, **_PLAIN)
     pieces = sizes.cumsum(1)
     if tiles:
         arguments = messages, places, shards, pieces, wrong, sums, row, n, tiles, own
-        launch(apply_kernel, (tiles, senders), *arguments, SIXTEENS=n % 16 == 0, **_APPLY)
+        apply_kernel[
+            (
+                tiles,
+                senders,
+            )
+        ](*arguments, SIXTEENS=n % 16 == 0, **_APPLY)
     arguments = messages, places, pieces, wrong, sums.sum(2), found, row, n, tiles, own
-    launch(verdict_kernel, (senders,), *arguments, num_warps=1, **_PLAIN)
+    verdict_kernel[(senders,)](*arguments, num_warps=1, **_PLAIN)
 
 
 def sums(weights: torch.Tensor) -> torch.Tensor:
@@ -94,7 +98,12 @@ def sums(weights: torch.Tensor) -> torch.Tensor:
     found = torch.zeros(*weights.shape[:-1], 2, dtype=torch.int64, device=weights.device)
     programs = min(tiles_of(n), 2 if _interpreted(weights) else _PROGRAMS)
     if programs and rows:
-        launch(sums_kernel, (programs, rows), weights, found, n, SIXTEENS=n % 16 == 0, **_PLAIN)
+        sums_kernel[
+            (
+                programs,
+                rows,
+            )
+        ](weights, found, n, SIXTEENS=n % 16 == 0, **_PLAIN)
     return found
 
 
@@ -108,8 +117,8 @@ def _write_planes(
     fours = torch.empty(at_once * TILE, dtype=torch.uint8, device=old.device)
     for first in range(0, tiles, at_once):
         grid = (min(at_once, tiles - first),)
-        launch(place_kernel, grid, old, new, counts, places, message, few, fours, n, tiles, first, **_PLAIN)
-        launch(pack_kernel, grid, counts, places, message, few, fours, tiles, first, **_PLAIN)
+        place_kernel[grid](old, new, counts, places, message, few, fours, n, tiles, first, **_PLAIN)
+        pack_kernel[grid](counts, places, message, few, fours, tiles, first, **_PLAIN)
 
 
 def _interpreted(tensor: torch.Tensor) -> bool:

@@ -65,7 +65,7 @@ def compress(
         tensors, beta = sender.error.tensors(), sender.error.beta
         moved += 2 * sender.error.nbytes
     ways: dict[str, Callable[[torch.Tensor], object]] = {}
-    rest = (payload, sender.codec, layout, tensors, beta, None, None)  # as in a step that is not logged
+    rest = (payload, sender.codec, layout, tensors, beta, None)  # as in a step that is not logged
     fused = _fused(sender.codec, layout, device)
     if fused is not None:
         ways["triton"] = lambda g: fused.compress(g, *rest)

@@ -63,7 +63,7 @@ def values_of(position: Position) -> torch.Tensor:
 @pytest.mark.parametrize("rotated", [False, True])
 def test_a_manifest_tells_where_blocks_lie_and_whether_they_are_rotated(name, dtype, rotated):
     kind, layout, position = HELD[name]
-    assert layout.table is not None
+    assert not layout.by_shard
     error = saved(layout, dtype, values_of(position), rotated)
     part = Part(kind, PIECES, NUMEL, position, 0, 2, 1.0, SPANS)
     storage = Storage(layout.shards, S, 64, dtype, layout.blocks, rotated)
@@ -79,7 +79,7 @@ def test_a_manifest_tells_where_blocks_lie_and_whether_they_are_rotated(name, dt
 @pytest.mark.parametrize("name", HELD)
 def test_errors_of_0_1_0_are_decoded_with_their_blocks_and_encoded_anew(name, dtype):
     kind, layout, position = HELD[name]
-    old_layout = BlockLayout(position.numel, layout.shards, S, 4, 64)
+    old_layout = BlockLayout.by_shards(position.numel, layout.shards, S, 4, 64)
     values = values_of(position)
     old = saved(old_layout, dtype, values)
     part = Part(kind, PIECES, NUMEL, position, 0, 2, 1.0)

@@ -27,7 +27,6 @@ LOCO = {
     "bits": 4,
     "start_step": 0,
     "codec": "uniform",
-    "rounding": "stochastic",
     "reset_interval": 5,
 }
 ROTATED = {"method": "loco", "bits": 4, "start_step": 0}

@@ -252,13 +252,9 @@ def twice(model: dict[str, Any], compression: dict[str, Any]) -> tuple[Any, Any]
     return trained(model, compression), trained(model, compression)
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_the_same_seed_gives_the_same_bits(pool, rounding):
-    seeds = [pool.run(twice, SEVERAL, {"rounding": rounding, "seed": seed}) for seed in (1, 2)]
-    for first, second in seeds[0]:
+def test_a_run_gives_the_same_bits_again(pool):
+    for first, second in pool.run(twice, SEVERAL, {}):
         assert same(first, second)
-    others = [same(mine[0], theirs[0]) for mine, theirs in zip(*seeds, strict=True)]
-    assert others == [rounding == "nearest"] * RANKS
 
 
 def offloaded(offload: bool) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 from megatron_patch.errors import UserError
 from megatron_patch.workflows.cli import main
 from megatron_patch.workflows.run import configuration, run_folder
-from megatron_patch.workflows.run.recipes import shipped
+from megatron_patch.workflows.run.configuration import shipped
 
 LLAMA = shipped("configs/models/llama_tiny.yaml")
 RECIPES = sorted(path for path in shipped("configs").glob("*/*.yaml") if path.parent.name != "ablations")
