@@ -1,46 +1,43 @@
 """`megatron-loco prepare-data`: from text to the `.bin` and `.idx` files that Megatron trains on.
 
 Megatron-core writes the files (its own `IndexedDatasetBuilder`); this workflow finds the documents, shuffles
-and tokenizes them (`tokenization`), and sees to it that a data set is either whole or absent (`data_files`).
-A fingerprint of source and options makes a second call with the same arguments a no-op. Megatron, torch and
-the tokenizer libraries are imported only once there is work for them: that takes longer than the work.
+and tokenizes them, and sees to it that a data set is either whole or absent. A second call with the same
+arguments does nothing unless a file of the source has changed. Megatron, torch and the tokenizer libraries
+are imported only once there is work for them: that takes longer than the work.
 """
 
 import argparse
 import contextlib
-import hashlib
-import json
 import sys
+import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_patch.errors import UserError
-from megatron_patch.workflows.data.corpus import Advance, Corpus, find_files, open_corpus
+from megatron_patch.workflows.data.corpus import (
+    Advance,
+    Corpus,
+    Installed,
+    find_files,
+    open_corpus,
+    parse_source,
+)
 from megatron_patch.workflows.data.files import (
-    FORMAT,
     Manifest,
     beside,
-    commit,
     is_foreign_json,
     is_whole,
     load_manifest,
     megatron_flags,
-    partial_folder,
+    move_into_place,
 )
-from megatron_patch.workflows.data.installed import Installed, parse_source
-from megatron_patch.workflows.data.tokenization import (
-    Encoder,
-    TokenizerSpec,
-    load_encoder,
-    parse_tokenizer,
-    train_bpe,
-)
+from megatron_patch.workflows.data.tokenization import Encoder, load_encoder, parse_tokenizer, train_bpe
 
-_BATCH_BYTES = 4 << 20  # tokenized at once, over all cores
-_FEW_DOCUMENTS = 34  # below, Megatron's default split 969,30,1 can leave validation without a document
-_LINE_SECONDS = 10.0  # between two progress lines where there is no terminal
+_BATCH_BYTES = 4 << 20  # They are tokenized at once, over all cores.
+_FEW_DOCUMENTS = 34  # Below, Megatron's default split 969,30,1 can leave validation without a document.
 
 
 def prepare(
@@ -57,7 +54,7 @@ def prepare(
 ) -> Manifest:
     """Tokenize `source` into the Megatron data set PREFIX.bin, PREFIX.idx, PREFIX.json.
 
-    A data set of the same fingerprint is left as it is, unless `force` is set.
+    A data set of the same source and options is left as it is, unless `force` is set.
 
     Args:
         source: a folder, a text or JSON lines file, or the source of installed packages (`parse_source`).
@@ -69,7 +66,7 @@ def prepare(
         seed: of the shuffle of the documents.
 
     Raises:
-        UserError: bad input, or output that cannot be written; PREFIX is then as it was, or has no manifest.
+        UserError: bad input, or output that cannot be written; PREFIX is then as it was, or has no index.
     """
     if max_bytes is not None and max_bytes < 1:
         raise UserError(f"max-bytes: {max_bytes}; allowed: 1 or more")
@@ -83,29 +80,39 @@ def prepare(
     files = find_files(
         source, include, lambda p: p.absolute() in outputs or p.absolute().parent == tokenizer_folder
     )
-    options = {"tokenizer": spec.identity, "json_key": json_key, "max_bytes": max_bytes, "seed": seed}
-    fingerprint = _fingerprint(files, source, options)
+    origin = str(source if isinstance(source, Installed) else source.absolute())
+    nbytes = sum(path.stat().st_size for path in files)
+    options: dict[str, Any] = {"tokenizer": tokenizer, "json_key": json_key, "max_bytes": max_bytes}
+    options |= {"seed": seed, "include": list(include), "files": len(files), "bytes": nbytes}
+    # A package's files have the times of its installation, and its version is in its name.
+    watched = [*(files if isinstance(source, Path) else ()), *([spec.path] if spec.kind == "file" else ())]
     try:
         if is_foreign_json(prefix):
             raise UserError(f"out: {beside(prefix, '.json')} exists and is no manifest; choose another --out")
         existing = None
-        with contextlib.suppress(UserError):  # a damaged data set is one to be prepared again
+        with contextlib.suppress(UserError):  # A damaged data set is one to be prepared again.
             existing = load_manifest(prefix)
-        if existing and existing.fingerprint == fingerprint and not force:
+        same = existing and (existing.source, existing.options) == (origin, options)
+        if existing and same and not force and not _newer(watched, beside(prefix, ".json")):
             _say(f"{prefix} is already prepared from this source and options; --force does it again", quiet)
             return existing
+        if existing is None and not force and is_whole(prefix):
+            raise UserError(
+                f"out: {prefix} is a Megatron data set that prepare-data did not make; "
+                "choose another --out, or overwrite it with --force"
+            )
         prefix.parent.mkdir(parents=True, exist_ok=True)
-        with partial_folder(prefix) as (folder, leftovers):
-            ours = leftovers or beside(prefix, ".json").exists()
-            if not (ours or force) and is_whole(prefix):
-                raise UserError(
-                    f"out: {prefix} is a Megatron data set that prepare-data did not make; "
-                    "choose another --out, or overwrite it with --force"
-                )
-            start = time.monotonic()
-            with _progress("find documents", sum(path.stat().st_size for path in files), quiet) as advance:
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory(".partial", f".{prefix.name}.", prefix.parent) as name:
+            folder = Path(name)
+            with _progress("find documents", nbytes, quiet) as advance:
                 corpus = open_corpus(files, json_key, max_bytes, seed, advance)
-            encoder = _make_encoder(spec, corpus, quiet)
+            if spec.kind == "bpe":
+                with _progress("train tokenizer", corpus.source_bytes, quiet) as advance:
+                    texts = (text for batch in _batches(corpus, advance) for text in batch)
+                    encoder: Encoder = train_bpe(spec.size, texts)
+            else:
+                encoder = load_encoder(spec)
             encoder.save(folder / "tokenizer")
             documents, tokens = _write(folder / "set", corpus, encoder, quiet)
             manifest = Manifest(
@@ -114,20 +121,17 @@ def prepare(
                 eod=encoder.eod,
                 documents=documents,
                 tokens=tokens,
-                source=str(source if isinstance(source, Installed) else source.absolute()),
+                source=origin,
                 source_bytes=corpus.source_bytes,
-                fingerprint=fingerprint,
-                files={},  # commit fills them in
                 megatron_flags=megatron_flags(spec.kind, prefix),
+                options=options,
             )
-            manifest = commit(folder, prefix, manifest)
+            manifest = move_into_place(folder, prefix, manifest)
     except OSError as error:
         raise UserError(f"out: cannot write {prefix}: {error.strerror or error}") from error
-    _say(
-        f"{prefix}: {documents:,} documents, {tokens:,} tokens, vocabulary {encoder.vocab_size}, "
-        f"{time.monotonic() - start:.1f} s",
-        quiet,
-    )
+    seconds = time.monotonic() - start
+    vocabulary = f"vocabulary {encoder.vocab_size}, {seconds:.1f} s"
+    _say(f"{prefix}: {documents:,} documents, {tokens:,} tokens, {vocabulary}", quiet)
     if documents < _FEW_DOCUMENTS:
         _say(
             "few documents: Megatron splits by document, so check that --split leaves some to validate", quiet
@@ -135,18 +139,16 @@ def prepare(
     return manifest
 
 
-def _make_encoder(spec: TokenizerSpec, corpus: Corpus, quiet: bool) -> Encoder:
-    if spec.kind != "bpe":
-        return load_encoder(spec)
-    with _progress("train tokenizer", corpus.source_bytes, quiet) as advance:
-        return train_bpe(spec.size, (text for batch in _batches(corpus, advance) for text in batch))
+def _newer(files: Sequence[Path], manifest: Path) -> bool:
+    written = manifest.stat().st_mtime_ns
+    return any(path.stat().st_mtime_ns >= written for path in files)
 
 
 def _write(stem: Path, corpus: Corpus, encoder: Encoder, quiet: bool) -> tuple[int, int]:
     """Write `stem`.bin and `stem`.idx; returns the numbers of documents and tokens."""
     _say("loading megatron-core", quiet or not sys.stderr.isatty())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about Apex and Transformer Engine, which play no part here
+        warnings.simplefilter("ignore")  # They name Apex and Transformer Engine, which play no part.
         from megatron.core.datasets import indexed_dataset
 
     documents = tokens = 0
@@ -166,22 +168,6 @@ def _write(stem: Path, corpus: Corpus, encoder: Encoder, quiet: bool) -> tuple[i
     if not documents:
         raise UserError(f"source: all {len(corpus.table)} documents are empty")
     return documents, tokens
-
-
-def _fingerprint(files: list[Path], source: Path | Installed, options: Mapping[str, object]) -> str:
-    """SHA-256 of options and of the files' names below the source, sizes and times of change."""
-    digest = hashlib.sha256(json.dumps([FORMAT, options], sort_keys=True).encode())
-    root = None
-    if isinstance(source, Path):
-        root = source if source.is_dir() else files[0].parent
-    for path in files:
-        try:
-            state = path.stat()
-        except OSError as error:
-            raise UserError(f"source: cannot read {path}: {error.strerror}") from error
-        name = path.relative_to(root) if root else path
-        digest.update(f"{name}\0{state.st_size}\0{state.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
-    return digest.hexdigest()
 
 
 def _batches(corpus: Corpus, advance: Advance) -> Iterator[list[bytes]]:
@@ -207,38 +193,16 @@ def _say(line: str, quiet: bool) -> None:
 
 @contextlib.contextmanager
 def _progress(label: str, total: int, quiet: bool) -> Iterator[Advance]:
-    """Yields a function that is called with the bytes done since its last call.
+    """Yields a function that is called with the bytes done since its last call; a terminal shows a bar."""
+    from rich import console, progress
 
-    It shows a bar on a terminal, else a line every ten seconds.
-    """
-    if quiet:
-        yield lambda done: None
-    elif sys.stderr.isatty():
-        from rich import console, progress
-
-        columns = (
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(),
-            progress.DownloadColumn(),
-            progress.TimeRemainingColumn(),
-        )
-        with progress.Progress(*columns, console=console.Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(label, total=total)
-            yield lambda done: bar.advance(task, done)
-    else:
-        start = last = time.monotonic()
-        count = 0
-
-        def advance(done: int) -> None:
-            nonlocal count, last
-            count, now = count + done, time.monotonic()
-            if now - last >= _LINE_SECONDS:
-                last, left = now, (now - start) * (total - count) / max(count, 1)
-                _say(f"{label}: {count / 1e6:.0f} of {total / 1e6:.0f} MB, {left:.0f} s left", quiet)
-
-        yield advance
-        if time.monotonic() - start > _LINE_SECONDS / 10:
-            _say(f"{label}: {count / 1e6:.1f} MB in {time.monotonic() - start:.1f} s", quiet)
+    columns: list[Any] = ["{task.description}", progress.BarColumn(), progress.DownloadColumn()]
+    columns += [progress.TimeRemainingColumn()]
+    silent = quiet or not sys.stderr.isatty()
+    shown = console.Console(stderr=True)
+    with progress.Progress(*columns, console=shown, transient=True, disable=silent) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda done: bar.advance(task, done)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

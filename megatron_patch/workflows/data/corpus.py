@@ -1,17 +1,27 @@
-"""From source files to documents.
+"""From a source to documents.
 
-A source is a folder or one file. A text file is one document; a `.jsonl` or `.json` file holds one document
-per line, under a key. `Corpus` does not hold the text: it holds a table of (file, offset, length), shuffled
-with a seed, so that a corpus larger than memory can still be shuffled by document. The shuffle matters:
-Megatron cuts a data set into contiguous training and validation parts, and files in alphabetical order would
-give it a validation set on other topics than the training set.
+    FOLDER, FILE                      text files, a document each; .jsonl and .json files, a document per line
+    stdlib                            Python's own library
+    installed:stdlib,sympy,scipy      the .py files of packages
+    installed:torch/include/*.h       a package's files by a pattern on the path below it; `*` crosses slashes
+
+Packages are there wherever this one is. Their files' order depends on the packages' versions alone: runs on
+two machines see the same documents in the same order.
+
+`Corpus` does not hold the text but a table of (file, offset, length), shuffled with a seed, so that a corpus
+larger than memory can be shuffled by document. Megatron cuts a data set into contiguous training and
+validation parts: files in alphabetical order would give it a validation set on other topics.
 """
 
 import fnmatch
+import importlib.util
 import json
+import platform
+import sysconfig
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,13 +29,60 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_patch.errors import UserError
-from megatron_patch.workflows.data.installed import SKIPPED, Installed
 
-Advance = Callable[[int], None]  # called with the source bytes done since its last call
-
-JSON_SUFFIXES = {".jsonl", ".json"}
+Advance = Callable[[int], None]  # It is called with the source bytes done since its last call.
+_PREFIX = "installed:"
+_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+"""Folders of packages: the standard library's tests are more than half of its bytes, and much of that is
+tables of odd characters; `encodings` and `pydoc_data` are generated. One such file in a validation split
+would decide its loss."""
+_JSON_SUFFIXES = {".jsonl", ".json"}
 _OPEN_FILES = 64
-_MAX_DOCUMENT = 2**31 - 2  # Megatron's index counts a document's tokens in int32
+_MAX_DOCUMENT = 2**31 - 2  # Megatron's index counts a document's tokens in int32.
+
+
+@dataclass(frozen=True)
+class Installed:
+    """Packages, each with the pattern of its files."""
+
+    items: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        """The packages with their versions."""
+        return ", ".join(f"{name} {_version(name)} {pattern}" for name, pattern in self.items)
+
+
+STDLIB = Installed((("stdlib", "*.py"),))
+
+
+def parse_source(text: str) -> Path | Installed:
+    """`stdlib`, `installed:NAME[/PATTERN],...`, or the path of a folder or file."""
+    if text == "stdlib":
+        return STDLIB
+    if not text.startswith(_PREFIX):
+        return Path(text)
+    items = [item.strip().partition("/") for item in text.removeprefix(_PREFIX).split(",")]
+    if not all(name for name, _, _ in items):
+        raise UserError(f"source: {text!r} names no package; allowed: {_PREFIX}NAME,NAME/PATTERN, ...")
+    return Installed(tuple((name, pattern or "*.py") for name, _, pattern in items))
+
+
+def _package_folder(name: str) -> Path:
+    if name == "stdlib":
+        return Path(sysconfig.get_paths()["stdlib"])
+    found = importlib.util.find_spec(name) if name.isidentifier() else None
+    if found is None or not found.submodule_search_locations:
+        raise UserError(f"source: {_PREFIX}{name}: no package of that name is installed")
+    return Path(found.submodule_search_locations[0])
+
+
+def _version(name: str) -> str:
+    if name == "stdlib":
+        return platform.python_version()
+    try:
+        return metadata.version(metadata.packages_distributions().get(name, [name])[0])
+    except metadata.PackageNotFoundError:
+        return "?"
 
 
 def find_files(source: Path | Installed, include: Sequence[str], skip: Callable[[Path], bool]) -> list[Path]:
@@ -34,16 +91,17 @@ def find_files(source: Path | Installed, include: Sequence[str], skip: Callable[
     A pattern with a slash is matched against the path below the source, others against the file's name; `*`
     also crosses slashes. Of installed packages `include` takes the place of the patterns.
     """
-    if not isinstance(source, Installed):
-        return _files_below(source, tuple(include) or ("*",), frozenset(), skip)
+    if isinstance(source, Path):
+        return _files_below(source, tuple(include) or ("*",), set(), skip)
     found = [
-        _files_below(root, tuple(include) or (pattern,), SKIPPED, skip) for root, pattern in source.roots()
+        _files_below(_package_folder(name), tuple(include) or (pattern,), _SKIPPED, skip)
+        for name, pattern in source.items
     ]
     return [path for files in found for path in files]
 
 
 def _files_below(
-    root: Path, patterns: Sequence[str], unwanted: frozenset[str], skip: Callable[[Path], bool]
+    root: Path, patterns: Sequence[str], unwanted: set[str], skip: Callable[[Path], bool]
 ) -> list[Path]:
     def refuse(error: OSError) -> None:
         raise UserError(f"source: cannot read {error.filename}: {error.strerror}")
@@ -102,31 +160,25 @@ class Corpus:
             _close(opened)
 
     def _json_text(self, raw: bytes, path: Path, offset: int) -> bytes:
-        def problem(what: str) -> UserError:
-            number = at = 0
-            with path.open("rb") as stream:
-                for number, line in enumerate(stream, start=1):  # noqa: B007
-                    if at >= offset:
-                        break
-                    at += len(line)
-            return UserError(f"source: {path}:{number}: {what}")
-
         try:
             # utf-8-sig: some editors open a file with a byte order mark.
             entry = json.loads(raw.decode("utf-8-sig", errors="replace"))
+            problem = f"a JSON {type(entry).__name__}; allowed: one JSON object per line"
         except (ValueError, RecursionError) as error:
             why = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-            raise problem(f"not valid JSON ({why}); allowed: one JSON object per line") from None
-        if not isinstance(entry, dict):
-            raise problem(f"a JSON {type(entry).__name__}; allowed: one JSON object per line")
-        if self.json_key not in entry:
-            found = ", ".join(list(entry)[:10]) or "none"
-            raise problem(f"no key {self.json_key!r} (--json-key); keys found: {found}")
-        text = entry[self.json_key]
-        if not isinstance(text, str):
-            raise problem(f"key {self.json_key!r} holds a {type(text).__name__}; allowed: a string")
-        # JSON can spell half a surrogate pair, which UTF-8 cannot.
-        return text.encode("utf-8", errors="replace")
+            entry, problem = None, f"not valid JSON ({why}); allowed: one JSON object per line"
+        if isinstance(entry, dict):
+            text = entry.get(self.json_key)
+            if isinstance(text, str):
+                # JSON can spell half a surrogate pair, which UTF-8 cannot.
+                return text.encode("utf-8", errors="replace")
+            problem = f"key {self.json_key!r} holds a {type(text).__name__}; allowed: a string"
+            if self.json_key not in entry:
+                found = ", ".join(list(entry)[:10]) or "none"
+                problem = f"no key {self.json_key!r} (--json-key); keys found: {found}"
+        with path.open("rb") as stream:
+            number = stream.read(offset).count(b"\n") + 1
+        raise UserError(f"source: {path}:{number}: {problem}")
 
 
 def open_corpus(
@@ -139,11 +191,17 @@ def open_corpus(
     rows = array("q")
     for number, path in enumerate(files):
         try:
+            size = path.stat().st_size
             if _is_json(path):
-                _add_lines(rows, number, path, advance)
-            elif size := path.stat().st_size:
+                offset = 0
+                with path.open("rb") as stream:
+                    for line in stream:
+                        if not line.isspace():
+                            rows.extend((number, offset, len(line)))
+                        offset += len(line)
+            elif size:
                 rows.extend((number, 0, size))
-                advance(size)
+            advance(size)
         except OSError as error:
             raise UserError(f"source: cannot read {path}: {error.strerror}") from error
     table = np.array(rows, dtype=np.int64).reshape(-1, 3)
@@ -168,21 +226,8 @@ def open_corpus(
     return Corpus(files, table, json_key)
 
 
-def _add_lines(rows: array[int], number: int, path: Path, advance: Advance) -> None:
-    offset = reported = 0
-    with path.open("rb") as stream:
-        for line in stream:
-            if not line.isspace():
-                rows.extend((number, offset, len(line)))
-            offset += len(line)
-            if offset - reported > 1 << 24:
-                advance(offset - reported)
-                reported = offset
-    advance(offset - reported)
-
-
 def _is_json(path: Path) -> bool:
-    return path.suffix.lower() in JSON_SUFFIXES
+    return path.suffix.lower() in _JSON_SUFFIXES
 
 
 def _close(opened: dict[int, BinaryIO]) -> None:

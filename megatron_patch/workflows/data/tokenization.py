@@ -7,7 +7,6 @@ An `Encoder` turns documents into ids, each document closed by the end-of-docume
     tokenizer.json  a Hugging Face tokenizer file, used as it is
 """
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,12 +34,6 @@ class TokenizerSpec:
     path: Path = Path()
     content: str = ""
     eos: str | None = None
-
-    @property
-    def identity(self) -> str:
-        """What decides the ids, for the fingerprint; a path does not, its content does."""
-        content = hashlib.sha256(self.content.encode("utf-8", "surrogateescape")).hexdigest()
-        return f"{self.kind}:{self.size}:{self.eos}:{content}"
 
 
 def parse_tokenizer(text: str) -> TokenizerSpec:
@@ -85,7 +78,7 @@ class ByteEncoder:
             yield ids
 
     def save(self, folder: Path) -> None:
-        """Nothing to save: Megatron's NullTokenizer needs no file."""
+        """Write nothing: Megatron's NullTokenizer needs no file."""
 
 
 class TextEncoder:

@@ -12,6 +12,7 @@ import argparse
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from markupsafe import Markup
 from megatron_patch import __version__
 from megatron_patch.errors import UserError
 from megatron_patch.files import write_whole
+from megatron_patch.untrusted import load_json
 from megatron_patch.workflows import plots
-from megatron_patch.workflows.report import figures, planned, table
-from megatron_patch.workflows.report.table import SEEDS, Group, group_runs, run_names
+from megatron_patch.workflows.report import figures, table
+from megatron_patch.workflows.report.table import SEEDS, Group, digits, group_runs, run_names
 from megatron_patch.workflows.run_reader import Run, read_runs
 
 _MOST_LETTERS = 50
@@ -34,6 +36,7 @@ _MOST_COLUMNS = 6
 """Configurations that stand side by side in the table of differences; more stand one below the other."""
 _MOST_OPEN = 12
 """Buckets; more of them are folded away."""
+_PLAN_HEAD = ["step (s)", "speed-up", "tokens/s", "exposed (s)", "GB a node sends", "memory GB"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     if out.suffix not in (".html", ".htm") or out.is_dir():  # No run's file may be overwritten.
         raise UserError(f"--out: {out} must be a file that ends in .html")
     runs = read_runs(args.runs)
-    page = render(runs, planned.read(args.plan) if args.plan else None)
+    page = render(runs, read_plan(args.plan) if args.plan else None)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(out, page)
@@ -67,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def render(runs: Sequence[Run], plan: planned.Section | None = None) -> str:
+def render(runs: Sequence[Run], plan: Plan | None = None) -> str:
     """The whole page.
 
     It is one file without scripts that asks for nothing: its Content-Security-Policy forbids what it does not
@@ -186,3 +189,63 @@ def _environments(named: Sequence[tuple[str, Run]]) -> list[tuple[str, str]]:
         (made_with, ", ".join(names) if len(names) <= _MOST_NAMES else f"{len(names)} runs")
         for made_with, names in found.items()
     ]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the page shows of what `megatron-loco plan` predicted."""
+
+    title: str
+    reason: str
+    head: list[str]
+    rows: list[list[str]]
+    """Name, then a cell for each of `head`."""
+    svg: str
+    """Empty where the job has one node."""
+    legend: list[figures.Entry]
+
+
+def read_plan(path: Path) -> Plan:
+    """Read a file of `plan --json` or `--out`."""
+    try:
+        return plan_of(load_json(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--plan: {path}: cannot be read: {error}") from error
+    except (LookupError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"--plan: {path}: is no plan of megatron-loco plan (--out, --json; not with --scale)"
+        ) from error
+
+
+def plan_of(plan: dict[str, Any]) -> Plan:
+    """The same of what `plan --json` writes."""
+    rows = [
+        [
+            one["name"] + (" (recommended)" if one["name"] == plan["recommended"] else ""),
+            digits(one["step_seconds"]),
+            f"{one['speedup']:.2f} x",
+            f"{one['tokens_per_second']:,.0f}",
+            digits(one["exposed_seconds"]),
+            digits(one["node_uplink_bytes"] / 1e9),
+            digits(one["memory_bytes"] / 1e9) + ("" if one["fits"] else " (too much)"),
+        ]
+        for one in plan["methods"]
+    ]
+    title = f"{plan['recipe']} on {plan['nodes']} x {plan['gpus_per_node']} ranks"
+    if not plan["curves"]:
+        return Plan(title, plan["reason"], _PLAN_HEAD, rows, "", [])
+    seconds = plan["curves"]["step_seconds"]
+    stock = next(iter(seconds.values()))
+    gains = {name: [a / b for a, b in zip(stock, one, strict=True)] for name, one in seconds.items()}
+    legend = [
+        figures.Entry(place, name, f"{max(each):.2f} x at most")
+        for place, (name, each) in enumerate(gains.items())
+    ]
+    with plots.svg_axes("plan") as (figure, axes):
+        for place, each in enumerate(gains.values()):
+            plots.svg_line(axes, plan["curves"]["inter_gbit"], each, place, 0)
+        axes.set_xscale("log")
+        axes.set_xlabel("usable Gbit/s between nodes, of each node")
+        axes.set_ylabel("speed, of stock's")
+        svg = plots.svg_element(figure, "plan", f"Predicted speed over bandwidth, {title}")
+    return Plan(title, plan["reason"], _PLAN_HEAD, rows, svg, legend)

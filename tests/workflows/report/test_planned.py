@@ -12,7 +12,7 @@ from workflows.plan.jobs import cluster, job
 
 from megatron_patch.workflows import cli
 from megatron_patch.workflows.plan import methods, recommend, show
-from megatron_patch.workflows.report import planned
+from megatron_patch.workflows.report import command
 
 METHODS = [methods.parse(name) for name in ("stock", "loco4", "loco4_exact")]
 
@@ -46,11 +46,11 @@ def test_the_page_has_the_plans_table_and_chart(tmp_path: Path) -> None:
 
 
 def test_a_section_has_a_row_a_method_and_no_chart_on_one_node() -> None:
-    found = planned.section(plan())
+    found = command.plan_of(plan())
     assert [row[0].split(" ")[0] for row in found.rows] == [method.name for method in METHODS]
     assert sum("(recommended)" in row[0] for row in found.rows) == 1
     assert len(found.legend) == 3
-    assert planned.section(plan(nodes=1)).svg == ""
+    assert command.plan_of(plan(nodes=1)).svg == ""
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"rows": []}'])
