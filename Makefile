@@ -6,7 +6,7 @@ SITE_VENV := .venv-site
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test test-all test-compat test-bridge test-frameworks test-gpu gpu-report test-slow bench-network soak fuzz site licences lint format lock dist smoke clean
+.PHONY: help setup pretrain test test-all test-compat test-bridge test-frameworks test-gpu gpu-report test-slow bench-network soak site licences lint format lock dist smoke clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,9 +53,6 @@ bench-network: $(READY) ## training over slow links made of network namespaces (
 
 soak: $(READY) ## kill runs 50 times, and see that they end bit for bit as if left alone
 	@$(BIN)/python -m tests.soak --kills 50
-
-fuzz: $(READY) ## 10,000 changed files for every loader of what other users' runs have written
-	@$(BIN)/python -W ignore -m tests.fuzz --inputs 10000
 
 site: $(READY) ## build the documentation into site/, warnings as errors, and look at its links
 	@bash tools/site/build.sh "$(VENV)" "$(SITE_VENV)"

@@ -47,7 +47,6 @@ MARKED = {
         "test_supply_chain.py",
     ),
     "thorough": (
-        "fuzz",
         "megatron/onebit_adam/test_onebit_parallelism.py",
         "megatron/seams/test_bad_gradients.py",
         "with_megatron/test_numerics.py",
