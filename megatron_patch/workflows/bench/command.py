@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from megatron_patch.config import ROTATIONS, SHARD, CompressionConfig
+from megatron_patch.config import ROTATIONS, CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.files import output_folder, write_whole
 from megatron_patch.registry import OWN_CODECS
-from megatron_patch.workflows import tables
+from megatron_patch.workflows import plots, tables
 from megatron_patch.workflows.bench import links
 
 _SENDERS = 8
@@ -72,7 +71,7 @@ def _add_kernel_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_kernels(args: argparse.Namespace) -> int:
-    size = args.block_size if args.block_size == SHARD else _number(args.block_size)
+    size = int(args.block_size) if args.block_size.isdigit() else args.block_size
     config = CompressionConfig(
         method="loco", bits=args.bits, block_size=size, codec=args.codec, rotation=args.rotation
     )
@@ -85,16 +84,10 @@ def _run_kernels(args: argparse.Namespace) -> int:
     files = [args.json] if args.json else []
     if args.out:
         files.append(args.out / "kernels.json")
-        from megatron_patch.workflows.plots import draw_kernels
-
-        draw_kernels(args.out / "kernels.png", result)
+        plots.draw_kernels(args.out / "kernels.png", result)
     for path in files:
         write_whole(path, json.dumps(result, indent=2) + "\n")
     return 0
-
-
-def _number(text: str) -> Any:
-    return int(text) if text.isdigit() else text
 
 
 def measure(
@@ -126,39 +119,47 @@ def measure(
     return found | asked | {"codec": config.codec, "rotation": config.rotation}
 
 
-def _weight_code_rates(result: dict[str, Any]) -> dict[str, float]:
-    """Weights per second by what is done; a GPU has no such kernel yet."""
-    found = result.get("weight_code", {})
-    bits = f", {found['bits_per_weight']:.1f} bits a weight" if found else ""
-    return {
-        f"{way}{bits}": found[f"{way}_weights_per_second"]
-        for way in ("encode", "decode", "digest")
-        if f"{way}_weights_per_second" in found
-    }
+_LINES = {
+    "encode_weights_per_second": "weight code, encode",
+    "decode_weights_per_second": "weight code, decode",
+    "digest_weights_per_second": "weight code, digest",
+    "form_elements_per_second": "1-bit Adam, momentum and norm",
+    "update_elements_per_second": "1-bit Adam, update",
+    "adamw_elements_per_second": "torch's AdamW",
+}
 
 
 def show(result: dict[str, Any]) -> None:
     """The table on the terminal."""
-    rates, memcpy = result["elements_per_second"], result["memcpy_bytes_per_second"]
+    rates, memcpy = result["elements_per_second"], 2 * result["memcpy_bytes_per_second"]
     reference = rates.get("torch_chunked") or rates.get("torch", 0.0)
     reduced = result["decompress_reduce_elements_per_second"]
-    table = tables.terminal(("what", "M elements/s", "GB/s", "of memcpy", "of torch"), (), left=("what",))
-
-    def add(name: str, rate: float, nbytes: float, of_torch: str) -> None:
-        traffic = rate * nbytes
-        shares = f"{traffic / 1e9:.2f}", f"{traffic / (2 * memcpy):.0%}"
-        table.add_row(_what(name), f"{rate / 1e6:.0f}", *shares, of_torch)
-
-    for name, rate in sorted(rates.items(), key=lambda item: item[1]):
-        if name != "native":
-            of_torch = f"{rate / reference:.1f} x" if reference else ""
-            add(name, rate, result["bytes_per_element"], of_torch)
-    add("decompress_reduce", reduced, result["decompress_reduce_bytes_per_element"], "")
-    for way, rate in _weight_code_rates(result).items():
-        table.add_row(f"weight code, {way}", f"{rate / 1e6:.0f}", "", "", "")
-    for name, rate in result.get("onebit_adam", {}).items():
-        table.add_row(_ONEBIT[name], f"{rate / 1e6:.0f}", "", "", "")
-    table.add_row("memcpy (bytes read and written)", "", f"{2 * memcpy / 1e9:.2f}", "100%", "")
+    rows = [
+        (name, rate, result["bytes_per_element"], f"{rate / reference:.1f} x" if reference else "")
+        for name, rate in sorted(rates.items(), key=lambda item: item[1])
+        if name != "native"
+    ]
+    rows.append(("decompress_reduce", reduced, result["decompress_reduce_bytes_per_element"], ""))
+    table = tables.terminal(
+        ("what", "M elements/s", "GB/s", "of memcpy", "of torch"),
+        [
+            (
+                _what(name),
+                f"{rate / 1e6:.0f}",
+                f"{rate * size / 1e9:.2f}",
+                f"{rate * size / memcpy:.0%}",
+                times,
+            )
+            for name, rate, size, times in rows
+        ],
+        left=("what",),
+    )
+    weights = result.get("weight_code", {})
+    bits = f", {weights['bits_per_weight']:.1f} bits a weight" if weights else ""
+    for name, rate in (weights | result.get("onebit_adam", {})).items():
+        if name in _LINES:
+            table.add_row(_LINES[name] + (bits if name in weights else ""), f"{rate / 1e6:.0f}", "", "", "")
+    table.add_row("memcpy (bytes read and written)", "", f"{memcpy / 1e9:.2f}", "100%", "")
     console = Console()
     console.print(
         f"{result['bits']} bits, codec {result['codec']}, rotation {result['rotation']}, "
@@ -168,25 +169,15 @@ def show(result: dict[str, Any]) -> None:
         highlight=False,
     )
     console.print(table)
-    uniform = result.get("uniform_elements_per_second")
-    if uniform:
+    if uniform := result.get("uniform_elements_per_second"):
         console.print("\nIn turns with the uniform code of as many bits, without rotation:")
-        console.print(_beside(rates | {"decompress_reduce": reduced}, uniform))
-
-
-_ONEBIT = {
-    "form_elements_per_second": "1-bit Adam, momentum and norm",
-    "update_elements_per_second": "1-bit Adam, update",
-    "adamw_elements_per_second": "torch's AdamW",
-}
-
-
-def _beside(rates: dict[str, float], uniform: dict[str, float]) -> Table:
-    rows = [
-        (_what(name), f"{rates[name] / 1e6:.0f}", f"{rate / 1e6:.0f}", f"{rates[name] / rate:.0%}")
-        for name, rate in uniform.items()
-    ]
-    return tables.terminal(("what", "M elements/s", "of the uniform code", "ratio"), rows, left=("what",))
+        own = rates | {"decompress_reduce": reduced}
+        compared = [
+            (_what(name), f"{own[name] / 1e6:.0f}", f"{rate / 1e6:.0f}", f"{own[name] / rate:.0%}")
+            for name, rate in uniform.items()
+        ]
+        heads = ("what", "M elements/s", "of the uniform code", "ratio")
+        console.print(tables.terminal(heads, compared, left=("what",)))
 
 
 def _what(name: str) -> str:

@@ -23,7 +23,6 @@ import yaml
 from megatron_patch.errors import UserError
 from megatron_patch.files import output_folder, write_whole
 
-ALL, INSIDE, BETWEEN = "all", "inside", "between"
 _LEAST, _MOST = 1 << 12, 1 << 26
 _RUNS = 5
 _SECONDS = 1.0
@@ -85,15 +84,13 @@ def text(curves: Sequence[dict[str, Any]], backend: str) -> str:
     """The file that `plan --cluster` reads."""
     import torch
 
-    world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.cuda.get_device_name() if backend == "nccl" else "cpu"
-    cores = len(os.sched_getaffinity(0))
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
     found = {
-        "nodes": world // local,
+        "nodes": int(os.environ["WORLD_SIZE"]) // local,
         "gpus_per_node": local,
         "backend": backend,
-        "device": device,
-        "cores": cores,
+        "device": torch.cuda.get_device_name() if backend == "nccl" else "cpu",
+        "cores": len(os.sched_getaffinity(0)),
     }
     head = (
         "# Written by megatron-loco bench links. seconds: median of the slowest rank; bytes: what one rank "
@@ -114,21 +111,16 @@ def measure(local: int, most: int) -> list[dict[str, Any]]:
     found = []
     for scope, group, ranks in _groups(local):
         for name, call in _collectives(group, ranks):
-            for nbytes in _sizes(most):
+            nbytes = _LEAST
+            while nbytes == _LEAST or nbytes <= most:
                 seconds = _seconds(call, nbytes)
                 sent = _rounded(nbytes, ranks) * (ranks - 1) // ranks
                 found.append(
                     {"collective": name, "scope": scope, "ranks": ranks, "bytes": sent, "seconds": seconds}
                 )
+                nbytes *= 4
     dist.barrier()
     return found
-
-
-def _sizes(most: int) -> list[int]:
-    sizes = [_LEAST]
-    while sizes[-1] * 4 <= most:
-        sizes.append(sizes[-1] * 4)
-    return sizes
 
 
 def _groups(local: int) -> Iterator[tuple[str, Any, int]]:
@@ -137,13 +129,13 @@ def _groups(local: int) -> Iterator[tuple[str, Any, int]]:
 
     world, rank = dist.get_world_size(), dist.get_rank()
     nodes = world // local
-    yield ALL, dist.group.WORLD, world
+    yield "all", dist.group.WORLD, world
     if nodes == 1 or local == 1:
         return
     inside = [dist.new_group([node * local + place for place in range(local)]) for node in range(nodes)]
-    yield INSIDE, inside[rank // local], local
+    yield "inside", inside[rank // local], local
     across = [dist.new_group([node * local + place for node in range(nodes)]) for place in range(local)]
-    yield BETWEEN, across[rank % local], nodes
+    yield "between", across[rank % local], nodes
 
 
 def _rounded(nbytes: int, ranks: int) -> int:
@@ -157,23 +149,21 @@ def _collectives(group: Any, ranks: int) -> Iterator[tuple[str, Callable[[int], 
 
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
-    def buffers(nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        size = _rounded(nbytes, ranks)
-        whole = torch.zeros(size, dtype=torch.uint8, device=device)
-        return whole, torch.zeros(size, dtype=torch.uint8, device=device)
+    def zeros(nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return torch.zeros(_rounded(nbytes // dtype.itemsize, ranks), dtype=dtype, device=device)
 
     def all_to_all(nbytes: int) -> Callable[[], Any]:
-        whole, other = buffers(nbytes)
+        whole, other = zeros(nbytes), zeros(nbytes)
         return lambda: dist.all_to_all_single(other, whole, group=group)
 
     def reduce_scatter(nbytes: int) -> Callable[[], Any]:
-        whole = torch.zeros(_rounded(nbytes // 4, ranks), dtype=torch.float32, device=device)
+        whole = zeros(nbytes, torch.float32)
         shard = whole.new_zeros(whole.numel() // ranks)
         return lambda: dist.reduce_scatter_tensor(shard, whole, group=group)
 
     def all_gather(nbytes: int) -> Callable[[], Any]:
-        whole, other = buffers(nbytes)
-        shard = other[: whole.numel() // ranks].clone()
+        whole = zeros(nbytes)
+        shard = whole.new_zeros(whole.numel() // ranks)
         return lambda: dist.all_gather_into_tensor(whole, shard, group=group)
 
     yield "all_to_all", all_to_all
