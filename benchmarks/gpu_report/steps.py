@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_report import trace
-from megatron_patch.workflows.run import recipes
+from megatron_patch.workflows.run import configuration
 
 Command = Sequence[str]
 Run = Callable[[Command, dict[str, str], Path, float], int]
@@ -205,8 +205,8 @@ def _train(
         overrides.append("compression.start_step=0")
     recipe = "llama_tiny_bf16.yaml" if machine.on_cpu else "llama_350m.yaml"
     command = [
-        *(*_CLI, "train", str(recipes.shipped("configs/models") / recipe), *overrides),
-        *("--with", str(recipes.method_recipe(method)), "--out", str(out), "--overwrite"),
+        *(*_CLI, "train", str(configuration.shipped("configs/models") / recipe), *overrides),
+        *("--with", str(configuration.method_recipe(method)), "--out", str(out), "--overwrite"),
     ]
     status, output = machine.command(re.sub(r"\W+", "-", name), command, seconds, **environment)
     if status != 0:

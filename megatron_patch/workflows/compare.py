@@ -17,7 +17,7 @@ from rich.console import Console
 from megatron_patch.errors import UserError
 from megatron_patch.files import write_whole
 from megatron_patch.workflows import plots, tables, train
-from megatron_patch.workflows.run import configuration, launcher, recipes, run_folder
+from megatron_patch.workflows.run import configuration, launcher, run_folder
 from megatron_patch.workflows.run.prepare import PreparedRun, prepare_run
 from megatron_patch.workflows.run.run_folder import State
 from megatron_patch.workflows.run_reader import read_records, read_summary
@@ -40,11 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command line's way in; returns the exit status."""
-    path = recipes.find(args.config)
+    path = configuration.find(args.config)
     names = [name.strip() for name in args.methods.split(",") if name.strip()]
     if not names or len(set(names)) != len(names):
         raise UserError(f"methods: {args.methods!r} must be different names, separated by commas")
-    chosen = {name: recipes.method_recipe(name) for name in names}
+    chosen = {name: configuration.method_recipe(name) for name in names}
     out = args.out or Path("runs") / path.stem
     runs = {
         name: configuration.load(path, args.overrides, and_files=[recipe]) for name, recipe in chosen.items()

@@ -25,7 +25,7 @@ from typing import Any
 from megatron_patch.errors import RankFailed, UserError
 from megatron_patch.megatron.checkpoint import tracker
 from megatron_patch.workflows.plan import hint
-from megatron_patch.workflows.run import configuration, launcher, prepare, recipes, run_folder
+from megatron_patch.workflows.run import configuration, launcher, prepare, run_folder
 from megatron_patch.workflows.run.configuration import RunConfig
 from megatron_patch.workflows.run.prepare import PreparedRun, prepare_run
 from megatron_patch.workflows.run.progress import Board, StepProgress
@@ -161,8 +161,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyExcl
 
 def run(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
     """The command line's way in; returns the exit status."""
-    path = recipes.find(args.config)
-    extra = [recipes.find(name) for name in args.and_files]
+    path = configuration.find(args.config)
+    extra = [configuration.find(name) for name in args.and_files]
     configured = configuration.load(path, args.overrides, and_files=extra)
     folder = args.out or Path("runs") / path.stem
     first = configured.launch.node_rank == 0

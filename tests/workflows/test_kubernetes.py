@@ -16,7 +16,7 @@ import yaml
 
 from megatron_patch.workflows.cli import build_parser
 from megatron_patch.workflows.run import configuration
-from megatron_patch.workflows.run.recipes import shipped
+from megatron_patch.workflows.run.configuration import shipped
 
 FOLDER = shipped("pretrain_scripts/kubernetes")
 Manifest = dict[str, Any]

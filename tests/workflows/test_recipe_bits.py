@@ -16,8 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_patch.quantization.blocks import Span
 from megatron_patch.quantization.layout import BlockLayout
-from megatron_patch.workflows.run.configuration import load
-from megatron_patch.workflows.run.recipes import shipped
+from megatron_patch.workflows.run.configuration import load, shipped
 
 RECIPES = (
     "llama_350m",

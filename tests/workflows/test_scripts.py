@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_patch.workflows.run.recipes import shipped
+from megatron_patch.workflows.run.configuration import shipped
 
 FOLDER = shipped("pretrain_scripts")
 FAMILIES = sorted(FOLDER.glob("*.sh"))

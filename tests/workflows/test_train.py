@@ -18,8 +18,7 @@ from workflows.engine_runs import MODEL, ROOT, SCRIPT, STEPS, cpu_flags, prepare
 
 from megatron_patch.workflows import cli, compare, train
 from megatron_patch.workflows.run import launcher
-from megatron_patch.workflows.run.configuration import Launch
-from megatron_patch.workflows.run.job import Job
+from megatron_patch.workflows.run.job import Job, Launch
 
 SMALL = [
     "megatron.num_layers=1",

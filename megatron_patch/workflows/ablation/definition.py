@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_patch.errors import UserError, nearest
-from megatron_patch.workflows.run import configuration, recipes
+from megatron_patch.workflows.run import configuration
 from megatron_patch.workflows.run.configuration import RunConfig
 
 _KEYS = ("base", "seeds", "overrides", "baseline", "grid", "cells", "contrast")
@@ -122,7 +122,7 @@ def read(
     )
     if not isinstance(recipe, str):
         raise UserError(f"{path}: base: {recipe!r} must be the path of a recipe")
-    recipe = recipes.find(recipe)
+    recipe = configuration.find(recipe)
     if not isinstance(listed, list):
         raise UserError(f"{path}: cells: {listed!r} must be a list of mappings")
     cells = [
@@ -150,11 +150,11 @@ def read(
 
 def find(name: str) -> Path:
     """The definition called `name`: a path, a shipped one, or the bare name of one in configs/ablations."""
-    path = recipes.find(name)
-    if path.suffix == "" and not recipes.is_file(path):
-        path = recipes.shipped(f"configs/ablations/{name}.yaml")
-    if not recipes.is_file(path):
-        known = sorted(one.stem for one in recipes.shipped("configs/ablations").glob("*.yaml"))
+    path = configuration.find(name)
+    if path.suffix == "" and not configuration.is_file(path):
+        path = configuration.shipped(f"configs/ablations/{name}.yaml")
+    if not configuration.is_file(path):
+        known = sorted(one.stem for one in configuration.shipped("configs/ablations").glob("*.yaml"))
         raise UserError(
             f"{name}: no such ablation{nearest(Path(name).stem, known)}; ready-made: {', '.join(known)}"
         )

@@ -37,7 +37,7 @@ from megatron_patch.workflows.plan import (
 )
 from megatron_patch.workflows.plan.cluster import Cluster
 from megatron_patch.workflows.plan.job import MEGATRON, STRATEGIES, Job
-from megatron_patch.workflows.run import configuration, recipes
+from megatron_patch.workflows.run import configuration
 from megatron_patch.workflows.run.configuration import RunConfig
 
 
@@ -119,11 +119,11 @@ def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     if len(paths) > 1 and (args.json or args.out) and not args.scale:
         raise UserError("--out and --json: write one plan; name a single recipe, or add --scale")
-    extra = [recipes.find(name) for name in args.and_files]
+    extra = [configuration.find(name) for name in args.and_files]
     console = Console(width=None if Console().is_terminal else 150)
     plans = []
     for name in paths:
-        path = recipes.find(name)
+        path = configuration.find(name)
         given = configuration.load(path, overrides, and_files=extra)
         if args.scale:
             plans.append(_grow(console, args, settings, path.stem, given))

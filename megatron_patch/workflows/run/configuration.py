@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -29,40 +28,16 @@ from yaml import YAMLError
 from megatron_patch import untrusted
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError, nearest
-from megatron_patch.untrusted import Unfit
+from megatron_patch.workflows.run.job import Launch
 
+_PACKAGE = Path(__file__).resolve().parents[2]
 _ENDPOINT = re.compile(r"\S+:\d{1,5}")
 _NOT_ONEBIT_ADAMS = ("bits", "codec", "rotation", "rounding", "error_beta", "reset_interval", "start_step")
 """Options that say something else, or nothing, with onebit_adam: a file states its method's."""
 _PARTS = ("train", "valid", "test")
 SECTIONS = ("defaults", "megatron", "compression", "launch", "data")
-_REFERENCE = re.compile(r"\$\{(?!oc\.env:|oc\.decode:)")
-_MOST_RESOLVED = 1 << 24
-"""Characters that a configuration may become when its `${...}` are replaced."""
 _MOST_FILES = 100
 """Files that `defaults` may bring into one configuration."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How a run's processes are started."""
-
-    device: str = "cuda"
-    """cuda, or cpu: Megatron over gloo on this machine's processor."""
-    nproc_per_node: int = 1
-    nnodes: int = 1
-    node_rank: int = 0
-    rdzv_endpoint: str | None = None
-    """host:port of the first node, for nnodes > 1; asked for when a run starts, not when it is planned."""
-    script: str = "pretrain_scripts/pretrain_gpt.py"
-    """The training script, relative to the repository or an absolute path."""
-    max_restarts: int = 0
-    """How often all ranks are started again, from the last checkpoint, after one of them has died."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks of the whole job."""
-        return self.nproc_per_node * self.nnodes
 
 
 @dataclass(frozen=True)
@@ -122,6 +97,35 @@ class RunConfig:
         return OmegaConf.to_yaml(OmegaConf.create(content))
 
 
+def shipped(name: str) -> Path:
+    """`configs/...` or `pretrain_scripts/...`, at the top of the repository or inside an installed wheel."""
+    root = _PACKAGE.parent if (_PACKAGE.parent / "configs").is_dir() else _PACKAGE / "_shipped"
+    return root / name
+
+
+def find(name: str) -> Path:
+    """`name` as given if it is there, else the shipped file of that name."""
+    path = Path(name)
+    return path if is_file(path) or path.is_absolute() else shipped(name)
+
+
+def is_file(path: Path) -> bool:
+    """Whether it is there; a name that no file can have (too long, a NUL) is not."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def method_recipe(name: str) -> Path:
+    """configs/methods/NAME.yaml."""
+    path = shipped(f"configs/methods/{name}.yaml")
+    if Path(name).name != name or not path.is_file():
+        known = sorted(p.stem for p in path.parent.glob("*.yaml"))
+        raise UserError(f"method {name!r}: must be one of {', '.join(known)}{nearest(name, known)}")
+    return path
+
+
 def load(path: Path, overrides: Sequence[str] = (), *, and_files: Sequence[Path] = ()) -> RunConfig:
     """Compose `path`, then `and_files`, then `overrides` (`section.key=value`).
 
@@ -151,29 +155,14 @@ def _override(text: str) -> DictConfig:
 
 def resolved(composed: DictConfig, path: Path) -> dict[str, Any]:
     """What was composed of `path`, as plain values, `${...}` replaced."""
-    _check_interpolations(composed, path)
     try:
         content = OmegaConf.to_container(composed, resolve=True)
-        untrusted.check_numbers(content)
-    except (OmegaConfBaseException, Unfit) as error:
+    except OmegaConfBaseException as error:
         raise UserError(f"{path}: {_first_line(error)}") from error
     except RecursionError as error:
         raise UserError(f"{path}: a value's ${{...}} lead back to it") from error
     assert isinstance(content, dict)
     return {str(key): value for key, value in content.items()}
-
-
-def _check_interpolations(composed: DictConfig, path: Path) -> None:
-    """See that replacing `${...}` ends: values that name two others, which name two others, double each time.
-
-    A value may be asked for once for every way that leads to it: at most the product of the references in
-    the values that have several.
-    """
-    texts = [text for text in untrusted.leaves(OmegaConf.to_container(composed)) if isinstance(text, str)]
-    found = [len(_REFERENCE.findall(text)) for text in texts]
-    ways = math.prod(count for count in found if count > 1)
-    if any(found) and ways * sum(map(len, texts)) > _MOST_RESOLVED:
-        raise UserError(f"{path}: too many values with several ${{...}}: write some of them out")
 
 
 def compose(path: Path) -> DictConfig:
@@ -212,13 +201,14 @@ def _load(path: Path, including: tuple[Path, ...]) -> DictConfig:
             f"{path}: defaults include this file again: {' -> '.join(p.name for p in (*including, path))}"
         )
     if not found:
-        raise UserError(f"{path}: no such configuration file{_nearest_file(path)}")
+        there = [one.name for one in path.parent.glob("*.yaml")]
+        raise UserError(f"{path}: no such configuration file{nearest(path.name, there)}")
     try:
         text = untrusted.read_text(path)
         untrusted.check_yaml(text)
         loaded = OmegaConf.load(io.StringIO(text))
     except RecursionError as error:
-        raise UserError(f"{path}: is not valid YAML: too many ${{...}} in one another") from error
+        raise UserError(f"{path}: is not valid YAML: too many brackets in one another") from error
     except (YAMLError, OmegaConfBaseException, ValueError) as error:
         raise UserError(f"{path}: is not valid YAML: {untrusted.yaml_problem(error)}") from error
     except OSError as error:
@@ -334,8 +324,3 @@ def _check_keys(prefix: str, section: dict[str, Any], allowed: Sequence[str], wh
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-def _nearest_file(path: Path) -> str:
-    folder = path.parent
-    return nearest(path.name, [p.name for p in folder.glob("*.yaml")]) if folder.is_dir() else ""

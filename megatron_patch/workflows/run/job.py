@@ -9,11 +9,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_patch.workflows.run.configuration import Launch
-
 _SAVE_SECONDS = 600
 """How long the agent waits for ranks that were asked to stop, where they save before they do."""
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a run's processes are started."""
+
+    device: str = "cuda"
+    """cuda, or cpu: Megatron over gloo on this machine's processor."""
+    nproc_per_node: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    rdzv_endpoint: str | None = None
+    """host:port of the first node, for nnodes > 1; asked for when a run starts, not when it is planned."""
+    script: str = "pretrain_scripts/pretrain_gpt.py"
+    """The training script, relative to the repository or an absolute path."""
+    max_restarts: int = 0
+    """How often all ranks are started again, from the last checkpoint, after one of them has died."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the whole job."""
+        return self.nproc_per_node * self.nnodes
 
 
 @dataclass(frozen=True)

@@ -101,14 +101,13 @@ def start(job: Job, tick: Callable[[], None], say: Callable[[str], None]) -> str
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(agent.pid, signal.SIGKILL)
             agent.join()
-    stopped = names[0] if names else None
-    if failure is None and agent.exitcode and not stopped:
+    if failure is None and agent.exitcode and not names:
         failure = RankFailed(f"torchrun ended with exit status {agent.exitcode} (see {job.logs})")
-    if failure is not None and stopped and not isinstance(failure, UserError):
-        raise Stopped(f"stopped by {stopped}, and {str(failure).splitlines()[0]}") from failure
+    if isinstance(failure, RankFailed) and names:
+        raise Stopped(f"stopped by {names[0]}, and {str(failure).splitlines()[0]}") from failure
     if failure is not None:
         raise failure
-    return stopped
+    return names[0] if names else None
 
 
 @contextlib.contextmanager
@@ -196,15 +195,12 @@ def _rank(job: Job, asked: Event) -> None:
     from megatron_patch.megatron.run_script import main
 
     torch.set_num_threads(1)  # as torchrun does: the ranks share the cores
-    status = 1
     try:
         status = main([str(job.script), *job.flags])
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
+    except Exception:
         traceback.print_exc()
+        status = 1
     sys.stdout.flush()
-    sys.stderr.flush()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # A rank that returns waits for the others', and for the agent, which after a signal looks no more.
     if status or asked.is_set():

@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import logging
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +22,12 @@ from typing import Any
 from megatron_patch.errors import UserError
 from megatron_patch.megatron import patching
 from megatron_patch.megatron.checkpoint import tracker
+from megatron_patch.workflows.data.corpus import parse_source
 from megatron_patch.workflows.data.files import beside, check_dataset, is_whole, load_manifest
 from megatron_patch.workflows.data.files import megatron_flags as tokenizer_flags
-from megatron_patch.workflows.data.installed import parse_source
-from megatron_patch.workflows.run import recipes, run_folder
-from megatron_patch.workflows.run.configuration import Data, Launch, RunConfig
-from megatron_patch.workflows.run.job import Job
+from megatron_patch.workflows.run import run_folder
+from megatron_patch.workflows.run.configuration import Data, RunConfig, find, is_file
+from megatron_patch.workflows.run.job import Job, Launch
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ def prepare_run(run: RunConfig, folder: Path, *, dry: bool = False, cache: Path 
     """
     if not dry:
         _check_nodes(run.launch)
-    script = recipes.find(run.launch.script or "")
-    if not recipes.is_file(script):
+    script = find(run.launch.script or "")
+    if not is_file(script):
         raise UserError(f"launch.script: {run.launch.script!r}: no such file")
     run_folder.refuse_other_checkpoints(run, folder)
     on_cpu = run.launch.device == "cpu"
@@ -76,8 +77,8 @@ def prepare_run(run: RunConfig, folder: Path, *, dry: bool = False, cache: Path 
 
     parser = megatron_flags.build_parser()
     settings = {**(cpu_device.CPU_FLAGS if on_cpu else {}), **run.megatron}
-    # The user's own keys are looked at before minutes go into preparing data.
-    megatron_flags.flags_of(settings, parser)
+    # The user's own keys and values are looked at before minutes go into preparing data.
+    parser.parse_args(megatron_flags.flags_of(settings, parser))
     data = planned_data(run) if dry else prepared_data(run)
     settings = {**data, **_folder_settings(run, folder, cache), **settings}
     flags = [
@@ -203,14 +204,8 @@ def planned_data(run: RunConfig) -> dict[str, Any]:
 
 def _named_prefixes(run: RunConfig) -> list[str]:
     """The data sets of megatron.data_path, Megatron's own form: weights and prefixes in turn."""
-
-    def is_number(text: str) -> bool:
-        with contextlib.suppress(ValueError):
-            float(text)
-            return True
-        return False
-
-    return [text for text in map(str, run.megatron.get("data_path") or []) if not is_number(text)]
+    named = map(str, run.megatron.get("data_path") or [])
+    return [text for text in named if not re.fullmatch(r"[\d.]+(e[+-]?\d+)?", text, re.IGNORECASE)]
 
 
 # --- what a dry run prints -------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from megatron_patch.workflows.ablation.results import Results
 from megatron_patch.workflows.ablation.statistics import interval, percent
 from megatron_patch.workflows.cli import main
 from megatron_patch.workflows.run import run_folder
-from megatron_patch.workflows.run.recipes import shipped
+from megatron_patch.workflows.run.configuration import shipped
 from megatron_patch.workflows.run.run_folder import State
 
 READY = sorted(shipped("configs/ablations").glob("*.yaml"))

@@ -9,7 +9,7 @@ from megatron_patch.errors import UserError
 from megatron_patch.workflows.plan import from_run
 from megatron_patch.workflows.plan.job import Job
 from megatron_patch.workflows.run import configuration
-from megatron_patch.workflows.run.recipes import shipped
+from megatron_patch.workflows.run.configuration import shipped
 
 
 def job(name: str, overrides: tuple[str, ...] = ()) -> Job | str:

@@ -22,7 +22,7 @@ from megatron_patch.workflows.plan import cluster, cluster_file, memory, methods
 from megatron_patch.workflows.plan.job import Group, Job
 from megatron_patch.workflows.plan.model import Parameter
 from megatron_patch.workflows.run import configuration
-from megatron_patch.workflows.run.recipes import shipped
+from megatron_patch.workflows.run.configuration import shipped
 
 Make = Callable[..., Job]
 

@@ -10,8 +10,8 @@ import pytest
 
 from megatron_patch.workflows.cli import main
 from megatron_patch.workflows.run import configuration, prepare
+from megatron_patch.workflows.run.configuration import shipped
 from megatron_patch.workflows.run.job import Job
-from megatron_patch.workflows.run.recipes import shipped
 
 SEVEN_B = str(shipped("configs/models/llama2_7b.yaml"))
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_patch.workflows.run.configuration import Launch
-from megatron_patch.workflows.run.job import Job
+from megatron_patch.workflows.run.job import Job, Launch
 
 NAME = "CUDA_DEVICE_MAX_CONNECTIONS"
 TENSOR, CONTEXT = ["--tensor-model-parallel-size", "2"], ["--context-parallel-size", "4"]

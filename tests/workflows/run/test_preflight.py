@@ -17,7 +17,7 @@ from megatron_patch.errors import UserError
 from megatron_patch.megatron import run_script
 from megatron_patch.workflows import cli
 from megatron_patch.workflows.run import configuration, launcher, megatron_flags, preflight, prepare
-from megatron_patch.workflows.run.recipes import shipped
+from megatron_patch.workflows.run.configuration import shipped
 
 TINY, MOE = "llama_tiny", "moe_tiny"
 

@@ -13,7 +13,7 @@ from worker_pool import WorkerPool
 from workflows.run import recipe_facts, stage_memory
 
 from megatron_patch.workflows.run import configuration
-from megatron_patch.workflows.run.recipes import shipped
+from megatron_patch.workflows.run.configuration import shipped
 
 RECIPES = sorted(shipped("configs/models").glob("*.yaml"))
 PUBLISHED = {

@@ -36,8 +36,7 @@ from megatron_patch.workflows import train
 from megatron_patch.workflows.cli import main
 from megatron_patch.workflows.plan import hint
 from megatron_patch.workflows.run import launcher, run_folder
-from megatron_patch.workflows.run.configuration import Launch
-from megatron_patch.workflows.run.job import Job
+from megatron_patch.workflows.run.job import Job, Launch
 from megatron_patch.workflows.run.run_folder import latest_step, only_one
 
 STEPS = 60

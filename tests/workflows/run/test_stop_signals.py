@@ -13,8 +13,7 @@ from workflows.engine_runs import SCRIPT
 from workflows.test_train import ranks_of
 
 from megatron_patch.workflows.run import launcher
-from megatron_patch.workflows.run.configuration import Launch
-from megatron_patch.workflows.run.job import Job
+from megatron_patch.workflows.run.job import Job, Launch
 
 
 def job_of(folder: Path, monkeypatch: pytest.MonkeyPatch, saves: bool, fails: bool = False) -> Job:
