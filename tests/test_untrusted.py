@@ -1,45 +1,43 @@
-"""YAML and JSON of other users' making: bounded before anything is built, and refused in one line."""
+"""YAML and JSON of other users' making: what is wrong with a file is said in one line that names it."""
 
 from __future__ import annotations
 
-import time
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from megatron_patch.errors import UserError
 from megatron_patch.untrusted import DEEPEST, MOST_BYTES, Unfit, load_json, load_yaml, read_text
-
-BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+from megatron_patch.workflows.ablation import definition
+from megatron_patch.workflows.plan import cluster_file
+from megatron_patch.workflows.report.command import read_plan
+from megatron_patch.workflows.run import configuration
+from megatron_patch.workflows.run_reader import read_run
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (BOMB, "aliases expanded"),
-        ("a: &a [*a]", "no anchor that is complete"),
         ("[" * (DEEPEST + 1) + "]" * (DEEPEST + 1), "in one another"),
         ("[" * 100_000, "in one another"),
-        ("a: 1\nb: 2\na: 3", "line 3: the key 'a' is there twice"),
         ("a: " + "9" * 5000, "4300 digits"),
-        ("a: 0x" + "f" * 50, "64 at most"),
-        ("a: " + "1:" * 40_000 + "1", "characters"),
-        ("a: 1.0e+200", "1e[+]100 at most"),
         ("a: 2026-99-99", "month"),
         ("? [1]\n: 2", "unhashable"),
         ("a: !!python/object/apply:os.system [id]", "could not determine a constructor"),
         ("a: [", "^line 2: did not find"),
     ],
 )
-def test_yaml_beyond_the_bounds(text: str, words: str) -> None:
-    start = time.process_time()
+def test_yaml_that_is_refused(text: str, words: str) -> None:
     with pytest.raises(Unfit, match=words) as found:
         load_yaml(text)
-    assert time.process_time() - start < 5
     assert len(str(found.value).splitlines()) == 1
 
 
-def test_yaml_within_the_bounds() -> None:
+def test_yaml_that_is_read() -> None:
     assert load_yaml("a: &a [1, {b: x}]\nc: *a\nd: {<<: {e: .nan}, f: 2026-11-22}")["c"] == [1, {"b": "x"}]
 
 
@@ -47,19 +45,17 @@ def test_yaml_within_the_bounds() -> None:
     ("text", "words"),
     [
         ("[" * 100_000, "too many brackets"),
-        ('{"a": ' + "9" * 5000 + "}", "more than 64 bits"),
-        ("1e200", "beyond"),
-        (r'"\ud800"', "half of a character"),
+        ('{"a": ' + "9" * 5000 + "}", "4300 digits"),
         (b"\xff", "utf-8"),
         ("{", "line 1"),
     ],
 )
-def test_json_beyond_the_bounds(text: str | bytes, words: str) -> None:
+def test_json_that_is_refused(text: str | bytes, words: str) -> None:
     with pytest.raises(Unfit, match=words):
         load_json(text)
 
 
-def test_json_within_the_bounds() -> None:
+def test_json_that_is_read() -> None:
     assert load_json('{"a": [1, -2.5, Infinity, "\\u00e9"]}') == {"a": [1, -2.5, float("inf"), "é"]}
 
 
@@ -76,3 +72,84 @@ def test_a_file_that_is_too_long_or_no_text(tmp_path: Path) -> None:
 def test_a_message_is_one_line_of_readable_length() -> None:
     assert str(UserError("a\nb\x1b[2J\u2028é")) == "a\\nb\\x1b[2J\\u2028é"
     assert len(str(UserError("x" * 10_000))) < 2000
+
+
+ABLATION = {
+    "base": "configs/models/llama_tiny.yaml",
+    "seeds": [3, 1],
+    "baseline": {"compression.method": "none"},
+    "cells": [{"compression.method": "loco"}],
+}
+LINKS: dict[str, Any] = {
+    "nodes": 2,
+    "gpus_per_node": 2,
+    "backend": "gloo",
+    "device": "cpu",
+    "cores": 2,
+    "links": [
+        {"collective": "all_to_all", "scope": "between", "ranks": 2, "bytes": 4**n, "seconds": 2.0**n}
+        for n in range(5, 8)
+    ],
+}
+LINK = LINKS["links"][0]
+
+
+def as_bytes(content: Any) -> bytes:
+    return content if isinstance(content, bytes) else yaml.safe_dump(content).encode()
+
+
+@pytest.mark.parametrize(
+    ("read", "content", "words"),
+    [
+        (configuration.load, b"5", "trial.yaml"),
+        (configuration.load, b"compression: ${megatron.lr}", "'megatron.lr' not found"),
+        (configuration.load, b"compression: {method: '${megatron.lr}'}", "'megatron.lr' not found"),
+        (configuration.load, {"defaults": ["x" * 300]}, "too long"),
+        (configuration.load, {"defaults": ["${x}"]}, "not found"),
+        (configuration.load, b"megatron: {lr: " + b"9" * 5000 + b"}", "not valid YAML"),
+        (configuration.load, b"megatron: {lr: !!int x}", "not valid YAML"),
+        (configuration.load, b"megatron: {lr: 1, lr: 2}", "not valid YAML"),
+        (configuration.load, b"megatron: " + b"[" * 50_000, "not valid YAML"),
+        (
+            configuration.load,
+            b"megatron: {lr: '${megatron.min_lr}', min_lr: '${megatron.lr}'}",
+            "Recursive interpolation",
+        ),
+        (definition.read, ABLATION | {"contrast": ["x"]}, "contrast"),
+        (definition.read, ABLATION | {"seeds": [[3]]}, "seeds"),
+        (cluster_file.read, b"gpu: 5", "gpu: 5 must be text"),
+        (cluster_file.read, b"gpu: H100\nnodes: 1.0e+90", "nodes"),
+        (cluster_file.read, b"gpu: H100\nmfu: 500", "mfu"),
+        (cluster_file.read, LINKS | {"cores": "x"}, "cores"),
+        (cluster_file.read, LINKS | {"links": [LINK | {"ranks": "x"}]}, "ranks"),
+        (cluster_file.read, LINKS | {"links": [LINK | {"scope": []}]}, "none of bench links"),
+        (cluster_file.read, LINKS | {"links": [LINK | {"seconds": "x"}]}, "seconds"),
+        (read_plan, b'{"methods": [1]}', "is no plan"),
+        (read_plan, b"[" * 100_000, "cannot be read"),
+    ],
+)
+def test_a_mistake_in_a_file_is_one_line(
+    read: Callable[[Path], Any], content: Any, words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "trial.yaml"
+    path.write_bytes(as_bytes(content))
+    with pytest.raises(UserError, match=words) as found:
+        read(path)
+    assert len(str(found.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("summary.json", json.dumps({"step_seconds": 5})),
+        ("summary.json", json.dumps({"versions": []})),
+        ("summary.json", json.dumps({"steps": "x"})),
+        ("metrics.jsonl", json.dumps({"step": 5, "weight_bits_by_bucket": [1]})),
+        ("metrics.jsonl", "[" * 100_000),
+        ("config.yaml", "a: " + "[" * 50_000),
+    ],
+)
+def test_a_file_that_no_run_leaves_is_named(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=name):
+        read_run(tmp_path)

@@ -21,7 +21,8 @@ from megatron_patch.workflows import plots, tables
 from megatron_patch.workflows.bench import links
 
 _SENDERS = 8
-_ON_CPU, _ON_GPU = 8 << 20, 256 << 20  # elements
+_ON_CPU, _ON_GPU = 8 << 20, 256 << 20
+"""Elements."""
 _RUNS = 20
 
 

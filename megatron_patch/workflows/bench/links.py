@@ -188,7 +188,7 @@ def _seconds(make: Callable[[int], Callable[[], Any]], nbytes: int) -> float:
             torch.cuda.synchronize()
         slowest = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        if run_:  # the first connects the peers
+        if run_:  # The first one connects the peers.
             found.append(float(slowest))
         if sum(found) > _SECONDS:
             break

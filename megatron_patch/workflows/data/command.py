@@ -55,15 +55,7 @@ def prepare(
     """Tokenize `source` into the Megatron data set PREFIX.bin, PREFIX.idx, PREFIX.json.
 
     A data set of the same source and options is left as it is, unless `force` is set.
-
-    Args:
-        source: a folder, a text or JSON lines file, or the source of installed packages (`parse_source`).
-        prefix: the data set's path without ending, as in Megatron's `--data-path`.
-        tokenizer: `bytes`, `bpe:SIZE`, or the path of a `tokenizer.json`.
-        include: file name patterns; none means all files (`*.py` of installed packages).
-        json_key: where a line of a .jsonl or .json file holds its text.
-        max_bytes: stop after that many source bytes, counted in shuffled order.
-        seed: of the shuffle of the documents.
+    The options are those of the command line (`add_arguments`); `max_bytes` counts in shuffled order.
 
     Raises:
         UserError: bad input, or output that cannot be written; PREFIX is then as it was, or has no index.

@@ -161,7 +161,7 @@ class Corpus:
 
     def _json_text(self, raw: bytes, path: Path, offset: int) -> bytes:
         try:
-            # utf-8-sig: some editors open a file with a byte order mark.
+            # Some editors open a file with a byte order mark, which utf-8-sig leaves out.
             entry = json.loads(raw.decode("utf-8-sig", errors="replace"))
             problem = f"a JSON {type(entry).__name__}; allowed: one JSON object per line"
         except (ValueError, RecursionError) as error:
@@ -205,7 +205,7 @@ def open_corpus(
         except OSError as error:
             raise UserError(f"source: cannot read {path}: {error.strerror}") from error
     table = np.array(rows, dtype=np.int64).reshape(-1, 3)
-    # RandomState, not default_rng: NumPy promises that its stream never changes.
+    # NumPy promises of RandomState, not of default_rng, that its stream never changes.
     table = table[np.random.RandomState(seed).permutation(len(table))]
     if max_bytes is not None:
         ends = np.cumsum(table[:, 2])

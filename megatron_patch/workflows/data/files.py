@@ -25,15 +25,18 @@ from megatron_patch.workflows.data.tokenization import BYTES_EOD, BYTES_VOCAB
 
 FORMAT = "megatron-loco data set 1"
 _MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries
-_ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}  # Megatron's dtype codes
+_HEADER = struct.Struct("<9sQBQQ")
+"""Magic, version, dtype code, sequences, document boundaries."""
+_ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
+"""By Megatron's dtype codes."""
 
 
 @dataclass(frozen=True)
 class Manifest:
     """What PREFIX.json says. `files` maps each file's name after PREFIX to its size in bytes."""
 
-    tokenizer: str  # bytes, bpe or file
+    tokenizer: str
+    """bytes, bpe or file."""
     vocab_size: int
     eod: int
     documents: int
@@ -108,16 +111,13 @@ def check_dataset(prefix: Path) -> None:
                 raise UserError(
                     f"data: {index} is no Megatron index: it begins with {head[:9]!r}, not {_MAGIC!r}"
                 )
-            if len(head) < _HEADER.size:
-                raise UserError(f"data: {index} is cut off after {len(head)} bytes")
             _, version, code, sequences, bounds = _HEADER.unpack(head)
-            if version != 1 or code not in _ITEM_BYTES:
+            if version != 1 or code not in _ITEM_BYTES or not sequences:
                 raise UserError(
-                    f"data: {index} has version {version} and data type {code}; allowed: 1 and 1..8"
+                    f"data: {index} has version {version}, data type {code} and {sequences} documents; "
+                    "allowed: 1, 1..8 and 1 or more"
                 )
-            if not sequences:
-                raise UserError(f"data: {index} holds no documents")
-            # int32 lengths, int64 offsets, int64 document boundaries; int8 modes in multimodal sets only.
+            # Lengths are int32, offsets and boundaries int64; multimodal sets alone have int8 modes.
             whole = _HEADER.size + 12 * sequences + 8 * bounds
             if size not in (whole, whole + sequences):
                 raise UserError(
@@ -127,8 +127,8 @@ def check_dataset(prefix: Path) -> None:
             (length,) = struct.unpack("<i", stream.read(4))
             stream.seek(_HEADER.size + 12 * sequences - 8)
             (offset,) = struct.unpack("<q", stream.read(8))
-    except OSError as error:
-        raise UserError(f"data: cannot read {index}: {error.strerror}") from error
+    except (OSError, struct.error) as error:
+        raise UserError(f"data: cannot read {index}: {error}; it may be cut off") from error
     expected = offset + length * _ITEM_BYTES[code]
     if tokens.stat().st_size != expected:
         raise UserError(

@@ -91,7 +91,7 @@ class TextEncoder:
         self.vocab_size = int(tokenizer.get_vocab_size(with_added_tokens=True))
         # A document that spells "<|endoftext|>" must not end there; saved files do not hold this switch.
         tokenizer.encode_special_tokens = True
-        # The generic class: a model's own class may rebuild the tokenizer and give other ids than the file.
+        # A model's own class may rebuild the tokenizer and give other ids than the file: the generic is safe.
         self._config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eod}
         if pad is not None:
             self._config["pad_token"] = pad
@@ -141,7 +141,7 @@ def load_encoder(spec: TokenizerSpec) -> Encoder:
 
     try:
         tokenizer = Tokenizer.from_str(spec.content)
-    except Exception as error:  # the library raises nothing more special
+    except Exception as error:  # The library raises nothing more special.
         raise UserError(f"tokenizer: {spec.path} is not a Hugging Face tokenizer file: {error}") from error
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     candidates = (spec.eos,) if spec.eos else _KNOWN_EOD

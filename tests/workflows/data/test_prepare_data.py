@@ -558,10 +558,10 @@ def test_check_dataset_says_what_is_wrong(source, tmp_path):
     index = (tmp_path / "set.idx").read_bytes()
     for damage, line in (
         (b"PK\x03\x04" + index[4:], r"set\.idx is no Megatron index: it begins with b'PK"),
-        (index[:20], r"set\.idx is cut off after 20 bytes"),
+        (index[:20], r"cannot read .*set\.idx: .*cut off"),
         (index[:9] + b"\x02" + index[10:], r"version 2"),
         (index[:-8], r"its header says"),
-        (index[:18] + bytes(16), r"holds no documents"),
+        (index[:18] + bytes(16), r"0 documents"),
     ):
         (tmp_path / "set.idx").write_bytes(damage)
         with pytest.raises(UserError, match=line):
