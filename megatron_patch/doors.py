@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_patch.collectives.traffic import Traffic
+from megatron_patch.collectives.exchange import Traffic
 from megatron_patch.collectives.workspace import forget_shared_pools
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError

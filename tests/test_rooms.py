@@ -15,7 +15,6 @@ ORDER = [
     {"config"},
     {"quantization"},
     {"loco"},
-    {"compensation"},
     {"collectives"},
     {"weights"},
     {"session"},
@@ -190,7 +189,7 @@ def test_only_megatron_names_megatron(path):
     assert not named, f"{relative(path)} names Megatron: {named}"
 
 
-@pytest.mark.parametrize("room", ["quantization", "compensation"])
+@pytest.mark.parametrize("room", ["quantization"])
 def test_arithmetic_rooms_know_no_process_group(room):
     for path in (PACKAGE / room).rglob("*.py"):
         named = [name for name, _, _ in imported_names(path) if name.startswith("torch.distributed")]
@@ -236,7 +235,7 @@ def test_importing_the_package_loads_neither_megatron_nor_torch():
 
 def test_the_arithmetic_loads_without_megatron_and_touches_no_cuda():
     loaded = loaded_by(
-        "import megatron_patch.loco, megatron_patch.compensation.sender\n"
+        "import megatron_patch.loco, megatron_patch.collectives.sender\n"
         "import megatron_patch.collectives.reduce_scatter\n"
         "import torch; assert not torch.cuda.is_initialized()"
     )

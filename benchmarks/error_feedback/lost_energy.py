@@ -22,8 +22,7 @@ import torch
 from megatron.core.distributed import param_and_grad_buffer as buffers
 from megatron.training import get_args
 
-from megatron_patch.compensation.owner import decompress
-from megatron_patch.compensation.sender import Sender
+from megatron_patch.collectives.sender import Sender, decompress
 from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization.blocks import Span
 from megatron_patch.quantization.layout import BlockLayout

@@ -30,8 +30,7 @@ import torch
 from megatron.core.distributed import param_and_grad_buffer as buffers
 from megatron.training import get_args
 
-from megatron_patch.compensation.owner import decompress
-from megatron_patch.compensation.sender import Sender
+from megatron_patch.collectives.sender import Sender, decompress
 
 _SCRIPT = Path(__file__).resolve().parents[2] / "pretrain_scripts" / "pretrain_gpt.py"
 TRIALS = ("none", "exact_m", "exact_v", "noise_v", "damped", "ef21")

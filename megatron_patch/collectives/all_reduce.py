@@ -12,40 +12,76 @@ The senders' part is the flat reduce-scatter; the owner then is the sender of it
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 
-from megatron_patch.collectives.exchange import ExchangeTraffic, SenderState, Setup, gathered, payloads
-from megatron_patch.collectives.reduce_scatter import ReduceScatterHandle, start_reduce_scatter
-from megatron_patch.collectives.workspace import Workspace
-from megatron_patch.compensation.owner import decompress
-from megatron_patch.compensation.resharding import ALL_REDUCE, OWNER, Position
-from megatron_patch.compensation.sender import Sender
+from megatron_patch.collectives.exchange import (
+    ALL_REDUCE,
+    OWNER,
+    ExchangeTraffic,
+    Position,
+    SenderState,
+    Setup,
+    gathered,
+    payloads,
+)
+from megatron_patch.collectives.reduce_scatter import ReduceScatter, ReduceScatterHandle
+from megatron_patch.collectives.sender import decompress
 from megatron_patch.quantization.blocks import Contents
 from megatron_patch.quantization.layout import BlockLayout
+
+
+@dataclass(frozen=True)
+class PassedOn:
+    """Ranks that each all-reduce a chunk of one vector pass what they get around a group of their own."""
+
+    group: dist.ProcessGroup
+    """In the order of the chunks."""
+    layout: BlockLayout
+    """That of the vector."""
 
 
 class AllReduce:
     """The flat all-reduce of a tensor over `group`, in place: `output` is the tensor itself.
 
-    `sender` sends N shards; `owner` sends the one that this rank owns, `sender.layout.part(rank)`.
+    `sender` sends N shards; `owner` sends the one that this rank owns, `sender.layout.part(rank)`. In two
+    hops `layout` and `first` are those of the chunk between nodes, and `passed_on` says what follows.
     """
 
-    def __init__(self, tensor: Contents, group: dist.ProcessGroup, setup: Setup) -> None:
-        self._group = group
-        self._workspace = setup.workspace
-        layout = setup.layout(tensor, group.size(), whole_blocks=setup.config.is_onebit_adam)
-        self.sender = setup.new_sender(layout, last=False)
+    def __init__(
+        self,
+        tensor: Contents,
+        group: dist.ProcessGroup,
+        setup: Setup,
+        layout: BlockLayout | None = None,
+        first: bool = True,
+        passed_on: PassedOn | None = None,
+    ) -> None:
+        self.group = group
+        self.workspace = setup.workspace
+        if layout is None:
+            layout = setup.layout(tensor, group.size(), whole_blocks=setup.config.is_onebit_adam)
+        self.scatter = ReduceScatter(tensor, group, setup, setup.new_sender(layout, first=first, last=False))
+        self.sender = self.scatter.sender
         self.owner = setup.new_sender(layout.part(group.rank()), first=False)
+        self.passed_on = passed_on
 
     def start(self, tensor: torch.Tensor, output: torch.Tensor, average: bool) -> AllReduceHandle:
         """Exchange.start; `output` must be `tensor`."""
-        divisor = self._group.size() if average else 1
-        return start_all_reduce(self.sender, self.owner, tensor, self._group, divisor, self._workspace)
+        return self.send(tensor, output, self.group.size() if average else 1)
+
+    def send(self, tensor: torch.Tensor, output: torch.Tensor, divisor: int) -> AllReduceHandle:
+        """Compress `tensor` [B] of fp32, bf16 or fp16 and send it; the handle's `wait` writes what all hold,
+        divided by `divisor`, to `output`: [B], or the vector that chunks are passed on of."""
+        reduced = self.workspace.take(1, 4 * self.sender.layout.shard_size, "sums")
+        scattered = self.scatter.send(tensor, _as_fp32(reduced), divisor)
+        return AllReduceHandle(self, scattered, reduced, output)
 
     def states(self) -> list[SenderState]:
         """Exchange.states: every rank sends all, and owns one shard."""
-        layout, rank, ranks = self.sender.layout, self._group.rank(), self._group.size()
+        layout, rank, ranks = self.sender.layout, self.group.rank(), self.group.size()
         everything = Position(0, layout.numel)
         own = Position(min(rank * layout.shard_size, layout.numel), self.owner.layout.numel)
         return [
@@ -55,84 +91,53 @@ class AllReduce:
 
     def traffic(self, tensor: torch.Tensor) -> ExchangeTraffic:
         """Exchange.traffic."""
-        peers = self._group.size() - 1
-        return ExchangeTraffic(
-            payloads(self.sender, self._group.rank()) + gathered(self.sender.layout, peers)
-        )
+        whole = self.sender.layout if self.passed_on is None else self.passed_on.layout
+        sent = payloads(self.sender, self.group.rank())
+        return ExchangeTraffic(sent + gathered(whole, self.group.size() - 1))
 
     def describe(self) -> str:
         """Exchange.describe."""
-        return f"all-reduce over {self._group.size()} ranks"
+        return f"all-reduce over {self.group.size()} ranks"
 
 
 class AllReduceHandle:
     """The rest of an all-reduce: `wait` ends the reduce-scatter and runs the all-gather. Once only."""
 
     def __init__(
-        self,
-        scatter: ReduceScatterHandle,
-        reduced: torch.Tensor,
-        owner: Sender,
-        whole: BlockLayout,
-        data: torch.Tensor,
-        group: dist.ProcessGroup,
-        workspace: Workspace,
-        around: dist.ProcessGroup | None,
+        self, exchange: AllReduce, scattered: ReduceScatterHandle, reduced: torch.Tensor, output: torch.Tensor
     ) -> None:
-        self._scatter = scatter
+        self._exchange = exchange
+        self._scattered = scattered
         self._reduced: torch.Tensor | None = reduced
-        self._owner = owner
-        self._whole = whole
-        self._data = data
-        self._group = group
-        self._workspace = workspace
-        self._around = around
+        self._output = output
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Block (on CUDA: the current stream) until `data` holds the sum, or the average, on every rank."""
+        """Block (on CUDA: the current stream) until the output holds the sum, or the average."""
         if self._reduced is None:
             return
         reduced, self._reduced = self._reduced, None
-        self._scatter.wait()
-        owner, nbytes = self._owner, self._whole.payload_bytes
-        send = self._workspace.take(1, nbytes)
-        receive = self._workspace.take(self._group.size(), nbytes)
-        with self._workspace.timed():
+        self._scattered.wait()
+        exchange, workspace, owner = self._exchange, self._exchange.workspace, self._exchange.owner
+        passed_on = exchange.passed_on
+        whole = exchange.sender.layout if passed_on is None else passed_on.layout
+        nbytes = whole.payload_bytes
+        send = workspace.take(1, nbytes)
+        receive = workspace.take(exchange.group.size(), nbytes)
+        with workspace.timed():
             owner.compress(_as_fp32(reduced)[: owner.layout.numel], send[:, : owner.layout.payload_bytes])
             send[:, owner.layout.payload_bytes :] = 0
-        dist.all_gather_into_tensor(receive, send, group=self._group)
+        dist.all_gather_into_tensor(receive, send, group=exchange.group)
         buffers = [reduced, send, receive]
-        if self._around is not None:
-            passed = self._workspace.take(self._around.size(), receive.numel())
-            dist.all_gather_into_tensor(passed, receive.view(1, -1), group=self._around)
+        if passed_on is not None:
+            passed = workspace.take(passed_on.group.size(), receive.numel())
+            dist.all_gather_into_tensor(passed, receive.view(1, -1), group=passed_on.group)
             buffers.append(passed)
             receive = passed
-        with self._workspace.timed():
-            decompress(receive.view(-1, nbytes), owner.codec, self._whole, self._data)
+        with workspace.timed():
+            decompress(receive.view(-1, nbytes), owner.codec, whole, self._output)
         for buffer in buffers:
-            self._workspace.give(buffer)
-
-
-def start_all_reduce(
-    sender: Sender,
-    owner: Sender,
-    data: torch.Tensor,
-    group: dist.ProcessGroup,
-    divisor: int,
-    workspace: Workspace,
-    passed_on: tuple[dist.ProcessGroup, torch.Tensor, BlockLayout] | None = None,
-) -> AllReduceHandle:
-    """Compress and send `data` [B] of fp32, bf16 or fp16; the handle's `wait` replaces it by what all hold.
-
-    The sum is divided by `divisor`: by N, as ReduceOp.AVG does, or by 1. Where `passed_on` is a group whose
-    ranks each do this with a chunk of one vector, the payloads go around it, and all chunks, in its order,
-    replace that vector instead, whose layout is given too.
-    """
-    around, result, whole = passed_on or (None, data, sender.layout)
-    reduced = workspace.take(1, 4 * sender.layout.shard_size, "sums")
-    scatter = start_reduce_scatter(sender, owner.layout, data, _as_fp32(reduced), group, divisor, workspace)
-    return AllReduceHandle(scatter, reduced, owner, whole, result, group, workspace, around)
+            workspace.give(buffer)
 
 
 def _as_fp32(buffer: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 An exchange is one file that implements `Exchange`. makers.py chooses among the package's own; a user's is
 registered with its `Topology` (registry.py). The bucket groups' seam starts an exchange; checkpoints, metrics
-and the log know only this page.
+and the log know only this page. Bytes without compression are ideal counts, as a ring or an all-to-all moves
+them. (gloo's own reduce-scatter moves twice the ideal; NCCL's does not.)
 """
 
 from __future__ import annotations
@@ -14,13 +15,76 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_patch.collectives.traffic import Traffic
+from megatron_patch.collectives.sender import Sender
 from megatron_patch.collectives.workspace import Workspace
-from megatron_patch.compensation.resharding import Position
-from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
-from megatron_patch.quantization.blocks import Contents
+from megatron_patch.quantization.blocks import Contents, Range
 from megatron_patch.quantization.layout import BlockLayout
+
+REDUCE_SCATTER = "reduce_scatter"
+NODE_SUM = "node_sum"
+ALL_REDUCE = "all_reduce"
+OWNER = "owner"
+
+
+@dataclass
+class Traffic:
+    """Bytes that one rank sends to other ranks, and the elements that they stand for."""
+
+    nbytes: float = 0.0
+    elements: float = 0.0
+
+    def add(self, other: Traffic) -> None:
+        self.nbytes += other.nbytes
+        self.elements += other.elements
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.nbytes + other.nbytes, self.elements + other.elements)
+
+    @property
+    def bits_per_element(self) -> float:
+        """Bits on the wire for every element sent."""
+        return 8 * self.nbytes / self.elements if self.elements else 0.0
+
+
+def reduce_scattered(tensor: torch.Tensor, ranks: int) -> Traffic:
+    """An uncompressed reduce-scatter of a tensor, whole, over `ranks` ranks; an all-gather to it, too."""
+    elements = tensor.numel() * (ranks - 1) / ranks
+    return Traffic(elements * tensor.element_size(), elements)
+
+
+def all_reduced(tensor: torch.Tensor, ranks: int) -> Traffic:
+    """An uncompressed all-reduce of a tensor over `ranks` ranks."""
+    half = reduce_scattered(tensor, ranks)
+    return half + half
+
+
+@dataclass(frozen=True)
+class Position:
+    """Elements of a bucket: `rows` stretches of `length`, the first at `start`, `stride` apart."""
+
+    start: int
+    length: int
+    rows: int = 1
+    stride: int = 0
+
+    @property
+    def numel(self) -> int:
+        """How many elements there are."""
+        return self.rows * self.length
+
+    def ranges(self, low: int, high: int) -> list[Range]:
+        """Where in the bucket those from number `low` to before `high` lie."""
+        found = []
+        for row in range(self.rows):
+            first, last = max(low - row * self.length, 0), min(high - row * self.length, self.length)
+            if first < last:
+                found.append((self.start + row * self.stride + first, self.start + row * self.stride + last))
+        return found
+
+    def of(self, bucket: torch.Tensor) -> torch.Tensor:
+        """These elements as a view of a bucket, [B] -> [rows, length]."""
+        return bucket.as_strided((self.rows, self.length), (self.stride, 1), self.start)
 
 
 class Handle(Protocol):
@@ -37,7 +101,7 @@ class SenderState:
 
     sender: Sender
     kind: str
-    """As compensation.resharding.Part."""
+    """One of the four above; NODE_SUM sends what its node has summed, OWNER an all-reduced shard."""
     position: Position
     """Which elements of the exchanged tensor."""
     index: int = 0

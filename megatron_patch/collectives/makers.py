@@ -11,8 +11,7 @@ from megatron_patch.collectives.all_reduce import AllReduce
 from megatron_patch.collectives.exchange import Exchange, Setup
 from megatron_patch.collectives.reduce_scatter import ReduceScatter
 from megatron_patch.collectives.topology import NoTwoHops, TwoHops, agreed_ranks_per_node, two_hops
-from megatron_patch.collectives.two_hop_all_reduce import TwoHopAllReduce
-from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopReduceScatter
+from megatron_patch.collectives.two_hop import TwoHopAllReduce, TwoHopReduceScatter
 from megatron_patch.quantization.blocks import Contents
 from megatron_patch.registry import topology
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_patch.collectives.traffic import Traffic
+from megatron_patch.collectives.exchange import Traffic
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.megatron import attach as attachments

@@ -31,7 +31,7 @@ from megatron.core import num_microbatches_calculator
 from megatron.training import get_args
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
-from megatron_patch.collectives.traffic import Traffic
+from megatron_patch.collectives.exchange import Traffic
 from megatron_patch.config import CompressionConfig
 from megatron_patch.files import write_whole
 from megatron_patch.megatron import patching, symbols, weight_metrics

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopReduceScatter
+from megatron_patch.collectives.two_hop import TwoHopReduceScatter
 from megatron_patch.config import AUTO, CompressionConfig
 from megatron_patch.megatron import training_flags
 from megatron_patch.megatron.seams.gradients import BucketGroupSeam

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_patch.collectives.traffic import Traffic
+from megatron_patch.collectives.exchange import Traffic
 from megatron_patch.megatron.attach import attachment_of
 from megatron_patch.megatron.seams import stock_traffic
 from megatron_patch.megatron.seams.weights import ChunkWeights

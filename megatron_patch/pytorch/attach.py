@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_patch.compensation.resharding import Part
-from megatron_patch.compensation.sender import Sender
+from megatron_patch.collectives.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.pytorch import ddp, fsdp2
 from megatron_patch.session import torch_steps
 from megatron_patch.session.log import method_line
 from megatron_patch.session.rank_state import RankState
+from megatron_patch.session.resharding import Part
 from megatron_patch.session.session import Session
 from megatron_patch.session.sharded_state import RankOf
 

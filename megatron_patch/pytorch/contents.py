@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron_patch.compensation.resharding import Piece
 from megatron_patch.pytorch.fsdp2_fields import Sharded
 from megatron_patch.quantization.blocks import Contents, Span
+from megatron_patch.session.resharding import Piece
 
 
 def contents_of(parameters: Sequence[Sharded], ranks: int = 1) -> Contents:

@@ -24,16 +24,15 @@ from torch import nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_patch.collectives.exchange import Exchange, Handle
+from megatron_patch.collectives.exchange import Exchange, Handle, all_reduced
 from megatron_patch.collectives.makers import make_all_reduces
-from megatron_patch.collectives.traffic import all_reduced
-from megatron_patch.compensation.resharding import Part
-from megatron_patch.compensation.sender import Sender
+from megatron_patch.collectives.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.pytorch.contents import contents_of, pieces_of, plain_name
 from megatron_patch.pytorch.fsdp2_fields import Sharded
 from megatron_patch.session import torch_steps
+from megatron_patch.session.resharding import Part
 from megatron_patch.session.session import IN_FLIGHT, Session
 
 logger = logging.getLogger(__name__)

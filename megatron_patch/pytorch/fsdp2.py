@@ -18,17 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_patch.collectives.exchange import Exchange
+from megatron_patch.collectives.exchange import Exchange, all_reduced, reduce_scattered
 from megatron_patch.collectives.makers import Made, make_all_reduces, make_reduce_scatters
-from megatron_patch.collectives.traffic import all_reduced, reduce_scattered
-from megatron_patch.compensation.resharding import Part, Piece
-from megatron_patch.compensation.sender import Sender
+from megatron_patch.collectives.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.pytorch.contents import contents_of, pieces_of, plain_name
 from megatron_patch.pytorch.fsdp2_fields import ParamGroup, ReduceScatter, Sharded, groups_of, local_of
 from megatron_patch.quantization.blocks import Contents
 from megatron_patch.session import torch_steps
+from megatron_patch.session.resharding import Part, Piece
 from megatron_patch.session.session import Session
 
 MOST_SETS = 16

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_patch.collectives.traffic import Traffic
+from megatron_patch.collectives.exchange import Traffic
 
 
 @dataclass

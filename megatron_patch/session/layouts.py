@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from megatron_patch.compensation.error_state import MovingAverageError
-from megatron_patch.compensation.resharding import Part, Piece, Position
+from megatron_patch.collectives.sender import MovingAverageError
 from megatron_patch.quantization.blocks import BlockTable, Span
 from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.session.resharding import Part, Piece, Position
 
 FORMAT = 1
 """Of manifests."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from megatron_patch.compensation.resharding import Part
-from megatron_patch.compensation.sender import Sender
+from megatron_patch.collectives.sender import Sender
 from megatron_patch.session.layouts import RankLayout, Storage
+from megatron_patch.session.resharding import Part
 from megatron_patch.session.session import Session
 
 

@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_patch.compensation.error_state import MovingAverageError
-from megatron_patch.compensation.resharding import Part, SavedState, reshard
+from megatron_patch.collectives.sender import MovingAverageError
 from megatron_patch.config import CompressionConfig
 from megatron_patch.session.events import Events
 from megatron_patch.session.layouts import Damaged, RankLayout, Storage, decode
 from megatron_patch.session.onset import Onset, Phase
 from megatron_patch.session.rank_state import RankState
+from megatron_patch.session.resharding import Part, SavedState, reshard
 
 
 class Tensors(Protocol):

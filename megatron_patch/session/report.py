@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_patch.collectives.traffic import Traffic
+from megatron_patch.collectives.exchange import Traffic
 from megatron_patch.errors import UserError
 from megatron_patch.loco import STATISTICS
 from megatron_patch.session.session import Session

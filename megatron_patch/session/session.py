@@ -16,11 +16,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_patch.collectives.exchange import Exchange, Handle, Setup
-from megatron_patch.collectives.traffic import Traffic
+from megatron_patch.collectives.exchange import Exchange, Handle, Setup, Traffic
+from megatron_patch.collectives.sender import MovingAverageError, Sender
 from megatron_patch.collectives.workspace import Workspace, shared_pool
-from megatron_patch.compensation.error_state import MovingAverageError
-from megatron_patch.compensation.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.session.events import Events, SessionReport
 from megatron_patch.session.memory import Memory

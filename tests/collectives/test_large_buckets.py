@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_patch.collectives.all_reduce import AllReduce
 from megatron_patch.collectives.reduce_scatter import ReduceScatter
 from megatron_patch.collectives.topology import TwoHops
-from megatron_patch.collectives.two_hop_all_reduce import TwoHopAllReduce
-from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopReduceScatter
+from megatron_patch.collectives.two_hop import TwoHopAllReduce, TwoHopReduceScatter
 from megatron_patch.errors import UserError
 from megatron_patch.quantization import blocks
 from megatron_patch.quantization.blocks import Contents, Span

@@ -18,7 +18,7 @@ def exchanged(kind: str, shape: tuple[int, int], options: dict[str, Any]) -> dic
     from collectives.setups import setup_of
 
     from megatron_patch.collectives.makers import make_all_reduces, make_reduce_scatters
-    from megatron_patch.compensation.sender import Sender
+    from megatron_patch.collectives.sender import Sender
     from megatron_patch.quantization.blocks import Contents, Span
 
     rank, matrix = dist.get_rank(), shape[0] * shape[1]

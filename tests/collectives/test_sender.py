@@ -13,8 +13,7 @@ from simulation.agreement import Agreement
 from simulation.codes import round_to_gradient_dtype
 from simulation.loco_float64 import LoCoSimulation
 
-from megatron_patch.compensation.error_state import MovingAverageError
-from megatron_patch.compensation.sender import Sender
+from megatron_patch.collectives.sender import MovingAverageError, Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.loco import STATISTICS
 from megatron_patch.quantization.layout import BlockLayout

@@ -16,13 +16,13 @@ import torch
 from quantization.backend_agreement import gradient_of, only_torch, random_spans
 from seeds import seeded
 
-from megatron_patch.compensation import owner
-from megatron_patch.compensation.resharding import REDUCE_SCATTER, Part, Piece, Position, reshard
-from megatron_patch.compensation.sender import Sender
+from megatron_patch.collectives import sender as owner
+from megatron_patch.collectives.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.megatron.onebit_adam import norm_sketch
 from megatron_patch.quantization import rotation, scales
 from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.session.resharding import REDUCE_SCATTER, Part, Piece, Position, reshard
 from megatron_patch.weights import code as weight_code
 from megatron_patch.weights import entropy_code
 from megatron_patch.weights import native as native_weights
@@ -194,8 +194,7 @@ def exchanges(dtype: str, device: str | None) -> list[str]:
     from megatron_patch.collectives.all_reduce import AllReduce
     from megatron_patch.collectives.reduce_scatter import ReduceScatter
     from megatron_patch.collectives.topology import two_hops
-    from megatron_patch.collectives.two_hop_all_reduce import TwoHopAllReduce
-    from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopReduceScatter
+    from megatron_patch.collectives.two_hop import TwoHopAllReduce, TwoHopReduceScatter
     from megatron_patch.collectives.workspace import Workspace
     from megatron_patch.quantization.blocks import Contents
     from megatron_patch.weights.batch import Batch

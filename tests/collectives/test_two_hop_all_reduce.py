@@ -19,7 +19,7 @@ def exchange(
     from collectives.setups import setup_of
 
     from megatron_patch.collectives.topology import two_hops
-    from megatron_patch.collectives.two_hop_all_reduce import TwoHopAllReduce
+    from megatron_patch.collectives.two_hop import TwoHopAllReduce
     from megatron_patch.quantization.blocks import Contents
 
     two_hop = TwoHopAllReduce(Contents(numel), two_hops(dist.group.WORLD, 2), setup_of(**options))

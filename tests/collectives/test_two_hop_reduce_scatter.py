@@ -22,7 +22,7 @@ def exchange(options: dict[str, Any], dtype: str, average: bool, bad: float | No
     from collectives.setups import setup_of
 
     from megatron_patch.collectives.topology import two_hops
-    from megatron_patch.collectives.two_hop_reduce_scatter import TwoHopReduceScatter
+    from megatron_patch.collectives.two_hop import TwoHopReduceScatter
     from megatron_patch.quantization.blocks import Contents
 
     rank, setup = dist.get_rank(), setup_of(**options)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-_COLLECTIVES, _INTEGRATION = "megatron_patch.collectives", "megatron_patch.megatron"
+_COLLECTIVES, _MEGATRON = "megatron_patch.collectives", "megatron_patch.megatron"
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,19 @@ RACE, FREED, NOT_WAITED = "not ordered after", "freed on", "nothing has waited f
 
 MUTANTS = {
     "compression does not wait for the backward pass": Mutant(
-        f"{_INTEGRATION}.seams.gradients:BucketGroupSeam._stream",
+        f"{_MEGATRON}.seams.gradients:BucketGroupSeam._stream",
         (("        stream.wait_stream(torch.cuda.current_stream())\n", ""),),
         "flat",
         RACE,
     ),
     "the optimizer does not wait for the sums": Mutant(
-        f"{_INTEGRATION}.seams.gradients:_AllHandles.wait",
+        f"{_MEGATRON}.seams.gradients:_AllHandles.wait",
         (("torch.cuda.current_stream().wait_stream(self._stream)", "pass"),),
         "flat",
         RACE,
     ),
     "the stream waits for the exchange, and not the other way": Mutant(
-        f"{_INTEGRATION}.seams.gradients:_AllHandles.wait",
+        f"{_MEGATRON}.seams.gradients:_AllHandles.wait",
         (
             (
                 "torch.cuda.current_stream().wait_stream(self._stream)",
@@ -74,36 +74,36 @@ MUTANTS = {
         (
             ("            self._work.wait()\n", "            pass\n"),
             (
-                "        self._workspace.give(send)\n",
-                "        self._work.wait()\n        self._workspace.give(send)\n",
+                "        workspace.give(send)\n",
+                "        self._work.wait()\n        workspace.give(send)\n",
             ),
         ),
         "two hops, 8 bits inside",
         RACE,
     ),
     "a payload is compressed once more while it is sent": Mutant(
-        f"{_COLLECTIVES}.reduce_scatter:start_reduce_scatter",
+        f"{_COLLECTIVES}.reduce_scatter:ReduceScatter.send",
         (
             (
-                "    if len(set(sizes)) == 1:\n        work =",
-                "    late = send\n    if len(set(sizes)) == 1:\n        work =",
+                "        if len(set(sizes)) == 1:\n            work =",
+                "        late = send\n        if len(set(sizes)) == 1:\n            work =",
             ),
             (
-                "    return ReduceScatterHandle(",
-                "    late.zero_()\n    return ReduceScatterHandle(",
+                "        return ReduceScatterHandle(",
+                "        late.zero_()\n        return ReduceScatterHandle(",
             ),
         ),
         "virtual pipeline chunks",
         RACE,
     ),
     "hop 2 compresses sums that hop 1 is writing": Mutant(
-        f"{_COLLECTIVES}.two_hop_reduce_scatter:TwoHopReduceScatter.start",
+        f"{_COLLECTIVES}.two_hop:TwoHopReduceScatter.start",
         (("                work.wait()\n", "                pass\n"),),
         "two hops",
         RACE,
     ),
     "an exchange of a hop is forgotten": Mutant(
-        f"{_COLLECTIVES}.two_hop_all_reduce:TwoHopAllReduce.start",
+        f"{_COLLECTIVES}.two_hop:TwoHopAllReduce.start",
         (
             (
                 "dist.reduce_scatter_tensor(sums, whole, group=hops.intra)",
@@ -117,21 +117,21 @@ MUTANTS = {
         f"{_COLLECTIVES}.all_reduce:AllReduceHandle.wait",
         (
             (
-                "dist.all_gather_into_tensor(receive, send, group=self._group)",
-                "dist.all_gather_into_tensor(receive, send, group=self._group, async_op=True)",
+                "dist.all_gather_into_tensor(receive, send, group=exchange.group)",
+                "dist.all_gather_into_tensor(receive, send, group=exchange.group, async_op=True)",
             ),
         ),
         "1-bit Adam",
         RACE,
     ),
     "the first instance's sum is not waited for": Mutant(
-        f"{_INTEGRATION}.seams.gradients:BucketGroupSeam._start",
+        f"{_MEGATRON}.seams.gradients:BucketGroupSeam._start",
         (("                handle.wait()", "                pass"),),
         "two instances",
         NOT_WAITED,
     ),
     "instances exchange beside the backward pass": Mutant(
-        f"{_INTEGRATION}.seams.gradients:BucketGroupSeam._stream",
+        f"{_MEGATRON}.seams.gradients:BucketGroupSeam._stream",
         (
             (
                 "            return upstreams",
@@ -148,13 +148,13 @@ MUTANTS = {
         RACE,
     ),
     "a payload's buffer is handed on while it is sent": Mutant(
-        f"{_COLLECTIVES}.reduce_scatter:start_reduce_scatter",
+        f"{_COLLECTIVES}.reduce_scatter:ReduceScatter.send",
         (
             (
-                "    return ReduceScatterHandle(",
-                "    workspace.give(send)\n"
-                "    send = workspace.take(1, 2 * send.numel())\n"
-                "    return ReduceScatterHandle(",
+                "        return ReduceScatterHandle(",
+                "        self.workspace.give(send)\n"
+                "        send = self.workspace.take(1, 2 * send.numel())\n"
+                "        return ReduceScatterHandle(",
             ),
         ),
         "flat",
@@ -176,13 +176,13 @@ MUTANTS = {
         FREED,
     ),
     "weights are decoded before the messages are here": Mutant(
-        f"{_COLLECTIVES}.weight_batch:BatchHandle.wait",
+        "megatron_patch.weights.batch:BatchHandle.wait",
         (("        self._work.wait()\n", ""),),
         "weight gather, overlapped",
         RACE,
     ),
     "weights are decoded on a stream that the forward pass does not wait for": Mutant(
-        f"{_COLLECTIVES}.weight_batch:BatchHandle.wait",
+        "megatron_patch.weights.batch:BatchHandle.wait",
         (
             (
                 "        with self._workspace.timed():\n",
@@ -193,7 +193,7 @@ MUTANTS = {
         RACE,
     ),
     "odd ranks exchange momentum in another order": Mutant(
-        f"{_INTEGRATION}.onebit_adam.step:OneBitAdam._exchange",
+        f"{_MEGATRON}.onebit_adam.step:OneBitAdam._exchange",
         (("in self._seams:", "in self._seams[::-1]:"),),
         "1-bit Adam",
         "on rank",

@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 from megatron_patch import loco
-from megatron_patch.compensation.sender import Sender
+from megatron_patch.collectives.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization.backends import VARIABLE, Backend
 from megatron_patch.quantization.blocks import Span

@@ -24,7 +24,7 @@ from quantization.backend_agreement import compress_by, sender_of
 from quantization.narrow_offsets import narrow_offsets
 from triton.backends.compiler import GPUTarget
 
-from megatron_patch.compensation import owner
+from megatron_patch.collectives import sender as owner
 from megatron_patch.quantization import backends, triton_kernels
 from megatron_patch.quantization.blocks import Span
 from megatron_patch.quantization.codec import Codec

@@ -28,7 +28,7 @@ from quantization.backend_agreement import (
     usable,
 )
 
-from megatron_patch.compensation import owner
+from megatron_patch.collectives import sender as owner
 from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization import backends, native, triton_kernels
 from megatron_patch.quantization.codec import codec_of

@@ -16,7 +16,7 @@ from quantization.backend_agreement import compress_by, gradient_of, only_torch,
 from torch.overrides import TorchFunctionMode
 
 from megatron_patch import loco
-from megatron_patch.compensation import owner
+from megatron_patch.collectives import sender as owner
 from megatron_patch.quantization.codec import Codec
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.levels import Levels

@@ -8,8 +8,8 @@ import torch
 from coded_values import rows_of
 from quantization.backend_agreement import only_torch
 
-from megatron_patch.compensation import owner
-from megatron_patch.compensation.sender import Sender
+from megatron_patch.collectives import sender as owner
+from megatron_patch.collectives.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization.blocks import Span
 from megatron_patch.quantization.layout import BlockLayout

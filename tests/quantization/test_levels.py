@@ -15,7 +15,7 @@ from simulation.codes import LEVELS as SIMULATED
 from simulation.codes import Code
 
 from megatron_patch import loco
-from megatron_patch.compensation import owner
+from megatron_patch.collectives import sender as owner
 from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization.blocks import Span
 from megatron_patch.quantization.layout import BlockLayout

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from quantization.backend_agreement import CODECS, SEEDS, compress_by, gradient_of, same, sender_of
 
 from megatron_patch import loco
-from megatron_patch.compensation import owner
+from megatron_patch.collectives import sender as owner
 from megatron_patch.quantization import native
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.levels import Levels

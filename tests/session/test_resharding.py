@@ -11,7 +11,7 @@ import pytest
 import torch
 from seeds import seeded
 
-from megatron_patch.compensation.resharding import (
+from megatron_patch.session.resharding import (
     ALL_REDUCE,
     OWNER,
     REDUCE_SCATTER,

@@ -15,11 +15,11 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from megatron_patch.compensation.resharding import Part, Piece
-from megatron_patch.compensation.sender import Sender
+from megatron_patch.collectives.sender import Sender
 from megatron_patch.megatron.attach import Attachment, attachment_of
 from megatron_patch.megatron.seams.gradients import BucketGroupSeam, contents_of
 from megatron_patch.session.rank_state import RankState
+from megatron_patch.session.resharding import Part, Piece
 
 
 def rank_state_of(chunks: Sequence[Any]) -> RankState:

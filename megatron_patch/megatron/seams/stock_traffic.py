@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_patch.collectives.traffic import Traffic, all_reduced, reduce_scattered
+from megatron_patch.collectives.exchange import Traffic, all_reduced, reduce_scattered
 
 
 def stock_gradients(bucket_group: Any, force_all_reduce: bool = False) -> Traffic:

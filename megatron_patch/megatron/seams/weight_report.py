@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_patch.collectives.traffic import Traffic
+from megatron_patch.collectives.exchange import Traffic
 
 RAW_REASONS = ("forced", "inside_step", "not_coded", "copies_differ", "no_shorter", "edited")
 """Why a coded bucket group was gathered in full: Megatron forced it (evaluation, checkpoints), dispatched it

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_patch.collectives.traffic import Traffic
+from megatron_patch.collectives.exchange import Traffic
 from megatron_patch.megatron import patching
 from megatron_patch.megatron.seams.intercept import intercepted_all_gathers
 from megatron_patch.megatron.seams.stock_traffic import bucket_weights

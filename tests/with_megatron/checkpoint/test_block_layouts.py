@@ -9,8 +9,11 @@ import math
 import pytest
 import torch
 
-from megatron_patch.compensation.error_state import MovingAverageError
-from megatron_patch.compensation.resharding import (
+from megatron_patch.collectives.sender import MovingAverageError
+from megatron_patch.quantization.blocks import Span
+from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.session.layouts import RankLayout, Storage, decode
+from megatron_patch.session.resharding import (
     NODE_SUM,
     OWNER,
     REDUCE_SCATTER,
@@ -19,9 +22,6 @@ from megatron_patch.compensation.resharding import (
     Position,
     reshard,
 )
-from megatron_patch.quantization.blocks import Span
-from megatron_patch.quantization.layout import BlockLayout
-from megatron_patch.session.layouts import RankLayout, Storage, decode
 
 CPU = torch.device("cpu")
 NUMEL, RANKS, LOCAL = 960, 4, 2

@@ -1,0 +1,188 @@
+"""The two ends of an exchange: what a sender keeps of one bucket between steps, and the owner's sum.
+
+A fused kernel does the arithmetic where one serves (quantization/backends.py), else loco.py. A state is its
+tensors by name: `codes`, int8 [N, S], and `scales`, bf16 [N, blocks]; or `values`, bf16 or fp32 [N, S]. The
+fill of short blocks is not stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from megatron_patch import loco
+from megatron_patch.config import CompressionConfig
+from megatron_patch.loco import INT8, STATISTICS, load_error
+from megatron_patch.quantization import backends
+from megatron_patch.quantization.codec import Codec, check_codec, codec_of
+from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.quantization.rotation import rotate, rotate_back
+from megatron_patch.registry import OWN_CODECS, codecs
+
+_FLOATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class MovingAverageError:
+    """The error state e of one bucket on one rank, zero at the start.
+
+    Args:
+        layout: the bucket's cut; e has its blocks.
+        beta: weight of the old error, 0 <= beta < 1.
+        dtype: "int8", "bf16" or "fp32".
+        device: where the gradients live.
+        rotated: whether it is of rotated blocks (rotation.py).
+    """
+
+    def __init__(
+        self, layout: BlockLayout, beta: float, dtype: str, device: torch.device, rotated: bool = False
+    ) -> None:
+        self.layout = layout
+        self.beta = beta
+        self.dtype = dtype
+        self.rotated = rotated
+        shape = layout.shards, layout.shard_size
+        if dtype == "int8":
+            self._state = {
+                "codes": torch.zeros(shape, dtype=torch.int8, device=device),
+                "scales": torch.zeros(layout.shards, layout.blocks, dtype=torch.bfloat16, device=device),
+            }
+        else:
+            self._state = {"values": torch.zeros(shape, dtype=_FLOATS[dtype], device=device)}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The stored tensors themselves, by name."""
+        return dict(self._state)
+
+    def decode(self) -> torch.Tensor:
+        """decode(e), fp32 [N, blocks, b], rotated where it is stored so."""
+        return load_error(self._state, self.layout)
+
+    def flat(self) -> torch.Tensor:
+        """decode(e) in the bucket's order and without fill, rotated back, fp32 [B] on CPU."""
+        stored = {name: tensor.cpu().view(1, -1) for name, tensor in self._state.items()}
+        found = torch.zeros(self.layout.numel, device="cpu")
+        for which, part in self.layout.by_width:
+            chosen = {name: t[:, which] if name == "scales" else t for name, t in stored.items()}
+            blocks = load_error(chosen, part)
+            found += part.flat(rotate_back(blocks, part) if self.rotated else blocks)
+        return found
+
+    def set(self, values: torch.Tensor) -> None:
+        """e <- encode(values), fp32 [B] on CPU, not rotated yet."""
+        new = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in self._state.items()}
+        for which, part in self.layout.by_width:
+            blocks = part.cut(values)
+            if self.rotated:
+                blocks = rotate(blocks, part)
+            if "values" in new:
+                new["values"].view(-1).add_(part.join(blocks)[0])
+                continue
+            codes, scales = INT8.quantize(blocks)
+            new["codes"].view(-1).add_(part.join(codes)[0])
+            new["scales"].view(-1)[which] = scales[0].to(torch.bfloat16)
+        self.restore(new)
+
+    def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Put back what `tensors` gave, bit for bit; other names in `saved` are ignored.
+
+        Raises:
+            ValueError: a tensor is missing, or has another shape or dtype; nothing is changed.
+        """
+        for name, tensor in self._state.items():
+            found = saved.get(name)
+            if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
+                has = "missing" if found is None else f"{found.dtype} {list(found.shape)}"
+                raise ValueError(f"{name} is {has}, not {tensor.dtype} {list(tensor.shape)}")
+        for name, tensor in self._state.items():
+            tensor.copy_(saved[name])
+
+    def reset(self) -> None:
+        """e <- 0."""
+        for tensor in self._state.values():
+            tensor.zero_()
+
+    def scale_by(self, factor: float) -> None:
+        """e <- factor * e, when fp16's loss scale changes by that factor (gradients carry the loss scale)."""
+        self._state["scales" if "scales" in self._state else "values"].mul_(factor)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that e takes."""
+        return sum(tensor.nbytes for tensor in self._state.values())
+
+
+class Sender:
+    """Compresses one bucket's gradient for its N owners; holds the bucket's error state on this rank.
+
+    The owner of a shard that sends the reduced shard to all is a Sender too, of a layout with one shard.
+
+    Args:
+        config: method, beta, error dtype; `config.compresses` must hold.
+        layout: the bucket's cut.
+        device: where the gradient lives.
+        first, last: whether this is the first, and the last, of the hops that the tensor takes. Where blocks
+            are rotated, they stay so from the first sender to the last owner.
+    """
+
+    def __init__(
+        self,
+        config: CompressionConfig,
+        layout: BlockLayout,
+        device: torch.device,
+        first: bool = True,
+        last: bool = True,
+    ) -> None:
+        self.layout = layout
+        if config.code not in OWN_CODECS:
+            check_codec(codecs()[config.code], config.bits, config.block_size, device)
+        self.codec = codec_of(config, first, last)
+        self.error: MovingAverageError | None = None
+        if config.keeps_errors:
+            rotated = self.codec.rotation.rotated
+            self.error = MovingAverageError(layout, config.beta, config.error_dtype, device, rotated)
+        self.statistics = torch.zeros(len(STATISTICS), dtype=torch.float64, device=device)
+        """Of the last `compress` that measured: compress.STATISTICS."""
+        self.measures = True
+        """Whether `compress` does: an eighth of the kernel's instructions, for what a logged step shows."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """All that the next steps depend on: the error's tensors."""
+        return {} if self.error is None else self.error.tensors()
+
+    @torch.no_grad()
+    def compress(self, gradient: torch.Tensor, payload: torch.Tensor) -> None:
+        """Read g, [B] of fp32, bf16 or fp16; write `payload`; update e.
+
+        `payload` is uint8, contiguous: the payloads of all shards, end to end (`layout.payload_starts`).
+        """
+        layout = self.layout
+        tensors, beta = ({}, 0.0) if self.error is None else (self.error.tensors(), self.error.beta)
+        run = backends.fused(self.codec, layout, gradient.device) or loco
+        statistics = self.statistics if self.measures else None
+        run.compress(gradient, payload, self.codec, layout, tensors, beta, statistics)
+        if layout.exact is not None:
+            layout.exact.write(gradient, payload, layout.coded_bytes, layout.payload_starts)
+
+
+def decompress_reduce(
+    payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor, divisor: int = 1
+) -> None:
+    """Sum N senders' payloads of the one shard of `layout` (loco.decompress_reduce)."""
+    run = backends.fused(codec, layout, output.device) or loco
+    run.decompress_reduce(payloads, codec, layout, output, divisor)
+    if layout.exact is not None:
+        layout.exact.read(payloads[:, None], layout.coded_bytes, output, divisor)
+
+
+def decompress(payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor) -> None:
+    """Decode one payload for each shard, uint8 [N, payload_bytes], into `output` [B] of any float dtype."""
+    coded = replace(layout, exact=None)
+    kernels = backends.fused(codec, coded, output.device)
+    if kernels is not None and hasattr(kernels, "decompress"):  # in one launch
+        kernels.decompress(payloads, codec, coded, output)
+    else:
+        loco.decompress(payloads, codec, coded, output, (kernels or loco).decompress_reduce)
+    if layout.exact is not None:
+        layout.exact.read(payloads[None], layout.coded_bytes, output)
