@@ -13,8 +13,7 @@ from megatron_patch.collectives.workspace import forget_shared_pools
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.session import sharded_state
-from megatron_patch.session.log import show_log
-from megatron_patch.session.report import step_report
+from megatron_patch.session.report import show_log, step_report
 from megatron_patch.session.session import Session
 from megatron_patch.step_report import StepReport
 
@@ -97,7 +96,7 @@ def _sessions(model: Any, caller: str) -> tuple[list[Session], Traffic | None]:
 def state_dict(model: Any, optimizer: Any, reader: Any, path: str | None) -> dict[str, Any]:
     """megatron_patch.state_dict."""
     if _is_megatron(model):
-        from megatron_patch.megatron.checkpoint import sharded_state as megatron
+        from megatron_patch.megatron.checkpoint import element_map as megatron
 
         return megatron.state_dict(model, optimizer, reader, path)
     from megatron_patch.pytorch import attach as pytorch
@@ -109,7 +108,7 @@ def state_dict(model: Any, optimizer: Any, reader: Any, path: str | None) -> dic
 def load_state_dict(model: Any, state: dict[str, Any], optimizer: Any) -> None:
     """megatron_patch.load_state_dict."""
     if _is_megatron(model):
-        from megatron_patch.megatron.checkpoint import sharded_state as megatron
+        from megatron_patch.megatron.checkpoint import element_map as megatron
 
         megatron.load_state_dict(model, state, optimizer)
         return

@@ -28,8 +28,8 @@ import torch
 
 from megatron_patch.quantization.codec import Codec
 from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.quantization.packing import over
 from megatron_patch.quantization.rotation import rotate, rotate_back
-from megatron_patch.quantization.scales import over
 from megatron_patch.quantization.uniform import Uniform, dequantize
 
 STATISTICS = ("signal", "noise", "gradient", "error", "non_finite_blocks")

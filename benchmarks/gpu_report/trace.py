@@ -16,7 +16,7 @@ from typing import Any
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _OURS = (
     *("compress_kernel", "decompress_reduce_kernel", "count_kernel", "sizes_kernel", "place_kernel"),
-    *("pack_kernel", "apply_kernel", "verdict_kernel", "sums_kernel", "_fold_kernel", "_update_kernel"),
+    *("pack_kernel", "apply_kernel", "verdict_kernel", "sums_kernel", "_fold_kernel"),
 )
 
 Spans = list[tuple[float, float]]

@@ -32,7 +32,7 @@ from benchmarks.network.training import Training
 from megatron_patch.config import CompressionConfig
 from megatron_patch.megatron.attach import attachment_of, onebit_of, session_of
 from megatron_patch.megatron.doors import attach, disable
-from megatron_patch.megatron.seams import stock_traffic
+from megatron_patch.megatron.seams import traffic as stock_traffic
 
 _MEGATRONS_REDUCE_SCATTER = param_and_grad_buffer.dist_reduce_scatter_func
 

@@ -29,9 +29,11 @@ from packaging.version import Version
 from megatron_patch.collectives.workspace import forget_shared_pools
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
-from megatron_patch.megatron import symbols, training_flags
+from megatron_patch.megatron import arguments as training_flags
+from megatron_patch.megatron import symbols
 from megatron_patch.megatron.onebit_adam.step import OneBitAdam
-from megatron_patch.megatron.seams import optimizer_step, replicated_params
+from megatron_patch.megatron.seams import gradients as replicated_params
+from megatron_patch.megatron.seams import optimizer_step
 from megatron_patch.megatron.seams.gradients import BucketGroupSeam
 from megatron_patch.megatron.seams.weights import ChunkWeights, gathered_after
 from megatron_patch.megatron.startup_log import log_startup

@@ -19,7 +19,7 @@ from megatron_patch.megatron import patching, symbols, weight_metrics
 from megatron_patch.megatron.checkpoint import training_loop as checkpoint
 from megatron_patch.megatron.cpu import torch_adam
 from megatron_patch.megatron.unsupported import refuse_wrapper
-from megatron_patch.session.log import show_log
+from megatron_patch.session.report import show_log
 from megatron_patch.session.session import Session
 
 

@@ -36,7 +36,7 @@ from megatron_patch.config import CompressionConfig
 from megatron_patch.files import write_whole
 from megatron_patch.megatron import patching, symbols, weight_metrics
 from megatron_patch.megatron.attach import session_of
-from megatron_patch.megatron.seams import stock_traffic
+from megatron_patch.megatron.seams import traffic as stock_traffic
 from megatron_patch.session.report import sums as sums_of
 from megatron_patch.session.session import Session
 

@@ -67,7 +67,7 @@ def _run(script: str, flags: list[str]) -> None:
     from megatron_patch.megatron.doors import enable
     from megatron_patch.megatron.metrics import RunMetrics
     from megatron_patch.megatron.unsupported import refuse_flags
-    from megatron_patch.session.log import show_log
+    from megatron_patch.session.report import show_log
 
     show_log()
     installed: list[RunMetrics] = []

@@ -11,11 +11,11 @@ import torch
 
 from megatron_patch.collectives.two_hop import TwoHopReduceScatter
 from megatron_patch.config import AUTO, CompressionConfig
-from megatron_patch.megatron import training_flags
+from megatron_patch.megatron import arguments as training_flags
 from megatron_patch.megatron.seams.gradients import BucketGroupSeam
 from megatron_patch.megatron.seams.weights import WeightSeam
-from megatron_patch.session.log import method_line
 from megatron_patch.session.onset import FIRST_STAIR
+from megatron_patch.session.report import method_line
 from megatron_patch.session.session import Session
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_patch.collectives.exchange import Traffic
 from megatron_patch.megatron.attach import attachment_of
-from megatron_patch.megatron.seams import stock_traffic
+from megatron_patch.megatron.seams import traffic as stock_traffic
 from megatron_patch.megatron.seams.weights import ChunkWeights
 
 

@@ -17,8 +17,8 @@ from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.pytorch import ddp, fsdp2
 from megatron_patch.session import torch_steps
-from megatron_patch.session.log import method_line
-from megatron_patch.session.rank_state import RankState
+from megatron_patch.session.layouts import RankState
+from megatron_patch.session.report import method_line
 from megatron_patch.session.resharding import Part
 from megatron_patch.session.session import Session
 from megatron_patch.session.sharded_state import RankOf

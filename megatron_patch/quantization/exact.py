@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_patch.quantization.blocks import Range, Span, in_order, within
-from megatron_patch.quantization.scales import over
+from megatron_patch.quantization.packing import over
 
 NONE_HERE = -1
 """Fills the row of a shard that has fewer of these elements than others."""

@@ -26,9 +26,9 @@ import torch
 
 from megatron_patch.quantization.codec import Encoded
 from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.quantization.packing import block_scales, normalizing
 from megatron_patch.quantization.payload import read_payload, write_payload
 from megatron_patch.quantization.rotation import NONE, Rotation
-from megatron_patch.quantization.scales import block_scales, normalizing
 from megatron_patch.quantization.uniform import dequantize
 
 LEVELS = {

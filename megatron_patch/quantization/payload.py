@@ -7,8 +7,7 @@ import torch.nn.functional as F
 
 from megatron_patch.quantization.blocks import word_bytes
 from megatron_patch.quantization.layout import BlockLayout
-from megatron_patch.quantization.packing import pack, unpack
-from megatron_patch.quantization.scales import BF16_NAN
+from megatron_patch.quantization.packing import BF16_NAN, pack, unpack
 
 
 def write_payload(

@@ -1,18 +1,22 @@
-"""What a rank's error states are of, and how they are stored: what a checkpoint's manifest says of them."""
+"""What one rank remembers of a model: what its error states are of, and how they are stored.
+
+A checkpoint's manifest says it in plain values. `RankState` has the senders themselves, in that order.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron_patch.collectives.sender import MovingAverageError
+from megatron_patch.collectives.sender import MovingAverageError, Sender
 from megatron_patch.quantization.blocks import BlockTable, Span
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.session.resharding import Part, Piece, Position
+from megatron_patch.session.session import Session
 
 FORMAT = 1
 """Of manifests."""
@@ -129,3 +133,51 @@ def decode(tensors: dict[str, torch.Tensor], part: Part, storage: Storage) -> to
     error = MovingAverageError(layout, 0.0, storage.dtype, torch.device("cpu"), storage.rotated)
     error.restore(tensors)
     return error.flat()
+
+
+class RankState:
+    """The senders of an attached model on this rank, and what each is of.
+
+    Args:
+        found: the senders in order, each with what its error state is of.
+        sessions: those of the model's parts, one at least.
+        groups: sizes of the groups of ranks that the model is spread over, by name.
+        forget: clears what else the model holds of earlier steps.
+    """
+
+    def __init__(
+        self,
+        found: Sequence[tuple[Sender, Part]],
+        sessions: Sequence[Session],
+        groups: Mapping[str, int],
+        forget: Callable[[], None] = lambda: None,
+    ) -> None:
+        for session in sessions:
+            session.memory.bring_back()
+        self.senders = [sender for sender, _ in found]
+        self.layout = RankLayout(tuple((part, _storage(sender)) for sender, part in found))
+        self.states = list(sessions)
+        self.config = self.states[0].config
+        self.groups = dict(groups)
+        self._forget = forget
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All that is to be saved, by names."""
+        if self.config.save_error:
+            for number, sender in enumerate(self.senders):
+                for name, tensor in sender.state().items():
+                    yield f"{number}.{name}", tensor
+
+    def start_from_zero(self, steps: int) -> None:
+        """Begin as after `steps` optimizer steps, with errors of zero."""
+        for state in self.states:
+            state.restart(steps)
+        self._forget()
+
+
+def _storage(sender: Sender) -> Storage:
+    layout = sender.layout
+    dtype = None if sender.error is None else sender.error.dtype
+    blocks = None if layout.by_shard else layout.blocks
+    rotated = sender.codec.rotation.rotated
+    return Storage(layout.shards, layout.shard_size, layout.block, dtype, blocks, rotated)

@@ -1,21 +1,22 @@
-"""A rank's error states as one tensor of bytes and a manifest of its own, written without a collective.
+"""Manifests, and a rank's error states as one tensor of bytes with a manifest of its own.
+
+The latter is written without a collective; session/sharded_state.py gathers one manifest of all ranks.
 
 A checkpoint's metadata grows by one tensor and one object a rank, however many senders there are.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_patch.session.layouts import FORMAT, Damaged, RankLayout
-from megatron_patch.session.manifest import content_of
-from megatron_patch.session.rank_state import RankState
+from megatron_patch.session.layouts import FORMAT, Damaged, RankLayout, RankState
 from megatron_patch.session.reader import Reader
 
 _ALIGNMENT = 8
@@ -113,3 +114,49 @@ class _RankTensors:
         of = getattr(torch, dtype)
         nbytes = math.prod(shape) * of.itemsize
         return self._bytes[start : start + nbytes].clone().view(of).view(shape)
+
+
+def content_of(rank: RankState, iteration: int, scale: float) -> dict[str, Any]:
+    """What a manifest says of the whole job; `scale` is fp16's loss scale, the errors' unit."""
+    counted = rank.states[0]
+    for state in rank.states:
+        state.end_unseen_step()  # a loop saves between steps, though nothing has told that one has ended
+    return {
+        "iteration": iteration,
+        "config": rank.config.as_dict(),
+        "groups": rank.groups,
+        "world_size": dist.get_world_size(),
+        "loss_scale": scale,
+        "mid_step": any(state.in_step for state in rank.states),
+        "steps": counted.steps,
+        "steps_seen": counted.steps_seen,
+        "events": dataclasses.asdict(counted.events),
+        "phase": dataclasses.asdict(counted.phase),
+        "onset": dataclasses.asdict(counted.onset),
+    }
+
+
+def gathered(layout: RankLayout, mine: Any) -> list[Any]:
+    """From every rank `mine`, its layout and its positions, for `listed`. Call on all ranks."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (mine, layout.without_positions().as_json(), layout.positions))
+    return everyone
+
+
+def listed(files: Sequence[Any], everyone: Sequence[Any]) -> dict[str, Any]:
+    """The layouts of all ranks for a manifest, each once; `files` says where each rank's tensors are."""
+    layouts: list[Any] = []
+    ranks = []
+    for file, (_, layout, positions) in zip(files, everyone, strict=True):
+        if layout not in layouts:
+            layouts.append(layout)
+        ranks.append({"file": file, "layout": layouts.index(layout), "positions": positions})
+    return {"layouts": layouts, "ranks": ranks}
+
+
+def layouts_in(manifest: Mapping[str, Any]) -> tuple[dict[int, RankLayout], set[int]]:
+    """The layouts of `listed`, by rank, and the ranks that have tensors."""
+    shared = [RankLayout.from_json(layout) for layout in manifest["layouts"]]
+    ranks = dict(enumerate(manifest["ranks"]))
+    layouts = {number: shared[rank["layout"]].at(rank["positions"]) for number, rank in ranks.items()}
+    return layouts, {number for number, rank in ranks.items() if rank["file"]}

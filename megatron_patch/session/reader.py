@@ -16,9 +16,8 @@ import torch.distributed as dist
 from megatron_patch.collectives.sender import MovingAverageError
 from megatron_patch.config import CompressionConfig
 from megatron_patch.session.events import Events
-from megatron_patch.session.layouts import Damaged, RankLayout, Storage, decode
+from megatron_patch.session.layouts import Damaged, RankLayout, RankState, Storage, decode
 from megatron_patch.session.onset import Onset, Phase
-from megatron_patch.session.rank_state import RankState
 from megatron_patch.session.resharding import Part, SavedState, reshard
 
 

@@ -1,7 +1,8 @@
-"""What a rank's last optimizer step sent: the sums behind `megatron_patch.report` and behind the metrics."""
+"""What a session tells a user: its lines in the log, and what a rank's last optimizer step sent."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_patch.collectives.exchange import Traffic
+from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.loco import STATISTICS
 from megatron_patch.session.session import Session
@@ -83,3 +85,27 @@ def step_report(states: Sequence[Session], weights: Traffic | None = None) -> St
         non_finite_blocks=int(non_finite) if measured else None,
         compression_seconds=total.compression_seconds,
     )
+
+
+def show_log() -> None:
+    """Show what compression logs, a few lines a run, unless the script's own logging shows it already.
+
+    A script that wants less sets a level for the logger "megatron_patch".
+    """
+    logger = logging.getLogger("megatron_patch")
+    shown = logger.isEnabledFor(logging.INFO) and logger.hasHandlers()
+    if not shown and logger.level == logging.NOTSET:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+
+
+def method_line(config: CompressionConfig) -> str:
+    """Method, code, block and errors, in one line; the method must compress."""
+    memory = (
+        f"beta {config.beta}, errors in {config.error_dtype}" if config.keeps_errors else "no errors kept"
+    )
+    code = f"{config.bits} bits ({config.code}{', rotated' if config.rotates else ''})"
+    return f"{config.method}, {code}, block {config.block_size}, {memory}"

@@ -25,9 +25,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_patch.errors import UserError
-from megatron_patch.session.layouts import FORMAT, Damaged, RankLayout
-from megatron_patch.session.manifest import content_of, gathered, layouts_in, listed
-from megatron_patch.session.rank_state import RankState
+from megatron_patch.session.layouts import FORMAT, Damaged, RankLayout, RankState
+from megatron_patch.session.packed import content_of, gathered, layouts_in, listed
 from megatron_patch.session.reader import Reader
 from megatron_patch.untrusted import load_json
 

@@ -20,7 +20,8 @@ from megatron_patch.collectives import sender as owner
 from megatron_patch.collectives.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.megatron.onebit_adam import norm_sketch
-from megatron_patch.quantization import rotation, scales
+from megatron_patch.quantization import packing as scales
+from megatron_patch.quantization import rotation
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.session.resharding import REDUCE_SCATTER, Part, Piece, Position, reshard
 from megatron_patch.weights import code as weight_code

@@ -54,7 +54,6 @@ KERNELS: dict[str, dict[str, str]] = {
     },
     "sums_kernel": {"weights": "reads", "sums": "changes"},
     "_fold_kernel": {"stretches": "reads", "signs": "reads", "sums": "writes"},
-    "_update_kernel": {"chunks": "reads"},
 }
 """What a kernel does with an argument; one that is both read, for one element, and written, for another,
 changes. An argument that is unused is given some other one's tensor, which the kernel does not touch."""
@@ -370,17 +369,8 @@ def _of_fold(given: dict[str, Any]) -> Iterator[tuple[int, int, bool]]:
         yield int(address), int(length) * size, False
 
 
-def _of_update(given: dict[str, Any]) -> Iterator[tuple[int, int, bool]]:
-    with _disable_current_modes():
-        rows = given["chunks"].numpy()
-    for x, momentum, variance, exp_avg, length in rows:
-        for address, writes in ((x, True), (momentum, False), (variance, False), (exp_avg, True)):
-            yield int(address), 4 * int(length), writes
-
-
 _TABLES: dict[str, Callable[[dict[str, Any]], Iterator[tuple[int, int, bool]]]] = {
     "_fold_kernel": _of_fold,
-    "_update_kernel": _of_update,
 }
 """Kernels that find their tensors' addresses in a table."""
 

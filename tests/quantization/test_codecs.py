@@ -18,9 +18,8 @@ from megatron_patch import loco, registry
 from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization.codec import Encoded, check_codec, codec_of
 from megatron_patch.quantization.layout import BlockLayout
-from megatron_patch.quantization.packing import unpack
-from megatron_patch.quantization.scales import largest_scale as largest_scale_of
-from megatron_patch.quantization.scales import round_up_to_bf16
+from megatron_patch.quantization.packing import largest_scale as largest_scale_of
+from megatron_patch.quantization.packing import round_up_to_bf16, unpack
 from megatron_patch.quantization.sign import Sign
 from megatron_patch.quantization.uniform import Uniform
 

@@ -22,7 +22,7 @@ from megatron_patch.collectives.exchange import Setup
 from megatron_patch.collectives.makers import make_all_reduces, make_reduce_scatters
 from megatron_patch.collectives.workspace import Workspace
 from megatron_patch.config import CompressionConfig
-from megatron_patch.megatron.onebit_adam import sketch_kernel, update, update_kernel
+from megatron_patch.megatron.onebit_adam import norm_sketch, sketch_kernel, update
 from megatron_patch.megatron.onebit_adam.norm_sketch import NormSketch, signs
 from megatron_patch.quantization.blocks import Contents, Span
 from megatron_patch.weights import code as weight_code
@@ -114,10 +114,11 @@ def onebit_step(parameters: int) -> int:
     sizes = update.Sizes(lr=1.0, weight_decay=0.1, eps=1e-8, momentum_bias=1.0, variance_bias=1.0, most=1.0)
     table = signs(CPU)
     compile_for_gpu.kernels.clear()
-    sketch_kernel.fold(sketch._pieces, table)
-    update_kernel.update(tensors, sizes)
+    sketch_kernel.fold(norm_sketch.rows_of(sketch._pieces), table, norm_sketch.COLUMNS)
+    with Launches() as launches:
+        update.update(tensors, sizes)
     assert not any(narrow_offsets(kernel.asm["ttir"]) for kernel in compile_for_gpu.kernels)
-    return len(compile_for_gpu.kernels)
+    return len(compile_for_gpu.kernels) + launches.count
 
 
 def main() -> None:

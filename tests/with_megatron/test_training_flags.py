@@ -13,7 +13,7 @@ def warm_up(flags: dict[str, Any], calculator: dict[str, Any] | None) -> int:
     from megatron.core import num_microbatches_calculator as microbatches
     from megatron.training import global_vars
 
-    from megatron_patch.megatron import training_flags
+    from megatron_patch.megatron import arguments as training_flags
 
     before = global_vars._GLOBAL_ARGS
     global_vars._GLOBAL_ARGS = Namespace(**flags)

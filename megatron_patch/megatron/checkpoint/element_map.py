@@ -1,4 +1,4 @@
-"""Which elements of the model each error state of a rank is of.
+"""Which elements of the model each error state of a rank is of; state_dict and load_state_dict with that.
 
 A checkpoint may be loaded under another parallelism or bucket size, so a saved error must say where its
 elements lie in the whole model. Megatron knows: `sharded_state_dict` of a module tells of every parameter
@@ -16,10 +16,14 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from megatron_patch.collectives.sender import Sender
-from megatron_patch.megatron.attach import Attachment, attachment_of
+from megatron_patch.errors import UserError
+from megatron_patch.megatron.attach import Attachment, attachment_of, chunks_of, session_of
 from megatron_patch.megatron.seams.gradients import BucketGroupSeam, contents_of
-from megatron_patch.session.rank_state import RankState
+from megatron_patch.megatron.seams.optimizer_step import loss_scale
+from megatron_patch.session import sharded_state
+from megatron_patch.session.layouts import RankState
 from megatron_patch.session.resharding import Part, Piece
+from megatron_patch.session.sharded_state import RankOf
 
 
 def rank_state_of(chunks: Sequence[Any]) -> RankState:
@@ -141,3 +145,35 @@ def _local_piece(chunk: Any, name: str, parameter: torch.nn.Parameter) -> Piece:
     return Piece(
         name, key, (0,) * parameter.dim(), tuple(parameter.shape), 0, tuple(parameter.detach().stride())
     )
+
+
+def compressed(chunks: Any) -> list[Any]:
+    """The DDP-wrapped chunks whose gradients leave in low bits."""
+    found = []
+    for chunk in chunks if isinstance(chunks, list | tuple) else [chunks]:
+        state = session_of(chunk)
+        if state is not None and state.config.compresses:
+            found.append(chunk)
+    return found
+
+
+def state_dict(
+    model: Any, optimizer: Any = None, reader: Any = None, path: str | None = None
+) -> dict[str, Any]:
+    """session.sharded_state.state_dict. With fp16 `optimizer` is needed: errors carry its loss scale."""
+    rank_of = _rank_of(model, optimizer, "state_dict")
+    return sharded_state.state_dict(rank_of, loss_scale(optimizer), reader, path)
+
+
+def load_state_dict(model: Any, state: dict[str, Any], optimizer: Any = None) -> None:
+    """session.sharded_state.load_state_dict."""
+    sharded_state.load_state_dict(_rank_of(model, optimizer, "load_state_dict"), state, loss_scale(optimizer))
+
+
+def _rank_of(model: Any, optimizer: Any, caller: str) -> RankOf | None:
+    chunks = compressed(chunks_of(model, caller))
+    if not chunks:
+        return None
+    if optimizer is None and getattr(chunks[0].config, "fp16", False):
+        raise UserError("with fp16 errors carry the loss scale: pass the optimizer too, as second argument")
+    return lambda _: rank_state_of(chunks)

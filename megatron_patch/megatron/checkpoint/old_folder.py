@@ -16,9 +16,8 @@ from typing import Any
 import numpy
 import torch
 
-from megatron_patch.session.layouts import FORMAT, Damaged
-from megatron_patch.session.manifest import layouts_in
-from megatron_patch.session.rank_state import RankState
+from megatron_patch.session.layouts import FORMAT, Damaged, RankState
+from megatron_patch.session.packed import layouts_in
 from megatron_patch.session.reader import Reader
 
 FOLDER, _MANIFEST = "compression", "manifest.json"

@@ -24,12 +24,10 @@ from megatron_patch.errors import UserError
 from megatron_patch.megatron import patching, symbols
 from megatron_patch.megatron.checkpoint import dist_checkpointing, tracker
 from megatron_patch.megatron.checkpoint.dist_checkpointing import restore
-from megatron_patch.megatron.checkpoint.element_map import rank_state_of
-from megatron_patch.megatron.checkpoint.sharded_state import compressed
+from megatron_patch.megatron.checkpoint.element_map import compressed, rank_state_of
 from megatron_patch.megatron.seams.optimizer_step import loss_scale
-from megatron_patch.session.layouts import Damaged
+from megatron_patch.session.layouts import Damaged, RankState
 from megatron_patch.session.packed import PackedReader, pack
-from megatron_patch.session.rank_state import RankState
 
 _MODULE = "megatron.training.checkpointing"
 _FOLDER = "megatron_loco"

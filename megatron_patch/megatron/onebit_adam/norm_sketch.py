@@ -20,13 +20,28 @@ import functools
 import importlib
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from megatron_patch.megatron.onebit_adam.operands import COLUMNS, STRETCH, ScaledValues
-
+COLUMNS = 1021
+"""K, the numbers of a sketch."""
+STRETCH = 256 * COLUMNS
+"""Elements of a gradient that take their signs from one place of the table."""
 _TABLE = 16 * STRETCH
+
+
+@dataclass(frozen=True)
+class ScaledValues:
+    """Elements that follow each other: `values`, of any float dtype, times `factor`.
+
+    The k-th stretch of them takes its signs from the table's `starts`[k]-th on.
+    """
+
+    values: torch.Tensor
+    factor: float
+    starts: list[int]
 
 
 class NormSketch:
@@ -60,7 +75,7 @@ class NormSketch:
     def _folded(self) -> torch.Tensor:
         if self._device.type == "cuda":  # Triton is imported where a GPU is used only
             kernel = importlib.import_module("megatron_patch.megatron.onebit_adam.sketch_kernel")
-            folded: torch.Tensor = kernel.fold(self._pieces, signs(self._device))
+            folded: torch.Tensor = kernel.fold(rows_of(self._pieces), signs(self._device), COLUMNS)
             return folded
         return fold(self._pieces, signs(self._device))
 
@@ -74,6 +89,21 @@ def fold(pieces: list[ScaledValues], table: torch.Tensor) -> torch.Tensor:
         values.add_(signed[:whole].view(-1, COLUMNS).sum(0, dtype=torch.float32), alpha=factor)
         values[: part.numel() - whole].add_(signed[whole:], alpha=factor)
     return values
+
+
+def rows_of(pieces: list[ScaledValues]) -> dict[torch.dtype, torch.Tensor]:
+    """What the kernel reads of pieces, by their dtypes, int64 [stretches, 4]: a stretch's address, its number
+    of elements, where its signs begin, and the bits of its factor."""
+    rows: dict[torch.dtype, list[torch.Tensor]] = {}
+    for piece in pieces:
+        at = torch.arange(len(piece.starts), device="cpu") * STRETCH
+        row = torch.empty(len(piece.starts), 4, dtype=torch.int64, device="cpu")
+        row[:, 0] = piece.values.data_ptr() + at * piece.values.element_size()
+        row[:, 1] = (piece.values.numel() - at).clamp(max=STRETCH)
+        row[:, 2] = torch.tensor(piece.starts, device="cpu")
+        row[:, 3] = torch.tensor(piece.factor, dtype=torch.float32, device="cpu").view(torch.int32)
+        rows.setdefault(piece.values.dtype, []).append(row)
+    return {dtype: torch.cat(found) for dtype, found in rows.items()}
 
 
 def _stretches(pieces: list[ScaledValues]) -> Iterator[tuple[torch.Tensor, float, int]]:

@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_patch.megatron.onebit_adam.operands import COLUMNS, STRETCH, ScaledValues
 from megatron_patch.quantization.triton_kernels.float_bits import from_bf16
 
 _ROWS = 4  # of a stretch at a time
@@ -17,23 +16,20 @@ _PROGRAMS = 1024  # at most: enough for any GPU
 _POINTED_AT = {torch.float32: tl.float32, torch.bfloat16: tl.int16, torch.float16: tl.float16}
 
 
-def fold(pieces: list[ScaledValues], table: torch.Tensor) -> torch.Tensor:
-    """norm_sketch.fold, for contiguous pieces on the GPU that is current."""
-    found = torch.zeros(COLUMNS, dtype=torch.float32, device=table.device)
-    for dtype, pointed_at in _POINTED_AT.items():
-        rows = _table([piece for piece in pieces if piece.values.dtype == dtype])
-        if not len(rows):
-            continue
-        programs = min(len(rows), _PROGRAMS)
-        sums = torch.empty(programs, COLUMNS, dtype=torch.float32, device=table.device)
+def fold(rows: dict[torch.dtype, torch.Tensor], signs: torch.Tensor, columns: int) -> torch.Tensor:
+    """norm_sketch.fold, fp32 [columns], of rows_of contiguous pieces on the GPU that is current."""
+    found = torch.zeros(columns, dtype=torch.float32, device=signs.device)
+    for dtype, of_dtype in rows.items():
+        programs = min(len(of_dtype), _PROGRAMS)
+        sums = torch.empty(programs, columns, dtype=torch.float32, device=signs.device)
         _fold_kernel[(programs,)](
-            rows.to(table.device),
-            table,
+            of_dtype.to(signs.device),
+            signs,
             sums,
-            len(rows),
-            COLUMNS=COLUMNS,
+            len(of_dtype),
+            COLUMNS=columns,
             ROWS=_ROWS,
-            ELEMENT=pointed_at,
+            ELEMENT=_POINTED_AT[dtype],
             BF16=dtype == torch.bfloat16,
             enable_fp_fusion=False,
         )
@@ -41,23 +37,9 @@ def fold(pieces: list[ScaledValues], table: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _table(pieces: list[ScaledValues]) -> torch.Tensor:
-    """int64 [stretches, 4]: address, number of elements, where its signs begin, the bits of its factor."""
-    rows = [torch.empty(0, 4, dtype=torch.int64, device="cpu")]
-    for piece in pieces:
-        at = torch.arange(len(piece.starts), device="cpu") * STRETCH
-        row = torch.empty(len(piece.starts), 4, dtype=torch.int64, device="cpu")
-        row[:, 0] = piece.values.data_ptr() + at * piece.values.element_size()
-        row[:, 1] = (piece.values.numel() - at).clamp(max=STRETCH)
-        row[:, 2] = torch.tensor(piece.starts, device="cpu")
-        row[:, 3] = torch.tensor(piece.factor, dtype=torch.float32, device="cpu").view(torch.int32)
-        rows.append(row)
-    return torch.cat(rows)
-
-
 @triton.jit
 def _fold_kernel(
-    stretches,  # int64 [count, 4], as _table
+    stretches,  # int64 [count, 4], as norm_sketch.rows_of
     signs,  # int8
     sums,  # fp32 [programs, COLUMNS]
     count,

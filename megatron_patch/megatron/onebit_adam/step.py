@@ -32,9 +32,10 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
-from megatron_patch.megatron.onebit_adam import replicas, update, warm_up
+from megatron_patch.megatron.onebit_adam import update, warm_up
 from megatron_patch.megatron.onebit_adam.norm_sketch import NormSketch
 from megatron_patch.megatron.onebit_adam.prepared import Found, Prepared, copy_gradients, magnitudes, own
+from megatron_patch.megatron.seams import momentum as replicas
 from megatron_patch.megatron.seams.gradients import BucketGroupSeam
 from megatron_patch.megatron.seams.optimizer_step import leaves_of, loss_scale, model_parameters
 from megatron_patch.megatron.unsupported import refuse_optimizer, refuse_unattached

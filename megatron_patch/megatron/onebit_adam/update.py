@@ -16,13 +16,33 @@ has next to no v, and every momentum of its block is as large as the block's mea
 
 from __future__ import annotations
 
-import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from megatron_patch.megatron.onebit_adam.operands import Sizes, Tensors
+_AT_ONCE = 1 << 26
+"""Elements."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the parameters of one group of an optimizer have in common in a step."""
+
+    lr: float
+    weight_decay: float
+    eps: float
+    momentum_bias: float
+    """1 - b1^t."""
+    variance_bias: float
+    """1 - b2^T."""
+    most: float
+    """The bound of a step, in learning rates (update.most)."""
+
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""x, m, v, and where Adam keeps its m (`exp_avg`); of one shape."""
 
 
 def form(momentum: torch.Tensor, gradient: torch.Tensor, beta1: float, factor: float) -> None:
@@ -36,12 +56,32 @@ def update(parameters: Sequence[Tensors], sizes: Sizes) -> None:
     An element whose variance is 0 never had a gradient: what its momentum says is its block's rounding, and
     it stays put (but for weight decay).
     """
-    if any(tensor.device.type == "cuda" for tensors in parameters for tensor in tensors):
-        # Triton is imported where a GPU is used only.
-        kernel = importlib.import_module("megatron_patch.megatron.onebit_adam.update_kernel")
-        parameters = kernel.update(parameters, sizes)
+    largest = sizes.most * sizes.momentum_bias
+    for some in _batches(parameters):
+        x, momentum, variance, exp_avg = (list(tensors) for tensors in zip(*some, strict=True))
+        torch._foreach_copy_(exp_avg, momentum)
+        if sizes.weight_decay:
+            torch._foreach_mul_(x, 1 - sizes.lr * sizes.weight_decay)
+        size = torch._foreach_div(variance, sizes.variance_bias)
+        torch._foreach_sqrt_(size)
+        torch._foreach_add_(size, sizes.eps)
+        step = torch._foreach_div(momentum, size)
+        torch._foreach_clamp_min_(step, -largest)
+        torch._foreach_clamp_max_(step, largest)
+        torch._foreach_mul_(step, torch._foreach_sign(variance))  # 0 where the variance is
+        torch._foreach_add_(x, step, alpha=-sizes.lr / sizes.momentum_bias)
+
+
+def _batches(parameters: Sequence[Tensors]) -> Iterator[list[Tensors]]:
+    """Some parameters at a time: what is computed on the way takes twice their memory."""
+    some: list[Tensors] = []
     for tensors in parameters:
-        _update_one(*tensors, sizes)
+        some.append(tensors)
+        if sum(x.numel() for x, *_ in some) >= _AT_ONCE:
+            yield some
+            some = []
+    if some:
+        yield some
 
 
 def most(beta1: float, beta2: float) -> float:
@@ -62,20 +102,3 @@ def held(parameters: Sequence[Tensors], sizes: Sizes) -> torch.Tensor:
         counts[0] += (beyond & (variance != 0)).sum()
         counts[1] += (variance == 0).sum()
     return counts
-
-
-def _update_one(
-    parameter: torch.Tensor,
-    momentum: torch.Tensor,
-    variance: torch.Tensor,
-    exp_avg: torch.Tensor,
-    sizes: Sizes,
-) -> None:
-    exp_avg.copy_(momentum)
-    if sizes.weight_decay:
-        parameter.mul_(1 - sizes.lr * sizes.weight_decay)
-    size = (variance / sizes.variance_bias).sqrt_().add_(sizes.eps)
-    largest = sizes.most * sizes.momentum_bias
-    step = (momentum / size).clamp_(-largest, largest)
-    step.masked_fill_(variance == 0, 0.0)
-    parameter.add_(step, alpha=-sizes.lr / sizes.momentum_bias)

@@ -35,8 +35,8 @@ from megatron_patch.collectives.exchange import Exchange, Handle
 from megatron_patch.collectives.makers import Made, make_all_reduces, make_reduce_scatters
 from megatron_patch.megatron import patching
 from megatron_patch.megatron.seams.intercept import CollectiveCalls, intercepted
-from megatron_patch.megatron.seams.momentum_buffers import MomentumBuffers
-from megatron_patch.megatron.seams.stock_traffic import stock_gradients
+from megatron_patch.megatron.seams.momentum import MomentumBuffers
+from megatron_patch.megatron.seams.traffic import stock_gradients
 from megatron_patch.quantization.blocks import Contents, Span
 from megatron_patch.session.session import Session
 
@@ -276,3 +276,41 @@ class BucketGroupSeam:
         state.exchange_begins(self._passes, get_rerun_state_machine().state in _REPLAYING)
         if self._step != state.ended_steps:  # also where the exchange itself has ended a step
             self._step, self._passes = state.ended_steps, 1
+
+
+_MARK = "average_gradients_across_tp_domain"
+
+
+# Norms, biases, routers and the like are not split among tensor-parallel ranks. Without sequence parallelism
+# each rank computes the same gradient for its copy, and stock Megatron needs no exchange to keep the copies
+# equal. Compression rounds them differently: a block's scale depends on its neighbours in the bucket, which
+# are other parts of the split weights on every rank, and the copies would drift apart, silently. Megatron's
+# finalize_model_grads averages the gradients of parameters with this mark over the tensor-parallel group.
+
+
+def mark(chunk: Any) -> list[torch.nn.Parameter]:
+    """Have Megatron average a DDP-wrapped chunk's copies over tensor-parallel ranks; returns those marked."""
+    found = list(_copies(chunk)) if chunk.tp_group.size() > 1 else []
+    for parameter in found:
+        setattr(parameter, _MARK, True)
+    return found
+
+
+def unmark(parameters: list[torch.nn.Parameter]) -> None:
+    """Undo `mark`."""
+    for parameter in parameters:
+        delattr(parameter, _MARK)
+
+
+def _copies(chunk: Any) -> Iterator[torch.nn.Parameter]:
+    config = chunk.config
+    for name, parameter in chunk.module.named_parameters():
+        # Megatron sums these after the exchange: finalize_model_grads' own conditions.
+        summed = (config.sequence_parallel and getattr(parameter, "sequence_parallel", False)) or (
+            config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
+        )
+        split = getattr(parameter, "tensor_model_parallel", False)
+        expert = not getattr(parameter, "allreduce", True)  # of another tensor-parallel group
+        marked = hasattr(parameter, _MARK)
+        if parameter.requires_grad and not (summed or split or expert or marked):
+            yield parameter

@@ -28,8 +28,7 @@ import torch.distributed as dist
 from megatron_patch.collectives.exchange import Traffic
 from megatron_patch.megatron import patching
 from megatron_patch.megatron.seams.intercept import intercepted_all_gathers
-from megatron_patch.megatron.seams.stock_traffic import bucket_weights
-from megatron_patch.megatron.seams.weight_report import (
+from megatron_patch.megatron.seams.traffic import (
     DIFFERENT,
     EDITED,
     FORCED,
@@ -37,6 +36,7 @@ from megatron_patch.megatron.seams.weight_report import (
     NO_SHORTER,
     NOT_CODED,
     BucketReport,
+    bucket_weights,
     stock_because,
 )
 from megatron_patch.session.session import IN_FLIGHT, Session

@@ -15,7 +15,7 @@ from megatron_patch.quantization.blocks import word_bytes
 from megatron_patch.quantization.codec import Codec
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.levels import LEVELS, STEPS
-from megatron_patch.quantization.scales import largest_scale
+from megatron_patch.quantization.packing import largest_scale
 from megatron_patch.quantization.triton_kernels.compress import compress_kernel
 from megatron_patch.quantization.triton_kernels.decompress_reduce import decompress_reduce_kernel
 from megatron_patch.quantization.triton_kernels.rotation import diagonal

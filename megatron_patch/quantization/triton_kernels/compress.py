@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_patch.quantization.triton_kernels import levels, planes, rotation
+from megatron_patch.quantization.triton_kernels import levels, rotation
 from megatron_patch.quantization.triton_kernels.float_bits import (
     INFINITE,
     NAN,
@@ -219,10 +219,10 @@ def compress_kernel(
                 sums = packed(whole, BITS, WORD) - as_int32(_WHOLE_BITS * EACH)
                 sums = tl.where(usable, sums ^ as_int32(HALF * EACH), 0)
         if PLANES:
-            low, high = planes.to_planes(even, odd)
+            low, high = levels.to_planes(even, odd)
             at_word = tl.load(here + 2, mask=there, other=0)
             second = at_word + tl.cdiv(2 * length, WORD)
-            planes.store(words, halves, at_word, second, low, high, length, WORD)
+            levels.store(words, halves, at_word, second, low, high, length, WORD)
         else:
             word = tl.arange(0, WORDS)[None, :]
             tl.store(

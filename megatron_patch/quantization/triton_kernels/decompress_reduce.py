@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_patch.quantization.triton_kernels import levels, planes, rotation
+from megatron_patch.quantization.triton_kernels import levels, rotation
 from megatron_patch.quantization.triton_kernels.float_bits import from_bf16, to_bf16
 
 
@@ -115,7 +115,7 @@ def decompress_reduce_kernel(
         if PLANES:
             high = tl.load(second, mask=there, other=0).to(tl.uint32)
             at = tl.arange(0, V)[None, :] * (WORD // 2)
-            even, odd = planes.from_planes(coded, high[:, None] >> at)
+            even, odd = levels.from_planes(coded, high[:, None] >> at)
             even = _codes(even, ones, BITS, 4, WORD, LEVELS)
             odd = _codes(odd, ones, BITS, 4, WORD, LEVELS)
             codes = tl.reshape(tl.join(even, odd), (LANES, LANE))

@@ -22,8 +22,8 @@ from unittest import mock
 
 import torch
 
-from megatron_patch.compensation import owner
-from megatron_patch.compensation.sender import Sender
+from megatron_patch.collectives import sender as owner
+from megatron_patch.collectives.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.megatron.onebit_adam import norm_sketch, update
 from megatron_patch.quantization import backends, native

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from megatron_patch import loco
-from megatron_patch.compensation.sender import Sender
+from megatron_patch.collectives.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization import backends
 from megatron_patch.quantization.codec import Codec, codec_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 from seeds import seeded
 
-from megatron_patch.megatron.onebit_adam.norm_sketch import COLUMNS, STRETCH, NormSketch, fold, signs
+from megatron_patch.megatron.onebit_adam.norm_sketch import COLUMNS, STRETCH, NormSketch, fold, rows_of, signs
 
 
 def estimate(pieces: list[torch.Tensor], seed: int) -> float:
@@ -62,10 +62,10 @@ def test_the_gpu_s_kernel_folds_as_torch_does() -> None:
         sketch.add(values, 0.5 + number)
     table = signs(torch.device("cpu"))
     wanted = fold(sketch._pieces, table)
-    found = sketch_kernel.fold(sketch._pieces, table)
+    found = sketch_kernel.fold(rows_of(sketch._pieces), table, COLUMNS)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
-    assert torch.equal(found, sketch_kernel.fold(sketch._pieces, table))
-    assert not sketch_kernel.fold([], table).any()
+    assert torch.equal(found, sketch_kernel.fold(rows_of(sketch._pieces), table, COLUMNS))
+    assert not sketch_kernel.fold({}, table, COLUMNS).any()
 
 
 def norm_of_mean(dtype: torch.dtype, count: int) -> tuple[float, float]:

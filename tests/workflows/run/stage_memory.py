@@ -163,7 +163,7 @@ def _on_meta() -> Iterator[None]:
 def _nothing_is_sent() -> Iterator[None]:
     """Within the block collectives are over at once, and compression has been done."""
     from megatron_patch.collectives import reduce_scatter
-    from megatron_patch.compensation.sender import Sender
+    from megatron_patch.collectives.sender import Sender
     from megatron_patch.megatron.cpu.device import Done
 
     def none(*_: Any, **__: Any) -> None:
