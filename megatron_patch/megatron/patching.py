@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from megatron_patch.megatron.symbols import SYMBOLS
+from megatron_patch.megatron.symbols import BOUND_IN, SYMBOLS
 
 _MISSING = object()
 
@@ -48,8 +48,7 @@ def replace(path: str, wrap: Callable[[Any], Any], *, may_be_missing: bool = Fal
     if original is _MISSING and not may_be_missing:
         raise _missing(path)
     after = wrap(None if original is _MISSING else original)
-    bound_in = SYMBOLS[path].bound_in if path in SYMBOLS else ()
-    loaded = [sys.modules[module] for module in bound_in if module in sys.modules]
+    loaded = [sys.modules[module] for module in BOUND_IN.get(path, ()) if module in sys.modules]
     also = tuple((module, original) for module in loaded if getattr(module, name, None) is original)
     _replaced[path] = _Replaced(owner, name, vars(owner).get(name, _MISSING), after, also)
     setattr(owner, name, after)

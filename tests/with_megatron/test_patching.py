@@ -33,7 +33,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     other.function = made.function
     for one in (made, other):
         monkeypatch.setitem(sys.modules, one.__name__, one)
-    monkeypatch.setitem(symbols.SYMBOLS, "made_up:function", symbols.Symbol("", "", "", ("made_up_too",)))
+    monkeypatch.setitem(symbols.BOUND_IN, "made_up:function", ("made_up_too",))
     patching._place.cache_clear()
     return made
 
@@ -96,8 +96,13 @@ def test_a_symbol_of_megatron_that_is_not_listed_cannot_be_replaced():
         patching.replace("megatron.core.utils:divide", lambda before: before)
 
 
-def test_the_document_lists_every_symbol():
-    assert symbols.table() in DOCUMENT.read_text(encoding="utf-8")
+def test_the_document_lists_every_symbol_and_the_file_that_replaces_it():
+    rows = re.findall(
+        r"^\| `(megatron\.[\w.]+)` \| `([\w/.]+)` \| .+ \| .+ \|$", DOCUMENT.read_text("utf-8"), re.M
+    )
+    assert sorted(path for path, _ in rows) == sorted(path.replace(":", ".") for path in symbols.SYMBOLS)
+    for _, file in rows:
+        assert (PACKAGE / file).exists() or (PACKAGE / "megatron" / file).exists(), file
 
 
 def test_nothing_of_megatron_is_replaced_by_other_means():
