@@ -104,7 +104,7 @@ class Run:
 
     @property
     def raw_gathers(self) -> dict[str, int]:
-        """Coded bucket groups that were gathered in full, by reason (megatron/seams/weight_report.py)."""
+        """Coded bucket groups that were gathered in full, by reason (megatron/seams/traffic.py)."""
         return (self.summary or self._last).get("raw_weight_gathers") or {}
 
     @property

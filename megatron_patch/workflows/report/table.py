@@ -27,7 +27,7 @@ RAW_GATHERS = {
     "no_shorter": "the code saved nothing",
     "edited": "weights changed between step and gather",
 }
-"""The reasons of megatron/seams/weight_report.py, in words."""
+"""The reasons of megatron/seams/traffic.py, in words."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from report_runs import VERSIONS, write_run
 
-from megatron_patch.megatron.seams.weight_report import RAW_REASONS
+from megatron_patch.megatron.seams.traffic import RAW_REASONS
 from megatron_patch.workflows import cli
 from megatron_patch.workflows.report import figures, table
 from megatron_patch.workflows.report.table import group_runs, run_names
