@@ -25,7 +25,7 @@ AUTO = "auto"
 MOST_IN_BLOCK = 65536
 """The largest `block_size`: a scale for more elements loses too much, and short blocks are filled up."""
 MOST = 1 << 62
-"""The largest whole number of an option: seeds grow by a rank's and a step's, within 64 bits."""
+"""The largest whole number of an option: steps and ranks are added to seeds, within 64 bits."""
 _BLOCK_SIZES = [1 << power for power in range(4, MOST_IN_BLOCK.bit_length())]
 MUONS = ("muon", "dist_muon")
 """Megatron's flags for Muon; the second one is the first with --use-distributed-optimizer."""

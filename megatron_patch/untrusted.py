@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 1 << 20
-"""Of a YAML file: what runs, recipes and clusters are described by is small."""
+"""The size of a YAML file: what describes runs, recipes and clusters is small."""
 DEEPEST = 100
 """Mappings and lists in one another, in YAML: libyaml's loader ends the process with thousands of them."""
 

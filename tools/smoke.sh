@@ -29,7 +29,7 @@ fail() { echo "megatron-loco: error: $*" >&2; exit 1; }
 for extra in rich omegaconf yaml matplotlib scipy tokenizers tensorboard einops transformers; do
   ! newcomer python -c "import $extra" 2>/dev/null || fail "$extra is there without an extra"
 done
-shipped=$(newcomer python -c 'from megatron_patch.workflows.run.recipes import shipped; print(shipped("pretrain_scripts/own_loop.py"))')
+shipped=$(newcomer python -c 'import pathlib, megatron_patch as m; print(pathlib.Path(m.__file__).parent / "_shipped/pretrain_scripts/own_loop.py")')
 cp "$shipped" own_loop.py
 newcomer torchrun --nproc-per-node 2 -m megatron_patch.launch own_loop.py --compression-device cpu 2>stderr.txt | tee losses.txt || {
   cat stderr.txt >&2

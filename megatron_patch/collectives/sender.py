@@ -143,7 +143,7 @@ class Sender:
             rotated = self.codec.rotation.rotated
             self.error = MovingAverageError(layout, config.beta, config.error_dtype, device, rotated)
         self.statistics = torch.zeros(len(STATISTICS), dtype=torch.float64, device=device)
-        """Of the last `compress` that measured: compress.STATISTICS."""
+        """What the last `compress` that measured has found: loco.STATISTICS."""
         self.measures = True
         """Whether `compress` does: an eighth of the kernel's instructions, for what a logged step shows."""
 

@@ -89,9 +89,9 @@ class Attachment:
 
 _attachments: WeakKeyDictionary[Any, Attachment] = WeakKeyDictionary()
 _detached: WeakKeyDictionary[Any, tuple[int, int, Onset]] = WeakKeyDictionary()
-"""Of chunks that were attached before: `steps`, `steps_seen`, `onset`."""
+"""`steps`, `steps_seen` and `onset` of chunks that were attached before."""
 _ONEBIT = "_megatron_loco_onebit_adam"
-"""Where a Megatron optimizer holds its OneBitAdam, which refers to it: no dictionary could let go of both."""
+"""The attribute of a Megatron optimizer that holds its OneBitAdam; a dictionary would free neither."""
 _onebit_optimizers: WeakSet[Any] = WeakSet()
 
 

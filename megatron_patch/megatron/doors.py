@@ -1,4 +1,4 @@
-"""The ways in for Megatron: enable, attach (also as a post-wrap hook) and, behind `launch`, enable again.
+"""The ways in for Megatron: `enable`, which `launch` calls too, and `attach`, also as a post-wrap hook.
 
 All install the same things: the seams of what is attached (attach.py), the hooks that keep error states in
 checkpoints (checkpoint/), and metrics in Megatron's own training loop (metrics.py).

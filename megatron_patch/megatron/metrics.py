@@ -191,7 +191,7 @@ class RunMetrics:
         }
 
     def _coded_weights(self, sums: list[float]) -> dict[str, Any]:
-        """Of the exact weight gather, from sums over ranks as weight_metrics.coded; nothing without it."""
+        """The exact weight gather's numbers, from sums over ranks as weight_metrics.coded; {} without it."""
         config = self._config
         if config is None or not config.codes_weights:
             return {}

@@ -21,7 +21,7 @@ from megatron_patch.session.session import Session
 logger = logging.getLogger(__name__)
 
 _COSTS_BELOW_BITS = 4
-"""From the first step on, error feedback with fewer costs loss that short runs show (docs/ablations.md)."""
+"""Bits. With fewer, error feedback from the first step on costs loss in short runs (docs/ablations.md)."""
 
 
 def log_startup(

@@ -35,7 +35,7 @@ def sent(model: Sequence[Any]) -> Traffic:
 
 
 def coded(model: Sequence[Any]) -> list[float]:
-    """Of the last step: this rank's coded weights, how many of them did not change, bytes of its messages."""
+    """This rank's coded weights in the last step, how many did not change, and bytes of its messages."""
     totals = [0.0, 0.0, 0.0]
     for bucket in (bucket for chunk in gathers_of(model) for bucket in chunk.report):
         if bucket.unchanged is not None:

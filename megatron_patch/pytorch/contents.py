@@ -57,7 +57,7 @@ def _size(parameters: Sequence[Sharded], ranks: int) -> int:
 def _chunks(
     parameters: Sequence[Sharded], rows: Sequence[int], ranks: int
 ) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
-    """Of each chunk its parameter's number, its first element, where it begins in the parameter along the
+    """For each chunk its parameter's number, its first element, where it begins in the parameter along the
     sharded axis, and its shape."""
     size = _size(parameters, ranks)
     for row in rows:

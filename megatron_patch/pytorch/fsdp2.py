@@ -116,7 +116,7 @@ class Sets:
         return [parameters[number] for number in current]
 
     def contents(self, current: Sequence[int]) -> Contents:
-        """Of the tensor that is exchanged."""
+        """The contents of the tensor that is exchanged."""
         raise NotImplementedError
 
     def _pieces(self, current: Sequence[int]) -> tuple[Piece, ...]:

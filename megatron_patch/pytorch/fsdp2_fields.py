@@ -37,7 +37,7 @@ class Sharded:
     """A parameter as FSDP2 cuts it: in one chunk for each rank of the shard group, along one axis."""
 
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """The shape of the whole parameter."""
     axis: int = 0
 
     def chunk(self, rank: int, ranks: int) -> tuple[int, tuple[int, ...]]:
@@ -99,7 +99,7 @@ class ParamGroup:
 
     @property
     def owners(self) -> list[tuple[nn.Module, str]]:
-        """Of each parameter the module that has it, and its name there."""
+        """For each parameter the module that has it, and its name there."""
         infos = [self._get("_module_info", p) for p in self._get("fsdp_params")]
         return [(info.module, info.param_name) for info in infos]
 

@@ -130,13 +130,13 @@ class BlockTable:
     """The blocks of N shards, in their order."""
 
     runs: tuple[tuple[Run, ...], ...]
-    """Of each shard."""
+    """The runs of each shard."""
     block: int
     bits: int
     blocks: int
-    """Of the shard with most of them."""
+    """The number of blocks in the shard that has most of them."""
     words: int
-    """Of codes in one payload: as many as the shard with most of them needs."""
+    """Words of codes in one payload: as many as the shard with most of them needs."""
     _copies: dict[torch.device, torch.Tensor] = field(default_factory=dict, repr=False)
     _source: tuple[BlockTable, slice] | None = field(default=None, repr=False)
 

@@ -63,8 +63,7 @@ class Codec(Protocol):
 
 
 def codec_of(config: CompressionConfig, first: bool = True, last: bool = True) -> Codec:
-    """The codec of `config.codec`, `bits` and `rotation`, for a hop that may be the first or the last of
-    some."""
+    """The codec of `config.codec`, `bits` and `rotation`, for an exchange's first hop, its last, or both."""
     rotation = HADAMARD if config.rotates else NONE
     codec: Codec = codecs()[config.code].make(config.bits, rotation.hop(first, last))
     return codec

@@ -29,7 +29,7 @@ class ExactElements:
     """The positions of these elements in each of N shards of S elements."""
 
     parts: tuple[tuple[Range, ...], ...]
-    """Of each shard."""
+    """The places of each shard's elements."""
     shard_size: int
     _copies: dict[_Key, Sequence[torch.Tensor]] = field(default_factory=dict, repr=False)
 

@@ -19,7 +19,7 @@ from megatron_patch.session.resharding import Part, Piece, Position
 from megatron_patch.session.session import Session
 
 FORMAT = 1
-"""Of manifests."""
+"""The format of manifests."""
 
 
 class Damaged(Exception):
@@ -57,7 +57,7 @@ class RankLayout:
 
     @property
     def positions(self) -> list[list[int]]:
-        """Of every state the fields of its Part's Position, and its index."""
+        """For every state the fields of its Part's Position, and its index."""
         return [[*dataclasses.astuple(part.position), part.index] for part, _ in self.states]
 
     def at(self, positions: list[list[int]]) -> RankLayout:

@@ -111,9 +111,9 @@ class _RankTensors:
         }
 
     def _one(self, dtype: str, shape: list[int], start: int) -> torch.Tensor:
-        of = getattr(torch, dtype)
-        nbytes = math.prod(shape) * of.itemsize
-        return self._bytes[start : start + nbytes].clone().view(of).view(shape)
+        of_torch = getattr(torch, dtype)
+        nbytes = math.prod(shape) * of_torch.itemsize
+        return self._bytes[start : start + nbytes].clone().view(of_torch).view(shape)
 
 
 def content_of(rank: RankState, iteration: int, scale: float) -> dict[str, Any]:

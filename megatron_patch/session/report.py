@@ -19,7 +19,7 @@ from megatron_patch.step_report import StepReport
 
 @dataclass
 class Sums:
-    """Of the last step's gradient exchanges on this rank, over model chunks."""
+    """What the last step's gradient exchanges sent on this rank, summed over model chunks."""
 
     traffic: Traffic = field(default_factory=Traffic)
     inside_bytes: float = 0.0

@@ -64,7 +64,7 @@ class Session:
         self.measures = True
         """Whether the next exchanges measure what they lose: metrics.py asks for it in steps that it logs."""
         self.ended_steps = self.exchanges_unseen = 0
-        """Of this object, whatever a checkpoint has said of `steps_seen`."""
+        """Steps that this object has ended; `steps_seen` may come from a checkpoint."""
         self._optimizer_seen = False
         self._passes = 0
         self._stepped: set[int] = set()
@@ -75,7 +75,7 @@ class Session:
         self.onset = Onset.at(config, 0)
         self._together = StartTogether(ranks, device)
         self.phase = Phase()
-        """Of 1-bit Adam."""
+        """The phase of 1-bit Adam."""
         self._prepared: float | None = None
         """By how much an optimizer that has prepared this step's gradients has changed the loss scale."""
 
@@ -102,7 +102,7 @@ class Session:
 
     @property
     def senders(self) -> list[Sender]:
-        """Of all exchanges, in the order of their allocation: the owners of all-reduced shards too."""
+        """All exchanges' senders, in the order of their allocation, owners of all-reduced shards too."""
         return [state.sender for exchange in self.exchanges for state in exchange.states()]
 
     def start(

@@ -81,7 +81,7 @@ def exchange_begins(session: Session) -> None:
 
 
 def learning_rates(optimizer: Any) -> list[float]:
-    """Of an optimizer's parameter groups, in their order."""
+    """The rates of an optimizer's parameter groups, in their order."""
     return [float(group.get("lr") or 0.0) for group in optimizer.param_groups]
 
 

@@ -90,11 +90,11 @@ class WeightGather:
         self._old = self._own.clone()
         self._message = self._own.new_empty(0, dtype=torch.uint8)
         self.sizes = np.zeros(0, np.int64)
-        """Of all ranks' messages, agreed on, in bytes."""
+        """Bytes of all ranks' messages, agreed on."""
         self.lengths = self.sizes
         """The same, aligned."""
         self.longest = 0
-        """Of `lengths`."""
+        """The largest of `lengths`."""
 
     @property
     def shard_size(self) -> int:
@@ -160,7 +160,7 @@ class WeightGather:
         return torch.cat([sums(self._shards[:rank]), own[None], sums(self._shards[rank + 1 :])])
 
     def agreed(self, sizes: np.ndarray) -> bool:
-        """Take the lengths of all ranks' messages, int64 [N]; whether the longest of them saves anything."""
+        """Take the lengths of all ranks' messages, int64 [N]; returns whether coded messages are shorter."""
         self.sizes = sizes
         self.lengths = -(-sizes // _ALIGNMENT) * _ALIGNMENT
         self.longest = int(self.lengths.max())

@@ -20,7 +20,7 @@ TILE = 2048
 """Weights."""
 STEP = 0x9E3779B97F4A7C15
 MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
-"""Of `mix`: shifts, each followed by a factor."""
+"""The steps of `mix`: shifts, each followed by a factor."""
 
 
 def tiles_of(numel: int) -> int:

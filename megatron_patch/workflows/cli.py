@@ -45,7 +45,7 @@ _COMMANDS = {
     ),
     "doctor": ("doctor", "print what is installed, and what is missing for what", ()),
 }
-"""Of each command its module in this folder, a summary, and the extras that it needs."""
+"""For each command its module in this folder, a summary, and the extras that it needs."""
 _IN_A_CLONE = {"bench network": "benchmarks.network", "gpu-report": "benchmarks.gpu_report"}
 """Commands that only a clone of the repository has, and their modules there."""
 EXTRAS = {

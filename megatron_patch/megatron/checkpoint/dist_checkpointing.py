@@ -111,7 +111,7 @@ def _without_ours(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def _models(state: Any) -> Iterator[tuple[str, list[Any], _OfOptimizer, list[Any]]]:
-    """Of every model in a checkpoint: what its keys begin with, its chunks, the dictionary, and its place."""
+    """For each model in a checkpoint: what its keys begin with, its chunks, the dictionary, and its place."""
     seen: set[int] = set()
     prefixes: dict[str, int] = {}
     for place, marked in _marked(state, []):

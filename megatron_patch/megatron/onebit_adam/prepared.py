@@ -19,7 +19,7 @@ class Found:
     """What all ranks of the model agree on before a compressed step."""
 
     norm: float
-    """Of the mean gradient; NaN after an overflow."""
+    """The norm of the mean gradient; NaN after an overflow."""
     unlike: bool
     """Whether Adam's momentum is not what was exchanged last."""
     scale: float

@@ -80,8 +80,7 @@ class Stage:
     shard: int = 0
     """The tensor is this one of its bucket's shards of that size."""
     copies: int = 1
-    """So many groups do the same with other gradients of the same elements, and are summed in the next
-    stage."""
+    """How many groups reduce other gradients of the same elements; the next stage sums their results."""
     copy: int = 0
     """Which of them this rank's group is."""
 

@@ -92,7 +92,7 @@ def model_parameters(part: Any) -> Iterator[torch.nn.Parameter]:
 
 
 def learning_rates(optimizer: Any) -> list[float]:
-    """Of its parameter groups, in their order, which is that of all ranks."""
+    """The rates of its parameter groups, in their order, which is the same on all ranks."""
     return [rate for part in leaves_of(optimizer) for rate in torch_steps.learning_rates(part)]
 
 

@@ -56,14 +56,14 @@ class BucketReport:
     name: str
     traffic: Traffic = field(default_factory=Traffic)
     weights: int = 0
-    """Of this rank's shard, if it was coded."""
+    """Weights of this rank's shard, if it was coded."""
     message_bytes: int = 0
-    """Of its message, which travels as long as the longest of all ranks'."""
+    """Bytes of this rank's message; the all-gather pads it to the longest of all ranks'."""
     unchanged: torch.Tensor | None = None
     """How many weights the step left as they were; int64 []."""
 
     def with_more(self, more: BucketReport) -> BucketReport:
-        """Of a step in which the bucket was gathered again, after another optimizer's step."""
+        """The report of a step in which the bucket was gathered again, after another optimizer's step."""
         return replace(more if more.weights else self, traffic=self.traffic + more.traffic)
 
 

@@ -81,7 +81,7 @@ class ChunkWeights:
         self.raw_gathers: Counter[str] = Counter()
         """Bucket groups that are coded and were gathered in full, by reason; since the start."""
         self.report: list[BucketReport] = []
-        """Of the last step, by bucket."""
+        """What the last step's gathers sent, by bucket."""
         self.in_flight: deque[BatchHandle] = deque()
         self.unchecked: list[BatchHandle] = []
         self.seams = [

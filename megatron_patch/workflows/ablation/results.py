@@ -112,7 +112,7 @@ class Results:
         return {run.seed: records.losses(points) for run, points in self.logged if run.cell == cell}
 
     def training_differences(self, cell: Cell) -> dict[int, dict[int, float]]:
-        """Of each seed that both have, by logged step, training loss against the baseline's in percent."""
+        """By seed and logged step: training loss against the baseline's, in percent."""
         base, own = self.training_losses(self.ablation.baseline), self.training_losses(cell)
         found = {seed: percent(own.get(seed, {}), base.get(seed, {})) for seed in self.differences(cell)}
         return {seed: each for seed, each in found.items() if each}

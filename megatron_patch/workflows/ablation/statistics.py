@@ -22,7 +22,7 @@ import numpy as np
 
 CONFIDENCE = 0.95
 _LEAST_STEPS = 1000
-"""Of shorter runs the warm-up is too large a part."""
+"""The warm-up is too large a part of shorter runs."""
 _LEAST_POINTS = 8
 OVER_STEPS = (
     "Over the steps: training loss against the baseline of the same seed, in percent, in the last quarter of "
@@ -88,7 +88,7 @@ class OverSteps:
 
 
 def over_steps(differences: Mapping[int, Mapping[int, float]]) -> OverSteps | None:
-    """Of differences in percent, {seed: {step: d}}; None where runs are short or few steps were logged."""
+    """How differences in percent, {seed: {step: d}}, go on; None for short runs and few logged steps."""
     last, slopes = [], []
     for each in differences.values():
         end = max(each)

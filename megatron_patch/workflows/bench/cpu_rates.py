@@ -34,7 +34,7 @@ from megatron_patch.weights.gather import weight_coder
 LEAST = 1 << 17
 """Elements of the smallest bucket: the largest piece."""
 WEIGHT_CHANGE = 7e-5
-"""Of one step: about what Adam makes at a learning rate of 3e-4, once its moments have settled."""
+"""A step's change: about what Adam makes at a learning rate of 3e-4, once its moments have settled."""
 _BEYOND_CACHE = 10_000_000
 _TENSORS = 8
 _PIECES = (1 << 14, 1 << 15, 1 << 16, LEAST)

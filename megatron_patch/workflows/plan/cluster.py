@@ -63,7 +63,7 @@ class Processor:
     weight_encode: Work = Work()
     weight_decode: Work = Work()
     weight_sums: Work = Work()
-    """Of these three each per weight."""
+    """These three are per weight."""
     optimizer: Work = Work()
     """Per parameter that the rank updates."""
     momentum: Work = Work()
@@ -76,7 +76,7 @@ class Processor:
     """By (scope of the group, collective): processor time of a call, and for each byte that the rank sends.
     What is not named is as over all ranks. Empty: collectives take no processor."""
     share: float = 1.0
-    """Of one processor that a rank has while all compute: cores / ranks."""
+    """The share of a processor that a rank has while all compute: cores / ranks."""
 
     def compress_work(self, bits: int) -> Work:
         """To compress to so many bits."""

@@ -37,7 +37,7 @@ class Sent:
     weights_between: float = 0.0
     weights_inside: float = 0.0
     uplink: float = 0.0
-    """Of the whole node, between nodes."""
+    """Bytes that the whole node sends to other nodes."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Exchanges:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of an element on Megatron's wire."""
+        """Bytes of a gradient element in Megatron's own exchange."""
         return self.method.gradient_bytes or self.job.gradient_bytes
 
     def work(self, name: str, seconds: float, after: Sequence[Task], stream: str) -> Task:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 _DONE = 1e-9
-"""Of a task: what rounding leaves."""
+"""What rounding may leave of a task that is done."""
 
 
 @dataclass(eq=False)
@@ -100,7 +100,7 @@ def run(tasks: Sequence[Task], capacity: Mapping[str, float]) -> float:
 
 
 def _dependencies(tasks: Sequence[Task]) -> tuple[dict[Task, int], dict[Task, list[Task]]]:
-    """Of every task how many it waits for, and which wait for it."""
+    """How many tasks each one waits for, and which ones wait for it."""
     waiting = {task: len(task.after) for task in tasks}
     followers: dict[Task, list[Task]] = {task: [] for task in tasks}
     on_stream: dict[str, Task] = {}
@@ -116,7 +116,7 @@ def _dependencies(tasks: Sequence[Task]) -> tuple[dict[Task, int], dict[Task, li
 
 
 def fair_rates(needs: Sequence[Mapping[str, float]], capacity: Mapping[str, float]) -> list[float]:
-    """Of tasks that run together, the share of each that is done in a second.
+    """The share that is done in a second of each of the tasks that run together.
 
     Their use of what they share rises alike, until a resource is full, whose users stay there, or until a
     task is held up by what it has alone; the others go on rising (progressive filling). On a single link

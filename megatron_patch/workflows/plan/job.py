@@ -74,7 +74,7 @@ class Job:
     after_backward: bool = False
     """Whether all buckets are exchanged after the backward pass, as in the network benchmark."""
     weight_bits: float | None = None
-    """Of the exact gather; None: by the learning rate."""
+    """Bits a weight in the exact gather; None: by the learning rate."""
     passed_bytes: float = 0.0
     """Activations of a microbatch that a rank sends to the next stage; as many gradients come back."""
 
@@ -83,7 +83,7 @@ class Job:
         return world // (self.tensor * self.pipeline * self.context)
 
     def microbatches(self, world: int) -> int:
-        """Of one rank in a step."""
+        """Microbatches of one rank in a step."""
         return max(1, self.global_batch // (self.micro_batch * self.replicas(world)))
 
     def passes_between_nodes(self, cluster: Cluster) -> bool:
@@ -91,7 +91,7 @@ class Job:
         return self.pipeline > 1 and cluster.world // self.pipeline >= cluster.per_node
 
     def tokens(self, world: int) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return self.microbatches(world) * self.micro_batch * self.replicas(world) * self.sequence
 
     @property

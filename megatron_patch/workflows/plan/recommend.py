@@ -26,13 +26,13 @@ class Row:
     memory_bytes: float
     fits: bool
     speedup: float
-    """Of the whole step, over Megatron's own exchange with the recipe's flags."""
+    """The step's speed-up over Megatron's own exchange with the recipe's flags."""
     pays_below: float | None = None
     """Gbit/s of a node's uplink below which it gains `worth` or more; 0: nowhere, infinity: everywhere."""
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return self.step.seconds
 
 

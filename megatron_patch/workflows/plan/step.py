@@ -62,7 +62,7 @@ def simulate(job: Job, cluster: Cluster, method: Method) -> Step:
 
 
 def capacity(job: Job, cluster: Cluster) -> dict[str, float]:
-    """Of each stage's resources, a second."""
+    """What each resource of each stage does in a second."""
     share = min(1.0, cluster.processor.share)
     found = {}
     for stage in range(job.pipeline):
@@ -73,7 +73,7 @@ def capacity(job: Job, cluster: Cluster) -> dict[str, float]:
 
 
 def forward_seconds(job: Job, cluster: Cluster, operations: float) -> float:
-    """Of one microbatch, for so many operations a token."""
+    """Seconds of one microbatch's forward pass, for so many operations a token."""
     tokens = job.micro_batch * job.sequence / job.context
     return operations * tokens / cluster.processor.flops
 
@@ -88,34 +88,34 @@ def _tasks(job: Job, cluster: Cluster, method: Method) -> tuple[list[Task], list
     rest = job.microbatches(cluster.world) - 1
     previous: list[Task] = []
     forwards: list[list[Task]] = []
-    for number, of in enumerate(stages):
-        done = _first_forward(of, buckets[number], previous)
-        previous = of.pass_on(int(number < job.pipeline - 1), [_at(done, 1 / job.virtual)])
+    for number, maker in enumerate(stages):
+        done = _first_forward(maker, buckets[number], previous)
+        previous = maker.pass_on(int(number < job.pipeline - 1), [_at(done, 1 / job.virtual)])
         forwards.append(done)
     middles = []
-    for number, of in enumerate(stages):
+    for number, maker in enumerate(stages):
         seconds = rest * (1 + backward) * forward_seconds(job, cluster, job.stages[number].operations)
-        middle = of.work("other microbatches", seconds, forwards[number][-1:], "compute")
+        middle = maker.work("other microbatches", seconds, forwards[number][-1:], "compute")
         neighbours = (number > 0) + (number < job.pipeline - 1)
         beside = forwards[number][-1:] if job.virtual > 1 else [middle]
-        middles.append([middle, *of.pass_on(rest * neighbours * job.virtual, beside)])
+        middles.append([middle, *maker.pass_on(rest * neighbours * job.virtual, beside)])
     previous = []
     for number in reversed(range(job.pipeline)):
-        of = stages[number]
-        ended = _last_backward(of, buckets[number], backward, [*middles[number], *previous])
-        previous = of.pass_on(int(number > 0), [_at(ended, 1 / job.virtual)])
+        maker = stages[number]
+        ended = _last_backward(maker, buckets[number], backward, [*middles[number], *previous])
+        previous = maker.pass_on(int(number > 0), [_at(ended, 1 / job.virtual)])
         if not job.overlap_gradients or job.after_backward:
             for place, bucket in enumerate(buckets[number]):
-                of.start(bucket, ended[-1:], place)
-        of.finish()
-    tasks = [task for of in stages for task in of.tasks]
+                maker.start(bucket, ended[-1:], place)
+        maker.finish()
+    tasks = [task for maker in stages for task in maker.tasks]
     before = Task("all gradients", {}, list(tasks), latency=norm_latency(cluster))
-    for of in stages:
-        of.tasks = []
-    for number, of in enumerate(stages):
-        _optimizer(of, buckets[number], before)
+    for maker in stages:
+        maker.tasks = []
+    for number, maker in enumerate(stages):
+        _optimizer(maker, buckets[number], before)
     tasks.append(before)
-    tasks += [task for of in stages for task in of.tasks]
+    tasks += [task for maker in stages for task in maker.tasks]
     return tasks, stages
 
 
@@ -142,12 +142,12 @@ def _pieces(operations: float, virtual: int) -> list[float]:
     return [operations / virtual] * virtual if virtual > 1 else [operations]
 
 
-def _first_forward(of: Exchanges, buckets: Sequence[Bucket], after: Sequence[Task]) -> list[Task]:
+def _first_forward(maker: Exchanges, buckets: Sequence[Bucket], after: Sequence[Task]) -> list[Task]:
     """The stage's first forward pass, and the gathers that it waits for."""
-    job = of.job
-    overlapped = job.overlap_weights and weights.gathers(of)
+    job = maker.job
+    overlapped = job.overlap_weights and weights.gathers(maker)
     places = [0, 0]
-    parameters = job.stages[of.stage].parameters
+    parameters = job.stages[maker.stage].parameters
     numbers = [0, 0]
     due = {
         (bucket.expert, bucket.first): bucket for bucket in buckets
@@ -162,64 +162,66 @@ def _first_forward(of: Exchanges, buckets: Sequence[Bucket], after: Sequence[Tas
         bucket = due.get((parameter.expert, place))
         if bucket is not None and overlapped:
             if operations:
-                before = [_forward(of, operations, before)]
+                before = [_forward(maker, operations, before)]
                 done += before
                 operations = 0.0
             # Asked for when the bucket before it was waited for; the first when it is needed.
             asked = last_gather[parameter.expert] or before
             places[parameter.expert] += 1
-            arrived = weights.gather(of, [bucket], asked, places[parameter.expert])
+            arrived = weights.gather(maker, [bucket], asked, places[parameter.expert])
             last_gather[parameter.expert] = arrived
             before = [*before, *arrived]
         operations += parameter.operations
     for piece in _pieces(operations, job.virtual if not done else 1):
-        before = [_forward(of, piece, before)]
+        before = [_forward(maker, piece, before)]
         done += before
     return done
 
 
-def _forward(of: Exchanges, operations: float, after: Sequence[Task]) -> Task:
-    return of.work("forward", forward_seconds(of.job, of.cluster, operations), after, "compute")
+def _forward(maker: Exchanges, operations: float, after: Sequence[Task]) -> Task:
+    return maker.work("forward", forward_seconds(maker.job, maker.cluster, operations), after, "compute")
 
 
 def _last_backward(
-    of: Exchanges, buckets: Sequence[Bucket], backward: float, after: Sequence[Task]
+    maker: Exchanges, buckets: Sequence[Bucket], backward: float, after: Sequence[Task]
 ) -> list[Task]:
     """The stage's last backward pass; with overlap each bucket starts once it is complete."""
-    job = of.job
-    numbers = [sum(p.expert == expert for p in job.stages[of.stage].parameters) for expert in (False, True)]
+    job = maker.job
+    numbers = [
+        sum(p.expert == expert for p in job.stages[maker.stage].parameters) for expert in (False, True)
+    ]
     completes = {(bucket.expert, bucket.first): place for place, bucket in enumerate(buckets)}
     done: list[Task] = []
     operations = 0.0
     before = list(after)
-    for parameter in reversed(job.stages[of.stage].parameters):
+    for parameter in reversed(job.stages[maker.stage].parameters):
         numbers[parameter.expert] -= 1
         operations += backward * parameter.operations
         place = completes.get((parameter.expert, numbers[parameter.expert]))
         if place is None:
             continue
         for piece in _pieces(operations, job.virtual if not done else 1):
-            seconds = forward_seconds(job, of.cluster, piece)
-            before = [of.work("backward", seconds, before, "compute")]
+            seconds = forward_seconds(job, maker.cluster, piece)
+            before = [maker.work("backward", seconds, before, "compute")]
             done += before
         operations = 0.0
         if job.overlap_gradients and not job.after_backward:
-            of.start(buckets[place], done[-1:], place)
+            maker.start(buckets[place], done[-1:], place)
     return done
 
 
-def _optimizer(of: Exchanges, buckets: Sequence[Bucket], ready: Task) -> None:
+def _optimizer(maker: Exchanges, buckets: Sequence[Bucket], ready: Task) -> None:
     """The optimizer's step of a stage, 1-bit Adam's exchange, and what of the gather belongs to it."""
-    processor, job = of.cluster.processor, of.job
+    processor, job = maker.cluster.processor, maker.job
     before: list[Task] = [ready]
-    if of.method.momentum:
-        before = of.momentum(buckets, before)
+    if maker.method.momentum:
+        before = maker.momentum(buckets, before)
     owned = 0.0
     for bucket in buckets:
-        ranks = job.group(of.cluster, bucket.expert).ranks if of.distributed else 1
+        ranks = job.group(maker.cluster, bucket.expert).ranks if maker.distributed else 1
         owned += bucket.elements / ranks
-    before = [of.work("optimizer", processor.optimizer.seconds(owned) + processor.step, before, "compute")]
-    before = weights.code(of, buckets, before)
+    before = [maker.work("optimizer", processor.optimizer.seconds(owned) + processor.step, before, "compute")]
+    before = weights.code(maker, buckets, before)
     if not job.overlap_weights:
-        for number, batch in enumerate(weights.batches(of, buckets)):
-            before = weights.gather(of, batch, before, number)
+        for number, batch in enumerate(weights.batches(maker, buckets)):
+            before = weights.gather(maker, batch, before, number)

@@ -102,7 +102,7 @@ def _step(job: Job, cluster: Cluster, method: Method) -> tuple[float, list[Excha
 
 
 def _microbatch(job: Job, cluster: Cluster, method: Method, *, last: bool) -> Exchanges:
-    of = Exchanges(job, cluster, method, 0)
+    maker = Exchanges(job, cluster, method, 0)
     whole = job.group(cluster, False)
     units = _units(job, whole)
     shards = _shard_group(job, whole)
@@ -110,33 +110,33 @@ def _microbatch(job: Job, cluster: Cluster, method: Method, *, last: bool) -> Ex
     before: list[Task] = []
     # In the order of the forward pass; `cut` has that of the backward pass.
     for place in reversed(range(len(units))):
-        arrived = _gather(of, units[place], shards, before[-2:-1])
-        before.append(_compute(of, "forward", operations[place], [*before[-1:], *arrived]))
+        arrived = _gather(maker, units[place], shards, before[-2:-1])
+        before.append(_compute(maker, "forward", operations[place], [*before[-1:], *arrived]))
     backward = 3.0 if job.recompute else 2.0
     handles: list[Handle] = []
     arrived = []  # The forward pass has left the last unit's weights where they are.
     for place, unit in enumerate(units):
         # Asked for before this unit's gradients are reduced: both wait for one communicator.
         more = place + 1 < len(units)
-        following = _gather(of, units[place + 1], shards, before[-1:]) if more else []
-        before.append(_compute(of, "backward", backward * operations[place], [*before[-1:], *arrived]))
+        following = _gather(maker, units[place + 1], shards, before[-1:]) if more else []
+        before.append(_compute(maker, "backward", backward * operations[place], [*before[-1:], *arrived]))
         arrived = following
         if not method.free and (last or job.strategy != DDP):
-            handles += _reduce(of, unit, whole, before[-1:], place, last)
+            handles += _reduce(maker, unit, whole, before[-1:], place, last)
     for handle in handles:
         if not handle.done:
-            of.end(handle)
+            maker.end(handle)
     if last:
-        done = Task("all gradients", {}, list(of.tasks), latency=step.norm_latency(cluster))
-        of.tasks.append(done)
+        done = Task("all gradients", {}, list(maker.tasks), latency=step.norm_latency(cluster))
+        maker.tasks.append(done)
         processor = cluster.processor
         owned = sum(unit.elements for unit in units) / shards.ranks
-        of.work("optimizer", processor.optimizer.seconds(owned) + processor.step, [done], "compute")
-    if of.on_cpu and job.strategy != DDP:
+        maker.work("optimizer", processor.optimizer.seconds(owned) + processor.step, [done], "compute")
+    if maker.on_cpu and job.strategy != DDP:
         # FSDP2 waits for each of gloo's collectives before it goes on.
-        for task in of.tasks:
+        for task in maker.tasks:
             task.stream = "rank"
-    return of
+    return maker
 
 
 def _units(job: Job, whole: Group) -> list[Bucket]:
@@ -157,29 +157,29 @@ def _operations(job: Job, unit: Bucket) -> float:
     return sum(p.operations for p in job.stages[0].parameters[unit.first : unit.last + 1])
 
 
-def _compute(of: Exchanges, name: str, operations: float, after: Sequence[Task]) -> Task:
-    return of.work(name, step.forward_seconds(of.job, of.cluster, operations), after, "compute")
+def _compute(maker: Exchanges, name: str, operations: float, after: Sequence[Task]) -> Task:
+    return maker.work(name, step.forward_seconds(maker.job, maker.cluster, operations), after, "compute")
 
 
-def _gather(of: Exchanges, unit: Bucket, shards: Group, after: Sequence[Task]) -> list[Task]:
-    if shards.ranks == 1 or of.method.free:
+def _gather(maker: Exchanges, unit: Bucket, shards: Group, after: Sequence[Task]) -> list[Task]:
+    if shards.ranks == 1 or maker.method.free:
         return []
-    call = traffic.gather(_BF16 * unit.elements / shards.ranks, shards, of.cluster)
-    return [of.send("weights: all-gather", call, shards, after, "network weights ", weights=True)]
+    call = traffic.gather(_BF16 * unit.elements / shards.ranks, shards, maker.cluster)
+    return [maker.send("weights: all-gather", call, shards, after, "network weights ", weights=True)]
 
 
 def _reduce(
-    of: Exchanges, unit: Bucket, whole: Group, ready: Sequence[Task], place: int, last: bool
+    maker: Exchanges, unit: Bucket, whole: Group, ready: Sequence[Task], place: int, last: bool
 ) -> list[Handle]:
     """A unit's gradients, from when its backward pass has ended."""
-    name, cluster, strategy = f"unit {place}", of.cluster, of.job.strategy
+    name, cluster, strategy = f"unit {place}", maker.cluster, maker.job.strategy
     if strategy == FSDP2:
         if whole.ranks == 1:
             return []
-        if of.method.bits is not None:
-            return [of.start_low(unit, whole, ready, "dense", name, back=False)]
+        if maker.method.bits is not None:
+            return [maker.start_low(unit, whole, ready, "dense", name, back=False)]
         call = traffic.stock_reduce(unit.elements, _BF16, whole, cluster, fp32_sum=False)
-        of.send(f"{name}: reduce-scatter", call, whole, ready, "network weights ")
+        maker.send(f"{name}: reduce-scatter", call, whole, ready, "network weights ")
         return []
     replicas, elements = whole, unit.elements
     if strategy == HYBRID:
@@ -187,14 +187,14 @@ def _reduce(
         replicas, elements = traffic.across(whole), unit.elements // here.ranks
         if here.ranks > 1:
             call = traffic.stock_reduce(unit.elements, _BF16, here, cluster, fp32_sum=False)
-            ready = [of.send(f"{name}: reduce-scatter", call, here, ready, "network weights ")]
+            ready = [maker.send(f"{name}: reduce-scatter", call, here, ready, "network weights ")]
     if not last or replicas.ranks == 1:
         return []
     share = Bucket(elements, unit.exact // (unit.elements // elements), unit.first, unit.last)
-    if of.method.bits is not None:
-        return [of.start_low(share, replicas, ready, "dense", name, back=True)]
+    if maker.method.bits is not None:
+        return [maker.start_low(share, replicas, ready, "dense", name, back=True)]
     for call in traffic.all_reduce(elements, _BF16, replicas, cluster):
-        ready = [of.send(f"{name}: all-reduce", call, replicas, ready, "network dense ")]
+        ready = [maker.send(f"{name}: all-reduce", call, replicas, ready, "network dense ")]
     return []
 
 

@@ -38,7 +38,7 @@ class Call:
     latency: float
     """Seconds before the first byte arrives."""
     scope: str
-    """Of the group: all, inside or between."""
+    """The group's scope: all, inside or between."""
     calls: int = 1
     """Collectives that it stands for."""
 

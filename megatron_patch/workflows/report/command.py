@@ -29,7 +29,7 @@ from megatron_patch.workflows.report.table import SEEDS, Group, digits, group_ru
 from megatron_patch.workflows.run_reader import Run, read_runs
 
 _MOST_LETTERS = 50
-"""Of all names together, for them to stand in the heading."""
+"""Letters of all names together that the heading has room for."""
 _MOST_NAMES = 12
 """Runs that are named at the end of the page; of more it says how many they are."""
 _MOST_COLUMNS = 6

@@ -47,7 +47,7 @@ class Job:
 
     @property
     def logs(self) -> Path:
-        """Of this node, where there are several: they share the run's folder."""
+        """This node's logs: several nodes share the run's folder."""
         logs = self.folder / "logs"
         return logs / f"node-{self.launch.node_rank}" if self.launch.nnodes > 1 else logs
 
