@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron_patch.workflows.plan import constants
-from megatron_patch.workflows.plan.gpus import GPUS, Gpu
+from megatron_patch.workflows.plan.constants import GPUS, Gpu
 
 ALL_TO_ALL, REDUCE_SCATTER, ALL_GATHER = "all_to_all", "reduce_scatter", "all_gather"
 COLLECTIVES = (ALL_TO_ALL, REDUCE_SCATTER, ALL_GATHER)

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_patch import untrusted
 from megatron_patch.errors import UserError, nearest
-from megatron_patch.workflows.plan import gpus
+from megatron_patch.workflows.plan import constants
 from megatron_patch.workflows.plan.cluster import COLLECTIVES, Cluster, Link, of_gpus, on_cpu
 
 _WHOLE = ("nodes", "gpus_per_node", "cores")
@@ -86,7 +86,7 @@ def build(settings: Mapping[str, Any], nodes: int, per_node: int, source: str = 
     """The cluster of checked settings; `nodes` and `per_node` are the recipe's, where settings name none."""
     device = settings.get("device")
     name = settings.get("gpu") or gpu_of(device)
-    gpu = gpus.find(name)
+    gpu = constants.find(name)
     nodes, per_node = settings.get("nodes", nodes), settings.get("gpus_per_node", per_node)
     links = settings.get("links")
     inter = settings.get("inter_gbit")
@@ -107,7 +107,7 @@ def build(settings: Mapping[str, Any], nodes: int, per_node: int, source: str = 
 def gpu_of(device: Any) -> str:
     """The table's name for what CUDA calls a GPU; the longest that is in it."""
     words = str(device or "").lower()
-    found = [name for name in gpus.GPUS if all(part.lower() in words for part in name.split("-"))]
+    found = [name for name in constants.GPUS if all(part.lower() in words for part in name.split("-"))]
     return max(found, key=len, default=DEFAULT_GPU)
 
 

@@ -24,11 +24,9 @@ from rich.console import Console
 from megatron_patch.errors import UserError
 from megatron_patch.files import output_folder, write_whole
 from megatron_patch.workflows.plan import (
-    chart,
     cluster_file,
     constants,
     from_run,
-    gpus,
     methods,
     recommend,
     scaling,
@@ -70,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a GPU inside its node, each way; default: the GPU's link",
     )
     parser.add_argument(
-        "--gpu", metavar="NAME", help=f"{', '.join(gpus.GPUS)}; default {cluster_file.DEFAULT_GPU}"
+        "--gpu", metavar="NAME", help=f"{', '.join(constants.GPUS)}; default {cluster_file.DEFAULT_GPU}"
     )
     parser.add_argument("--mfu", type=float, metavar="F", help="useful share of the GPU's peak; default 0.4")
     parser.add_argument(
@@ -194,7 +192,7 @@ def _plan(
             for row in found
         ]  # fmt: skip
     advice = recommend.advise(job, cluster, found, args.worth)
-    gpu = gpus.find(settings.get("gpu") or cluster_file.gpu_of(settings.get("device")))
+    gpu = constants.find(settings.get("gpu") or cluster_file.gpu_of(settings.get("device")))
     label = "ranks" if settings.get("device") == "cpu" else gpu.name
     console.print(show.title(job, cluster, label), highlight=False, soft_wrap=True)
     console.print(show.table(found, advice.row))
@@ -241,6 +239,6 @@ def _write(args: argparse.Namespace, plans: Sequence[dict[str, Any]]) -> None:
         output_folder(args.out)
         files.append(args.out / "plan.json")
         if not args.scale and plans[0]["curves"]:
-            chart.draw(args.out / "plan.png", plans[0])
+            show.draw(args.out / "plan.png", plans[0])
     for path in files:
         write_whole(path, text)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_patch.workflows.plan import constants, memory, step, torch_step
+from megatron_patch.workflows.plan import constants, exchange, step, torch_step
 from megatron_patch.workflows.plan.cluster import Cluster
 from megatron_patch.workflows.plan.job import MEGATRON, Job
 from megatron_patch.workflows.plan.methods import Method
@@ -54,7 +54,7 @@ def simulate(job: Job, cluster: Cluster, method: Method) -> Step:
 def rows(job: Job, cluster: Cluster, methods: Sequence[Method]) -> list[Row]:
     """A row for each method; the first of `methods` is what speed-ups refer to."""
     found: list[Row] = []
-    needed_by = memory.bytes_of if job.strategy == MEGATRON else torch_step.memory_bytes
+    needed_by = exchange.bytes_of if job.strategy == MEGATRON else torch_step.memory_bytes
     for method in methods:
         made = simulate(job, cluster, method)
         needed = needed_by(job, cluster, method)

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_patch.workflows.plan.constants import CONSTANTS, EXACT_BITS, exact_bits
-from megatron_patch.workflows.plan.gpus import GPUS
+from megatron_patch.workflows.plan.constants import CONSTANTS, EXACT_BITS, GPUS, exact_bits
 
 
 def test_every_number_has_a_unit_a_kind_and_a_source() -> None:

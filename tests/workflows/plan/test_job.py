@@ -18,7 +18,7 @@ from workflows.run.test_recipes import PUBLISHED
 
 from megatron_patch.quantization.blocks import Span
 from megatron_patch.quantization.layout import BlockLayout
-from megatron_patch.workflows.plan import cluster, cluster_file, memory, methods, traffic
+from megatron_patch.workflows.plan import cluster, cluster_file, exchange, methods, traffic
 from megatron_patch.workflows.plan.job import Group, Job
 from megatron_patch.workflows.plan.model import Parameter
 from megatron_patch.workflows.run import configuration
@@ -144,7 +144,7 @@ def test_memory_is_what_the_recipes_header_says(name: str, job: Make) -> None:
     header = shipped(f"configs/models/{name}.yaml").read_text(encoding="utf-8")
     line = next(line for line in header.splitlines() if line.startswith("# Memory per GPU:"))
     state, buffers, _nccl, activations = map(float, re.findall(r"([\d.]+) GB", line))
-    found = memory.bytes_of(job(name), home(name), methods.parse("loco4_exact")) / 1e9
+    found = exchange.bytes_of(job(name), home(name), methods.parse("loco4_exact")) / 1e9
     assert found == pytest.approx(state + buffers + activations, rel=0.03, abs=0.6)
 
 
