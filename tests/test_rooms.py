@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "megatron_patch"
 ORDER = [
-    {"errors", "files", "registry", "step_report", "untrusted"},
+    {"errors", "files", "registry", "step_report"},
     {"config"},
     {"quantization"},
     {"loco"},

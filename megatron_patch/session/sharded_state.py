@@ -25,10 +25,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_patch.errors import UserError
+from megatron_patch.files import load_json
 from megatron_patch.session.layouts import FORMAT, Damaged, RankLayout, RankState
 from megatron_patch.session.packed import content_of, gathered, layouts_in, listed
 from megatron_patch.session.reader import Reader
-from megatron_patch.untrusted import load_json
 
 logger = logging.getLogger(__name__)
 

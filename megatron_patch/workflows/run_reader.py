@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_patch.errors import UserError
-from megatron_patch.untrusted import Unfit, load_json, load_yaml, read_text
+from megatron_patch.files import Unfit, load_json, load_yaml, read_text
 
 UNCOMPRESSED = ("none", "stock")
 _WARM_UP_RECORDS = 3

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_patch.errors import UserError
-from megatron_patch.untrusted import load_json
+from megatron_patch.files import load_json
 from megatron_patch.workflows.data.tokenization import BYTES_EOD, BYTES_VOCAB
 
 FORMAT = "megatron-loco data set 1"

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_patch import untrusted
+from megatron_patch import files
 from megatron_patch.errors import UserError, nearest
 from megatron_patch.workflows.plan import constants
 from megatron_patch.workflows.plan.cluster import COLLECTIVES, Cluster, Link, of_gpus, on_cpu
@@ -31,10 +31,10 @@ DEFAULT_GPU, DEFAULT_INTER_GBIT = "H100", 400.0
 def read(path: Path) -> dict[str, Any]:
     """The file's mapping, checked."""
     try:
-        content = untrusted.load_yaml(untrusted.read_text(path))
+        content = files.load_yaml(files.read_text(path))
     except OSError as error:
         raise UserError(f"--cluster: {path}: {error.strerror or error}") from error
-    except untrusted.Unfit as error:
+    except files.Unfit as error:
         raise UserError(f"--cluster: {path}: is not valid YAML: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"--cluster: {path}: must be a mapping, e.g. nodes: 2")

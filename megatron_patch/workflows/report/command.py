@@ -21,8 +21,7 @@ from markupsafe import Markup
 
 from megatron_patch import __version__
 from megatron_patch.errors import UserError
-from megatron_patch.files import write_whole
-from megatron_patch.untrusted import load_json
+from megatron_patch.files import load_json, write_whole
 from megatron_patch.workflows import plots
 from megatron_patch.workflows.report import figures, table
 from megatron_patch.workflows.report.table import SEEDS, Group, digits, group_runs, run_names

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from megatron_patch import untrusted
+from megatron_patch import files
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError, nearest
 from megatron_patch.workflows.run.job import Launch
@@ -150,7 +150,7 @@ def _override(text: str) -> DictConfig:
     try:
         return OmegaConf.from_dotlist([text])
     except (YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise UserError(f"{text}: {untrusted.yaml_problem(error)}") from error
+        raise UserError(f"{text}: {files.yaml_problem(error)}") from error
 
 
 def resolved(composed: DictConfig, path: Path) -> dict[str, Any]:
@@ -204,13 +204,13 @@ def _load(path: Path, including: tuple[Path, ...]) -> DictConfig:
         there = [one.name for one in path.parent.glob("*.yaml")]
         raise UserError(f"{path}: no such configuration file{nearest(path.name, there)}")
     try:
-        text = untrusted.read_text(path)
-        untrusted.check_yaml(text)
+        text = files.read_text(path)
+        files.check_yaml(text)
         loaded = OmegaConf.load(io.StringIO(text))
     except RecursionError as error:
         raise UserError(f"{path}: is not valid YAML: too many brackets in one another") from error
     except (YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise UserError(f"{path}: is not valid YAML: {untrusted.yaml_problem(error)}") from error
+        raise UserError(f"{path}: is not valid YAML: {files.yaml_problem(error)}") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
     if not isinstance(loaded, DictConfig):

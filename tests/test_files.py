@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from megatron_patch.errors import UserError
-from megatron_patch.untrusted import DEEPEST, MOST_BYTES, Unfit, load_json, load_yaml, read_text
+from megatron_patch.files import DEEPEST, MOST_BYTES, Unfit, load_json, load_yaml, read_text
 from megatron_patch.workflows.ablation import definition
 from megatron_patch.workflows.plan import cluster_file
 from megatron_patch.workflows.report.command import read_plan
