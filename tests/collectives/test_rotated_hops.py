@@ -18,7 +18,6 @@ def exchanged(kind: str, shape: tuple[int, int], options: dict[str, Any]) -> dic
     from collectives.setups import setup_of
 
     from megatron_patch.collectives.makers import make_all_reduces, make_reduce_scatters
-    from megatron_patch.collectives.sender import Sender
     from megatron_patch.quantization.blocks import Contents, Span
 
     rank, matrix = dist.get_rank(), shape[0] * shape[1]
@@ -34,7 +33,9 @@ def exchanged(kind: str, shape: tuple[int, int], options: dict[str, Any]) -> dic
     exact = torch.stack(gradients).double().mean(0)
     setup = setup_of(method="naive", ranks_per_node=2, **options)
     (exchange,) = make([contents], dist.group.WORLD, setup).exchanges
-    senders = [value for value in vars(exchange).values() if isinstance(value, Sender)]
+    senders = [state.sender for state in exchange.states()]
+    if getattr(exchange, "inside", None) is not None:
+        senders.append(exchange.inside.sender)
     bucket = gradients[rank].clone()
     size = numel // RANKS
     output, here = bucket, slice(None)

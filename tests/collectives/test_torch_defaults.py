@@ -164,8 +164,10 @@ def test_the_norm_s_sketch_does_not_depend_on_torch_s_defaults():
         sketch = norm_sketch.NormSketch(3, CPU)
         sketch.add(values, 0.5)
         table = norm_sketch.signs(CPU)
-        fold = kernel.fold if by_kernel else norm_sketch.fold
-        return fingerprint([fold(sketch._pieces, table)])
+        if by_kernel:
+            rows = norm_sketch.rows_of(sketch._pieces)
+            return fingerprint([kernel.fold(rows, table, norm_sketch.COLUMNS)])
+        return fingerprint([norm_sketch.fold(sketch._pieces, table)])
 
     same_under_all_defaults(lambda: folded(False))
     same_under_all_defaults(lambda: folded(True), devices=False)  # Triton's interpreter allocates its own

@@ -160,7 +160,7 @@ def what_kernels_change() -> dict[str, set[str]]:
         layout = BlockLayout.of(600, 2, 4, 128)
         sender = sender_of(layout, torch.device("cpu"), "int8", 0.8)
         payload = torch.zeros(2, layout.payload_bytes, dtype=torch.uint8)
-        compress_by(triton_kernels, sender, torch.randn(600), payload, None)
+        compress_by(triton_kernels, sender, torch.randn(600), payload)
         part = layout.part(0)
         payloads = payload[:1, : part.payload_bytes].contiguous()
         triton_kernels.decompress_reduce(payloads, sender.codec, part, torch.ones(300), 1)

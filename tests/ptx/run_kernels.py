@@ -254,7 +254,7 @@ def run_budgets() -> None:
                 numbers = " ".join(f"{key}={costs[key]:.0f}" for key in ("instructions", *_PIPES))
                 print(f"{codec.name} {str(dtype).removeprefix('torch.')} {numbers}")
     compile_for_gpu.compile_instead_of_launching()
-    for shape in ((1 << 33, 2), (1 << 33, 1 << 10), ((1 << 33) + 2 * 77, 2)):
+    for shape in ((1 << 33, 8), (1 << 33, 1 << 10), ((1 << 33) + 8 * 77, 8)):
         for codec in (Levels(4, HADAMARD), Uniform(8)):
             print(f"{shape[0]} elements, {shape[1]} shards narrow={beyond_2_31(codec, shape)}")
 
