@@ -93,7 +93,7 @@ def test_they_compile_for_a_hopper_gpu_in_few_instructions():
         # What an H100 has time for is in docs/benchmarks.md.
         most = {"odd": MOST_OF_ODD, "rows": MOST_OF_ROWS, "short": MOST_OF_SHORT}.get(where, MOST)
         assert found["instructions"] < most[kernel], line
-        if where not in ("odd", "rows"):
+        if prefetches:  # a block's codes begin at any word: decompress loads them one by one
             assert found["wide"] > 0, line
 
 
