@@ -499,6 +499,8 @@ def loaded_by_one(folder: str) -> tuple[int, bool]:
 
 
 def test_a_load_waits_for_no_other_rank(pool: Any, tmp_path: Path) -> None:
+    if os.environ.get("EXPECTED_MEGATRON_CORE", "").startswith("0.17"):
+        pytest.skip("until 0.18 Megatron's own load gathers over all ranks")
     assert pool.run(loaded_by_one, str(tmp_path / "checkpoint"), world_size=2) == [(7, True), (0, False)]
 
 
