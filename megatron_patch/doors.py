@@ -96,9 +96,9 @@ def _sessions(model: Any, caller: str) -> tuple[list[Session], Traffic | None]:
 def state_dict(model: Any, optimizer: Any, reader: Any, path: str | None) -> dict[str, Any]:
     """megatron_patch.state_dict."""
     if _is_megatron(model):
-        from megatron_patch.megatron.checkpoint import element_map as megatron
+        from megatron_patch.megatron.checkpoint import element_map
 
-        return megatron.state_dict(model, optimizer, reader, path)
+        return element_map.state_dict(model, optimizer, reader, path)
     from megatron_patch.pytorch import attach as pytorch
 
     rank_of = pytorch.rank_of(_modules(model, "state_dict"))
@@ -108,9 +108,9 @@ def state_dict(model: Any, optimizer: Any, reader: Any, path: str | None) -> dic
 def load_state_dict(model: Any, state: dict[str, Any], optimizer: Any) -> None:
     """megatron_patch.load_state_dict."""
     if _is_megatron(model):
-        from megatron_patch.megatron.checkpoint import element_map as megatron
+        from megatron_patch.megatron.checkpoint import element_map
 
-        megatron.load_state_dict(model, state, optimizer)
+        element_map.load_state_dict(model, state, optimizer)
         return
     from megatron_patch.pytorch import attach as pytorch
 

@@ -32,7 +32,7 @@ from benchmarks.network.training import Training
 from megatron_patch.config import CompressionConfig
 from megatron_patch.megatron.attach import attachment_of, onebit_of, session_of
 from megatron_patch.megatron.doors import attach, disable
-from megatron_patch.megatron.seams import traffic as stock_traffic
+from megatron_patch.megatron.seams import traffic
 
 _MEGATRONS_REDUCE_SCATTER = param_and_grad_buffer.dist_reduce_scatter_func
 
@@ -123,18 +123,18 @@ class MegatronTraining(Training):
         state = session_of(self.model)
         if state is not None:
             return state.report.traffic.nbytes
-        return sum(stock_traffic.stock_gradients(group).nbytes for group in self.model.bucket_groups)
+        return sum(traffic.stock_gradients(group).nbytes for group in self.model.bucket_groups)
 
     @property
     def weight_bytes(self) -> float:
         attachment = attachment_of(self.model)
         if attachment is not None and attachment.weights.seams:
             return sum(bucket.traffic.nbytes for bucket in attachment.weights.report)
-        return sum(stock_traffic.weights(group).nbytes for group in self.model.bucket_groups)
+        return sum(traffic.stock_weights(group).nbytes for group in self.model.bucket_groups)
 
     @property
     def weights_sent(self) -> float:
-        return sum(stock_traffic.weights(group).elements for group in self.model.bucket_groups)
+        return sum(traffic.stock_weights(group).elements for group in self.model.bucket_groups)
 
     def zero_gradients(self) -> None:
         self.model.zero_grad_buffer()

@@ -137,7 +137,7 @@ def all_flags() -> Mapping[str, Any]:
     return {} if flags is None else vars(flags)
 
 
-def get(name: str) -> Any:
+def megatron_flag(name: str) -> Any:
     """One flag; None where it is not known."""
     return all_flags().get(name)
 
@@ -172,6 +172,6 @@ def _lr_warmup_samples(flags: Mapping[str, Any]) -> float:
 
 def _number(name: str) -> float:
     """A positive flag; 0 where it is not given."""
-    value = get(name)
+    value = megatron_flag(name)
     known = isinstance(value, int | float) and math.isfinite(value) and value > 0
     return float(value) if known and value is not None else 0.0

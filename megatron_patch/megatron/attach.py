@@ -29,8 +29,7 @@ from packaging.version import Version
 from megatron_patch.collectives.workspace import forget_shared_pools
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
-from megatron_patch.megatron import arguments as training_flags
-from megatron_patch.megatron import symbols
+from megatron_patch.megatron import arguments, symbols
 from megatron_patch.megatron.onebit_adam.step import OneBitAdam
 from megatron_patch.megatron.seams import gradients as replicated_params
 from megatron_patch.megatron.seams import optimizer_step
@@ -60,7 +59,7 @@ class Attachment:
         self.asked = config
         """The options as given; the state's method may be another with Muon."""
         ranks = [chunk.dp_cp_group, *([chunk.tp_group] if chunk.expert_parallel_bucket_groups else [])]
-        self.state = Session(config.for_optimizer(training_flags.get("optimizer")), device, ranks)
+        self.state = Session(config.for_optimizer(arguments.megatron_flag("optimizer")), device, ranks)
         self.seams = [
             BucketGroupSeam(group, self.state, expert=place >= len(chunk.bucket_groups))
             for place, group in enumerate(groups)

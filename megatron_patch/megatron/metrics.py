@@ -36,7 +36,7 @@ from megatron_patch.config import CompressionConfig
 from megatron_patch.files import write_whole
 from megatron_patch.megatron import patching, symbols, weight_metrics
 from megatron_patch.megatron.attach import session_of
-from megatron_patch.megatron.seams import traffic as stock_traffic
+from megatron_patch.megatron.seams import traffic
 from megatron_patch.session.report import sums as sums_of
 from megatron_patch.session.session import Session
 
@@ -165,7 +165,7 @@ class RunMetrics:
         sums = sums_of(states)
         gradients = sums.traffic
         for group in weight_metrics.bucket_groups(self._model) if not states else ():
-            gradients.add(stock_traffic.stock_gradients(group))
+            gradients.add(traffic.stock_gradients(group))
         wire = [gradients.nbytes, gradients.elements, weights.nbytes, weights.elements, *coded]
         wire += [sums.compression_seconds, sums.inside_bytes, sums.compressed]
         totals = torch.cat([sums.statistics, torch.tensor(wire, dtype=torch.float64, device="cpu")])

@@ -11,7 +11,7 @@ import torch
 
 from megatron_patch.collectives.two_hop import TwoHopReduceScatter
 from megatron_patch.config import AUTO, CompressionConfig
-from megatron_patch.megatron import arguments as training_flags
+from megatron_patch.megatron import arguments
 from megatron_patch.megatron.seams.gradients import BucketGroupSeam
 from megatron_patch.megatron.seams.weights import WeightSeam
 from megatron_patch.session.onset import FIRST_STAIR
@@ -79,11 +79,11 @@ def _start_line(config: CompressionConfig) -> str:
     if config.start_step != AUTO:
         return f"compression starts after {config.start_step} optimizer steps"
     line = "compression starts when the learning rate has stopped rising"
-    if training_flags.get("optimizer") is None:
+    if arguments.megatron_flag("optimizer") is None:
         return line
     # The rate of step 1 has no warm-up behind it, and the first that is not higher tells it.
-    steps = training_flags.lr_warmup_steps()
-    if not steps and training_flags.get("lr_decay_style") == "constant":
+    steps = arguments.lr_warmup_steps()
+    if not steps and arguments.megatron_flag("lr_decay_style") == "constant":
         steps = FIRST_STAIR - 1
     return f"{line}: expected at step {steps + 3}, by Megatron's flags"
 
@@ -92,7 +92,7 @@ def _early_lines(config: CompressionConfig) -> Iterator[tuple[int, str]]:
     """What compression in the first steps costs Adam, whose second moment is young then."""
     if config.is_onebit_adam or config.start_step == AUTO:
         return
-    warmup = training_flags.lr_warmup_steps()
+    warmup = arguments.lr_warmup_steps()
     if int(config.start_step) < warmup:
         yield (
             logging.WARNING,

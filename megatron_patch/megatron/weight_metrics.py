@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_patch.collectives.exchange import Traffic
 from megatron_patch.megatron.attach import attachment_of
-from megatron_patch.megatron.seams import traffic as stock_traffic
+from megatron_patch.megatron.seams import traffic
 from megatron_patch.megatron.seams.weights import ChunkWeights
 
 
@@ -31,7 +31,7 @@ def sent(model: Sequence[Any]) -> Traffic:
     """What this rank sent since the last step but one; where nothing is attached, Megatron's own gather."""
     if chunks := gathers_of(model):
         return sum((bucket.traffic for chunk in chunks for bucket in chunk.report), start=Traffic())
-    return sum((stock_traffic.weights(group) for group in bucket_groups(model)), start=Traffic())
+    return sum((traffic.stock_weights(group) for group in bucket_groups(model)), start=Traffic())
 
 
 def coded(model: Sequence[Any]) -> list[float]:

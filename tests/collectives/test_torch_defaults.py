@@ -16,12 +16,10 @@ import torch
 from quantization.backend_agreement import gradient_of, only_torch, random_spans
 from seeds import seeded
 
-from megatron_patch.collectives import sender as owner
-from megatron_patch.collectives.sender import Sender
+from megatron_patch.collectives.sender import Sender, decompress_reduce
 from megatron_patch.config import CompressionConfig
 from megatron_patch.megatron.onebit_adam import norm_sketch
-from megatron_patch.quantization import packing as scales
-from megatron_patch.quantization import rotation
+from megatron_patch.quantization import packing, rotation
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.session.resharding import REDUCE_SCATTER, Part, Piece, Position, reshard
 from megatron_patch.weights import code as weight_code
@@ -43,7 +41,7 @@ ERRORS = ("int8", "bf16", "fp32")
 @contextmanager
 def defaults(dtype: torch.dtype | None, device: str | None) -> Iterator[None]:
     """Within the block torch has these defaults, and nothing is cached that was computed under others."""
-    for cached in (rotation.signs, scales.largest_scale, norm_sketch.signs):
+    for cached in (rotation.signs, packing.largest_scale, norm_sketch.signs):
         cached.cache_clear()
     before = torch.get_default_dtype()
     try:
@@ -86,7 +84,7 @@ def exchanged(options: dict[str, Any], error: str, gradients: list[torch.Tensor]
         for shard, part in enumerate(output.split(layout.shard_size)):
             own = layout.part(shard)
             received = payload[:, starts[shard] : starts[shard] + own.payload_bytes].clone()
-            owner.decompress_reduce(received, sender.codec, own, part, 2)
+            decompress_reduce(received, sender.codec, own, part, 2)
         kept += [payload, output.clone(), sender.statistics.clone()]
     return fingerprint([*kept, *sender.state().values()])
 

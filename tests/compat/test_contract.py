@@ -31,7 +31,7 @@ def test_the_megatron_core_that_was_asked_for_is_the_one_tested(pool):
     assert release == os.environ.get("EXPECTED_MEGATRON_CORE", release)
 
 
-# --- bucket groups: megatron/seams/gradients.py, seams/stock_traffic.py, attach.py ---
+# --- bucket groups: megatron/seams/gradients.py, seams/traffic.py, attach.py ---
 
 
 def start_grad_sync() -> Claims:

@@ -24,7 +24,7 @@ from quantization.backend_agreement import compress_by, sender_of
 from quantization.narrow_offsets import narrow_offsets
 from triton.backends.compiler import GPUTarget
 
-from megatron_patch.collectives import sender as owner
+from megatron_patch.collectives.sender import decompress as decompress_all
 from megatron_patch.quantization import backends, triton_kernels
 from megatron_patch.quantization.blocks import Span
 from megatron_patch.quantization.codec import Codec
@@ -110,7 +110,7 @@ def decompress_reduce(
 def decompress(dtype: str, bits: int, shape: tuple[int, int], spans: tuple[Span, ...] | None) -> Any:
     layout = BlockLayout.of(*shape, bits, 128, spans=spans)
     payloads = torch.zeros(layout.shards, layout.payload_bytes, dtype=torch.uint8)
-    owner.decompress(payloads, codec_of(bits, False), layout, torch.empty(shape[0], dtype=DTYPES[dtype]))
+    decompress_all(payloads, codec_of(bits, False), layout, torch.empty(shape[0], dtype=DTYPES[dtype]))
     (kernel,) = kernels  # one launch for all shards
     kernels.clear()
     return kernel

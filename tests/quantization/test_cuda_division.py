@@ -16,7 +16,7 @@ from quantization.backend_agreement import compress_by, gradient_of, only_torch,
 from torch.overrides import TorchFunctionMode
 
 from megatron_patch import loco
-from megatron_patch.collectives import sender as owner
+from megatron_patch.collectives.sender import decompress_reduce
 from megatron_patch.quantization.codec import Codec
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.levels import Levels
@@ -71,7 +71,7 @@ def exchanged(codec: Codec, error: str | None, seed: int) -> list[torch.Tensor]:
             payload = payloads[number : number + 1]
             layout.exact.write(gradient, payload, layout.coded_bytes, layout.payload_starts)
         output = torch.empty(numel)
-        owner.decompress_reduce(payloads, codec, layout, output, 3)
+        decompress_reduce(payloads, codec, layout, output, 3)
         found += [payloads, output.view(torch.int32)]
     for sender in senders:
         found += sender.error.tensors().values() if sender.error is not None else ()

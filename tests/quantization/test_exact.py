@@ -8,8 +8,7 @@ import torch
 from coded_values import rows_of
 from quantization.backend_agreement import only_torch
 
-from megatron_patch.collectives import sender as owner
-from megatron_patch.collectives.sender import Sender
+from megatron_patch.collectives.sender import Sender, decompress, decompress_reduce
 from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization.blocks import Span
 from megatron_patch.quantization.layout import BlockLayout
@@ -46,9 +45,7 @@ def test_the_owners_get_the_sums_of_vectors_to_the_last_bit(shards, divisor, dty
     total = torch.full((NUMEL,), 7.0)
     for shard, output in enumerate(total.split(layout.shard_size)):
         own = layout.part(shard)
-        owner.decompress_reduce(
-            payloads[:, shard, : own.payload_bytes].contiguous(), codec, own, output, divisor
-        )
+        decompress_reduce(payloads[:, shard, : own.payload_bytes].contiguous(), codec, own, output, divisor)
     wanted = (values.double().sum(0) / divisor).float()
     assert torch.equal(total[VECTORS], wanted[VECTORS])
     coded = [
@@ -75,11 +72,11 @@ def test_all_shards_at_once(shards):
     sender.compress(values, sent)
     payload = rows_of(layout, sent)
     output = torch.empty(NUMEL)
-    owner.decompress(payload, sender.codec, layout, output)
+    decompress(payload, sender.codec, layout, output)
     assert torch.equal(output[VECTORS], values[VECTORS])
     with only_torch():
         other = torch.empty(NUMEL)
-        owner.decompress(payload, sender.codec, layout, other)
+        decompress(payload, sender.codec, layout, other)
     assert torch.equal(output, other)
 
 
@@ -91,7 +88,7 @@ def test_vectors_of_whole_blocks_are_not_coded_either():
     sender = Sender(CompressionConfig(method="loco"), layout, CPU)
     payload, output = torch.empty(sum(layout.payload_sizes), dtype=torch.uint8), torch.empty(2048)
     sender.compress(values, payload)
-    owner.decompress(rows_of(layout, payload), sender.codec, layout, output)
+    decompress(rows_of(layout, payload), sender.codec, layout, output)
     assert torch.equal(output[1024:1280], values[1024:1280])
     assert not torch.equal(output[:1024], values[:1024])
     assert sender.error.flat()[1024:1280].abs().max() == 0

@@ -15,7 +15,7 @@ from simulation.codes import LEVELS as SIMULATED
 from simulation.codes import Code
 
 from megatron_patch import loco
-from megatron_patch.collectives import sender as owner
+from megatron_patch.collectives.sender import decompress
 from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization.blocks import Span
 from megatron_patch.quantization.layout import BlockLayout
@@ -33,7 +33,7 @@ def lost(values: torch.Tensor, **options: object) -> float:
     sender = sender_of(layout, CPU, **options)
     payload, found = torch.empty(4, layout.payload_bytes, dtype=torch.uint8), torch.empty_like(values)
     sender.compress(values, payload)
-    owner.decompress(payload, sender.codec, layout, found)
+    decompress(payload, sender.codec, layout, found)
     return float((found - values).double().square().sum() / values.double().square().sum())
 
 
@@ -135,7 +135,7 @@ def test_a_row_whose_gradient_is_always_zero_stays_zero(bits, row, method):
         values = torch.randn(12, row, generator=torch.Generator().manual_seed(step))
         values[[0, 5, 6, 11]] = 0
         sender.compress(values.flatten(), payload)
-        owner.decompress(payload, sender.codec, layout, found)
+        decompress(payload, sender.codec, layout, found)
         assert not found.view(12, row)[[0, 5, 6, 11]].any()
         assert found.view(12, row)[[1, 4, 7]].any(dim=1).all()
 

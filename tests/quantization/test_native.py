@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from quantization.backend_agreement import CODECS, SEEDS, compress_by, gradient_of, same, sender_of
 
 from megatron_patch import loco
-from megatron_patch.collectives import sender as owner
+from megatron_patch.collectives.sender import decompress
 from megatron_patch.quantization import native
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.levels import Levels
@@ -57,7 +57,7 @@ def test_every_length_from_1_to_1000_comes_back(codec):
         sender.codec = codec
         sender.compress(gradient, payload)
         decoded, wanted = torch.empty(size), torch.empty(size)
-        owner.decompress(payload, codec, layout, decoded)
+        decompress(payload, codec, layout, decoded)
         loco.decompress_reduce(payload, codec, layout, wanted)
         assert same(decoded, wanted)
         if codec.name == "uniform" and not codec.rotation.rotated:
@@ -79,7 +79,7 @@ def test_a_power_of_two_changes_the_scales_and_not_the_codes(codec, exponent, se
         for _ in range(3):
             sender.compress(gradient * factor, payload)
         decoded.append((payload[:, : layout.code_bytes].clone(), torch.empty(1000)))
-        owner.decompress(payload, codec, layout, decoded[-1][1])
+        decompress(payload, codec, layout, decoded[-1][1])
     assert torch.equal(decoded[0][0], decoded[1][0])
     assert torch.equal(decoded[0][1] * 2.0**exponent, decoded[1][1])
 

@@ -13,14 +13,14 @@ def warm_up(flags: dict[str, Any], calculator: dict[str, Any] | None) -> int:
     from megatron.core import num_microbatches_calculator as microbatches
     from megatron.training import global_vars
 
-    from megatron_patch.megatron import arguments as training_flags
+    from megatron_patch.megatron import arguments
 
     before = global_vars._GLOBAL_ARGS
     global_vars._GLOBAL_ARGS = Namespace(**flags)
     try:
         if calculator is not None:
             microbatches.init_num_microbatches_calculator(0, **calculator)
-        return training_flags.lr_warmup_steps()
+        return arguments.lr_warmup_steps()
     finally:
         global_vars._GLOBAL_ARGS = before
         microbatches.destroy_num_microbatches_calculator()

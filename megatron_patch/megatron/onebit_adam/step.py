@@ -35,8 +35,8 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron_patch.megatron.onebit_adam import update, warm_up
 from megatron_patch.megatron.onebit_adam.norm_sketch import NormSketch
 from megatron_patch.megatron.onebit_adam.prepared import Found, Prepared, copy_gradients, magnitudes, own
-from megatron_patch.megatron.seams import momentum as replicas
 from megatron_patch.megatron.seams.gradients import BucketGroupSeam
+from megatron_patch.megatron.seams.momentum import Replicas, find_replicas
 from megatron_patch.megatron.seams.optimizer_step import leaves_of, loss_scale, model_parameters
 from megatron_patch.megatron.unsupported import refuse_optimizer, refuse_unattached
 from megatron_patch.session.onset import Phase
@@ -79,7 +79,7 @@ class OneBitAdam:
         self._states = [state for _, state, _ in attached]
         self._seams = [(state, seam) for _, state, seams in attached for seam in seams]
         self._momentum = [seam.momentum for _, seam in self._seams if seam.momentum is not None]
-        self._copies: list[replicas.Replicas] | None = None
+        self._copies: list[Replicas] | None = None
         self._model = warm_up.ModelRanks(self._chunks[0])
         self._ready: Prepared | None = None
         devices = [bucket.grad_data.device for _, seam in self._seams for bucket in seam.group.buckets]
@@ -281,7 +281,7 @@ class OneBitAdam:
                 parameter.main_grad = view
         try:
             if new or self._copies is None:
-                self._copies = list(replicas.find(self._chunks, views))
+                self._copies = list(find_replicas(self._chunks, views))
             copy_gradients(self._parts)
             yield
         finally:

@@ -38,7 +38,7 @@ class Replicas:
             view.copy_(mean.view_as(view))
 
 
-def find(chunks: Sequence[Any], views: dict[Any, torch.Tensor]) -> Iterator[Replicas]:
+def find_replicas(chunks: Sequence[Any], views: dict[Any, torch.Tensor]) -> Iterator[Replicas]:
     """What of the chunks' momentum are copies; `views` has each parameter's part."""
     # The only one of these groups that DDP does not know itself.
     expert_group = parallel_state.get_expert_tensor_parallel_group(check_initialized=False)

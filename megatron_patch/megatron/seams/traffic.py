@@ -26,16 +26,16 @@ def stock_gradients(bucket_group: Any, force_all_reduce: bool = False) -> Traffi
     return total
 
 
-def weights(bucket_group: Any) -> Traffic:
+def stock_weights(bucket_group: Any) -> Traffic:
     """The all-gather of a bucket group's updated parameters, once a step; none if they are replicated."""
     total = Traffic()
     if bucket_group.ddp_config.use_distributed_optimizer:
         for bucket in bucket_group.buckets:
-            total.add(bucket_weights(bucket_group, bucket))
+            total.add(stock_bucket_weights(bucket_group, bucket))
     return total
 
 
-def bucket_weights(bucket_group: Any, bucket: Any) -> Traffic:
+def stock_bucket_weights(bucket_group: Any, bucket: Any) -> Traffic:
     """The all-gather of one of its buckets."""
     if bucket.param_data is None:
         return Traffic()

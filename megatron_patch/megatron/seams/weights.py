@@ -36,8 +36,8 @@ from megatron_patch.megatron.seams.traffic import (
     NO_SHORTER,
     NOT_CODED,
     BucketReport,
-    bucket_weights,
     stock_because,
+    stock_bucket_weights,
 )
 from megatron_patch.session.session import IN_FLIGHT, Session
 from megatron_patch.weights.batch import Batch, BatchHandle, batches
@@ -241,7 +241,7 @@ class WeightSeam:
             why = FORCED if force_sync else IN_STEP if in_step else self._why_raw
             self.chunk.raw_gathers[why] += 1
         for report, bucket in zip(self._reports, self.group.buckets, strict=True):
-            report.traffic.add(bucket_weights(self.group, bucket))
+            report.traffic.add(stock_bucket_weights(self.group, bucket))
         self._original(force_sync=force_sync)
         self._behind, self._why_raw = False, NOT_CODED
         self._state = State.GATHERED if in_step else State.IN_FULL
@@ -274,7 +274,7 @@ class WeightSeam:
             self.chunk.raw_gathers[EDITED] += 1
         for report, bucket, gather in zip(self._reports, self.group.buckets, self.gathers, strict=True):
             if gather in in_full:
-                report.traffic.add(bucket_weights(self.group, bucket))
+                report.traffic.add(stock_bucket_weights(self.group, bucket))
 
 
 class MessagesUnderWay:

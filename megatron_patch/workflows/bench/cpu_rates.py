@@ -22,8 +22,7 @@ from unittest import mock
 
 import torch
 
-from megatron_patch.collectives import sender as owner
-from megatron_patch.collectives.sender import Sender
+from megatron_patch.collectives.sender import Sender, decompress_reduce
 from megatron_patch.config import CompressionConfig
 from megatron_patch.megatron.onebit_adam import norm_sketch, update
 from megatron_patch.quantization import backends, native
@@ -91,7 +90,7 @@ def measure(
         call()
         payload[:] = payload[0]
     reducing = [
-        functools.partial(owner.decompress_reduce, payload, sender.codec, layout, reduced)
+        functools.partial(decompress_reduce, payload, sender.codec, layout, reduced)
         for sender, payload in zip(senders_of, payloads, strict=True)
     ]
     decompress, *others = (elements * senders / one for one in timed(reducing))
