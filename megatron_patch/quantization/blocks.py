@@ -216,11 +216,10 @@ class BlockTable:
 
     @functools.cached_property
     def whole(self) -> bool:
-        """Whether every shard has all of the blocks, and every block all of its elements."""
+        """Whether every block has all of its elements; a shard may have fewer blocks than others."""
         if self._source is not None:
             return self._source[0].whole
-        filled = self.blocks * self.block
-        return all(sum(run.rows * run.length for run in runs) == filled for runs in self.runs)
+        return all(run.lead == 0 and run.length % self.block == 0 for runs in self.runs for run in runs)
 
     def elements(self, block: int, size: int, device: torch.device) -> torch.Tensor:
         """Which of its shard's `size` elements is each of a block's, int64 [N, blocks, b]; fill: `size`."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -31,6 +31,7 @@ from quantization.backend_agreement import (
 from megatron_patch.collectives.sender import decompress
 from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization import backends, native, triton_kernels
+from megatron_patch.quantization.blocks import Span
 from megatron_patch.quantization.codec import codec_of
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.levels import Levels
@@ -126,6 +127,31 @@ def test_blocks_that_begin_at_multiples_of_16(tested, shape, codec, dtype):
     with tested.chosen():
         device = torch.device(tested.device)
         check_compress(tested.backend, codec, layout, dtype=dtype, device=device, **options)
+
+
+@every_backend
+@pytest.mark.parametrize(
+    ("codec", "block"),
+    [(Levels(4, HADAMARD), 128), (Levels(3, HADAMARD), 16), (Uniform(8), 64), (Uniform(2), 16), (Sign(), 16)],
+)
+def test_whole_blocks_of_which_a_shard_has_fewer_than_others(tested, codec, block):
+    """As where a bucket has norms beside matrices: one shard's blocks are fewer, and all are whole."""
+    spans = [Span(0, 13 * block, 13 * block), Span.of(13 * block, (2 * block,), exact=True)]
+    spans.append(Span(15 * block, 12 * block, 4 * block))
+    layout = BlockLayout.of(28 * block, 2, codec.bits, block, spans=spans)
+    assert layout.table.whole
+    assert [int((row > 0).sum()) for row in layout.lengths(CPU)] == [13, 12]
+    with tested.chosen():
+        device = torch.device(tested.device)
+        for dtype in (torch.float32, torch.bfloat16):
+            options = {"dtype": dtype, "kind": "plain", "seed": 1, "device": device}
+            check_compress(tested.backend, codec, layout, error_dtype="int8", beta=0.8, **options)
+            for shard in range(2):
+                check_decompress_reduce(
+                    tested.backend, codec, layout, senders=3, average=True, **options | {"seed": shard}
+                )
+            if hasattr(tested.backend, "decompress"):
+                check_decompress(tested.backend, codec, replace(layout, exact=None), **options)
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")

@@ -63,13 +63,11 @@ def _load_16(pointer, at, count):
 
 
 @triton.jit
-def _load_rows(pointer, start, length, ROWS: tl.constexpr, B: tl.constexpr, ALIGNED: tl.constexpr):
-    """The `length` elements from `start` on, each [ROWS], as [ROWS, B], zeros behind them."""
+def _load_rows(pointer, start, length, live, ROWS: tl.constexpr, B: tl.constexpr, ALIGNED: tl.constexpr):
+    """The `length` elements from `start` on, each [ROWS], as [ROWS, B], zeros where it is not `live`."""
     if ALIGNED:
         in_row = tl.arange(0, B)[None, :]
-        return tl.load(
-            pointer + (start[:, None] + in_row), mask=in_row // 16 < length[:, None] // 16, other=0
-        )
+        return tl.load(pointer + (start[:, None] + in_row), mask=live, other=0)
     at = tl.arange(0, B // 16)[None, :] * 16
     return tl.reshape(_load_16(pointer + start[:, None], at, length[:, None]), (ROWS, B))
 
@@ -105,7 +103,7 @@ def compress_kernel(
     BF16: tl.constexpr,
     ERROR: tl.constexpr,  # 0: none, 1: int8, 2: bf16, 3: fp32
     ALIGNED: tl.constexpr,  # the bucket, shards and blocks are multiples of 16 elements, and begin there
-    WHOLE: tl.constexpr,  # every block has B elements
+    WHOLE: tl.constexpr,  # every block has B elements, or none behind the last one of its shard
     LEVELS: tl.constexpr,  # the levels codec; else a sign is 1 bit, and more are uniform
     ROTATE: tl.constexpr,
     BETA_IS_ZERO: tl.constexpr,
@@ -150,18 +148,21 @@ def compress_kernel(
         length = tl.load(here + 1, mask=there, other=0)
         if ALIGNED:
             first = tl.multiple_of(first, 16)
+        if WHOLE:
+            live = tl.broadcast_to((length > 0)[:, None], (ROWS, B))
+        elif ALIGNED:
             live = in_row // 16 < length[:, None] // 16
         else:
             live = in_row < length[:, None]
         at = first[:, None] + in_row  # where elements are in the shard
-        g = _load_rows(gradient, first, length, ROWS, B, ALIGNED)
+        g = _load_rows(gradient, first, length, live, ROWS, B, ALIGNED)
         g = from_bf16(g) if BF16 else g.to(tl.float32)
         if ROTATE:
             g = rotation.scaled(g, diagonal, length, B, 16, WHOLE)
             g = rotation.hadamard(g, length, B, 16, WHOLE)
         h = g
         if ERROR != 0:
-            stored = _load_rows(error, first, length, ROWS, B, ALIGNED)
+            stored = _load_rows(error, first, length, live, ROWS, B, ALIGNED)
             if ERROR == 1:
                 old = from_bf16(tl.load(error_scales + first_row + tl.arange(0, ROWS), mask=there, other=0))
                 stored = stored.to(tl.float32)
@@ -218,15 +219,21 @@ def compress_kernel(
             else:
                 sums = packed(whole, BITS, WORD) - as_int32(_WHOLE_BITS * EACH)
                 sums = tl.where(usable, sums ^ as_int32(HALF * EACH), 0)
+        if WHOLE:
+            words_here = words + first_row * (B * BITS // WORD)
+            halves_here = halves + first_row * (B * BITS // 16)
+            at_word = tl.arange(0, ROWS) * (B * BITS // WORD)
+        else:
+            words_here, halves_here = words, halves
+            at_word = tl.load(here + 2, mask=there, other=0)
         if PLANES:
             low, high = levels.to_planes(even, odd)
-            at_word = tl.load(here + 2, mask=there, other=0)
             second = at_word + tl.cdiv(2 * length, WORD)
-            levels.store(words, halves, at_word, second, low, high, length, WORD)
+            levels.store(words_here, halves_here, at_word, second, low, high, length, WORD)
         else:
             word = tl.arange(0, WORDS)[None, :]
             tl.store(
-                words + tl.load(here + 2, mask=there, other=0)[:, None] + word,
+                words_here + at_word[:, None] + word,
                 sums.to(words.dtype.element_ty),
                 mask=word * (WORD // BITS) < length[:, None],
             )

@@ -70,7 +70,7 @@ def decompress_reduce_kernel(
     LANES: tl.constexpr,
     V: tl.constexpr,
     SHARDS: tl.constexpr,  # payloads are of as many shards, one each; else of one shard's senders
-    WHOLE: tl.constexpr,  # every block has B elements
+    WHOLE: tl.constexpr,  # every block has B elements, or none behind the last one of its shard
     LEVELS: tl.constexpr,  # the levels codec; else a sign is 1 bit, and more are uniform
     ROTATE: tl.constexpr,
     DIVIDE: tl.constexpr,
@@ -99,9 +99,14 @@ def decompress_reduce_kernel(
     start = tl.load(places + 3 * block, mask=block < blocks, other=0)
     length = tl.load(places + 3 * block + 1, mask=block < blocks, other=0)
     word = in_block[:, None] * V + tl.arange(0, V)[None, :]
-    there = in_block * LANE < length
-    coded_there = word * (WORD // WIDTH) < length[:, None]
-    first = tl.load(places + 3 * block + 2, mask=there, other=0).to(tl.int64)
+    if WHOLE:
+        there = length > 0
+        coded_there = there[:, None]
+        first = program * (ROWS * (B * BITS // WORD)) + block * (B * BITS // WORD)
+    else:
+        there = in_block * LANE < length
+        coded_there = word * (WORD // WIDTH) < length[:, None]
+        first = tl.load(places + 3 * block + 2, mask=there, other=0).to(tl.int64)
     if PLANES:
         second = words + (first + tl.cdiv(length * 2, WORD) + in_block)
     words += first[:, None] + word
