@@ -182,7 +182,7 @@ class CompressionConfig:
         self._set_default("start_step", AUTO if self.compresses and not self.is_onebit_adam else 0)
         self._set_default("reset_interval", 0 if self.is_onebit_adam else DEFAULT_RESET_INTERVAL)
         if self.rounding == "stochastic":
-            self._reject("rounding", "left out: stochastic rounding went after 0.2, no run was better with it")
+            self._reject("rounding", "left out: 0.2's stochastic rounding is gone; no run was better")
         self._check_choice("rounding", ROUNDINGS)
         self._check_choice("error_dtype", ERROR_DTYPES)
         self._check_choice("topology", registry.topologies())

@@ -55,7 +55,7 @@ REFUSED = [
     ({"block_size": "shards"}, "block_size", BLOCK),
     ({"block_size": "128"}, "block_size", BLOCK),
     ({"rounding": "up"}, "rounding", ", ".join(ROUNDINGS)),
-    ({"rounding": "stochastic"}, "rounding", "left out: stochastic rounding went after 0.2"),
+    ({"rounding": "stochastic"}, "rounding", "left out: 0.2's stochastic rounding is gone"),
     ({"codec": "levels", "bits": 8}, "codec", "uniform with bits 8 (levels has 4, 3, 2)"),
     ({"codec": "uniform", "bits": 1}, "codec", "sign with bits 1 (uniform has 8, 4, 3, 2)"),
     ({"codec": "sign", "bits": 4}, "codec", "uniform or levels with bits 4 (sign has 1)"),

@@ -12,8 +12,10 @@ import argparse
 import contextlib
 import copy
 import io
+import linecache
 import logging
 import re
+import traceback
 import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -180,7 +182,7 @@ def _told(error: Exception) -> str:
     local = trace.tb_frame.f_locals if trace is not None else {}
     fields = sorted(set(re.findall(r"\b(args|self)\.(\w+)", condition)))
     values = ", ".join(f"{name} is {getattr(local.get(owner), name, None)!r}" for owner, name in fields)
-    condition = condition.replace("args.", "").replace("self.", "")
+    condition = (condition + _where(error)).replace("args.", "").replace("self.", "")
     return f"Megatron requires {condition}" + (f", but {values}" if values else "")
 
 
@@ -221,3 +223,15 @@ def _assumed_transformer_engine(args: argparse.Namespace) -> Iterator[None]:
     finally:
         for module, name in absent:
             setattr(module, name, None)
+
+
+def _where(error: Exception) -> str:
+    """The `if` that the assert stands under, as words behind its condition; not that something is given."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    line = linecache.getline(last.filename, last.lineno or 0)
+    for number in range((last.lineno or 0) - 1, 0, -1):
+        above = linecache.getline(last.filename, number)
+        if above.strip() and len(above) - len(above.lstrip()) < len(line) - len(line.lstrip()):
+            found = re.fullmatch(r"if (.+):", above.strip())
+            return f" where {found[1]}" if found and "None" not in found[1] else ""
+    return ""
