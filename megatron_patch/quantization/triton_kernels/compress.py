@@ -182,8 +182,7 @@ def compress_kernel(
             wanted = tl.where(finite, wanted, 0.0)
         elif BITS == 1:
             total = tl.sum(tl.where(live, tl.abs(h), 0.0).to(tl.float64), axis=1)
-            number = tl.maximum(tl.sum(live.to(tl.int32), axis=1), 1)
-            wanted = tl.where(finite, mean(total, number), 0.0)
+            wanted = tl.where(finite, mean(total, tl.maximum(length, 1)), 0.0)
         elif BITS == 2:
             wanted = largest_h
         else:

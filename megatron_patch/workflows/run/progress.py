@@ -151,7 +151,7 @@ def _bars() -> Progress:
         TextColumn("{task.completed:.0f}/{task.total:.0f}"),
         TextColumn("{task.fields[shown]}"),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=Console(stderr=True, markup=False),  # what ranks said may have brackets
         auto_refresh=False,
     )
 

@@ -56,7 +56,7 @@ def test_a_restart_is_a_line_of_its_own_and_begins_the_measurement_anew(
         clock[0] += 10
         append(path, range(2, 12))
         shown.tick()
-        shown.say("restart 1 of 3: rank 2 was killed by SIGKILL")
+        shown.say("restart 1 of 3: rank 2 raised [/gloo/pair.cc:545] timed out")
         clock[0] += 60  # starting again
         shown.tick()
         write(path, range(1, 10))
@@ -66,6 +66,6 @@ def test_a_restart_is_a_line_of_its_own_and_begins_the_measurement_anew(
         shown.tick()
     assert capsys.readouterr().err.splitlines() == [
         "run: step 11/100  loss 1.000  1.00 s/step  1:29 left",
-        "run: restart 1 of 3: rank 2 was killed by SIGKILL",
+        "run: restart 1 of 3: rank 2 raised [/gloo/pair.cc:545] timed out",
         "run: step 27/100  loss 1.000  2.00 s/step  2:26 left",
     ]
