@@ -253,7 +253,7 @@ class _State:
             both = [self.value(one, register).copy().view(each) for one in operands[1:]]
             self.put(operands[0], operation(*both).view(register))
             return
-        if parts[-2:] == ["f32", "f16"]:  # from sm_100 on: what is added or subtracted last is fp32, the rest fp16
+        if parts[-2:] == ["f32", "f16"]:  # from sm_100 on: the last operand is fp32, those before it fp16
             f32 = np.dtype(np.float32)
             short = [self.value(one, _TYPES["f16"]).astype(f32) for one in operands[1:-1]]
             self.put(operands[0], operation(*short, self.value(operands[-1], f32)))

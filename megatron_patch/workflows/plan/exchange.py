@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 
 from megatron_patch.workflows.plan import traffic
 from megatron_patch.workflows.plan.cluster import Cluster
-from megatron_patch.workflows.plan.fluid import Task
 from megatron_patch.workflows.plan.job import ALL, Bucket, Group, Job
 from megatron_patch.workflows.plan.methods import Method
+from megatron_patch.workflows.plan.timeline import Task, Timeline
 from megatron_patch.workflows.plan.traffic import Call
 
 IN_FLIGHT = 2
@@ -42,13 +42,15 @@ class Sent:
 
 @dataclass
 class Exchanges:
-    """Makes the tasks of one stage; `tasks` is what it has made, in order."""
+    """Places the tasks of one stage on the timeline of all."""
 
     job: Job
     cluster: Cluster
     method: Method
     stage: int
-    tasks: list[Task] = field(default_factory=list)
+    timeline: Timeline
+    one_stream: bool = False
+    """Whether each part waits for the one before it."""
     sent: Sent = field(default_factory=Sent)
     _under_way: dict[str, list[Handle]] = field(default_factory=dict)
 
@@ -57,15 +59,22 @@ class Exchanges:
         """Whether collectives take the rank's own processor."""
         return bool(self.cluster.processor.transport)
 
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of a gradient element in Megatron's own exchange."""
-        return self.method.gradient_bytes or self.job.gradient_bytes
-
     def work(self, name: str, seconds: float, after: Sequence[Task], stream: str) -> Task:
         """Something that the rank computes."""
-        self.tasks.append(Task(name, {f"processor{self.stage}": seconds}, after, f"{stream}{self.stage}"))
-        return self.tasks[-1]
+        beside = stream != "compute"  # a GPU's stream, which does not hold up the one that computes
+        return self._place(name, {f"processor{self.stage}": seconds}, after, stream, at_once=beside)
+
+    def _place(
+        self,
+        name: str,
+        needs: dict[str, float],
+        after: Sequence[Task],
+        stream: str,
+        latency: float = 0.0,
+        at_once: bool = False,
+    ) -> Task:
+        on = "rank" if self.one_stream else f"{stream}{self.stage}"
+        return self.timeline.place(name, needs, after, on, latency, at_once)
 
     def side(self, kind: str) -> str:
         """The stream on which a bucket is coded."""
@@ -90,8 +99,7 @@ class Exchanges:
         if self.on_cpu:
             cost = processor.transport.get((call.scope, call.kind), processor.transport[ALL, call.kind])
             needs[f"processor{self.stage}"] = cost.seconds(call.sent, call.calls)
-        self.tasks.append(Task(name, needs, after, f"{stream}{self.stage}", call.latency))
-        return self.tasks[-1]
+        return self._place(name, needs, after, stream, call.latency)
 
     def pass_on(self, times: int, after: Sequence[Task]) -> list[Task]:
         """So many sends of a microbatch's activations, or their gradients, to a neighbouring stage."""
@@ -104,8 +112,8 @@ class Exchanges:
         else:
             needs, latency = {f"inside{self.stage}": nbytes}, self.cluster.inside.latency
         waited = times * (self.cluster.call_latency + latency)
-        self.tasks.append(Task("to another stage", needs, after, f"passed{self.stage}", waited))
-        return self.tasks[-1:]
+        # Small beside the buckets that may be on the link, whose flows it shares it with.
+        return [self._place("to another stage", needs, after, "passed", waited, at_once=True)]
 
     # --- gradients ---------------------------------------------------------------------------------------
 
@@ -122,7 +130,9 @@ class Exchanges:
         under_way = self._under_way.setdefault(kind, [])
         for handle in [handle for handle in under_way if not handle.done][: 1 - IN_FLIGHT]:
             self.end(handle)
-        handle = self.start_low(bucket, group, ready, kind, name, back=not self.distributed)
+        handle = self.start_low(
+            bucket, group, ready, kind, name, back=not self.method.shards_optimizer(self.job)
+        )
         under_way.append(handle)
 
     def finish(self) -> None:
@@ -134,13 +144,17 @@ class Exchanges:
 
     def _start_stock(self, bucket: Bucket, group: Group, ready: Sequence[Task], kind: str, name: str) -> None:
         job, processor, elements = self.job, self.cluster.processor, bucket.elements
-        if not self.distributed:
+        if not self.method.shards_optimizer(self.job):
             before = list(ready)
-            for call in traffic.all_reduce(elements, self.gradient_bytes, group, self.cluster):
+            for call in traffic.all_reduce(
+                elements, self.method.bytes_of_gradient(self.job), group, self.cluster
+            ):
                 before = [self.send(f"{name}: {call.kind}", call, group, before, f"network {kind} ")]
             return
         summed = job.fp32_accumulation
-        call = traffic.stock_reduce(elements, self.gradient_bytes, group, self.cluster, summed)
+        call = traffic.stock_reduce(
+            elements, self.method.bytes_of_gradient(self.job), group, self.cluster, summed
+        )
         if not summed:
             self.send(f"{name}: {call.kind}", call, group, ready, f"network {kind} ")
             return
@@ -153,15 +167,6 @@ class Exchanges:
         seconds = processor.stock_sum.seconds(elements)
         under_way.append(Handle(sent, f"{name}: sum", seconds, self.side(kind), sent))
 
-    @property
-    def distributed(self) -> bool:
-        """Whether the optimizer is sharded."""
-        return self.job.distributed if self.method.distributed is None else self.method.distributed
-
-    def two_hops(self, group: Group) -> bool:
-        """Whether a group's gradients are summed inside its nodes first."""
-        return group.nodes > 1 and group.local > 1 and self.method.hops != "flat"
-
     def start_low(
         self, bucket: Bucket, group: Group, ready: Sequence[Task], kind: str, name: str, *, back: bool
     ) -> Handle:
@@ -170,7 +175,7 @@ class Exchanges:
         assert method.bits is not None
         elements, senders, over = bucket.elements, group.ranks, group
         before: Sequence[Task] = ready
-        if self.two_hops(group):
+        if self.method.two_hops(group):
             before = [self._inside(bucket, group, ready, side, name)]
             elements, senders, over = bucket.elements // group.local, group.nodes, traffic.across(group)
         shard = bucket.elements // group.ranks
@@ -204,7 +209,11 @@ class Exchanges:
             # One collective for each node's part of the bucket.
             call = dataclasses.replace(
                 traffic.stock_reduce(
-                    bucket.elements, int(nbytes or self.gradient_bytes), here, self.cluster, False
+                    bucket.elements,
+                    int(nbytes or self.method.bytes_of_gradient(self.job)),
+                    here,
+                    self.cluster,
+                    False,
                 ),
                 calls=1 if self.method.momentum else group.nodes,
             )
@@ -235,7 +244,7 @@ class Exchanges:
             if group.ranks == 1:
                 continue
             over = group
-            if self.two_hops(group):
+            if self.method.two_hops(group):
                 before = [self._inside(bucket, group, before, "compute", name, nbytes=4)]
                 over, elements = traffic.across(group), bucket.elements // group.local
             size = traffic.payload(elements, over.ranks, 1, whole_blocks=True)
@@ -281,17 +290,16 @@ def bytes_of(job: Job, cluster: Cluster, method: Method) -> float:
 
 
 def _state(job: Job, cluster: Cluster, method: Method, stage: int) -> float:
-    maker = Exchanges(job, cluster, method, stage)
     total = 0.0
     for expert in (False, True):
         group, elements = job.group(cluster, expert), job.stages[stage].numel(expert)
-        owners = group.ranks if maker.distributed else 1
+        owners = group.ranks if method.shards_optimizer(job) else 1
         master = 4 if job.weight_bytes == 2 else 0
-        each = job.weight_bytes + maker.gradient_bytes + (_MOMENTS + master) / owners
-        if method.exact and maker.distributed and group.ranks > 1:
+        each = job.weight_bytes + method.bytes_of_gradient(job) + (_MOMENTS + master) / owners
+        if method.exact and method.shards_optimizer(job) and group.ranks > 1:
             each += 4 / group.ranks  # the old shard, and messages of as many bytes at most
         if method.keeps_errors and group.ranks > 1:
-            each += traffic.ERROR / (group.local if maker.two_hops(group) else 1)
+            each += traffic.ERROR / (group.local if method.two_hops(group) else 1)
         if method.momentum:
             each += 4 + traffic.ERROR / group.ranks
         total += elements * each
@@ -301,18 +309,17 @@ def _state(job: Job, cluster: Cluster, method: Method, stage: int) -> float:
 def _buffers(job: Job, cluster: Cluster, method: Method, stage: int) -> float:
     if method.bits is None:
         return 0.0
-    maker = Exchanges(job, cluster, method, stage)
     total = 0.0
     for expert in (False, True):
         group = job.group(cluster, expert)
         if group.ranks == 1:
             continue
         largest = sorted((bucket.elements for bucket in job.buckets(stage, cluster, expert)), reverse=True)
-        hops = maker.two_hops(group)
+        hops = method.two_hops(group)
         for place, elements in enumerate(largest[:IN_FLIGHT]):
             share = elements // group.local if hops else elements
             shards = group.nodes if hops else group.ranks
             total += 2 * shards * traffic.payload(share, shards, method.bits)
             if hops and place == 0:
-                total += share * (4 if method.intra_bits else maker.gradient_bytes)
+                total += share * (4 if method.intra_bits else method.bytes_of_gradient(job))
     return total

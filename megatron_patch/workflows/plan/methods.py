@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError, nearest
+from megatron_patch.workflows.plan.job import Group, Job
 
 STOCK, BF16, REPLICATED = "stock", "stock_bf16", "stock_allreduce"
 ONEBIT = "onebit_adam"
@@ -42,6 +43,18 @@ class Method:
     def stock(self) -> bool:
         """Whether Megatron's own code does everything."""
         return self.bits is None and not self.exact
+
+    def shards_optimizer(self, job: Job) -> bool:
+        """Whether a job's optimizer is Megatron's distributed one."""
+        return job.distributed if self.distributed is None else self.distributed
+
+    def bytes_of_gradient(self, job: Job) -> int:
+        """Bytes of a gradient element in the trainer's own exchange."""
+        return self.gradient_bytes or job.gradient_bytes
+
+    def two_hops(self, group: Group) -> bool:
+        """Whether a group's gradients are summed inside its nodes first."""
+        return group.nodes > 1 and group.local > 1 and self.hops != "flat"
 
 
 FREE = Method("no communication", free=True)

@@ -1,7 +1,6 @@
-"""One training step of a job on a cluster, simulated: how long it takes with a method, and where the time
-goes.
+"""One training step of a job on a cluster: how long it takes with a method, and where the time goes.
 
-All ranks of a stage do the same at the same time, so one of each is simulated (the ranks that share its node
+All ranks of a stage do the same at the same time, so one of each is placed (the ranks that share its node
 share the uplink, and on a CPU the cores). Megatron's schedule, one forward and one backward in turns:
 
     first forward      with overlap_param_gather: waits for each bucket's weights, and asks for the next
@@ -21,15 +20,16 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_patch.workflows.plan import fluid, weights
+from megatron_patch.workflows.plan import traffic
 from megatron_patch.workflows.plan.cluster import Cluster
 from megatron_patch.workflows.plan.exchange import Exchanges, Sent
-from megatron_patch.workflows.plan.fluid import Task
 from megatron_patch.workflows.plan.job import Bucket, Job
 from megatron_patch.workflows.plan.methods import FREE, Method
+from megatron_patch.workflows.plan.timeline import Task, Timeline
 
 _BACKWARD = 2.0
 """Backward to forward, in operations."""
+_LENGTHS_BYTES = 24
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,14 @@ class Step:
 
 def simulate(job: Job, cluster: Cluster, method: Method) -> Step:
     """A step in the middle of training: what overlaps with its ends belongs to it once."""
-    tasks, made = _tasks(job, cluster, method)
-    seconds = fluid.run(tasks, capacity(job, cluster))
-    alone = seconds
+    made = _placed(job, cluster, method)
+    timeline = made[0].timeline
+    alone = seconds = timeline.end
     if not method.free:
-        free, _ = _tasks(job, cluster, dataclasses.replace(FREE, distributed=method.distributed))
-        alone = fluid.run(free, capacity(job, cluster))
-    return Step(method, seconds, max(0.0, seconds - alone), tuple(m.sent for m in made), tuple(tasks))
+        free = dataclasses.replace(FREE, distributed=method.distributed)
+        alone = _placed(job, cluster, free)[0].timeline.end
+    sent = tuple(maker.sent for maker in made)
+    return Step(method, seconds, max(0.0, seconds - alone), sent, tuple(timeline.tasks))
 
 
 def capacity(job: Job, cluster: Cluster) -> dict[str, float]:
@@ -78,8 +79,9 @@ def forward_seconds(job: Job, cluster: Cluster, operations: float) -> float:
     return operations * tokens / cluster.processor.flops
 
 
-def _tasks(job: Job, cluster: Cluster, method: Method) -> tuple[list[Task], list[Exchanges]]:
-    stages = [Exchanges(job, cluster, method, stage) for stage in range(job.pipeline)]
+def _placed(job: Job, cluster: Cluster, method: Method) -> list[Exchanges]:
+    timeline = Timeline(capacity(job, cluster))
+    stages = [Exchanges(job, cluster, method, stage, timeline) for stage in range(job.pipeline)]
     buckets = [
         [bucket for expert in (False, True) for bucket in job.buckets(stage, cluster, expert)]
         for stage in range(job.pipeline)
@@ -108,15 +110,10 @@ def _tasks(job: Job, cluster: Cluster, method: Method) -> tuple[list[Task], list
             for place, bucket in enumerate(buckets[number]):
                 maker.start(bucket, ended[-1:], place)
         maker.finish()
-    tasks = [task for maker in stages for task in maker.tasks]
-    before = Task("all gradients", {}, list(tasks), latency=norm_latency(cluster))
-    for maker in stages:
-        maker.tasks = []
+    before = timeline.place("all gradients", {}, list(timeline.tasks), latency=norm_latency(cluster))
     for number, maker in enumerate(stages):
         _optimizer(maker, buckets[number], before)
-    tasks.append(before)
-    tasks += [task for maker in stages for task in maker.tasks]
-    return tasks, stages
+    return stages
 
 
 def norm_latency(cluster: Cluster) -> float:
@@ -129,10 +126,10 @@ def norm_latency(cluster: Cluster) -> float:
 
 def _at(pieces: Sequence[Task], share: float) -> Task:
     """The piece with which so much of a pass is done."""
-    whole = sum(sum(task.needs.values()) for task in pieces)
+    whole = sum(task.seconds for task in pieces)
     done = 0.0
     for task in pieces:
-        done += sum(task.needs.values())
+        done += task.seconds
         if done >= share * whole * (1 - 1e-9):
             return task
     return pieces[-1]
@@ -145,7 +142,7 @@ def _pieces(operations: float, virtual: int) -> list[float]:
 def _first_forward(maker: Exchanges, buckets: Sequence[Bucket], after: Sequence[Task]) -> list[Task]:
     """The stage's first forward pass, and the gathers that it waits for."""
     job = maker.job
-    overlapped = job.overlap_weights and weights.gathers(maker)
+    overlapped = job.overlap_weights and _gathers(maker)
     places = [0, 0]
     parameters = job.stages[maker.stage].parameters
     numbers = [0, 0]
@@ -168,7 +165,7 @@ def _first_forward(maker: Exchanges, buckets: Sequence[Bucket], after: Sequence[
             # Asked for when the bucket before it was waited for; the first when it is needed.
             asked = last_gather[parameter.expert] or before
             places[parameter.expert] += 1
-            arrived = weights.gather(maker, [bucket], asked, places[parameter.expert])
+            arrived = _gather(maker, [bucket], asked, places[parameter.expert])
             last_gather[parameter.expert] = arrived
             before = [*before, *arrived]
         operations += parameter.operations
@@ -218,10 +215,70 @@ def _optimizer(maker: Exchanges, buckets: Sequence[Bucket], ready: Task) -> None
         before = maker.momentum(buckets, before)
     owned = 0.0
     for bucket in buckets:
-        ranks = job.group(maker.cluster, bucket.expert).ranks if maker.distributed else 1
+        ranks = job.group(maker.cluster, bucket.expert).ranks if maker.method.shards_optimizer(job) else 1
         owned += bucket.elements / ranks
     before = [maker.work("optimizer", processor.optimizer.seconds(owned) + processor.step, before, "compute")]
-    before = weights.code(maker, buckets, before)
+    before = _encode(maker, buckets, before)
     if not job.overlap_weights:
-        for number, batch in enumerate(weights.batches(maker, buckets)):
-            before = weights.gather(maker, batch, before, number)
+        for number, batch in enumerate(_batches(maker, buckets)):
+            before = _gather(maker, batch, before, number)
+
+
+def _gathers(maker: Exchanges) -> bool:
+    """Whether a stage's updated weights travel."""
+    return maker.method.shards_optimizer(maker.job) and not maker.method.free
+
+
+def _encode(maker: Exchanges, buckets: Sequence[Bucket], after: Sequence[Task]) -> list[Task]:
+    """What the exact gather does once the optimizer has stepped: messages, and all ranks' lengths."""
+    if not (_gathers(maker) and maker.method.exact):
+        return list(after)
+    processor, before = maker.cluster.processor, list(after)
+    for expert in (False, True):
+        chosen = [bucket for bucket in buckets if bucket.expert == expert]
+        group = maker.job.group(maker.cluster, expert)
+        if not chosen or group.ranks == 1:
+            continue
+        owned = sum(bucket.elements for bucket in chosen) / group.ranks
+        whole = owned * (group.ranks - 1)
+        seconds = processor.weight_encode.seconds(owned) + processor.weight_sums.seconds(whole)
+        coded = maker.work("weights: encode", seconds, before, "compute")
+        lengths = traffic.gather(_LENGTHS_BYTES * len(chosen), group, maker.cluster)
+        before = [maker.send("weights: lengths", lengths, group, [coded], "network weights ", weights=True)]
+    return before
+
+
+def _gather(maker: Exchanges, batch: Sequence[Bucket], after: Sequence[Task], number: int) -> list[Task]:
+    """The gather of buckets of one group, which travel in one piece; ends when the weights are there."""
+    expert = batch[0].expert
+    group = maker.job.group(maker.cluster, expert)
+    if not _gathers(maker) or group.ranks == 1:
+        return list(after)
+    elements = sum(bucket.elements for bucket in batch)
+    bits = maker.job.bits_of_weights if maker.method.exact else 8.0 * maker.job.weight_bytes
+    call = traffic.gather(elements / group.ranks * bits / 8, group, maker.cluster)
+    stream = "network experts' weights " if expert else "network weights "
+    sent = maker.send(f"weights {number}: all-gather", call, group, after, stream, weights=True)
+    if not maker.method.exact:
+        return [sent]
+    seconds = maker.cluster.processor.weight_decode.seconds(elements * (1 - 1 / group.ranks))
+    return [maker.work(f"weights {number}: decode", seconds, [sent], "compute")]
+
+
+def _batches(maker: Exchanges, buckets: Sequence[Bucket]) -> list[list[Bucket]]:
+    """The pieces in which gathers that begin together travel (weights/batch.py)."""
+    found: list[list[Bucket]] = []
+    for expert in (False, True):
+        chosen = [bucket for bucket in buckets if bucket.expert == expert]
+        if not maker.method.exact:
+            found += [[bucket] for bucket in chosen]
+            continue
+        room = max((bucket.elements * maker.job.weight_bytes for bucket in chosen), default=0)
+        batch: list[Bucket] = []
+        for bucket in chosen:
+            if batch and sum(b.elements for b in [*batch, bucket]) * maker.job.bits_of_weights / 8 > room:
+                found.append(batch)
+                batch = []
+            batch.append(bucket)
+        found += [batch] if batch else []
+    return found

@@ -1,4 +1,4 @@
-"""One training step of a job under PyTorch's own DDP, FSDP2 or hybrid sharding, simulated on one rank.
+"""One training step of a job under PyTorch's own DDP, FSDP2 or hybrid sharding, on one rank.
 
     fsdp2    weights in shards over all ranks: in every microbatch each unit is gathered for its forward pass
              and again for its backward pass, and its gradients are reduced
@@ -15,13 +15,13 @@ import dataclasses
 from collections.abc import Sequence
 
 from megatron_patch.errors import UserError
-from megatron_patch.workflows.plan import fluid, step, traffic
+from megatron_patch.workflows.plan import step, traffic
 from megatron_patch.workflows.plan.cluster import Cluster
 from megatron_patch.workflows.plan.exchange import IN_FLIGHT, Exchanges, Handle, Sent
-from megatron_patch.workflows.plan.fluid import Task
 from megatron_patch.workflows.plan.job import DDP, FSDP2, HYBRID, MEGATRON, Bucket, Group, Job, cut
 from megatron_patch.workflows.plan.methods import FREE, Method, chosen
 from megatron_patch.workflows.plan.step import Step
+from megatron_patch.workflows.plan.timeline import Task, Timeline
 
 _BF16 = 2
 _DDP_BUCKET = 25 * 2**20 / _BF16
@@ -86,23 +86,24 @@ def simulate(job: Job, cluster: Cluster, method: Method) -> Step:
     free = seconds if method.free else _step(job, cluster, FREE)[0]
     sent = [dataclasses.asdict(one.sent) for one in made]
     total = Sent(**{name: sum(one[name] for one in sent) for name in sent[0]})
-    return Step(method, seconds, max(0.0, seconds - free), (total,), tuple(made[-1].tasks))
+    return Step(method, seconds, max(0.0, seconds - free), (total,), tuple(made[-1].timeline.tasks))
 
 
 def _step(job: Job, cluster: Cluster, method: Method) -> tuple[float, list[Exchanges]]:
-    """All microbatches but the last are alike: one is simulated, and counted so many times."""
+    """All microbatches but the last are alike: one is placed, and counted so many times."""
     last = _microbatch(job, cluster, method, last=True)
-    capacity = step.capacity(job, cluster)
-    seconds = fluid.run(last.tasks, capacity)
+    seconds = last.timeline.end
     rest = job.microbatches(cluster.world) - 1
     if not rest:
         return seconds, [last]
     other = _microbatch(job, cluster, method, last=False)
-    return seconds + rest * fluid.run(other.tasks, capacity), [*[other] * rest, last]
+    return seconds + rest * other.timeline.end, [*[other] * rest, last]
 
 
 def _microbatch(job: Job, cluster: Cluster, method: Method, *, last: bool) -> Exchanges:
-    maker = Exchanges(job, cluster, method, 0)
+    # FSDP2 waits for each of gloo's collectives before it goes on: all is one stream.
+    waits = bool(cluster.processor.transport) and job.strategy != DDP
+    maker = Exchanges(job, cluster, method, 0, Timeline(step.capacity(job, cluster)), one_stream=waits)
     whole = job.group(cluster, False)
     units = _units(job, whole)
     shards = _shard_group(job, whole)
@@ -127,15 +128,11 @@ def _microbatch(job: Job, cluster: Cluster, method: Method, *, last: bool) -> Ex
         if not handle.done:
             maker.end(handle)
     if last:
-        done = Task("all gradients", {}, list(maker.tasks), latency=step.norm_latency(cluster))
-        maker.tasks.append(done)
+        gradients = list(maker.timeline.tasks)
+        done = maker.timeline.place("all gradients", {}, gradients, latency=step.norm_latency(cluster))
         processor = cluster.processor
         owned = sum(unit.elements for unit in units) / shards.ranks
         maker.work("optimizer", processor.optimizer.seconds(owned) + processor.step, [done], "compute")
-    if maker.on_cpu and job.strategy != DDP:
-        # FSDP2 waits for each of gloo's collectives before it goes on.
-        for task in maker.tasks:
-            task.stream = "rank"
     return maker
 
 
@@ -209,7 +206,7 @@ def memory_bytes(job: Job, cluster: Cluster, method: Method) -> float:
     senders = traffic.across(whole) if job.strategy == HYBRID else whole
     if method.bits is None or senders.ranks == 1:
         return total
-    hops = Exchanges(job, cluster, method, 0).two_hops(senders)
+    hops = method.two_hops(senders)
     part = shards.ranks if job.strategy == HYBRID else senders.local if hops else 1
     payloads = senders.nodes if hops else senders.ranks
     if method.keeps_errors:
