@@ -24,7 +24,7 @@ from typing import Any
 
 from megatron_patch.errors import RankFailed, UserError
 from megatron_patch.megatron.checkpoint import tracker
-from megatron_patch.workflows.plan import hint
+from megatron_patch.workflows.plan import recommend
 from megatron_patch.workflows.run import configuration, launcher, prepare, run_folder
 from megatron_patch.workflows.run.configuration import RunConfig
 from megatron_patch.workflows.run.prepare import PreparedRun, prepare_run
@@ -170,7 +170,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
         _check_restartable(configured, folder)
     if args.dry_run:
         planned = prepare_run(configured, folder, dry=True)
-        said = hint.line(configured, planned.args, args.config)
+        said = recommend.hint(configured, planned.args, args.config)
         say(prepare.shown(configured, planned.job, [said] if said else []))
         return 0
     with contextlib.ExitStack() as held:
@@ -186,7 +186,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
             # Before Megatron is imported.
             run_folder.check_folder(folder, place(configured, folder), overwrite, resume)
         prepared = prepare_run(configured, folder)
-        if first and (said := hint.line(configured, prepared.args, args.config)):
+        if first and (said := recommend.hint(configured, prepared.args, args.config)):
             say(said)
         summary = execute(prepared, path.stem, overwrite, resume)
     if first:

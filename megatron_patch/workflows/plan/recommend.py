@@ -1,16 +1,24 @@
-"""What a plan says: a row for each method, the one to take and why, and below which bandwidth each pays."""
+"""What a plan says: a row for each method, which one to take and why, and how a recipe grows."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_patch.workflows.plan import constants, exchange, step, torch_step
+from rich.table import Table
+
+from megatron_patch.errors import UserError
+from megatron_patch.workflows import tables
+from megatron_patch.workflows.plan import cluster_file, constants, exchange, methods, step, torch_step
+from megatron_patch.workflows.plan import job as jobs
 from megatron_patch.workflows.plan.cluster import Cluster
 from megatron_patch.workflows.plan.job import MEGATRON, Job
 from megatron_patch.workflows.plan.methods import Method
 from megatron_patch.workflows.plan.step import Step
+from megatron_patch.workflows.run.configuration import RunConfig
 
 GRID = tuple(10 ** (place / 4) for place in range(15))
 """Gbit/s of a node's uplink in the chart: 1 to 3,162."""
@@ -51,11 +59,11 @@ def simulate(job: Job, cluster: Cluster, method: Method) -> Step:
     return (step if job.strategy == MEGATRON else torch_step).simulate(job, cluster, method)
 
 
-def rows(job: Job, cluster: Cluster, methods: Sequence[Method]) -> list[Row]:
-    """A row for each method; the first of `methods` is what speed-ups refer to."""
+def rows(job: Job, cluster: Cluster, chosen: Sequence[Method]) -> list[Row]:
+    """A row for each method; the first of `chosen` is what speed-ups refer to."""
     found: list[Row] = []
     needed_by = exchange.bytes_of if job.strategy == MEGATRON else torch_step.memory_bytes
-    for method in methods:
+    for method in chosen:
         made = simulate(job, cluster, method)
         needed = needed_by(job, cluster, method)
         room = cluster.processor.memory_bytes * constants.value("activation_reserve")
@@ -65,11 +73,11 @@ def rows(job: Job, cluster: Cluster, methods: Sequence[Method]) -> list[Row]:
     return found
 
 
-def curves(job: Job, cluster: Cluster, methods: Sequence[Method]) -> dict[str, list[float]]:
+def curves(job: Job, cluster: Cluster, chosen: Sequence[Method]) -> dict[str, list[float]]:
     """Seconds of a step for each method over `GRID`; a single node has no such curves."""
     return {
         method.name: [simulate(job, cluster.with_inter(gbit * 1e9 / 8), method).seconds for gbit in GRID]
-        for method in methods
+        for method in chosen
     }
 
 
@@ -130,3 +138,113 @@ def percent(value: float) -> str:
 
 def _time(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"
+
+
+SIZES = tuple(2**power for power in range(3, 13))
+METHOD = "loco4_exact"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One size of a job."""
+
+    kind: str
+    """strong or weak."""
+    gpus: int
+    microbatches: int
+    stock_seconds: float
+    stock_efficiency: float
+    """Tokens a second and GPU, of those of the same size without communication."""
+    seconds: float
+    """With METHOD."""
+    efficiency: float
+
+
+def grow(job: Job, cluster: Cluster, home: int) -> Iterator[Point]:
+    """The points that are possible: at least one replica of the model, and one microbatch on each.
+
+    Args:
+        job: with the recipe's own batch.
+        cluster: of any number of nodes.
+        home: the GPUs that the recipe was made for, whose batch a replica keeps in weak scaling.
+    """
+    stock, other = methods.parse(methods.STOCK), methods.parse(METHOD)
+    each = job.tensor * job.pipeline * job.context
+    each = max(each, job.pipeline * job.expert * job.expert_tensor)
+    for kind in ("strong", "weak"):
+        for gpus in SIZES:
+            if gpus % each or gpus % cluster.per_node:
+                continue
+            there = dataclasses.replace(cluster, nodes=gpus // cluster.per_node)
+            batch = job.global_batch
+            if kind == "weak":
+                batch = job.micro_batch * job.microbatches(home) * job.replicas(gpus)
+            if batch % (job.micro_batch * job.replicas(gpus)):
+                continue
+            at = dataclasses.replace(job, global_batch=batch)
+            first, second = simulate(at, there, stock), simulate(at, there, other)
+            yield Point(
+                kind,
+                gpus,
+                at.microbatches(gpus),
+                first.seconds,
+                1 - first.exposed / first.seconds,
+                second.seconds,
+                1 - second.exposed / second.seconds,
+            )
+
+
+def scaling_table(name: str, found: list[Point]) -> Table:
+    """One recipe's growth."""
+    columns = ("scaling", "GPUs", "microbatches", "stock (s)", "not waiting", f"{METHOD} (s)", "not waiting")
+    rows = [
+        (
+            point.kind,
+            f"{point.gpus:,}",
+            str(point.microbatches),
+            f"{point.stock_seconds:.3f}",
+            f"{point.stock_efficiency:.0%}",
+            f"{point.seconds:.3f}",
+            f"{point.efficiency:.0%}",
+            f"{point.stock_seconds / point.seconds:.2f} x",
+        )
+        for point in found
+    ]
+    return tables.terminal((*columns, "speed-up"), rows, left=("scaling",), title=name)
+
+
+def hint(run: RunConfig, args: argparse.Namespace, recipe: str) -> str | None:
+    """What to say of a run on GPUs whose compression gains less than is worth it; None: nothing.
+
+    The GPU and its links are the plan's defaults: nobody knows here where the run will be.
+    """
+    if run.launch.device != "cuda" or not run.attach:
+        return None
+    method = methods.of_config(run.compression)
+    if method.stock or run.launch.world_size == 1:
+        return None
+    try:
+        job = jobs.of_arguments(recipe, args)
+    except UserError:
+        return None  # a model that the plan does not know
+    cluster = cluster_file.build({}, run.launch.nnodes, run.launch.nproc_per_node)
+    gain = (
+        simulate(job, cluster, methods.parse(methods.STOCK)).seconds / simulate(job, cluster, method).seconds
+    )
+    if gain >= 1 + constants.value("worth"):
+        return None
+    count = job.microbatches(cluster.world)
+    where = (
+        f"{cluster_file.DEFAULT_INTER_GBIT:g} Gbit/s between nodes" if cluster.nodes > 1 else "a single node"
+    )
+    batches = f"{count} microbatch{'es' if count > 1 else ''}"
+    return (
+        f"plan: with {batches} a step and {where} compression is predicted to {_cost(gain)}; "
+        f"megatron-loco plan {recipe} --inter-gbit B says what it is worth on your links"
+    )
+
+
+def _cost(gain: float) -> str:
+    if gain >= 1:
+        return f"gain {percent(gain - 1)}"
+    return f"cost {percent(1 / gain - 1)}"

@@ -6,7 +6,7 @@ import io
 from contextlib import redirect_stdout
 
 from megatron_patch.errors import UserError
-from megatron_patch.workflows.plan import from_run
+from megatron_patch.workflows.plan import command
 from megatron_patch.workflows.plan.job import Job
 from megatron_patch.workflows.run import configuration
 from megatron_patch.workflows.run.configuration import shipped
@@ -17,6 +17,6 @@ def job(name: str, overrides: tuple[str, ...] = ()) -> Job | str:
     run = configuration.load(shipped(f"configs/models/{name}.yaml"), overrides)
     with redirect_stdout(io.StringIO()):
         try:
-            return from_run.job_of(run, name)
+            return command.job_of(run, name)
         except UserError as error:
             return str(error)
