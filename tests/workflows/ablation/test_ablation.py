@@ -23,7 +23,8 @@ from megatron_patch.workflows.run import run_folder
 from megatron_patch.workflows.run.configuration import shipped
 from megatron_patch.workflows.run.run_folder import State
 
-READY = sorted(shipped("configs/ablations").glob("*.yaml"))
+SHIPPED = sorted(shipped("configs/ablations").glob("*.yaml"))
+READY = [*SHIPPED, *sorted((Path(__file__).parents[3] / "benchmarks/ablations").glob("*.yaml"))]
 TEXT = """\
 base: configs/models/llama_tiny.yaml
 seeds: [3, 1]
@@ -92,8 +93,9 @@ def test_ready_made_ones(path: Path, tmp_path: Path) -> None:
 
 
 def test_the_ready_made_ones_are_found_by_name() -> None:
-    names = {"bits_by_method", "beta_and_reset", "block_size", "error_precision", "two_hop", "onebit_warmup"}
-    assert names <= {path.stem for path in READY}
+    names = {"bits_by_method", "beta_and_reset", "bits", "start_step", "long", "muon", "onebit_warmup"}
+    assert names <= {path.stem for path in SHIPPED}
+    assert len(SHIPPED) <= 8
     assert definition.find("bits_by_method") == shipped("configs/ablations/bits_by_method.yaml")
 
 
