@@ -28,6 +28,7 @@ CHOICES = {
     "intra_bits": (8,),
     "warmup": ("auto", "fixed"),
     "weight_gather": ("stock", "exact"),
+    "weight_code": ("planes", "entropy"),
 }
 WHOLE = "a whole number, 0 or more"
 BLOCK = "a power of two from 16 to 65536, or 'shard'"
@@ -246,6 +247,7 @@ def test_the_defaults_are_those_of_the_design():
         "ranks_per_node": None,
         "intra_bits": None,
         "weight_gather": "stock",
+        "weight_code": "planes",
         "save_error": True,
         "strict_load": False,
     }

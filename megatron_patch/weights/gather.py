@@ -4,7 +4,7 @@ Rank r of N owns shard r of a bucket, and all hold the whole bucket. The optimiz
 shard only, so it is copied before:
 
     remember      old <- own shard                             before the optimizer's step: 2 bytes a weight
-    encode        message <- code(old, own shard)              weights/code.py
+    encode        message <- code(old, own shard)              weights/coders.py
     agree         [bytes, digest of what I had before]         one small all-gather for all buckets
     start, wait   all-gather of messages, decoded in place     of one bucket, or several in one piece
 
@@ -15,55 +15,16 @@ alike: a bucket whose copies differ, or whose longest message saves nothing, is 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_patch.collectives.workspace import Workspace
-from megatron_patch.quantization import backends, native
-from megatron_patch.weights import code as weight_code
 from megatron_patch.weights import sums as weight_sums
-from megatron_patch.weights.code import (
-    HEADER_BYTES,
-    KIND,
-    NEW_SUMS,
-    OLD_SUMS,
-    STALE,
-    UNCHANGED,
-)
-
-
-class WeightCoder(Protocol):
-    """The code of a weight's change: the functions of weights/code.py, described there."""
-
-    def encode(self, old: torch.Tensor, new: torch.Tensor, message: torch.Tensor) -> int: ...
-
-    def decode(
-        self,
-        messages: torch.Tensor,
-        places: torch.Tensor,
-        shards: torch.Tensor,
-        own: int,
-        found: torch.Tensor,
-    ) -> None: ...
-
-    def sums(self, weights: torch.Tensor) -> torch.Tensor: ...
-
-
-def weight_coder(device: torch.device) -> WeightCoder:
-    """The implementation of the weight code for a device."""
-    kernels = backends.available(device)
-    if kernels is None:
-        return cast(WeightCoder, weight_code)
-    # Imported where it is used only: Triton takes a while.
-    name = "native" if kernels is native else "triton_kernels"
-    return cast(WeightCoder, importlib.import_module(f"megatron_patch.weights.{name}"))
-
+from megatron_patch.weights.coders import FACTS, weight_coder
 
 _ALIGNMENT = 8
 """Bytes: every message begins where the numbers of its header may."""
@@ -75,20 +36,30 @@ class WeightGather:
     Args:
         bucket: [N * S] of bf16 or fp16, in whose shard `group.rank()` the optimizer writes.
         name: of the bucket, for messages.
+        code: `CompressionConfig.weight_code`.
+
+    Raises:
+        UserError: the code has no kernels for the bucket's device.
     """
 
     def __init__(
-        self, bucket: torch.Tensor, group: dist.ProcessGroup, workspace: Workspace, name: str
+        self,
+        bucket: torch.Tensor,
+        group: dist.ProcessGroup,
+        workspace: Workspace,
+        name: str,
+        code: str = "planes",
     ) -> None:
         self.name = name
         self.group = group
         self._bucket = bucket
         self._workspace = workspace
-        self._coder = weight_coder(bucket.device)
+        self._coder = weight_coder(code, bucket.device, bucket.dtype == torch.float16)
         self._shards = bucket.view(torch.int16).view(group.size(), -1)
         self._own = self._shards[group.rank()]
         self._old = self._own.clone()
         self._message = self._own.new_empty(0, dtype=torch.uint8)
+        self._facts = self._own.new_zeros(FACTS, dtype=torch.int64)
         self.sizes = np.zeros(0, np.int64)
         """Bytes of all ranks' messages, agreed on."""
         self.lengths = self.sizes
@@ -123,13 +94,8 @@ class WeightGather:
 
     @property
     def unchanged(self) -> torch.Tensor:
-        """How many weights of the own shard the last step left as they were, int64 []: a copy,
-        which does not keep the message in memory."""
-        return self._header[UNCHANGED].clone()
-
-    @property
-    def _header(self) -> torch.Tensor:
-        return self._message[:HEADER_BYTES].view(torch.int64)
+        """How many weights of the own shard the last step left as they were, int64 []: a copy."""
+        return self._facts[0].clone()
 
     def remember(self) -> None:
         """Keep the own shard as all ranks have it now."""
@@ -138,9 +104,9 @@ class WeightGather:
     @torch.no_grad()
     def encode(self) -> torch.Tensor:
         """Make the message; returns int64 [3]: its bytes, and the digest of the bucket before the step."""
-        room = self._workspace.take(1, weight_code.bound(self.shard_size), "weight message")
+        room = self._workspace.take(1, self._coder.bound(self.shard_size), "weight message")
         with self._workspace.timed():
-            size = self._coder.encode(self._old, self._own, room[0])
+            size = self._coder.encode(self._old, self._own, room[0], self._facts)
             self._message = room[0, :size].clone()
             digest = self._digest()
         self._workspace.give(room)
@@ -148,7 +114,7 @@ class WeightGather:
 
     def _digest(self) -> torch.Tensor:
         """The two sums of the whole bucket before the step, int64 [2]."""
-        return weight_sums.combined(self._all_sums(self._header[OLD_SUMS]))
+        return weight_sums.combined(self._all_sums(self._facts[1:]))
 
     def shard_sums(self) -> torch.Tensor:
         """The two sums of every shard before the step, int64 [N, 2]: which of them differs?"""
@@ -175,9 +141,7 @@ class WeightGather:
         room[:size].copy_(self._message)
         room[size:].zero_()
         if own_may_have_changed:
-            header = room[:HEADER_BYTES].view(torch.int64)
-            changed = (self._coder.sums(self._own) != header[NEW_SUMS]).any()
-            header[KIND] = torch.where(changed, STALE, header[KIND])
+            self._coder.mark_if_stale(room, self._own)
 
     def read(self, messages: torch.Tensor, places: torch.Tensor, found: torch.Tensor) -> None:
         """Write the other ranks' shards from all ranks' messages, as weight_code.decode."""

@@ -218,14 +218,13 @@ def test_one_flipped_bit_of_the_weights_is_found(name, fp16):
     numel = sized(name, 2000)
     old, new = changed(numel, 1, 3, 0.5, NORMAL, fp16)
     message = coded(name, old, new, fp16)
-    exponent = range(10, 15) if fp16 else range(7, 15)
     random = torch.Generator().manual_seed(5)
     for _ in range(examples(name, 100)):
         other = old.clone()
         place, bit = (int(torch.randint(n, (), generator=random)) for n in (numel, 16))
         other[place] ^= as_bits([1 << bit])[0]
         # Of another exponent, the message's codes mean other moves, and may end elsewhere.
-        with pytest.raises(Mismatch, match=None if bit in exponent else "before its step"):
+        with pytest.raises(Mismatch, match="before its step"):
             decoded(name, message, other)
 
 

@@ -69,11 +69,13 @@ def weight_run(
     return report
 
 
-def both(model: dict[str, Any], method: dict[str, Any], steps: int, around: str = "nothing") -> Any:
-    """The same training with Megatron's own weight gather, and with the exact one."""
+def both(
+    model: dict[str, Any], method: dict[str, Any], steps: int, around: str = "nothing", code: str = "planes"
+) -> Any:
+    """The same training with Megatron's own weight gather, and with the exact one in a code."""
     return [
-        weight_run(model, {"method": "none", **method, "weight_gather": gather}, steps, around)
-        for gather in ("stock", "exact")
+        weight_run(model, {"method": "none", **method, **gather}, steps, around)
+        for gather in ({"weight_gather": "stock"}, {"weight_gather": "exact", "weight_code": code})
     ]
 
 

@@ -65,29 +65,30 @@ int64_t write_body(const Plan &plan, const uint16_t *old, const uint16_t *now, i
   return at - body;
 }
 
+// A WeightError, or 0. Words that lead nowhere may be read over other weights than the sender's: contexts differ.
 template <int LANES_>
-bool decode_tiles(const Table &table, Context context, int64_t log2_tile, const uint8_t *body, const uint8_t *end,
-                  uint16_t *weights, int64_t n) {
+int64_t decode_tiles(const Table &table, Context context, int64_t log2_tile, const uint8_t *body, const uint8_t *end,
+                     uint16_t *weights, int64_t n) {
   const int64_t size = int64_t{1} << log2_tile, tiles = (n + size - 1) / size;
-  if (end - body < tiles * 4 * (1 + LANES_)) return false;
+  if (end - body < tiles * 4 * (1 + LANES_)) return MESSAGE_CHANGED;
   const auto *counts = reinterpret_cast<const uint32_t *>(body), *states = counts + tiles;
   const auto *words = reinterpret_cast<const uint16_t *>(states + tiles * LANES_);
   int64_t all = 0;
   for (int64_t tile = 0; tile < tiles; ++tile) all += counts[tile];
-  if (end - reinterpret_cast<const uint8_t *>(words) != 2 * all) return false;
+  if (end - reinterpret_cast<const uint8_t *>(words) != 2 * all) return MESSAGE_CHANGED;
   const uint16_t *const last = words + all;
   for (int64_t tile = 0; tile < tiles; words += counts[tile], ++tile) {
     const int64_t start = tile * size, length = std::min(size, n - start);
     if (!decode_tile<LANES_>(table, context, states + tile * LANES_, words, counts[tile], last, weights + start, length))
-      return false;
+      return WEIGHTS_DIFFER;
   }
-  return true;
+  return 0;
 }
 
-bool decode_body(int base, int form, const uint8_t *body, const uint8_t *end, uint16_t *weights, int64_t n) {
+int64_t decode_body(int base, int form, const uint8_t *body, const uint8_t *end, uint16_t *weights, int64_t n) {
   Frequencies f;
   const int64_t tables = read_tables(body, end - body, f), log2_tile = SMALLEST_TILE + form % 8;
-  if (tables == 0 || tables > end - body || form >= 32 || log2_tile > LARGEST_TILE) return false;
+  if (tables == 0 || tables > end - body || form >= 32 || log2_tile > LARGEST_TILE) return MESSAGE_CHANGED;
   Table table;
   fill_decoder(f, table);
   const auto run = form & 8 ? decode_tiles<FEW_LANES> : decode_tiles<LANES>;
@@ -131,8 +132,8 @@ int64_t entropy_decode(const uint8_t *message, int64_t size, uint16_t *weights, 
   const bool raw = message[0] == RAW;  // the caller has looked at kind and length
   if (raw)
     std::memcpy(weights, message + HEADER, static_cast<size_t>(2 * n));
-  else if (!decode_body(message[1], message[2], message + HEADER, message + size, weights, n))
-    return MESSAGE_CHANGED;
+  else if (const auto found = decode_body(message[1], message[2], message + HEADER, message + size, weights, n))
+    return found;
   Sums sums;
   sums.add_all(weights, n);
   if (std::memcmp(&sums, message + 4, 8) == 0) return 0;

@@ -121,9 +121,9 @@ def measure(
 
 
 _LINES = {
-    "encode_weights_per_second": "weight code, encode",
-    "decode_weights_per_second": "weight code, decode",
-    "digest_weights_per_second": "weight code, digest",
+    "encode_weights_per_second": "weights in {}, encode",
+    "decode_weights_per_second": "weights in {}, decode",
+    "digest_weights_per_second": "digest of weights",
     "form_elements_per_second": "1-bit Adam, momentum and norm",
     "update_elements_per_second": "1-bit Adam, update",
     "adamw_elements_per_second": "torch's AdamW",
@@ -155,11 +155,13 @@ def show(result: dict[str, Any]) -> None:
         ],
         left=("what",),
     )
-    weights = result.get("weight_code", {})
-    bits = f", {weights['bits_per_weight']:.1f} bits a weight" if weights else ""
-    for name, rate in (weights | result.get("onebit_adam", {})).items():
-        if name in _LINES:
-            table.add_row(_LINES[name] + (bits if name in weights else ""), f"{rate / 1e6:.0f}", "", "", "")
+    rows_of_one: dict[str, float] = {}
+    for code, found in result.get("weight_codes", {}).items():
+        what = f"{code}, {found['bits_per_weight']:.1f} bits a weight"
+        rows_of_one |= {_LINES[name].format(what): rate for name, rate in found.items() if name in _LINES}
+    rows_of_one |= {_LINES[name]: rate for name, rate in result.get("onebit_adam", {}).items()}
+    for what, rate in rows_of_one.items():
+        table.add_row(what, f"{rate / 1e6:.0f}", "", "", "")
     table.add_row("memcpy (bytes read and written)", "", f"{memcpy / 1e9:.2f}", "100%", "")
     console = Console()
     console.print(

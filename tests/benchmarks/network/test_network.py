@@ -98,6 +98,14 @@ def test_every_method_with_a_weight_gather_has_an_exact_one(name: str) -> None:
     assert stock.guessed_bits - exact.guessed_bits == pytest.approx(16 - 3.5)
 
 
+@pytest.mark.parametrize("name", ["none", "loco2", "loco4_two_hop"])
+def test_every_method_with_an_exact_gather_has_one_in_the_entropy_code(name: str) -> None:
+    planes, entropy = methods.parse(f"{name}_exact"), methods.parse(f"{name}_entropy")
+    assert dataclasses.replace(planes, name=f"{name}_entropy", weight_code="entropy") == entropy
+    options = dataclasses.replace(planes.compression(4), weight_code="entropy")
+    assert options == entropy.compression(4)
+
+
 def test_the_baseline_s_own_exchange_has_an_exact_weight_gather():
     base, exact = methods.parse("bf16_alltoall"), methods.parse("none_exact")
     assert base.fp32_accumulation
