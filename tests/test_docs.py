@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.error_feedback import loss_table
 from benchmarks.planner import check
 from megatron_patch.workflows.ablation import records
 from megatron_patch.workflows.ablation.statistics import Interval, interval, over_steps, percent
@@ -100,6 +101,12 @@ def test_differences_are_those_of_the_results(page: str) -> None:
             if line.startswith("|"):
                 assert any((verdict == "contains zero") == bool(mark) for verdict in verdicts), line
     assert claims
+
+
+def test_the_loss_tables_are_those_of_the_results() -> None:
+    chosen = [row for row in loss_table.ROWS if row.readme]
+    for page, rows in (("README.md", chosen), ("docs/benchmarks.md", loss_table.ROWS)):
+        assert loss_table.table(rows) in (ROOT / page).read_text(encoding="utf-8"), page
 
 
 def test_the_line_over_sizes_is_that_of_the_results() -> None:
