@@ -100,6 +100,7 @@ WITHIN_MEGATRON = [
     {"patching"},
     {"cpu", "seams"},
     {"onebit_adam", "startup_log"},
+    {"fsdp"},
     {"attach"},
     {"metrics", "weight_metrics"},
     {"checkpoint"},
@@ -122,6 +123,17 @@ def test_imports_within_megatron_go_one_way():
             if name.startswith(room) and place.get(part, -1) > mine:
                 wrong.append(f"{relative(path)}, line {line}: {name}")
     assert not wrong
+
+
+def test_megatron_and_pytorch_know_each_other_in_one_file_alone():
+    """`--use-torch-fsdp2` is torch's FSDP2 inside Megatron's engine: one adapter serves both."""
+    found = {
+        (relative(path), room)
+        for path in MODULES
+        for room, _ in own_imports(path)
+        if {room_of(path.relative_to(PACKAGE).parts), room} == {"megatron", "pytorch"}
+    }
+    assert found == {("megatron/fsdp/torch_fsdp2.py", "pytorch")}
 
 
 def test_the_package_imports_no_benchmark():

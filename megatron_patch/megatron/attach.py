@@ -7,8 +7,10 @@ the seam cannot serve is refused (unsupported.py), never silently off. Users com
 Unsplit parameters of tensor-parallel ranks are kept equal by a mark that Megatron acts on
 (seams/replicated_params.py).
 
-Left unpatched: Megatron-FSDP and Torch-FSDP2 (they do not pass this seam), the embedding and layer-norm
-all-reduces of finalize_model_grads (tiny, within a model-parallel group).
+Torch's FSDP2 and Megatron-FSDP, which do not pass these seams, are attached by fsdp/.
+
+Left unpatched: the embedding and layer-norm all-reduces of finalize_model_grads (tiny, within a
+model-parallel group).
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ from megatron_patch.megatron.seams.gradients import BucketGroupSeam
 from megatron_patch.megatron.seams.weights import ChunkWeights, gathered_after
 from megatron_patch.megatron.startup_log import log_startup
 from megatron_patch.megatron.unsupported import (
+    TORCH_FSDP2,
+    fsdp_of,
     refuse_chunk,
     refuse_graphed,
     refuse_one_by_one,
@@ -66,7 +70,7 @@ class Attachment:
         ]
         self.weights = ChunkWeights(chunk, self.state)
         self.state.memory.sources.append(self._kept)
-        self._marked = replicated_params.mark(chunk) if config.compresses else []
+        self._marked = replicated_params.mark(chunk, chunk.tp_group) if config.compresses else []
 
     def _kept(self) -> Iterator[torch.Tensor]:
         """What the weight gather and 1-bit Adam keep on the device."""
@@ -86,7 +90,22 @@ class Attachment:
         replicated_params.unmark(self._marked)
 
 
-_attachments: WeakKeyDictionary[Any, Attachment] = WeakKeyDictionary()
+def _attached(chunk: Any, config: CompressionConfig) -> Any:
+    """The attachment of a chunk, by what wraps it; all have an Attachment's attributes but for its seams."""
+    kind = fsdp_of(chunk)
+    if kind is None:
+        return Attachment(chunk, config)
+    # FSDPs need what DDP does not: newer releases of torch, einops.
+    if kind == TORCH_FSDP2:
+        from megatron_patch.megatron.fsdp.torch_fsdp2 import TorchFsdp2
+
+        return TorchFsdp2(chunk, config)
+    from megatron_patch.megatron.fsdp.megatron_fsdp import AttachedMegatronFsdp
+
+    return AttachedMegatronFsdp(chunk, config)
+
+
+_attachments: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _detached: WeakKeyDictionary[Any, tuple[int, int, Onset]] = WeakKeyDictionary()
 """`steps`, `steps_seen` and `onset` of chunks that were attached before."""
 _ONEBIT = "_megatron_loco_onebit_adam"
@@ -94,15 +113,15 @@ _ONEBIT = "_megatron_loco_onebit_adam"
 _onebit_optimizers: WeakSet[Any] = WeakSet()
 
 
-def attachment_of(chunk: Any) -> Attachment | None:
-    """What is attached to a DDP instance; None where nothing is."""
+def attachment_of(chunk: Any) -> Any:
+    """What is attached to a wrapped model chunk: an Attachment, or one of fsdp/; None where nothing is."""
     return _attachments.get(chunk)
 
 
 def session_of(chunk: Any) -> Session | None:
-    """The compression state of an attached DDP instance; None where nothing is attached."""
+    """The compression state of an attached chunk; None where nothing is attached."""
     attachment = attachment_of(chunk)
-    return attachment.state if attachment is not None else None
+    return None if attachment is None else attachment.state
 
 
 def attached_chunks() -> list[Any]:
@@ -158,12 +177,16 @@ def attach(chunks: Sequence[Any], config: CompressionConfig) -> None:
                 "compression is attached to this model already, with other options; disable() first"
             )
     for chunk in new:  # only now: a refused chunk leaves the others as they were
-        _attachments[chunk] = Attachment(chunk, config)
+        _attachments[chunk] = _attached(chunk, config)
         if chunk in _detached:
             _count_on(_attachments[chunk].state, *_detached.pop(chunk))
-    if new:
-        found = [_attachments[chunk] for chunk in new]
+    found = [_attachments[chunk] for chunk in new]
+    if found:
         found[0].state.announces = dist.get_rank() == 0
+    if found and fsdp_of(new[0]) is not None:
+        for line in (line for one in found for line in one.lines() if found[0].state.announces):
+            logger.info("megatron-loco: %s", line)
+    elif found:
         log_startup(
             new[0],
             found[0].state,
@@ -237,7 +260,7 @@ class _Steps:
             attachment.weights.end_step(continues=not ended)
 
 
-def _updated_by(optimizer: Any) -> list[Attachment]:
+def _updated_by(optimizer: Any) -> list[Any]:
     return [
         attachment for chunk, attachment in _attachments.items() if optimizer_step.updates(optimizer, chunk)
     ]

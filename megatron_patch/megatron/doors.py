@@ -18,13 +18,13 @@ from megatron_patch.megatron import attach as attachments
 from megatron_patch.megatron import patching, symbols, weight_metrics
 from megatron_patch.megatron.checkpoint import training_loop as checkpoint
 from megatron_patch.megatron.cpu import torch_adam
-from megatron_patch.megatron.unsupported import refuse_wrapper
+from megatron_patch.megatron.unsupported import MEGATRON_FSDP, fsdp_of, refuse_wrapper
 from megatron_patch.session.report import show_log
 from megatron_patch.session.session import Session
 
 
 def enable(config: CompressionConfig | None = None) -> None:
-    """Attach every Megatron DistributedDataParallel that is built from now on.
+    """Attach every Megatron DistributedDataParallel, and FSDP, that is built from now on.
 
     Enabling again replaces the options for models built later.
 
@@ -47,14 +47,17 @@ def enable(config: CompressionConfig | None = None) -> None:
             if options.compresses or options.codes_weights:
                 refuse_wrapper(self)
             original(self, *args, **kwargs)
+            if fsdp_of(self) == MEGATRON_FSDP:  # whose class has another name in each release
+                attach(self, options)
 
         return __init__
 
     show_log()
     checkpoint.install()
-    patching.restore(symbols.INIT, symbols.BASE_INIT)
+    patching.restore(*symbols.INITS, symbols.BASE_INIT)
     patching.replace(symbols.BASE_INIT, refusing)
-    patching.replace(symbols.INIT, attaching)
+    for path in symbols.INITS:
+        patching.replace(path, attaching)
 
 
 def attach(chunks: Any, config: CompressionConfig | None = None) -> None:
@@ -72,7 +75,7 @@ def attach(chunks: Any, config: CompressionConfig | None = None) -> None:
 
 def disable() -> None:
     """Undo `enable` and detach every model: Megatron's own exchange from the next step on."""
-    patching.restore(symbols.INIT, symbols.BASE_INIT)
+    patching.restore(*symbols.INITS, symbols.BASE_INIT)
     attachments.detach_all()
     checkpoint.uninstall()
     while _undo:

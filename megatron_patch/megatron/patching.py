@@ -33,6 +33,16 @@ class _Replaced:
 _replaced: dict[str, _Replaced] = {}
 
 
+class View:
+    """A module with some of its names replaced; every other name is the module's own."""
+
+    def __init__(self, module: Any, **replaced: Any) -> None:
+        self.__dict__.update(replaced, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
 def replace(path: str, wrap: Callable[[Any], Any], *, may_be_missing: bool = False) -> None:
     """Put `wrap(original)` in the place of a symbol, until `restore`. Nothing, where it is replaced already.
 

@@ -59,6 +59,8 @@ def _run(script: str, flags: list[str]) -> None:
         warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
         from megatron_patch.megatron.cpu import device as cpu_device
 
+        if {"--use-torch-fsdp2", "--use-megatron-fsdp"} & set(flags):
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # CUDA's default: both refuse 1
         cpu_device.install()
         defaults = cpu_device.CPU_FLAGS
     from megatron_patch.megatron import patching, symbols

@@ -39,7 +39,7 @@ def log_startup(
         return
     pipeline = chunk.pp_group[0] if isinstance(chunk.pp_group, list) else chunk.pp_group
     stage = f"pipeline stage {pipeline.rank()}: " if pipeline.size() > 1 else ""
-    for level, line in itertools.chain(_lines(state, seams), _weight_lines(config, weight_seams)):
+    for level, line in itertools.chain(_lines(state, seams), weight_lines(config, weight_seams)):
         logger.log(level, "megatron-loco: %s%s", stage, line)
 
 
@@ -124,7 +124,8 @@ def _fp32_accumulation_lines(
     yield logging.INFO, line
 
 
-def _weight_lines(config: CompressionConfig, seams: Sequence[WeightSeam]) -> Iterator[tuple[int, str]]:
+def weight_lines(config: CompressionConfig, seams: Sequence[WeightSeam]) -> Iterator[tuple[int, str]]:
+    """What the log says of the weight gathers: (level, line)."""
     if not config.codes_weights:
         return
     if not seams:

@@ -22,11 +22,26 @@ _TRAINING = "megatron.training.training"
 
 INIT = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
 BASE_INIT = "megatron.core.distributed.data_parallel_base:_BaseDataParallel.__init__"
+TORCH_FSDP2_INIT = (
+    "megatron.core.distributed.torch_fully_sharded_data_parallel:TorchFullyShardedDataParallel.__init__"
+)
+INITS = (INIT, TORCH_FSDP2_INIT)
 START_GRAD_SYNC = f"{_BUFFER}:_ParamAndGradBucketGroup.start_grad_sync"
 START_PARAM_SYNC = f"{_BUFFER}:_ParamAndGradBucketGroup.start_param_sync"
 REDUCE_SCATTER = f"{_BUFFER}:dist_reduce_scatter_func"
 TORCH = f"{_BUFFER}:torch"
 ALL_GATHER = f"{_BUFFER}:dist_all_gather_func"
+_FSDP = "megatron.core.distributed.fsdp"
+_FSDP_BUFFER = f"{_FSDP}.src.megatron_fsdp.param_and_grad_buffer"
+FSDP_REDUCE = f"{_FSDP_BUFFER}:GradReducePipeline._bucket_group_gradient_reduce"
+FSDP_TORCH = f"{_FSDP_BUFFER}:torch"
+FSDP_COALESCING = f"{_FSDP_BUFFER}:_coalescing_manager"
+FSDP_SCALING = f"{_FSDP_BUFFER}:gradient_reduce_preprocessing"
+FSDP_GATHERS = tuple(
+    f"{_FSDP_BUFFER}:AllGatherPipeline.{name}"
+    for name in ("all_gather_params", "async_bucket_gather", "wait_bucket_ready")
+)
+FSDP_DEVICES = (f"{_FSDP}.mcore_fsdp_adapter:torch", f"{_FSDP}.src.megatron_fsdp.megatron_fsdp:torch")
 _OPTIMIZERS = tuple(f"{_OPTIMIZER}:{name}Optimizer" for name in ("Chained", "MixedPrecision", "FP32"))
 STEPS = tuple(f"{path}.step" for path in _OPTIMIZERS)
 PREPARES = tuple(f"{path}.prepare_grads" for path in _OPTIMIZERS)
@@ -64,10 +79,14 @@ BOUND_IN = {SAVE_CHECKPOINT: (_TRAINING,), LOAD_CHECKPOINT: (_TRAINING,)}
 
 SYMBOLS = {
     **dict.fromkeys(
-        (INIT, BASE_INIT, TORCH, SHARDED_METADATA, *STEPS, *PREPARES, *UPDATES, *SHARDED_STATES), ""
+        (*INITS, BASE_INIT, TORCH, SHARDED_METADATA, *STEPS, *PREPARES, *UPDATES, *SHARDED_STATES), ""
     ),
     START_GRAD_SYNC: "force_all_reduce",
     START_PARAM_SYNC: "force_sync",
+    FSDP_REDUCE: "bucket_group",
+    FSDP_SCALING: "grad_data scaling_factor ddp_config",
+    **dict.fromkeys((FSDP_TORCH, FSDP_COALESCING), ""),
+    **dict(zip(FSDP_GATHERS, ("params", "bucket_id", "bucket_id bwd"), strict=True)),
     REDUCE_SCATTER: "op group async_op",
     ALL_GATHER: "group async_op",
     CORE_SAVE: "sharded_state_dict",
@@ -76,7 +95,17 @@ SYMBOLS = {
     LOAD_CHECKPOINT: "ddp_model optimizer load_arg",
     **dict.fromkeys((TRAIN_STEP, TRAINING_LOG, EVALUATE_AND_PRINT, EVALUATE, ADD_ARGUMENTS, GET_ARGS), ""),
     **dict.fromkeys(
-        (TE_VERSION, STATE_DICT, LOAD_STATE_DICT, NORM, COMPILE_HELPERS, RESULTS_QUEUE, TE_GEMM), ""
+        (
+            TE_VERSION,
+            STATE_DICT,
+            LOAD_STATE_DICT,
+            NORM,
+            COMPILE_HELPERS,
+            RESULTS_QUEUE,
+            TE_GEMM,
+            *FSDP_DEVICES,
+        ),
+        "",
     ),
 }
 """Every symbol of Megatron that this package replaces, and the parameters that the replacement reads."""

@@ -7,6 +7,7 @@ wrapped model itself.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,10 +15,25 @@ from packaging.version import Version
 
 from megatron_patch.config import MUONS, CompressionConfig
 from megatron_patch.errors import UserError
+from megatron_patch.megatron import arguments
+
+TORCH_FSDP2, MEGATRON_FSDP = "use_torch_fsdp2", "use_megatron_fsdp"
+_SERVED = ("optim_grads", "optim_grads_params")
 
 
 def _refuse(flag: str, value: object, why: str, what: str = "gradient compression") -> None:
     raise UserError(f"megatron.{flag}: {value!r} cannot be combined with {what}: {why}")
+
+
+def fsdp_of(chunk: Any) -> str | None:
+    """Which of Megatron's own FSDPs wraps a model, by the flag that asks for it; None: another wrapper.
+
+    Their classes are asked for by name: on upstream's main Megatron-FSDP's is a function that chooses one.
+    """
+    kinds = {kind.__name__ for kind in type(chunk).__mro__}
+    if "TorchFullyShardedDataParallel" in kinds:
+        return TORCH_FSDP2
+    return MEGATRON_FSDP if kinds & {"FullyShardedDataParallel", "FullyShardedDataParallelV1"} else None
 
 
 def refuse_flags(args: Any) -> None:
@@ -30,10 +46,10 @@ def refuse_flags(args: Any) -> None:
     exact = getattr(args, "compression_weight_gather", None) == "exact"
     if method == "none" and not exact:
         return  # all is Megatron's own
-    what = "weight_gather exact" if method == "none" else "gradient compression"
-    for flag, name in (("use_megatron_fsdp", "Megatron-FSDP"), ("use_torch_fsdp2", "Torch-FSDP2")):
-        if getattr(args, flag, False):
-            _refuse(flag, True, f"{name} does its own exchange; leave it out", what)
+    if getattr(args, TORCH_FSDP2, False):
+        _refuse_for_torch_fsdp2(method, exact)
+    if getattr(args, MEGATRON_FSDP, False):
+        _refuse_for_megatron_fsdp(args, args, method, exact)
     _refuse_settings(args)
     refuse_graphed(args)
     if exact:
@@ -63,6 +79,14 @@ def refuse_chunk(chunk: Any, config: CompressionConfig) -> None:
     """
     refuse_wrapper(chunk)
     _refuse_settings(chunk.config)
+    kind = fsdp_of(chunk)
+    if kind == TORCH_FSDP2:
+        _refuse_for_torch_fsdp2(config.method, config.codes_weights)
+    elif kind == MEGATRON_FSDP:
+        flags = SimpleNamespace(**arguments.all_flags())
+        _refuse_for_megatron_fsdp(chunk.ddp_config, flags, config.method, config.codes_weights)
+    if kind is not None:
+        return
     if config.compresses:
         _refuse_weight_shards(chunk.config)
         _refuse_gradients(chunk)
@@ -84,18 +108,18 @@ def _refuse_gradients(chunk: Any) -> None:
 
 
 def refuse_wrapper(chunk: Any) -> None:
-    """Refuse what Megatron wraps a model in, unless it is its DistributedDataParallel.
+    """Refuse what Megatron wraps a model in, unless it is its DistributedDataParallel or an FSDP.
 
     Raises:
         UserError: naming the wrapper and what to change.
     """
     from megatron.core.distributed import DistributedDataParallel
 
-    if not isinstance(chunk, DistributedDataParallel):
+    if not isinstance(chunk, DistributedDataParallel) and fsdp_of(chunk) is None:
         kind = f"{type(chunk).__module__}.{type(chunk).__qualname__}"
         raise UserError(
-            f"{kind} does not exchange gradients and weights through Megatron's DistributedDataParallel, as "
-            "compression needs (leave out --use-megatron-fsdp and --use-torch-fsdp2)"
+            f"{kind} does not exchange gradients as Megatron's DistributedDataParallel or Megatron-FSDP v1 "
+            "do: leave out --use-megatron-fsdp, or use its v1"
         )
 
 
@@ -185,6 +209,35 @@ def refuse_optimizer(part: Any) -> None:
     if not {"betas", "eps"} <= part.optimizer.defaults.keys():
         _refuse("optimizer", type(part.optimizer).__name__, "onebit_adam is Adam; use adam")
     _refuse_for_onebit_adam(part.config)
+
+
+def _refuse_for_torch_fsdp2(method: str | None, exact: bool) -> None:
+    if method == "onebit_adam":
+        _refuse("use_torch_fsdp2", True, "no rank has a whole gradient; use loco", "onebit_adam")
+    if exact:
+        why = "its weights are sharded; leave out weight_gather"
+        _refuse("use_torch_fsdp2", True, why, "weight_gather exact")
+
+
+def _refuse_for_megatron_fsdp(settings: Any, flags: Any, method: str | None, exact: bool) -> None:
+    """`settings` are Megatron's flags, or a model's DistributedDataParallelConfig, where one is changed."""
+    if method == "none" and not exact:
+        return
+    what = "weight_gather exact" if method == "none" else "gradient compression"
+    if method == "onebit_adam":
+        _refuse(MEGATRON_FSDP, True, "it keeps no whole gradient; use loco", "onebit_adam")
+    name = "data_parallel_sharding_strategy"
+    strategy, outer = getattr(settings, name), getattr(settings, "outer_dp_sharding_strategy", "no_shard")
+    if strategy not in _SERVED:
+        _refuse(name, strategy, "it reduces by other functions; use optim_grads", what)
+    if exact and strategy != "optim_grads":
+        _refuse(name, strategy, "weights are sharded; use optim_grads", "weight_gather exact")
+    if outer != "no_shard":
+        _refuse("outer_dp_sharding_strategy", outer, "it drops gradient scaling; use no_shard", what)
+    instances = getattr(settings, "num_distributed_optimizer_instances", 1)
+    if instances > 1 and getattr(flags, "overlap_grad_reduce", None) is False:
+        why = "Megatron never reduces between them without overlap_grad_reduce; set it"
+        _refuse("num_distributed_optimizer_instances", instances, why, "compression")
 
 
 def _refuse_for_exact_gather(settings: Any, overlaps: bool) -> None:

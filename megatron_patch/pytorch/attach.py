@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -18,7 +18,7 @@ from megatron_patch.errors import UserError
 from megatron_patch.pytorch import ddp, fsdp2
 from megatron_patch.session import torch_steps
 from megatron_patch.session.layouts import RankState
-from megatron_patch.session.report import method_line
+from megatron_patch.session.report import method_line, naive_line
 from megatron_patch.session.resharding import Part
 from megatron_patch.session.session import Session
 from megatron_patch.session.sharded_state import RankOf
@@ -74,8 +74,8 @@ def attach(
         if found is None:
             _attachments[model] = made = _made(model, config, replicas)
             made.session.announces = dist.get_rank() == 0
-            if made.session.announces:
-                _log(made)
+            for line in lines(made) if made.session.announces else ():
+                logger.info("megatron-loco: %s", line)
     torch_steps.listen(_steps)
 
 
@@ -94,19 +94,16 @@ def _made(model: nn.Module, config: CompressionConfig, replicas: dist.ProcessGro
     return ddp.Ddp(model, config)
 
 
-def _log(made: Attachment) -> None:
+def lines(made: Attachment) -> Iterator[str]:
+    """What is on, for the log."""
     config, where = made.config, made.where()
     if not config.compresses:
-        logger.info("megatron-loco: method none: %s, in full", where)
+        yield f"method none: {where}, in full"
         return
-    logger.info("megatron-loco: %s", method_line(config))
-    logger.info("megatron-loco: %s: %s gradient elements", where, f"{made.elements():,}")
+    yield method_line(config)
+    yield f"{where}: {made.elements():,} gradient elements"
     if config != made.asked:
-        logger.info(
-            "megatron-loco: naive is the default without replicas: method=loco keeps errors of the whole "
-            "model on every rank, %.1f MB here",
-            made.elements() * 1.02 / 1e6,
-        )
+        yield naive_line(made.elements())
 
 
 def _updates(optimizer: Any, model: nn.Module) -> bool:

@@ -200,6 +200,8 @@ def build(
     optimizer: dict[str, Any] | None = None,
     muon: str | None = None,
     learning_rate: float = LEARNING_RATE,
+    frozen: tuple[str, ...] = (),
+    torch_fsdp2: bool = False,
     seed: int = 1234,
 ) -> GPT:
     """Initialize Megatron's process groups (once a run), and build the model, its DDP and its optimizer.
@@ -213,6 +215,8 @@ def build(
         learned_positions: learned absolute position embeddings instead of rotary ones.
         dtype: of the parameters: "fp32", "bf16" or "fp16".
         ddp, optimizer: more fields of DistributedDataParallelConfig and OptimizerConfig.
+        frozen: parts of the names of parameters that are not trained.
+        torch_fsdp2: as --use-torch-fsdp2, in place of DDP; `ddp` asks for Megatron-FSDP.
         muon: trains matrices by Muon, others by Adam (megatron-core 0.18 and later). "layout": with
             --use-distributed-optimizer, layer-wise; "no_layout": layer-wise with
             --no-use-layer-wise-param-layout; "replicated": without the distributed optimizer.
@@ -274,7 +278,11 @@ def build(
         apply_rope_fusion=False,
         **half,
     )
-    chunks = _wrapped(config, ddp_config, vpp, tied, learned_positions, layer_wise=muon == "layout")
+    models = _models(config, vpp, tied, learned_positions)
+    for name, parameter in (pair for model in models for pair in model.named_parameters()):
+        if any(part in name for part in frozen):
+            parameter.requires_grad_(False)
+    chunks = _wrapped(config, ddp_config, models, muon == "layout", torch_fsdp2)
     optimizer_options = {
         "lr": learning_rate,
         "min_lr": learning_rate,
@@ -313,12 +321,9 @@ def _muon(mode: str) -> dict[str, Any]:
     }
 
 
-def _wrapped(
-    config: Any, ddp_config: Any, vpp: int | None, tied: bool, learned_positions: bool, layer_wise: bool
-) -> list[Any]:
-    """This rank's chunks of the model, each in Megatron's DDP, as megatron.training.get_model builds them."""
+def _models(config: Any, vpp: int | None, tied: bool, learned_positions: bool) -> list[Any]:
+    """This rank's chunks of the model."""
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.module import Float16Module
@@ -344,6 +349,22 @@ def _wrapped(
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     if config.fp16 or config.bf16:
         models = [Float16Module(config, model) for model in models]
+    return models
+
+
+def _wrapped(
+    config: Any, ddp_config: Any, models: list[Any], layer_wise: bool, torch_fsdp2: bool
+) -> list[Any]:
+    """The chunks in Megatron's DDP, or one of its FSDPs, as megatron.training.get_model wraps them."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        FullyShardedDataParallel,
+        TorchFullyShardedDataParallel,
+    )
+
+    if torch_fsdp2 or ddp_config.use_megatron_fsdp:
+        wrapper = TorchFullyShardedDataParallel if torch_fsdp2 else FullyShardedDataParallel
+        return [wrapper(config, ddp_config, model) for model in models]
     layouts = _layer_wise_layouts(models, ddp_config) if layer_wise else [{}] * len(models)
     return [
         DistributedDataParallel(config, ddp_config, model, disable_bucketing=number > 0, **layouts[number])

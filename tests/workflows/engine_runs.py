@@ -76,6 +76,8 @@ class Run:
     """The run that has to end first."""
     door: str | None = None
     """The way in of a script of the user's, which is not run by `launch`: a name in DOORS."""
+    repair: str | None = None
+    """What of Megatron's is repaired for the run: a name in REPAIRS."""
 
 
 NONE, LOCO = (
@@ -146,9 +148,13 @@ def rank_main(asked: Run, rank: int, port: int, folder: Path) -> int:
     import torch
 
     torch.set_num_threads(1)
+    if {"--use-torch-fsdp2", "--use-megatron-fsdp"} & set(asked.flags):
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"  # both refuse 1, which the warm process has set
     flags = [flag.replace("{out}", str(folder.parent)) for flag in asked.flags]
     model = [flag for flag in MODEL if flag not in asked.without]
     argv = [*model, *flags, "--tensorboard-dir", str(folder / "tensorboard")]
+    if asked.repair is not None:
+        REPAIRS[asked.repair]()
     if asked.ours is not None:
         from megatron_patch.megatron.run_script import main
 
@@ -209,7 +215,16 @@ def _by_hook() -> None:
     argument_utils.gpt_config_from_args = configuration
 
 
+def _with_loading() -> None:
+    """megatron-core 0.19.2 loads no torch_dcp checkpoint: a chain's state_dict refuses its loader's flag."""
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    state_dict = ChainedOptimizer.state_dict
+    ChainedOptimizer.state_dict = lambda self, is_loading=False: state_dict(self)
+
+
 DOORS = {"enable": _by_enable, "attach": _by_attach, "hook": _by_hook}
+REPAIRS = {"loading of torch_dcp": _with_loading}
 
 
 def start(asked: Run, folder: Path) -> dict[int, int]:

@@ -29,15 +29,8 @@ from megatron_patch.session.sharded_state import RankOf
 def rank_state_of(chunks: Sequence[Any]) -> RankState:
     """What this rank's attached chunks remember, one chunk at least."""
     attached = [(chunk, attachment) for chunk in chunks if (attachment := attachment_of(chunk)) is not None]
-    first = chunks[0]
-    pipeline = first.pp_group[0] if isinstance(first.pp_group, list) else first.pp_group
-    groups = {
-        "tensor": first.tp_group.size(),
-        "pipeline": pipeline.size(),
-        "expert": first.ep_group.size(),
-        "data": first.dp_cp_group.size(),
-        "instances": first.ddp_config.num_distributed_optimizer_instances,
-    }
+    chunk, attachment = attached[0]
+    groups = _groups(chunk) if isinstance(attachment, Attachment) else attachment.ranks()
 
     def forget() -> None:
         for seam in (seam for _, attachment in attached for seam in attachment.seams):
@@ -48,8 +41,22 @@ def rank_state_of(chunks: Sequence[Any]) -> RankState:
     return RankState(found, [attachment.state for _, attachment in attached], groups, forget)
 
 
-def parts_of(chunk: Any, attachment: Attachment) -> list[tuple[Sender, Part]]:
-    """Every sender of an attached DDP-wrapped chunk, and what its error state is of."""
+def _groups(chunk: Any) -> dict[str, int]:
+    pipeline = chunk.pp_group[0] if isinstance(chunk.pp_group, list) else chunk.pp_group
+    return {
+        "tensor": chunk.tp_group.size(),
+        "pipeline": pipeline.size(),
+        "expert": chunk.ep_group.size(),
+        "data": chunk.dp_cp_group.size(),
+        "instances": chunk.ddp_config.num_distributed_optimizer_instances,
+    }
+
+
+def parts_of(chunk: Any, attachment: Any) -> list[tuple[Sender, Part]]:
+    """Every sender of an attached chunk, and what its error state is of."""
+    if not isinstance(attachment, Attachment):
+        found: list[tuple[Sender, Part]] = attachment.parts()
+        return found
     pieces = _pieces_of_parameters(chunk)
     return [found for seam in attachment.seams for found in _parts_of_group(seam, pieces)]
 

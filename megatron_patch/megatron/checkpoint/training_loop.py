@@ -1,9 +1,9 @@
 """What Megatron's own training loop needs beside dist_checkpointing.py.
 
-`load_checkpoint` repairs a torn tracker file first. `--ckpt-format torch` does not pass dist_checkpointing:
-with it `save_checkpoint` has every rank write its error states to megatron_loco/rank-00003.pt in the
-checkpoint's folder, before Megatron writes its own files and announces them, and `load_checkpoint` puts them
-back.
+`load_checkpoint` repairs a torn tracker file first. The formats `torch`, `torch_dcp` and `fsdp_dtensor` pass
+dist_checkpointing by: with them `save_checkpoint` has every rank write its error states to
+megatron_loco/rank-00003.pt in the checkpoint's folder, before Megatron writes its own files and announces
+them, and `load_checkpoint` puts them back.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from megatron_patch.session.packed import PackedReader, pack
 
 _MODULE = "megatron.training.checkpointing"
 _FOLDER = "megatron_loco"
+_FORMATS = ("torch", "torch_dcp", "fsdp_dtensor")
+"""What does not pass dist_checkpointing."""
 
 
 def install(loaded_only: bool = False) -> None:
@@ -58,7 +60,7 @@ def _save_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
     asked, flags = _bound(original, args, kwargs), get_args()
     chunks = compressed(asked["model"])
-    if chunks and flags.ckpt_format == "torch" and flags.save and not asked["non_persistent_ckpt"]:
+    if chunks and flags.ckpt_format in _FORMATS and flags.save and not asked["non_persistent_ckpt"]:
         manifest, data = pack(rank_state_of(chunks), loss_scale(asked["optimizer"]))
         path = _file(_folder(flags.save, asked["iteration"], asked["release"]), dist.get_rank())
         try:

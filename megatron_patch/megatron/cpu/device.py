@@ -22,10 +22,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_patch.megatron import patching, symbols
 from megatron_patch.megatron.cpu import bf16_products, torch_adam
 from megatron_patch.megatron.cpu.cuda_calls import CPU, RANDOM, STAND_INS, Stream, answer, is_cuda, nothing
+from megatron_patch.megatron.patching import View
 
 CPU_FLAGS: dict[str, Any] = {
     "distributed_backend": "gloo",
@@ -163,6 +165,14 @@ def _stand_in_for_distributed() -> None:
     _put("torch.distributed:all_to_all_single", all_to_all_single)
     _put("torch.distributed:all_gather", all_gather)
 
+    mesh_of = DeviceMesh.from_group
+
+    @functools.wraps(mesh_of)
+    def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
+        return mesh_of(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    _put("torch.distributed.device_mesh:DeviceMesh.from_group", staticmethod(from_group))  # both FSDPs
+
 
 def _sequence_parallel_norm(
     cls: type, config: Any, hidden_size: int, eps: float = 1e-5, *args: object, **kwargs: object
@@ -187,9 +197,20 @@ def _stand_in_for_megatron() -> None:
     patching.replace(symbols.RESULTS_QUEUE, _queue_of_this_process)
     torch_adam.install()
     logging.getLogger(_RANDOM).addFilter(_not_of_generators)
+    for path in symbols.FSDP_DEVICES:
+        patching.replace(path, _on_cpu, may_be_missing=True)
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
         patching.replace(symbols.TE_GEMM, lambda _: None, may_be_missing=True)
+
+
+def _on_cpu(upstream: Any) -> Any:
+    """torch, as Megatron-FSDP's modules see it: a device that they build by name is the CPU."""
+
+    def device(*args: Any) -> torch.device:
+        return CPU if is_cuda(str(args[0])) else torch.device(*args)
+
+    return View(upstream, device=device)
 
 
 def _not_of_generators(record: logging.LogRecord) -> bool:
@@ -262,7 +283,7 @@ def install() -> None:
 
 def uninstall() -> None:
     """Give torch and Megatron their own calls back; what modules bound on import keeps the stand-ins."""
-    patching.restore(*_stood_in, symbols.RESULTS_QUEUE, symbols.TE_GEMM)
+    patching.restore(*_stood_in, symbols.RESULTS_QUEUE, symbols.TE_GEMM, *symbols.FSDP_DEVICES)
     torch_adam.uninstall()
     logging.getLogger(_RANDOM).removeFilter(_not_of_generators)
     bf16_products.uninstall()

@@ -287,9 +287,9 @@ _MARK = "average_gradients_across_tp_domain"
 # finalize_model_grads averages the gradients of parameters with this mark over the tensor-parallel group.
 
 
-def mark(chunk: Any) -> list[torch.nn.Parameter]:
-    """Have Megatron average a DDP-wrapped chunk's copies over tensor-parallel ranks; returns those marked."""
-    found = list(_copies(chunk)) if chunk.tp_group.size() > 1 else []
+def mark(chunk: Any, tensor_group: dist.ProcessGroup) -> list[torch.nn.Parameter]:
+    """Have Megatron average a wrapped chunk's copies over tensor-parallel ranks; returns those marked."""
+    found = list(_copies(chunk)) if tensor_group.size() > 1 else []
     for parameter in found:
         setattr(parameter, _MARK, True)
     return found
@@ -304,12 +304,13 @@ def unmark(parameters: list[torch.nn.Parameter]) -> None:
 def _copies(chunk: Any) -> Iterator[torch.nn.Parameter]:
     config = chunk.config
     for name, parameter in chunk.module.named_parameters():
+        plain = getattr(parameter, "orig_param", parameter)  # Megatron-FSDP's lack an attribute of experts'
         # Megatron sums these after the exchange: finalize_model_grads' own conditions.
         summed = (config.sequence_parallel and getattr(parameter, "sequence_parallel", False)) or (
             config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
         )
         split = getattr(parameter, "tensor_model_parallel", False)
-        expert = not getattr(parameter, "allreduce", True)  # of another tensor-parallel group
+        expert = not getattr(plain, "allreduce", True)  # of another tensor-parallel group
         marked = hasattr(parameter, _MARK)
         if parameter.requires_grad and not (summed or split or expert or marked):
             yield parameter

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core.distributed import param_and_grad_buffer
 
 from megatron_patch.megatron import patching, symbols
+from megatron_patch.megatron.patching import View
 
 
 @dataclass
@@ -33,21 +34,11 @@ class CollectiveCalls:
         return {"reduce-scatter": self.reduce_scatter, "all-reduce": self.all_reduce}[kind]
 
 
-class _View:
-    """A module with some of its names replaced; every other name is the module's own."""
-
-    def __init__(self, module: Any, **replaced: Any) -> None:
-        self.__dict__.update(replaced, _module=module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-_one_thread = threading.RLock()
+one_thread = threading.RLock()
 """Two threads that put their own in place would take each other's for upstream's."""
 
 
-def _for_this_thread(ours: Callable[..., Any], upstreams: Callable[..., Any]) -> Callable[..., Any]:
+def for_this_thread(ours: Callable[..., Any], upstreams: Callable[..., Any]) -> Callable[..., Any]:
     """`ours` where this thread calls; another thread's exchange, of a model without compression, goes on."""
     thread = threading.get_ident()
 
@@ -72,11 +63,11 @@ def intercepted() -> Iterator[CollectiveCalls]:
         calls.all_reduce.append((tensor, tensor))
         calls.average = op == dist.ReduceOp.AVG
 
-    with _one_thread:
+    with one_thread:
         upstream: Any = param_and_grad_buffer.torch
-        either = _for_this_thread(all_reduce, upstream.distributed.all_reduce)
-        view = _View(upstream, distributed=_View(upstream.distributed, all_reduce=either))
-        scatter = _for_this_thread(reduce_scatter, param_and_grad_buffer.dist_reduce_scatter_func)
+        either = for_this_thread(all_reduce, upstream.distributed.all_reduce)
+        view = View(upstream, distributed=View(upstream.distributed, all_reduce=either))
+        scatter = for_this_thread(reduce_scatter, param_and_grad_buffer.dist_reduce_scatter_func)
         with patching.swapped({symbols.REDUCE_SCATTER: scatter, symbols.TORCH: view}):
             yield calls
 
@@ -89,7 +80,7 @@ def intercepted_all_gathers() -> Iterator[list[torch.Tensor]]:
     def all_gather(output: torch.Tensor, input: torch.Tensor, **_: Any) -> None:
         outputs.append(output)
 
-    with _one_thread:
-        either = _for_this_thread(all_gather, param_and_grad_buffer.dist_all_gather_func)
+    with one_thread:
+        either = for_this_thread(all_gather, param_and_grad_buffer.dist_all_gather_func)
         with patching.swapped({symbols.ALL_GATHER: either}):
             yield outputs

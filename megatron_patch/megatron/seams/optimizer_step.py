@@ -56,17 +56,20 @@ _in_step = False
 
 
 def updates(optimizer: Any, chunk: Any) -> bool:
-    """Whether an optimizer updates parameters of a DDP-wrapped model chunk, on this rank or others.
+    """Whether an optimizer updates parameters of a wrapped model chunk, on this rank or others.
 
     A layer-wise optimizer may own none of a chunk's parameters on some ranks: it knows its chunks. A chunk
     that is frozen whole is stepped by Megatron's stub of an optimizer, which holds nothing.
     """
     leaves = leaves_of(optimizer)
-    if not chunk.param_to_bucket_group and any(getattr(leaf, "is_stub_optimizer", False) for leaf in leaves):
+    mine = getattr(chunk, "param_to_bucket_group", None)
+    if mine is None:  # Megatron's FSDPs
+        mine = set(chunk.parameters())
+    if not mine and any(getattr(leaf, "is_stub_optimizer", False) for leaf in leaves):
         return True
     return any(
         any(known is chunk for known in getattr(part, "model_chunks", []))
-        or any(parameter in chunk.param_to_bucket_group for parameter in model_parameters(part))
+        or any(parameter in mine for parameter in model_parameters(part))
         for part in [optimizer, *leaves]
     )
 

@@ -70,13 +70,15 @@ class ChunkWeights:
     """The weight gathers of one model chunk: its seams, what is in flight, and what was sent.
 
     Args:
-        chunk: Megatron's DDP instance.
+        chunk: Megatron's DDP instance; torch's FSDP2 in Megatron's engine has no bucket groups.
         state: the chunk's, for its options and its workspace.
+        kind: of seams; WeightSeam's subclass where bucket groups are not DDP's.
     """
 
-    def __init__(self, chunk: Any, state: Session) -> None:
-        dense = len(chunk.bucket_groups)
-        groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+    def __init__(self, chunk: Any, state: Session, kind: type[WeightSeam] | None = None) -> None:
+        dense, experts = (
+            getattr(chunk, name, []) for name in ("bucket_groups", "expert_parallel_bucket_groups")
+        )
         self.state = state
         self.raw_gathers: Counter[str] = Counter()
         """Bucket groups that are coded and were gathered in full, by reason; since the start."""
@@ -85,8 +87,8 @@ class ChunkWeights:
         self.in_flight: deque[BatchHandle] = deque()
         self.unchecked: list[BatchHandle] = []
         self.seams = [
-            WeightSeam(group, self, expert=place >= dense)
-            for place, group in enumerate(groups)
+            (kind or WeightSeam)(group, self, expert=place >= len(dense))
+            for place, group in enumerate([*dense, *experts])
             if group.ddp_config.use_distributed_optimizer
         ]
 
@@ -171,6 +173,11 @@ class WeightSeam:
     def _overlaps(self) -> bool:
         return bool(self.group.ddp_config.overlap_param_gather)
 
+    @property
+    def _defers(self) -> bool:
+        """Whether what is asked for inside the optimizer's step is gathered after it."""
+        return not self._overlaps
+
     def take_report(self) -> list[BucketReport]:
         """What was sent since the last call."""
         taken = self._reports
@@ -221,7 +228,7 @@ class WeightSeam:
         return ready
 
     def _start_param_sync(self, force_sync: bool) -> None:
-        if self._state in _WITHIN_STEP and not force_sync and not self._overlaps:
+        if self._state in _WITHIN_STEP and not force_sync and self._defers:
             self._state = State.DEFERRED
             return
         if force_sync and self.group.param_gather_handle is not None:

@@ -12,6 +12,7 @@ from megatron_patch.workflows.run import configuration, megatron_flags
 from megatron_patch.workflows.run.configuration import RunConfig, shipped
 
 LLAMA = shipped("configs/models/llama_tiny.yaml")
+MEGATRON_FSDP = ["megatron.use_megatron_fsdp=true", "megatron.data_parallel_sharding_strategy=optim_grads"]
 CPU = ["launch.device=cpu", "launch.nproc_per_node=4"]
 
 
@@ -100,14 +101,44 @@ def test_a_replicated_optimizer_is_not_refused(parser: argparse.ArgumentParser) 
     [
         (["megatron.global_batch_size=30"], ["megatron.global_batch_size", "30", "multiple"]),
         (["megatron.tensor_model_parallel_size=3"], ["4 ranks", "3"]),
-        (["megatron.use_megatron_fsdp=true"], ["use_megatron_fsdp", "compression", "leave it out"]),
-        (["megatron.use_torch_fsdp2=true"], ["use_torch_fsdp2", "compression"]),
+        *(
+            (
+                ["megatron.use_megatron_fsdp=true", f"megatron.data_parallel_sharding_strategy={strategy}"],
+                [f"data_parallel_sharding_strategy: '{strategy}'", "compression", "use optim_grads"],
+            )
+            for strategy in ("no_shard", "optim")
+        ),
+        (
+            ["megatron.use_megatron_fsdp=true", "compression.method=onebit_adam"],
+            ["use_megatron_fsdp", "onebit_adam", "use loco"],
+        ),
+        (
+            [*MEGATRON_FSDP, "megatron.outer_dp_sharding_strategy=optim"],
+            ["outer_dp_sharding_strategy: 'optim'", "drops gradient scaling", "no_shard"],
+        ),
+        (
+            [
+                *MEGATRON_FSDP,
+                "megatron.ckpt_format=fsdp_dtensor",
+                "megatron.num_distributed_optimizer_instances=2",
+                "megatron.overlap_grad_reduce=false",
+                "megatron.overlap_param_gather=false",
+            ],
+            ["num_distributed_optimizer_instances: 2", "without overlap_grad_reduce; set it"],
+        ),
+        (
+            ["megatron.use_torch_fsdp2=true", "compression.method=onebit_adam"],
+            ["use_torch_fsdp2", "onebit_adam", "use loco"],
+        ),
         *(
             (
                 [f"megatron.{fsdp}=true", "compression.method=none", "compression.weight_gather=exact"],
-                [fsdp, "cannot be combined with weight_gather exact"],
+                [named, "weight_gather exact", "weights are sharded"],
             )
-            for fsdp in ("use_megatron_fsdp", "use_torch_fsdp2")
+            for fsdp, named in (
+                ("use_megatron_fsdp", "data_parallel_sharding_strategy: 'optim_grads_params'"),
+                ("use_torch_fsdp2", "use_torch_fsdp2"),
+            )
         ),
         (
             ["megatron.tensor_parallel_num_weight_shards=2"],
@@ -134,6 +165,7 @@ def test_what_cannot_run_is_refused(
     for word in words:
         assert word in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert not ("fsdp" in str(overrides) and len(str(caught.value)) > 150)
 
 
 def test_stock_megatron_may_use_what_compression_cannot(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,177 @@
+"""Seam: gathers Megatron-FSDP's updated weights exactly, where every rank has them whole (`optim_grads`).
+
+`AllGatherPipeline` gathers a bucket of weights in `async_bucket_gather`: with `optim_grads` once a step,
+inside the optimizer's step, or with `overlap_param_gather` from there on and in the next forward pass. Here
+a bucket stands for a bucket group of DDP's, with the states of seams/weights.py: what is asked for inside the
+step follows the step. What is asked for after it goes when upstream has asked for all that it wants now,
+since nothing travels within its `_coalescing_manager`. With `optim_grads_params` gathers are counted only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
+
+from megatron_patch.megatron import patching, symbols
+from megatron_patch.megatron.patching import View
+from megatron_patch.megatron.seams.intercept import for_this_thread, one_thread
+from megatron_patch.megatron.seams.weights import ChunkWeights, MessagesUnderWay, State, WeightSeam
+from megatron_patch.session.session import Session
+
+
+@dataclass
+class _Bucket:
+    """What seams/weights.py reads of a bucket of DDP's."""
+
+    bucket_id: int
+    param_data: torch.Tensor
+    """[B], the weights of all ranks; on the meta device where no rank has them all."""
+
+
+class _BucketGroup:
+    """A bucket of Megatron-FSDP's weights, as seams/weights.py knows a bucket group of DDP's."""
+
+    param_gather_handle = None
+
+    def __init__(self, number: int, buffer: Any, config: Any, asked: list[_Seam]) -> None:
+        size = buffer.bucket_index.size
+        whole = not buffer.is_data_distributed
+        weights = buffer.data[:size] if whole else torch.empty(size, dtype=buffer.dtype, device="meta")
+        self.buckets = [_Bucket(number, weights)]
+        self.ddp_config = config
+        self.intra_distributed_optimizer_instance_group: dist.ProcessGroup = buffer.data_parallel_group
+        self.intra_distributed_optimizer_instance_size = buffer.data_parallel_group.size()
+        self.asked = asked
+        """The seams whose messages go next."""
+        self.gather: Callable[[], Any] | None = None
+        """Upstream's last all-gather of this bucket."""
+        self.handle: Any = None
+        self.within_upstream = False
+
+    def start_param_sync(self, force_sync: bool = False) -> None:
+        """Gather the bucket in full, as upstream has asked."""
+        assert self.gather is not None
+        self.handle = self.gather()
+        if not self.within_upstream:
+            self.handle.wait()
+
+
+class _Done:
+    """Upstream's handle of a gather that goes, or went, another way."""
+
+    def wait(self) -> None:
+        """It is waited for in `wait_bucket_ready`."""
+
+
+class _Seam(WeightSeam):
+    """One bucket's gather."""
+
+    @property
+    def _defers(self) -> bool:
+        return True
+
+    def _start_param_sync(self, force_sync: bool) -> None:
+        if self._state is State.READY:
+            self._state = State.IN_FULL
+            self.group.asked.append(self)
+        else:
+            super()._start_param_sync(force_sync)
+
+    def _call_upstream(self) -> None:
+        self._state = State.IN_FULL  # upstream has made its own bookkeeping already
+
+
+class WeightGathers:
+    """Overrides an AllGatherPipeline until `detach`; `weights` are its seams.
+
+    Args:
+        pipeline: Megatron-FSDP's.
+        config: its DistributedDataParallelConfig.
+        state: the model's.
+    """
+
+    def __init__(self, pipeline: Any, config: Any, state: Session) -> None:
+        self._asked: list[_Seam] = []
+        self._depth = 0
+        self._detached = False
+        self._under_way: dict[int, MessagesUnderWay] = {}
+        groups = {
+            number: (_BucketGroup(number, found.model_weight_buffer, config, self._asked), found)
+            for number, found in enumerate(pipeline.buffer.parameter_groups)
+            if found.model_weight_buffer is not None
+        }
+        chunk = SimpleNamespace(
+            bucket_groups=[group for group, found in groups.values() if not found.is_expert_param],
+            expert_parallel_bucket_groups=[
+                group for group, found in groups.values() if found.is_expert_param
+            ],
+        )
+        self._groups = {number: group for number, (group, _) in groups.items()}
+        self.weights = ChunkWeights(chunk, state, _Seam)
+        methods = (self._all_gather_params, self._async_bucket_gather, self._wait_bucket_ready)
+        names = [path.rpartition(".")[2] for path in symbols.FSDP_GATHERS]
+        self._originals = {name: getattr(pipeline, name) for name in names}
+        self._overrides = [patching.override(pipeline, *pair) for pair in zip(names, methods, strict=True)]
+
+    def detach(self) -> None:
+        """Restore the pipeline's original methods; what is under way ends first."""
+        self._detached = True
+        for number in list(self._under_way):
+            self._under_way.pop(number).wait()
+        for override in self._overrides:
+            override.undo()
+        self.weights.detach()
+
+    def _all_gather_params(self, *args: Any, **kwargs: Any) -> None:
+        with self._asking():
+            self._originals["all_gather_params"](*args, **kwargs)
+
+    def _async_bucket_gather(self, bucket_id: int, bwd: bool) -> None:
+        group, upstream = self._groups.get(bucket_id), param_and_grad_buffer.torch
+        if group is None or self._detached:
+            self._originals["async_bucket_gather"](bucket_id, bwd)
+            return
+
+        def all_gather(**collective: Any) -> Any:
+            group.gather = lambda: upstream.distributed.all_gather_into_tensor(**collective)
+            group.handle, group.within_upstream = _Done(), True
+            try:
+                group.start_param_sync(force_sync=False)
+            finally:
+                group.within_upstream = False
+            return group.handle
+
+        either = for_this_thread(all_gather, upstream.distributed.all_gather_into_tensor)
+        view = View(upstream, distributed=View(upstream.distributed, all_gather_into_tensor=either))
+        with self._asking(), one_thread, patching.swapped({symbols.FSDP_TORCH: view}):
+            self._originals["async_bucket_gather"](bucket_id, bwd)
+
+    def _wait_bucket_ready(self, bucket_id: int, *args: Any, **kwargs: Any) -> None:
+        self._originals["wait_bucket_ready"](bucket_id, *args, **kwargs)
+        if (under_way := self._under_way.pop(bucket_id, None)) is not None:
+            under_way.wait()
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Upstream asks for gathers; at the end the messages of those that are coded are sent."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        if self._depth or not self._asked:
+            return
+        asked = list(self._asked)
+        self._asked.clear()
+        for ranks in dict.fromkeys(seam.ranks for seam in asked):
+            seams = [seam for seam in asked if seam.ranks is ranks]
+            under_way = MessagesUnderWay(seams, self.weights, own_may_have_changed=True)
+            for seam in seams:
+                self._under_way[seam.group.buckets[0].bucket_id] = under_way

@@ -1,0 +1,88 @@
+"""A tiny GPT under Megatron's FSDPs in a worker, and what is exchanged of its gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+STEPS = 4
+
+
+def train(model: dict[str, Any], compression: dict[str, Any]) -> dict[str, Any]:
+    """STEPS steps with compression; every exchange, and how many there were after each step.
+
+    An exchange is a dict of `bucket` (a number), `peers` (the ranks that exchange), `parameters` ([(first
+    element, shape)] of the peers' tensors end to end), `padding` (how many elements belong to none), `place`
+    (this rank's first element in them), and what went `in`, was `sent` and came `out`, fp32.
+    """
+    from with_megatron.gpt_model import build
+
+    import megatron_patch
+    from megatron_patch.megatron.attach import attachment_of
+
+    gpt = build(**model)
+    (chunk,) = gpt.chunks
+    options = {"method": "loco", "start_step": 0} | compression
+    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**options))
+    record: list[dict[str, Any]] = []
+    _record(chunk, attachment_of(chunk), record)
+    ends = []
+    for step in range(STEPS):
+        gpt.backward(step)
+        assert gpt.update()
+        ends.append(len(record))
+    report = megatron_patch.report(gpt.chunks)
+    inside = report.gradient_bytes_inside_node
+    megatron_patch.disable()
+    return {"record": record, "ends": ends, "losses": gpt.losses, "step": report.step, "inside": inside}
+
+
+def _record(chunk: Any, attachment: Any, record: list[dict[str, Any]]) -> None:
+    from coded_values import coded_values, decoded
+
+    session = attachment.state
+    start = session.start
+    # Where parameters lie is upstream's own word, not ours.
+    groups = chunk.module.param_and_grad_buffer.parameter_groups
+    reductions = attachment._reductions
+
+    def noting(exchange: Any, tensor: Any, output: Any, average: bool, group: Any) -> Any:
+        (number,) = (n for n, mine in reductions.exchanges.items() if mine is exchange)
+        buffer = groups[number].main_grad_buffer
+        place = 0
+        if tensor.numel() != buffer.bucket_index.size:  # a shard of it, between instances
+            place = buffer.shard_bucket_index.bucket_data_index
+        items = [(item.global_data_index, tuple(item.shape)) for item in buffer.item_index_map.values()]
+        covered = torch.zeros(buffer.bucket_index.size, dtype=torch.bool)
+        for first, shape in items:
+            covered[first : first + torch.Size(shape).numel()] = True
+        covered = covered[place : place + tensor.numel()]
+        tensor[~covered] = torch.nan  # memory that nobody has written may hold anything
+        entry: dict[str, Any] = {
+            "bucket": number,
+            "peers": torch.distributed.get_process_group_ranks(group),
+            "parameters": items,
+            "numel": buffer.bucket_index.size,
+            "padding": int((~covered).sum()),
+            "place": place,
+            "in": tensor.float().masked_fill(~covered, 0.0),
+            "dtype": {torch.float32: "fp32", torch.bfloat16: "bf16"}[tensor.dtype],
+            "average": average,
+        }
+        sender = exchange.states()[0].sender
+        compress = sender.compress
+
+        def keep(gradient: torch.Tensor, payload: torch.Tensor) -> None:
+            compress(gradient, payload)
+            entry["sent"] = coded_values(sender.layout, decoded(sender, payload))
+
+        sender.compress = keep
+        handle = start(exchange, tensor, output, average, group)
+        handle.wait()
+        sender.compress = compress
+        entry["out"] = output.float().clone()
+        record.append(entry)
+        return handle
+
+    session.start = noting
