@@ -16,6 +16,7 @@ ddp_powersgd_rank4      PyTorch DDP, its PowerSGD hook with matrices of rank 4 (
 ddp_loco4               PyTorch DDP, LoCo (also ddp_loco2, ...)
 fsdp2_bf16              PyTorch FSDP2, sharded over all ranks (fsdp2_loco4: LoCo)
 hsdp_bf16               PyTorch FSDP2, sharded over a host's ranks and replicated (hsdp_loco4: LoCo)
+mfsdp_bf16              Megatron-FSDP, optim_grads (mfsdp_loco4, mfsdp_loco4_exact, mfsdp_bf16_exact)
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ _KNOWN = (
     *(*_STOCK, "none_exact", "loco8", "loco4", "loco2", "loco4_two_hop", "loco4_exact", "loco4_entropy"),
     *(ONEBIT, ONEBIT_WARM_UP, ONEBIT_TWO_HOP, "ddp_bf16", "ddp_powersgd_rank4"),
     *("ddp_loco4", "fsdp2_bf16", "fsdp2_loco4", "hsdp_bf16", "hsdp_loco4"),
+    *("mfsdp_bf16", "mfsdp_loco4", "mfsdp_loco4_exact"),
 )
+_MEGATRON_FSDP = re.compile(r"mfsdp_(bf16|loco([8421]))(_exact)?")
+_WRAPPERS = ("ddp", "fsdp2", "hsdp", "mfsdp")
 _TORCH_LOCO = re.compile(r"(ddp|fsdp2|hsdp)_loco([8421])")
 _POWERSGD = re.compile(r"ddp_powersgd_rank([1-9][0-9]{0,3})")
 
@@ -69,11 +73,11 @@ class Method:
 
     @property
     def kind(self) -> str:
-        """One of stock, attached, ddp, fsdp2 and hsdp."""
+        """One of stock, attached, ddp, fsdp2, hsdp and mfsdp."""
         if self.method in _STOCK:
             return "stock"
         first = self.method.partition("_")[0]
-        return first if first in ("ddp", "fsdp2", "hsdp") else "attached"
+        return first if first in _WRAPPERS else "attached"
 
     @property
     def fp32_accumulation(self) -> bool:
@@ -95,8 +99,8 @@ class Method:
         return gradient + (0 if self.replicated else weights)
 
     def settle(self, steps: int) -> int:
-        """The unmeasured steps: `steps`, but few for PyTorch's DDP, which gathers no weights."""
-        return FIRST_STEPS if self.kind in ("ddp", "fsdp2", "hsdp") else steps
+        """The unmeasured steps: `steps`, but few where no changes of weights are gathered."""
+        return FIRST_STEPS if self.kind in _WRAPPERS and not self.exact else steps
 
     def compression(self, ranks_per_host: int, settle: int = FIRST_STEPS) -> CompressionConfig | None:
         """The options to attach with; None: the seam is not touched.
@@ -106,9 +110,10 @@ class Method:
             settle: unmeasured steps, in which 1-bit Adam's warm-up ends.
         """
         options: dict[str, Any]
-        if self.kind in ("ddp", "fsdp2", "hsdp"):
+        if self.kind in _WRAPPERS:
             low = self.method.partition("_")[2].startswith("loco")
             options = {"method": "loco", "bits": self.bits} if low else {"method": "none"}
+            options["weight_gather"] = "exact" if self.exact else "stock"
             return CompressionConfig(start_step=0, **options) if low or self.kind != "ddp" else None
         if self.kind != "attached":
             return None
@@ -162,6 +167,8 @@ def _own(name: str) -> Method | None:
     """A method that only the benchmark has; None: it has none of that name."""
     if found := _TORCH_LOCO.fullmatch(name):
         return Method(name, name, int(found[2]))
+    if found := _MEGATRON_FSDP.fullmatch(name):
+        return Method(name, name.removesuffix(EXACT), int(found[2] or 16), exact=bool(found[3]))
     if found := _POWERSGD.fullmatch(name):
         return Method(name, name, None, powersgd_rank=int(found[1]))
     return _OWN.get(name)

@@ -60,7 +60,12 @@ class _Cells:
     def prepare(self, order: dict[str, Any]) -> dict[str, Any]:
         import torch.distributed as dist
 
-        from benchmarks.network import ddp_training, fsdp2_training, megatron_training
+        from benchmarks.network import (
+            ddp_training,
+            fsdp2_training,
+            megatron_fsdp_training,
+            megatron_training,
+        )
         from benchmarks.network.llama import Llama
         from benchmarks.network.methods import parse
 
@@ -86,6 +91,11 @@ class _Cells:
             assert compression is not None
             self.training = fsdp2_training.Fsdp2Training(
                 llama, shards=shards, compression=compression, learning_rate=learning_rate
+            )
+        elif method.kind == "mfsdp":
+            assert compression is not None
+            self.training = megatron_fsdp_training.MegatronFsdpTraining(
+                llama, compression=compression, learning_rate=learning_rate, buckets=order["buckets"]
             )
         else:
             self.training = megatron_training.MegatronTraining(

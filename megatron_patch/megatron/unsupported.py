@@ -226,6 +226,8 @@ def _refuse_for_megatron_fsdp(settings: Any, flags: Any, method: str | None, exa
     what = "weight_gather exact" if method == "none" else "gradient compression"
     if method == "onebit_adam":
         _refuse(MEGATRON_FSDP, True, "it keeps no whole gradient; use loco", "onebit_adam")
+    if (version := getattr(settings, "megatron_fsdp_version", 1)) != 1:  # of upstream's main
+        _refuse("megatron_fsdp_version", version, "it exchanges by other code; use 1", what)
     name = "data_parallel_sharding_strategy"
     strategy, outer = getattr(settings, name), getattr(settings, "outer_dp_sharding_strategy", "no_shard")
     if strategy not in _SERVED:
@@ -236,7 +238,7 @@ def _refuse_for_megatron_fsdp(settings: Any, flags: Any, method: str | None, exa
         _refuse("outer_dp_sharding_strategy", outer, "it drops gradient scaling; use no_shard", what)
     instances = getattr(settings, "num_distributed_optimizer_instances", 1)
     if instances > 1 and getattr(flags, "overlap_grad_reduce", None) is False:
-        why = "Megatron never reduces between them without overlap_grad_reduce; set it"
+        why = "without overlap_grad_reduce Megatron never reduces them; set it"
         _refuse("num_distributed_optimizer_instances", instances, why, "compression")
 
 

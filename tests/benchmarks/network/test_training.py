@@ -122,12 +122,13 @@ def test_every_exchange_trains_the_same_model(pool: Any, overlap: bool) -> None:
 
 
 def trained_by_torch(method: str) -> dict[str, Any]:
-    """Two steps of two microbatches under FSDP2 or DDP."""
+    """Three steps of two microbatches under FSDP2, DDP or Megatron-FSDP."""
     import torch.distributed as dist
 
     from benchmarks.network.ddp_training import DdpTraining
     from benchmarks.network.fsdp2_training import Fsdp2Training
     from benchmarks.network.llama import Llama
+    from benchmarks.network.megatron_fsdp_training import MegatronFsdpTraining
     from benchmarks.network.methods import parse
     from benchmarks.network.training import Training, initialize
 
@@ -137,13 +138,19 @@ def trained_by_torch(method: str) -> dict[str, Any]:
     training: Training
     if chosen.kind == "ddp":
         training = DdpTraining(llama, compression=compression, learning_rate=1e-4)
+    elif chosen.kind == "mfsdp":
+        assert compression is not None
+        training = MegatronFsdpTraining(llama, compression=compression, learning_rate=1e-4)
     else:
         assert compression is not None
         shards = 2 if chosen.kind == "hsdp" else dist.get_world_size()
         training = Fsdp2Training(llama, shards=shards, compression=compression, learning_rate=1e-4)
     laps = [training.step(2) for _ in range(3)]
     found = {"lap": laps[-1], "bytes": training.gradient_bytes, "parameters": llama.parameters}
-    weights = [p.detach() for p in training.model.parameters()]
+    fsdp = getattr(
+        training.model.module, "raw_param", None
+    )  # Megatron's: its parameters are shards between steps
+    weights = [p.detach() for p in (training.model.parameters() if fsdp is None else fsdp.values())]
     whole = [w.full_tensor() if hasattr(w, "full_tensor") else w for w in weights]
     found["weights"] = torch.cat([w.float().flatten() for w in whole])
     training.close()
@@ -156,6 +163,8 @@ def trained_by_torch(method: str) -> dict[str, Any]:
         ("ddp_bf16", "ddp_loco4", 2 * 3 / 4 * 2, 2 * 3 / 4 * 0.6),
         ("fsdp2_bf16", "fsdp2_loco4", 3 / 4 * 2, 3 / 4 * 0.6),
         ("hsdp_bf16", "hsdp_loco4", 2 / 2 * 2 / 2, 0.6 / 2),
+        ("mfsdp_bf16", "mfsdp_loco4", 2 * 3 / 4 * 2, 2 * 3 / 4 * 0.6),
+        ("mfsdp_bf16_exact", "mfsdp_loco4_exact", 2 * 3 / 4 * 2, 2 * 3 / 4 * 0.6),
     ],
 )
 def test_pytorch_s_own_exchanges_and_loco_s(

@@ -86,3 +86,40 @@ def _record(chunk: Any, attachment: Any, record: list[dict[str, Any]]) -> None:
         return handle
 
     session.start = noting
+
+
+def saved_and_restored(model: dict[str, Any], folder: str, save: bool) -> dict[str, Any]:
+    """Two steps whose errors are saved as Megatron's loop saves them in fsdp_dtensor folders, or loaded from
+    there; the errors before and after loading, and what the log says."""
+    from pathlib import Path
+
+    from with_megatron.gpt_model import build
+    from with_megatron.seam_runs import errors_of, logged
+
+    import megatron_patch
+    from megatron_patch.megatron.attach import session_of
+    from megatron_patch.megatron.checkpoint import training_loop
+    from megatron_patch.megatron.checkpoint.dist_checkpointing import restore
+    from megatron_patch.megatron.checkpoint.element_map import rank_state_of
+    from megatron_patch.session.packed import pack
+
+    gpt = build(**model)
+    with logged() as lines:
+        megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(method="loco", start_step=0))
+        session = session_of(gpt.chunks[0])
+        for step in range(2 if save else 0):
+            gpt.backward(step)
+            gpt.update()
+        before = errors_of(session)
+        if save:
+            manifest, data = pack(rank_state_of(gpt.chunks), 1.0)
+            path = training_loop._file(Path(folder), torch.distributed.get_rank())
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({"manifest": manifest, "data": data}, path)
+            session.restart(0)
+        torch.distributed.barrier()
+        rank = rank_state_of(gpt.chunks)
+        restore(rank, Path(folder), lambda: training_loop._reader(rank, Path(folder)), 0, 1.0)
+        after = errors_of(session)
+    megatron_patch.disable()
+    return {"before": before, "after": after, "lines": lines, "steps": session.steps}

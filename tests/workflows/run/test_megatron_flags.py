@@ -124,7 +124,7 @@ def test_a_replicated_optimizer_is_not_refused(parser: argparse.ArgumentParser) 
                 "megatron.overlap_grad_reduce=false",
                 "megatron.overlap_param_gather=false",
             ],
-            ["num_distributed_optimizer_instances: 2", "without overlap_grad_reduce; set it"],
+            ["num_distributed_optimizer_instances: 2", "without overlap_grad_reduce", "set it"],
         ),
         (
             ["megatron.use_torch_fsdp2=true", "compression.method=onebit_adam"],
