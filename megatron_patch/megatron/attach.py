@@ -100,9 +100,9 @@ def _attached(chunk: Any, config: CompressionConfig) -> Any:
         from megatron_patch.megatron.fsdp.torch_fsdp2 import TorchFsdp2
 
         return TorchFsdp2(chunk, config)
-    from megatron_patch.megatron.fsdp.megatron_fsdp import AttachedMegatronFsdp
+    from megatron_patch.megatron.fsdp.megatron_fsdp import MegatronFsdp
 
-    return AttachedMegatronFsdp(chunk, config)
+    return MegatronFsdp(chunk, config)
 
 
 _attachments: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()

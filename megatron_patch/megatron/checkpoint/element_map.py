@@ -55,8 +55,7 @@ def _groups(chunk: Any) -> dict[str, int]:
 def parts_of(chunk: Any, attachment: Any) -> list[tuple[Sender, Part]]:
     """Every sender of an attached chunk, and what its error state is of."""
     if not isinstance(attachment, Attachment):
-        found: list[tuple[Sender, Part]] = attachment.parts()
-        return found
+        return list(attachment.parts())
     pieces = _pieces_of_parameters(chunk)
     return [found for seam in attachment.seams for found in _parts_of_group(seam, pieces)]
 

@@ -11,9 +11,6 @@ So the method is overridden on the INSTANCE. For the length of the original call
 `_coalescing_manager` are ours: they record what is asked for, and run it in low bits where upstream's
 manager would have ended. One kind goes in low bits, the other stays Megatron's own: without instances the
 reduce-scatter, with them the all-reduce between instances, which is between nodes.
-
-`gradient_reduce_preprocessing` is replaced so that it scales gradients itself: it may put the factor into a
-`ReduceOp` of NCCL's, from which it cannot be read.
 """
 
 from __future__ import annotations
@@ -55,18 +52,20 @@ class GradientReductions:
     """
 
     def __init__(self, pipeline: Any, state: Session, outer: dist.ProcessGroup | None) -> None:
-        self._pipeline = pipeline
         self._state = state
         self._outer = outer
+        groups = enumerate(pipeline.buffer.parameter_groups)
+        self.buffers = {
+            n: group.main_grad_buffer for n, group in groups if group.main_grad_buffer is not None
+        }
+        """The gradients by the numbers of their buckets; none of what is frozen."""
         self.exchanges: dict[int, Exchange] = {}
-        """By the number of the bucket; none over a single rank, nor with method none."""
+        """Likewise; none over a single rank, nor with method none."""
         self.flat_because: str | None = None
-        for number, group in enumerate(pipeline.buffer.parameter_groups):
-            if group.main_grad_buffer is not None and state.config.compresses:
-                self._make(number, group.main_grad_buffer)
+        for number, buffer in self.buffers.items() if state.config.compresses else ():
+            self._make(number, buffer)
         state.exchanges += self.exchanges.values()
         self._original: Callable[..., Any] = pipeline._bucket_group_gradient_reduce
-        self._detached = False
         self._override = patching.override(pipeline, "_bucket_group_gradient_reduce", self._reduce)
 
     def _make(self, number: int, buffer: Any) -> None:
@@ -81,20 +80,12 @@ class GradientReductions:
             self.exchanges[number] = exchange
         self.flat_because = self.flat_because or made.flat_because
 
-    @property
-    def buffers(self) -> dict[int, Any]:
-        """The gradient buffers by the numbers of their buckets; none of what is frozen."""
-        groups = enumerate(self._pipeline.buffer.parameter_groups)
-        return {n: group.main_grad_buffer for n, group in groups if group.main_grad_buffer is not None}
-
     def detach(self) -> None:
         """Restore the pipeline's original method."""
-        self._detached = True
         self._override.undo()
+        self.exchanges = {}  # where somebody's override still calls this one
 
     def _reduce(self, bucket_group: list[int], *args: Any, **kwargs: Any) -> Any:
-        if self._detached:  # somebody's override still calls this one
-            return self._original(bucket_group, *args, **kwargs)
         self._state.exchange_begins(1, rerun=False)
         with self._ours(bucket_group):
             return self._original(bucket_group, *args, **kwargs)
@@ -103,37 +94,42 @@ class GradientReductions:
     def _ours(self, bucket_group: list[int]) -> Iterator[None]:
         """Within the block the collectives of a group of buckets are counted, and run in low bits."""
         upstream: Any = param_and_grad_buffer.torch
-        manager, scale = (
-            getattr(param_and_grad_buffer, name)
-            for name in ("_coalescing_manager", "gradient_reduce_preprocessing")
-        )
-        low = self._state.active and bool(self.exchanges)
-        inner = _Calls(self, bucket_group, low and self._outer is None, self._count_inner)
-        outer = _Calls(self, bucket_group, low and self._outer is not None, self._count_outer)
+        manager: Any = param_and_grad_buffer._coalescing_manager
+        scale: Any = param_and_grad_buffer.gradient_reduce_preprocessing
+        low = self._state.active and bucket_group[0] in self.exchanges
+        recorded: list[tuple[torch.Tensor, torch.Tensor, bool, dist.ProcessGroup]] = []
 
-        def reduce_scatter_tensor(output: Any, input: Any, op: Any, group: Any) -> Any:
-            if not inner.take(output, input, op, group):
-                return upstream.distributed.reduce_scatter_tensor(output, input, op=op, group=group)
-            return None
+        def reduce_scatter_tensor(output: Any, input: Any, op: Any, group: Any) -> None:
+            if low and self._outer is None:
+                recorded.append((input, output, op == dist.ReduceOp.AVG, group))
+                return
+            traffic = reduce_scattered(input, group.size())
+            if self._outer is None:
+                self._state.count(traffic)
+            else:
+                self._state.count_inside(traffic.nbytes)
+            upstream.distributed.reduce_scatter_tensor(output, input, op=op, group=group)
 
-        def all_reduce(tensor: Any, op: Any, group: Any) -> Any:
-            if not outer.take(tensor, tensor, op, group):
-                return upstream.distributed.all_reduce(tensor, op=op, group=group)
-            return None
+        def all_reduce(tensor: Any, op: Any, group: Any) -> None:
+            if low:
+                recorded.append((tensor, tensor, op == dist.ReduceOp.AVG, group))
+                return
+            self._state.count(all_reduced(tensor, group.size()))
+            upstream.distributed.all_reduce(tensor, op=op, group=group)
 
         @contextmanager
         def coalescing(group: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-            calls = outer if group is self._outer else inner
-            if not calls.low:
+            if not low or (self._outer is not None and group is not self._outer):
                 with manager(group, *args, **kwargs) as coalesced:
                     yield coalesced
                 return
             yield None
-            calls.run()
+            self._run(bucket_group, recorded)
 
         def scaled(gradient: torch.Tensor, factor: Any, config: Any) -> Any:
-            plain = View(config, gradient_reduce_div_fusion=False) if inner.low else config
-            return scale(gradient, factor, plain)
+            # It may put the factor into a ReduceOp of NCCL's, from which it cannot be read.
+            plain = View(config, gradient_reduce_div_fusion=False)
+            return scale(gradient, factor, plain if low and self._outer is None else config)
 
         ours: dict[str, Callable[..., Any]] = {
             "reduce_scatter_tensor": reduce_scatter_tensor,
@@ -147,64 +143,25 @@ class GradientReductions:
         }
         with one_thread, patching.swapped(values):
             yield
-        inner.check()
+        if recorded:
+            raise self._unsupported()
 
-    def _count_inner(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-        traffic = reduce_scattered(tensor, group.size())
-        if self._outer is None:
-            self._state.count(traffic)
-        else:
-            self._state.count_inside(traffic.nbytes)
-
-    def _count_outer(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-        self._state.count(all_reduced(tensor, group.size()))
-
-    def start(self, number: int, tensor: Any, output: Any, average: bool, group: Any) -> Any:
-        """Start the exchange of a bucket; returns its handle."""
-        return self._state.start(self.exchanges[number], tensor, output, average, group)
-
-
-class _Calls:
-    """The collectives of one kind that one call of upstream's asks for, a bucket after the other."""
-
-    def __init__(
-        self, reductions: GradientReductions, buckets: list[int], low: bool, count: Callable[..., None]
-    ) -> None:
-        self.low = low and any(number in reductions.exchanges for number in buckets)
-        """Whether they are recorded, and run in low bits."""
-        self._reductions = reductions
-        self._buckets = buckets
-        self._count = count
-        self._recorded: list[tuple[torch.Tensor, torch.Tensor, bool, dist.ProcessGroup]] = []
-
-    def take(self, output: torch.Tensor, tensor: torch.Tensor, op: Any, group: dist.ProcessGroup) -> bool:
-        """Record a collective; returns whether it was, else it is Megatron's own."""
-        if self.low:
-            self._recorded.append((output, tensor, op == dist.ReduceOp.AVG, group))
-        else:
-            self._count(tensor, group)
-        return self.low
-
-    def run(self) -> None:
-        """Run what was recorded, to its end."""
-        if len(self._recorded) != len(self._buckets):
-            raise RuntimeError(
-                "megatron-loco: _bucket_group_gradient_reduce of Megatron-FSDP asked for "
-                f"{len(self._recorded)} collectives of {len(self._buckets)} buckets: this release of "
-                "megatron-core is not supported"
-            )
-        calls, self._recorded = self._recorded, []
+    def _run(self, buckets: list[int], recorded: list[Any]) -> None:
+        """Run what was asked for of these buckets, one after the other, to its end."""
+        calls = recorded.copy()
+        recorded.clear()
+        if len(calls) != len(buckets):
+            raise self._unsupported()
         handles = [
-            self._reductions.start(number, tensor, output, average, group)
-            for number, (output, tensor, average, group) in zip(self._buckets, calls, strict=True)
+            self._state.start(self.exchanges[number], *call)
+            for number, call in zip(buckets, calls, strict=True)
         ]
         for handle in handles:
             handle.wait()
 
-    def check(self) -> None:
-        """See that all that was recorded has run."""
-        if self._recorded:
-            raise RuntimeError(
-                "megatron-loco: Megatron-FSDP reduced gradients outside its _coalescing_manager: this "
-                "release of megatron-core is not supported"
-            )
+    @staticmethod
+    def _unsupported() -> RuntimeError:
+        return RuntimeError(
+            "megatron-loco: _bucket_group_gradient_reduce of Megatron-FSDP did not ask for one collective of "
+            "each bucket within its _coalescing_manager: this release of megatron-core is not supported"
+        )

@@ -15,8 +15,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_patch.collectives.sender import Sender
@@ -30,42 +28,28 @@ from megatron_patch.session.resharding import Part, Piece
 from megatron_patch.session.session import Session
 
 
-class AttachedMegatronFsdp:
-    """An attached chunk of Megatron's FullyShardedDataParallel (megatron.core.distributed.fsdp).
-
-    Args:
-        chunk: it; unsupported.py has seen it.
-        config: the options as given.
-    """
+class MegatronFsdp:
+    """An attached FullyShardedDataParallel of megatron.core.distributed.fsdp; its attributes are those of
+    attach.py's Attachment."""
 
     def __init__(self, chunk: Any, config: CompressionConfig) -> None:
         self.asked = config
         self._fsdp = fsdp = chunk.module
-        index, settings = fsdp.dist_index, chunk.ddp_config
-        self._sharded = settings.data_parallel_sharding_strategy == "optim_grads_params"
-        self._outer: dist.ProcessGroup | None = (
-            index.get_outer_fsdp_group() if index.use_hybrid_fsdp else None
-        )
-        if self._sharded and self._outer is None:
+        index, settings, buffer = fsdp.dist_index, chunk.ddp_config, fsdp.param_and_grad_buffer
+        self._outer: Any = index.get_outer_fsdp_group() if index.use_hybrid_fsdp else None
+        if settings.data_parallel_sharding_strategy == "optim_grads_params" and self._outer is None:
             config = config.for_flat_fsdp()
-        buffer = fsdp.param_and_grad_buffer
-        self._tensor: dist.ProcessGroup = chunk.tp_group
-        has_experts = any(group.is_expert_param for group in buffer.parameter_groups)
-        groups = [index.get_fsdp_group(), self._outer, *([self._tensor] if has_experts else [])]
+        experts = any(group.is_expert_param for group in buffer.parameter_groups)
+        groups = [index.get_fsdp_group(), self._outer, chunk.tp_group if experts else None]
         self.state = Session(config, fsdp.device, [group for group in groups if group is not None])
         self.seams: list[Any] = []
-        """None: Megatron-FSDP has no bucket groups of DDP's."""
         self._reductions = GradientReductions(fsdp.grad_reduce_pipeline, self.state, self._outer)
         self._gathers = WeightGathers(fsdp.all_gather_pipeline, settings, self.state)
         self.weights = self._gathers.weights
-        self.state.memory.sources.append(self._kept)
-        self._marked = replicated_params.mark(chunk, self._tensor) if config.compresses else []
-
-    def _kept(self) -> Iterator[torch.Tensor]:
-        """What the weight gather keeps on the device."""
-        for seam in self.weights.seams:
-            for gather in seam.gathers:
-                yield from gather.kept
+        self.state.memory.sources.append(
+            lambda: (t for seam in self.weights.seams for gather in seam.gathers for t in gather.kept)
+        )
+        self._marked = replicated_params.mark(chunk, chunk.tp_group) if config.compresses else []
 
     def detach(self) -> None:
         """Megatron-FSDP's own exchange from the next backward pass on."""
@@ -97,36 +81,27 @@ class AttachedMegatronFsdp:
         outer = 1 if self._outer is None else self._outer.size()
         return {"data": self._fsdp.dist_index.get_fsdp_group().size(), "instances": outer}
 
-    def parts(self) -> list[tuple[Sender, Part]]:
+    def parts(self) -> Iterator[tuple[Sender, Part]]:
         """Every sender, and what its error state is of: of tensors that are this model-parallel rank's."""
-        model_parallel = (
-            parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_pipeline_model_parallel_rank(),
-            parallel_state.get_expert_model_parallel_rank(),
-        )
-        here = ".".join(map(str, model_parallel))
+        which = ("tensor_model", "pipeline_model", "expert_model")
+        here = ".".join(str(getattr(parallel_state, f"get_{name}_parallel_rank")()) for name in which)
         names = self._fsdp.param_and_grad_buffer.param_to_name
-        averages = self._fsdp.ddp_config.average_in_collective
-        found = []
         for number, exchange in self._reductions.exchanges.items():
             buffer = self._reductions.buffers[number]
             contents, shards = contents_of(buffer), buffer.data_parallel_group
             first = 0 if self._outer is None else shards.rank() * (contents.numel // shards.size())
-            pieces = tuple(
-                _piece(names[parameter], here, buffer.item_index_map[item])
-                for parameter, item in buffer.param_idx.items()
-            )
+            items = [(names[p], buffer.item_index_map[item]) for p, item in buffer.param_idx.items()]
+            pieces = tuple(_piece(name, f"{name}@{here}", item) for name, item in items)
             for state in exchange.states():
                 position = dataclasses.replace(state.position, start=first + state.position.start)
                 spans = () if state.sender.layout.by_shard else contents.spans or ()
-                weight, numel = 1 / state.ranks if averages else 1.0, contents.numel
-                part = Part(state.kind, pieces, numel, position, state.index, state.senders, weight, spans)
-                found.append((state.sender, part))
-        return found
+                weight = 1 / state.ranks if self._fsdp.ddp_config.average_in_collective else 1.0
+                sizes = (state.index, state.senders, weight, spans)
+                yield state.sender, Part(state.kind, pieces, contents.numel, position, *sizes)
 
 
-def _piece(name: str, here: str, item: Any) -> Piece:
-    """A whole parameter of this model-parallel rank; `item` is upstream's TensorItemIndex."""
+def _piece(name: str, key: str, item: Any) -> Piece:
+    """A whole parameter; `item` is upstream's TensorItemIndex."""
     shape = tuple(item.shape)
     strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    return Piece(name, f"{name}@{here}", (0,) * len(shape), shape, item.global_data_index, strides)
+    return Piece(name, key, (0,) * len(shape), shape, item.global_data_index, strides)

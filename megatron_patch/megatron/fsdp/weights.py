@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,15 +25,6 @@ from megatron_patch.megatron.seams.weights import ChunkWeights, MessagesUnderWay
 from megatron_patch.session.session import Session
 
 
-@dataclass
-class _Bucket:
-    """What seams/weights.py reads of a bucket of DDP's."""
-
-    bucket_id: int
-    param_data: torch.Tensor
-    """[B], the weights of all ranks; on the meta device where no rank has them all."""
-
-
 class _BucketGroup:
     """A bucket of Megatron-FSDP's weights, as seams/weights.py knows a bucket group of DDP's."""
 
@@ -44,7 +34,8 @@ class _BucketGroup:
         size = buffer.bucket_index.size
         whole = not buffer.is_data_distributed
         weights = buffer.data[:size] if whole else torch.empty(size, dtype=buffer.dtype, device="meta")
-        self.buckets = [_Bucket(number, weights)]
+        self.number = number
+        self.buckets = [SimpleNamespace(bucket_id=number, param_data=weights)]
         self.ddp_config = config
         self.intra_distributed_optimizer_instance_group: dist.ProcessGroup = buffer.data_parallel_group
         self.intra_distributed_optimizer_instance_size = buffer.data_parallel_group.size()
@@ -55,19 +46,15 @@ class _BucketGroup:
         self.handle: Any = None
         self.within_upstream = False
 
+    def wait(self) -> None:
+        """Upstream waits for a gather that goes another way, and ends in `wait_bucket_ready`."""
+
     def start_param_sync(self, force_sync: bool = False) -> None:
         """Gather the bucket in full, as upstream has asked."""
         assert self.gather is not None
         self.handle = self.gather()
         if not self.within_upstream:
             self.handle.wait()
-
-
-class _Done:
-    """Upstream's handle of a gather that goes, or went, another way."""
-
-    def wait(self) -> None:
-        """It is waited for in `wait_bucket_ready`."""
 
 
 class _Seam(WeightSeam):
@@ -100,20 +87,15 @@ class WeightGathers:
     def __init__(self, pipeline: Any, config: Any, state: Session) -> None:
         self._asked: list[_Seam] = []
         self._depth = 0
-        self._detached = False
         self._under_way: dict[int, MessagesUnderWay] = {}
-        groups = {
-            number: (_BucketGroup(number, found.model_weight_buffer, config, self._asked), found)
-            for number, found in enumerate(pipeline.buffer.parameter_groups)
-            if found.model_weight_buffer is not None
-        }
-        chunk = SimpleNamespace(
-            bucket_groups=[group for group, found in groups.values() if not found.is_expert_param],
-            expert_parallel_bucket_groups=[
-                group for group, found in groups.values() if found.is_expert_param
-            ],
-        )
-        self._groups = {number: group for number, (group, _) in groups.items()}
+        self._groups: dict[int, _BucketGroup] = {}
+        chunk = SimpleNamespace(bucket_groups=[], expert_parallel_bucket_groups=[])
+        for number, found in enumerate(pipeline.buffer.parameter_groups):
+            if found.model_weight_buffer is not None:
+                group = _BucketGroup(number, found.model_weight_buffer, config, self._asked)
+                self._groups[number] = group
+                kind = chunk.expert_parallel_bucket_groups if found.is_expert_param else chunk.bucket_groups
+                kind.append(group)
         self.weights = ChunkWeights(chunk, state, _Seam)
         methods = (self._all_gather_params, self._async_bucket_gather, self._wait_bucket_ready)
         names = [path.rpartition(".")[2] for path in symbols.FSDP_GATHERS]
@@ -122,9 +104,9 @@ class WeightGathers:
 
     def detach(self) -> None:
         """Restore the pipeline's original methods; what is under way ends first."""
-        self._detached = True
-        for number in list(self._under_way):
-            self._under_way.pop(number).wait()
+        self._groups = {}  # where somebody's override still calls this one
+        while self._under_way:
+            self._under_way.popitem()[1].wait()
         for override in self._overrides:
             override.undo()
         self.weights.detach()
@@ -135,13 +117,13 @@ class WeightGathers:
 
     def _async_bucket_gather(self, bucket_id: int, bwd: bool) -> None:
         group, upstream = self._groups.get(bucket_id), param_and_grad_buffer.torch
-        if group is None or self._detached:
+        if group is None:
             self._originals["async_bucket_gather"](bucket_id, bwd)
             return
 
         def all_gather(**collective: Any) -> Any:
             group.gather = lambda: upstream.distributed.all_gather_into_tensor(**collective)
-            group.handle, group.within_upstream = _Done(), True
+            group.handle, group.within_upstream = group, True
             try:
                 group.start_param_sync(force_sync=False)
             finally:
@@ -166,12 +148,11 @@ class WeightGathers:
             yield
         finally:
             self._depth -= 1
-        if self._depth or not self._asked:
+        if self._depth:
             return
-        asked = list(self._asked)
+        asked = self._asked.copy()
         self._asked.clear()
         for ranks in dict.fromkeys(seam.ranks for seam in asked):
             seams = [seam for seam in asked if seam.ranks is ranks]
             under_way = MessagesUnderWay(seams, self.weights, own_may_have_changed=True)
-            for seam in seams:
-                self._under_way[seam.group.buckets[0].bucket_id] = under_way
+            self._under_way |= {seam.group.number: under_way for seam in seams}
