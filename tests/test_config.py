@@ -28,7 +28,7 @@ CHOICES = {
     "intra_bits": (8,),
     "warmup": ("auto", "fixed"),
     "weight_gather": ("stock", "exact"),
-    "weight_code": ("planes", "entropy"),
+    "weight_code": ("planes", "entropy", "auto"),
 }
 WHOLE = "a whole number, 0 or more"
 BLOCK = "a power of two from 16 to 65536, or 'shard'"

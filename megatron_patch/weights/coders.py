@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_patch.errors import UserError
+from megatron_patch.config import AUTO
 from megatron_patch.quantization import backends, native
 from megatron_patch.weights import code as weight_code
 from megatron_patch.weights import entropy_code
@@ -88,17 +88,19 @@ class Entropy:
         message[0] = torch.where(self.sums(weights)[0] != told[0], STALE, message[0])
 
 
+def chosen(weight_code: str, device: torch.device) -> str:
+    """The name of the code that `CompressionConfig.weight_code` means on a device."""
+    if weight_code != AUTO:
+        return weight_code
+    return "entropy" if device.type == "cpu" else "planes"
+
+
 def weight_coder(name: str, device: torch.device, fp16: bool) -> WeightCoder:
-    """The implementation for a device of the code that `CompressionConfig.weight_code` names.
+    """The implementation of a code for a device.
 
     Args:
         fp16: whether the weights are fp16, not bf16.
-
-    Raises:
-        UserError: the code has no kernels for the device.
     """
-    if name == "entropy" and device.type != "cpu":
-        raise UserError("compression.weight_code: entropy has no GPU kernels yet; it must be planes")
     kernels = backends.available(device)
     if kernels is None:
         return Planes(weight_code) if name == "planes" else Entropy(entropy_code, fp16)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from megatron_patch.collectives.workspace import Workspace
 from megatron_patch.weights import sums as weight_sums
-from megatron_patch.weights.coders import FACTS, weight_coder
+from megatron_patch.weights.coders import FACTS, chosen, weight_coder
 
 _ALIGNMENT = 8
 """Bytes: every message begins where the numbers of its header may."""
@@ -37,9 +37,6 @@ class WeightGather:
         bucket: [N * S] of bf16 or fp16, in whose shard `group.rank()` the optimizer writes.
         name: of the bucket, for messages.
         code: `CompressionConfig.weight_code`.
-
-    Raises:
-        UserError: the code has no kernels for the bucket's device.
     """
 
     def __init__(
@@ -54,7 +51,8 @@ class WeightGather:
         self.group = group
         self._bucket = bucket
         self._workspace = workspace
-        self._coder = weight_coder(code, bucket.device, bucket.dtype == torch.float16)
+        self.code = chosen(code, bucket.device)
+        self._coder = weight_coder(self.code, bucket.device, bucket.dtype == torch.float16)
         self._shards = bucket.view(torch.int16).view(group.size(), -1)
         self._own = self._shards[group.rank()]
         self._old = self._own.clone()

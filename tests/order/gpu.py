@@ -52,6 +52,43 @@ KERNELS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("messages", "places", "pieces", "wrong", "sums"), "reads"),
         "found": "writes",
     },
+    "entropy_count_kernel": {"old": "reads", "new": "reads", "counts": "changes", "sums": "writes"},
+    "entropy_frequencies_kernel": {
+        **dict.fromkeys(("counts", "exponents"), "reads"),
+        **dict.fromkeys(("frequencies", "starts", "costs"), "writes"),
+    },
+    "entropy_list_kernel": {
+        **dict.fromkeys(("frequencies", "starts"), "reads"),
+        "table": "writes",
+        "numbers": "changes",
+    },
+    "entropy_front_kernel": {
+        **dict.fromkeys(("exponents", "frequencies", "numbers", "costs"), "reads"),
+        "front": "changes",
+        "plan": "writes",
+    },
+    "entropy_encode_kernel": {
+        **dict.fromkeys(("old", "new", "table", "plan"), "reads"),
+        **dict.fromkeys(("words", "counts", "states"), "changes"),
+    },
+    "entropy_pack_kernel": {
+        **dict.fromkeys(("front", "plan", "counts", "ends", "states", "words"), "reads"),
+        "message": "changes",
+    },
+    "entropy_read_kernel": {
+        **dict.fromkeys(("messages", "places"), "reads"),
+        **dict.fromkeys(("table", "plans"), "writes"),
+        "wrong": "changes",
+    },
+    "entropy_sizes_kernel": {**dict.fromkeys(("messages", "places", "plans"), "reads"), "sizes": "writes"},
+    "entropy_decode_kernel": {
+        **dict.fromkeys(("messages", "places", "table", "plans", "ends"), "reads"),
+        **dict.fromkeys(("shards", "wrong"), "changes"),
+    },
+    "entropy_verdict_kernel": {
+        **dict.fromkeys(("messages", "places", "plans", "ends", "wrong", "sums"), "reads"),
+        "found": "writes",
+    },
     "sums_kernel": {"weights": "reads", "sums": "changes"},
     "_fold_kernel": {"stretches": "reads", "signs": "reads", "sums": "writes"},
 }

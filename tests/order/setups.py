@@ -59,6 +59,9 @@ SETUPS = {
     "virtual pipeline chunks": Setup(SEVERAL, chunks=2),
     "weight gather": Setup(WEIGHTS | {"overlap": True, "bucket_size": 300}, {"weight_gather": "exact"}),
     "weight gather, overlapped": Setup(SEVERAL | WEIGHTS, {"weight_gather": "exact"}, gathers_overlap=True),
+    "weight gather in the entropy code": Setup(
+        WEIGHTS | {"overlap": True, "bucket_size": 300}, {"weight_gather": "exact", "weight_code": "entropy"}
+    ),
     "weight gather of experts, overlapped": Setup(
         SEVERAL | WEIGHTS | EXPERTS, {"weight_gather": "exact"}, gathers_overlap=True
     ),

@@ -172,6 +172,11 @@ def what_kernels_change() -> dict[str, set[str]]:
         found = torch.full((1,), 7, dtype=torch.int32)
         weights.decode(message[None], torch.tensor([[0, size]]), old[None], -1, found)
         weights.sums(old)
+        old, new, facts = old[:600].clone(), new[:600].clone(), torch.zeros(3, dtype=torch.int64)
+        new[::2] += 1
+        size = weights.encode_entropy(new, old, False, message, facts)
+        found.fill_(7)
+        weights.decode_entropy(message[None], torch.tensor([[0, size]]), new[None], -1, found)
         sketch = NormSketch(1, torch.device("cpu"))
         sketch.add(torch.randn(500), 1.0)
         rows = norm_sketch.rows_of(sketch._pieces)

@@ -292,6 +292,11 @@ class _State:
 
     def do_div(self, parts: list[str], operands: list[str]) -> None:
         dtype = _TYPES[parts[-1]]
+        if dtype.kind in "iu":  # toward zero
+            above, below = (self.value(one, dtype) for one in operands[1:])
+            whole = np.abs(above) // np.maximum(np.abs(below), 1)
+            self.put(operands[0], np.where((above < 0) != (below < 0), -whole, whole).astype(dtype))
+            return
         result = np.divide(*(self.value(one, dtype) for one in operands[1:]))
         self.put(operands[0], result if "rn" in parts else self._about(result))
 

@@ -34,7 +34,8 @@ def test_compiled_kernels_give_the_reference_s_bits() -> None:
     found = ran("rounds", "1", "90")
     assert found["compress"]["rounds"] >= 7
     assert all(numbers["launches"] for numbers in found.values())
-    assert set(found) == {"compress", "decompress_reduce", "decompress", "weight code", "1-bit Adam"}
+    codes = {"weight code", "entropy code"}
+    assert set(found) == {"compress", "decompress_reduce", "decompress", "1-bit Adam"} | codes
 
 
 @pytest.mark.slow

@@ -133,6 +133,19 @@ def weight_code(start: int) -> dict[str, Any]:
     return found
 
 
+def entropy_code() -> dict[str, Any]:
+    """The entropy code's kernels, by name."""
+    n = 10_000
+    old, new = (torch.zeros(n, dtype=torch.int16) for _ in range(2))
+    message, facts = torch.zeros(bound(n), dtype=torch.uint8), torch.zeros(3, dtype=torch.int64)
+    weights.encode_entropy(old, new, False, message, facts)
+    places = torch.tensor([[0, message.numel()]])
+    weights.decode_entropy(message[None], places, old[None], -1, torch.zeros(1, dtype=torch.int32))
+    found = {kernel.metadata.name: kernel for kernel in kernels if "entropy" in kernel.metadata.name}
+    kernels.clear()
+    return found
+
+
 def disassembled(tool: Any, *options: str, kernel: Any) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
         binary.write(kernel.asm["cubin"])
@@ -212,6 +225,16 @@ def main() -> None:
     for start, where in ((0, "aligned"), (1, "odd")):
         for name, kernel in weight_code(start).items():
             report(f"weights-{name}-{where}", kernel, 16, instructions_in_all)
+    for name, kernel in entropy_code().items():
+        # A thread codes a weight in a round, moves 8 words, or counts 16 weights; others see no weights.
+        counts = name == "entropy_count_kernel"
+        elements = 16 if counts else 8 if name == "entropy_pack_kernel" else 1
+        report(
+            name.removesuffix("_kernel").replace("_", "-"),
+            kernel,
+            elements,
+            instructions_in_all if counts else instructions_of_the_longest_loop,
+        )
     # The rest compiles. Sizes of 1 are constants to Triton.
     short_row = (Span.of(7, (3, 50)),)
     for bits in (8, 3, 2, 1):

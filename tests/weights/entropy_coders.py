@@ -6,18 +6,22 @@ from types import SimpleNamespace
 
 import torch
 from simulation import entropy_coder as by_hand
-from weights.weight_coders import SPECIAL, Coder, decode_one, parametrized, patterns
+from weights.weight_coders import GPU, NO_INTERPRETER, SPECIAL, Coder, decode_one, parametrized, patterns
 
 from megatron_patch.quantization import native
 from megatron_patch.weights import code as weight_code
 from megatron_patch.weights import entropy_code
 from megatron_patch.weights import native as native_weights
 from megatron_patch.weights.entropy_code import FACTS, bound
+from megatron_patch.weights.triton_kernels import entropy
 
 _native = SimpleNamespace(encode=native_weights.encode_entropy, decode=native_weights.decode_entropy)
+_triton = SimpleNamespace(encode=entropy.encode_entropy, decode=entropy.decode_entropy)
 CODERS = {
     "reference": Coder(entropy_code, fewer=8),
     **{name: Coder(_native, variant=index) for index, name in enumerate(native.variants())},
+    "triton-interpreted": Coder(_triton, fewer=100, most=300, without=NO_INTERPRETER),
+    "triton-gpu": Coder(_triton, "cuda", without=GPU),
 }
 every_coder = parametrized(CODERS, [*CODERS])
 cpu_coders = parametrized(CODERS, [name for name in CODERS if CODERS[name].device == "cpu"])

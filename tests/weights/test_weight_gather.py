@@ -6,12 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from seeds import seeded
 
 from megatron_patch.config import WEIGHT_CODES
-from megatron_patch.errors import UserError
-from megatron_patch.weights.coders import weight_coder
 
 RANKS = 4
 TRIALS = 100
@@ -307,11 +304,6 @@ def test_a_message_that_changes_on_its_way_is_an_error_or_says_the_same(pool, co
         assert "silently wrong" not in errors
         assert (len(errors) > TRIALS // 2) == (rank == 2)
         assert all("bucket 7 on rank 2, shard of rank 1" in text for text in errors)
-
-
-def test_a_code_without_kernels_for_the_device_is_refused_in_one_line():
-    with pytest.raises(UserError, match=r"^compression\.weight_code: entropy has no GPU kernels yet"):
-        weight_coder("entropy", torch.device("cuda"), fp16=False)
 
 
 @every_code

@@ -1,4 +1,4 @@
-"""The GPU kernels of weights/code.py: the same bytes.
+"""The GPU kernels of weights/code.py, and of entropy_code.py (entropy.py): the same bytes.
 
 For contiguous tensors of the GPU that is current, and on CPU tensors in Triton's interpreter. Weights may
 begin at any multiple of 2 bytes, messages at multiples of 8.
@@ -28,12 +28,15 @@ from megatron_patch.weights.triton_kernels.encode import (
     pack_kernel,
     place_kernel,
 )
-from megatron_patch.weights.triton_kernels.tiles import TILES_AT_ONCE, sizes_kernel, sums_kernel
+from megatron_patch.weights.triton_kernels.entropy import decode_entropy as decode_entropy
+from megatron_patch.weights.triton_kernels.entropy import encode_entropy as encode_entropy
+from megatron_patch.weights.triton_kernels.tiles import TILES_AT_ONCE, sizes_kernel
+from megatron_patch.weights.triton_kernels.tiles import interpreted as _interpreted
+from megatron_patch.weights.triton_kernels.tiles import sums as sums
 
 _SCRATCH_TILES = 1 << 15  # 96 MiB of scratch, for 64 Mi weights
 _PLAIN = {"enable_fp_fusion": False}
 _APPLY = {**_PLAIN, "maxnreg": 128}  # left to itself ptxas spills 16 bytes to save registers
-_PROGRAMS = 2048  # of `sums`: at most, enough for any GPU
 
 
 def encode(old: torch.Tensor, new: torch.Tensor, message: torch.Tensor) -> int:
@@ -92,21 +95,6 @@ def decode(
     verdict_kernel[(senders,)](*arguments, num_warps=1, **_PLAIN)
 
 
-def sums(weights: torch.Tensor) -> torch.Tensor:
-    """weight_code.sums."""
-    rows, n = weights.shape[:-1].numel(), weights.shape[-1]
-    found = torch.zeros(*weights.shape[:-1], 2, dtype=torch.int64, device=weights.device)
-    programs = min(tiles_of(n), 2 if _interpreted(weights) else _PROGRAMS)
-    if programs and rows:
-        sums_kernel[
-            (
-                programs,
-                rows,
-            )
-        ](weights, found, n, SIXTEENS=n % 16 == 0, **_PLAIN)
-    return found
-
-
 def _write_planes(
     old: torch.Tensor, new: torch.Tensor, counts: torch.Tensor, places: torch.Tensor, message: torch.Tensor
 ) -> None:
@@ -119,8 +107,3 @@ def _write_planes(
         grid = (min(at_once, tiles - first),)
         place_kernel[grid](old, new, counts, places, message, few, fours, n, tiles, first, **_PLAIN)
         pack_kernel[grid](counts, places, message, few, fours, tiles, first, **_PLAIN)
-
-
-def _interpreted(tensor: torch.Tensor) -> bool:
-    """In the interpreter programs share their work, and scratch is used again, for small tensors too."""
-    return tensor.device.type != "cuda"

@@ -6,11 +6,13 @@ their counts there. Places are int64, numbers inside a tile int32.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 from megatron_patch.weights import code as weight_code
 from megatron_patch.weights import sums as weight_sums
+from megatron_patch.weights.sums import tiles_of
 
 TILE = tl.constexpr(weight_code.TILE)
 NO_BITMAP = tl.constexpr(weight_code.NO_BITMAP)
@@ -18,6 +20,7 @@ _STEP = tl.constexpr(weight_sums.STEP)
 _SHIFT_1, _SHIFT_2, _SHIFT_3 = (tl.constexpr(shift) for shift, _ in weight_sums.MIX)
 _FACTOR_1, _FACTOR_2 = (tl.constexpr(factor) for _, factor in weight_sums.MIX[:2])
 TILES_AT_ONCE = tl.constexpr(256)  # of sizes_kernel
+_PROGRAMS = 2048  # of `sums`: at most, enough for any GPU
 
 
 @triton.jit
@@ -96,6 +99,21 @@ def sums_kernel(
         other += of_other
     tl.atomic_add(sums + 2 * row, one, sem="relaxed")
     tl.atomic_add(sums + 2 * row + 1, other, sem="relaxed")
+
+
+def sums(weights: torch.Tensor) -> torch.Tensor:
+    """weight_code.sums."""
+    rows, n = weights.shape[:-1].numel(), weights.shape[-1]
+    found = torch.zeros(*weights.shape[:-1], 2, dtype=torch.int64, device=weights.device)
+    programs = min(tiles_of(n), 2 if interpreted(weights) else _PROGRAMS)
+    if programs and rows:
+        sums_kernel[(programs, rows)](weights, found, n, SIXTEENS=n % 16 == 0, enable_fp_fusion=False)
+    return found
+
+
+def interpreted(tensor: torch.Tensor) -> bool:
+    """In the interpreter programs share their work, and scratch is used again, for small tensors too."""
+    return tensor.device.type != "cuda"
 
 
 @triton.jit

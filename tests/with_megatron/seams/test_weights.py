@@ -176,7 +176,13 @@ EXACT = {"method": "none", "weight_gather": "exact"}
 DATA = ": 7,552 weights in 1 bucket, "
 STOCK = "Megatron's own: "
 SAID = {
-    "bf16": (bf16(), EXACT, f"weight gather over 4 data parallel ranks{DATA}from their changes, exactly"),
+    "bf16": (
+        bf16(),
+        EXACT,
+        f"weight gather over 4 data parallel ranks{DATA}from their changes, exactly, in planes",
+    ),
+    "entropy": (bf16(), EXACT | {"weight_code": "entropy"}, "from their changes, exactly, in entropy"),
+    "auto": (bf16(), EXACT | {"weight_code": "auto"}, "from their changes, exactly, in entropy"),
     "experts": (bf16({"experts": 4, "ep": 2}), EXACT, "over 2 expert data parallel ranks: "),
     "fp32": (
         {},
