@@ -16,6 +16,7 @@ import torch
 from scipy import stats
 from worker_pool import WorkerPool
 
+from benchmarks.error_feedback.adam_blocks import BLOCK, look_at
 from benchmarks.error_feedback.trend_over_sizes import over_sizes
 from megatron_patch.workflows import cli
 
@@ -114,6 +115,20 @@ def test_error_feedback_remedies_change_adam_where_they_say(pool: WorkerPool) ->
 def trend_over_sizes(*flags: str) -> subprocess.CompletedProcess[str]:
     script = [sys.executable, str(BENCHMARKS / "error_feedback" / "trend_over_sizes.py"), *flags]
     return subprocess.run(script, capture_output=True, text=True, check=False)
+
+
+def test_what_a_code_that_knew_adams_moments_would_save_by_hand() -> None:
+    """Rows and columns that explain v save all, equal moments nothing; half of a block at 16 times the rest."""
+    rows, columns = torch.rand(3, 1) + 0.1, torch.rand(1, 2 * BLOCK) + 0.1
+    today, factored, least = look_at(rows * columns).noise
+    assert torch.allclose(factored, least)
+    assert (today > least).all()
+    assert torch.allclose(*look_at(torch.full((2, BLOCK), 3.0)).noise[::2])
+    halves = torch.ones(2, BLOCK)
+    halves[:, BLOCK // 2 :] = 16
+    found = look_at(halves)
+    assert found.spread == pytest.approx(math.log(4) / 2)
+    assert torch.allclose(found.noise[0], torch.tensor(17 / 2 * 17 / 32 * BLOCK**2, dtype=torch.float64))
 
 
 def test_a_line_goes_through_the_seeds_of_several_models(tmp_path: Path) -> None:

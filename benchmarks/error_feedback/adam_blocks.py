@@ -1,0 +1,110 @@
+"""How much of rounding's noise in Adam's steps a code would save that knew sqrt(v), from a checkpoint.
+
+    python benchmarks/error_feedback/adam_blocks.py runs/llama_3m/checkpoints/iter_0003000
+
+Adam divides by sqrt(v), a code of today does not: it spreads what rounding loses evenly over a block of 128
+elements, in proportion to the block's energy. With E[g^2] proportional to v, the noise in the block's step is
+
+    sum(v) * sum(1 / v)             today
+    sum(v / f) * sum(f / v)         of senders that divide by sqrt(f), f: v's row means times its column means
+    128^2                           of senders that divide by sqrt(v) itself
+
+each times the same factor. Printed for each matrix: the standard deviation of log sqrt(v) within blocks, mean
+over blocks, and the share of the noise that would go, by the median block and by the sum over blocks.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a matrix's blocks are like."""
+
+    spread: float
+    """Standard deviation of log sqrt(v) within a block, mean over blocks."""
+    noise: torch.Tensor
+    """fp64 [3, blocks]: of a code of today, with row and column factors, with v itself."""
+
+
+def look_at(v: torch.Tensor) -> Found:
+    """The blocks of one matrix of Adam's second moments, [R, C]: as many whole ones as a row has."""
+    v = v.double()
+    v = v[(v > 0).all(1)]  # Rows without a gradient, as of a token that never came, are sent as zeros.
+    factors = v.mean(1, keepdim=True) * v.mean(0, keepdim=True) / v.mean()
+    width = min(BLOCK, v.shape[1])
+    whole = v.shape[1] // width * width
+    blocks, f = (one[:, :whole].reshape(-1, width) for one in (v, factors))
+    today = blocks.sum(1) * (1 / blocks).sum(1)
+    factored = (blocks / f).sum(1) * (f / blocks).sum(1)
+    least = torch.full_like(today, width**2)
+    spread = float(blocks.sqrt().log().std(1, correction=0).mean())
+    return Found(spread, torch.stack([today, factored, least]))
+
+
+def line(name: str, spread: float, noise: torch.Tensor) -> str:
+    """A row of the table: shares of today's noise that would go."""
+    each, sums = 1 - noise[1:] / noise[0], 1 - noise[1:].sum(1) / noise[0].sum()
+    shares = [value for one in zip(each.median(1).values, sums, strict=True) for value in one]
+    return f"| {name} | {spread:.2f} | " + " | ".join(f"{share:.0%}" for share in shares) + " |"
+
+
+def moments(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Adam's second moments of matrices by parameter, from a folder of Megatron's distributed optimizer.
+
+    Its states are whole buckets there. Where a parameter lies in one is found by its values: the optimizer's
+    fp32 copy of it, rounded, is the weight.
+    """
+    metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    tensors = {key: torch.empty(m.size, dtype=m.properties.dtype) for key, m in metadata.items()
+               if isinstance(m, TensorStorageMetadata)}  # fmt: skip
+    load(tensors, storage_reader=FileSystemReader(checkpoint), no_dist=True)
+    weights = {
+        f"{name} {place}": one
+        for name, tensor in tensors.items()
+        if not name.startswith("optimizer.")
+        for place, one in enumerate(tensor.unbind() if ".layers." in name else [tensor])
+    }
+    found = {}
+    for key, v in tensors.items():
+        if not key.endswith(".exp_avg_sq"):
+            continue
+        copies, start = tensors[key.removesuffix("exp_avg_sq") + "param"], 0
+        while name := next((n for n, weight in weights.items() if _lies_at(copies, start, weight)), None):
+            weight = weights.pop(name)
+            if weight.dim() == 2:
+                found[name] = v[start : start + weight.numel()].view_as(weight)
+            start = -(-(start + weight.numel()) // 64) * 64
+    return found
+
+
+def _lies_at(copies: torch.Tensor, start: int, weight: torch.Tensor) -> bool:
+    copy = copies[start : start + weight.numel()]
+    return copy.numel() == weight.numel() and torch.equal(copy.to(weight.dtype), weight.flatten())
+
+
+def main() -> None:
+    """Print a line for each matrix."""
+    found = moments(Path(sys.argv[1]))
+    print("| matrix | log sqrt(v) | saved by factors: median block | in all | by v: median block | in all |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    looked = {name: look_at(v) for name, v in sorted(found.items())}
+    for name, one in looked.items():
+        print(line(name, one.spread, one.noise))
+    layers = [one for name, one in looked.items() if ".layers." in name]
+    together = torch.cat([one.noise for one in layers], 1)
+    print(line("all layers", statistics.fmean(one.spread for one in layers), together))
+
+
+if __name__ == "__main__":
+    main()
