@@ -118,7 +118,7 @@ def trend_over_sizes(*flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_what_a_code_that_knew_adams_moments_would_save_by_hand() -> None:
-    """Rows and columns that explain v save all, equal moments nothing; half of a block at 16 times the rest."""
+    """Rows and columns that explain v save all, equal moments nothing; halves of a block 16 times apart."""
     rows, columns = torch.rand(3, 1) + 0.1, torch.rand(1, 2 * BLOCK) + 0.1
     today, factored, least = look_at(rows * columns).noise
     assert torch.allclose(factored, least)
