@@ -5,6 +5,7 @@ The padding of its buckets is memory that nobody has written: here it is NaN in 
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from with_megatron.fsdp.fsdp_runs import STEPS, saved_and_restored, train
 
 GRADS = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads"}
 PARAMS = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+UNFUSED = {"gradient_reduce_div_fusion": False}
+"""Gradients that stay Megatron's own over gloo, which knows no product with a factor."""
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "optim_grads": ({"ddp": GRADS}, {}),
@@ -27,8 +30,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tensor parallel": ({"ddp": GRADS, "tp": 2, "sequence_parallel": True}, {}),
     "optim_grads_params": ({"ddp": PARAMS, "dtype": "bf16"}, {}),
     "optim_grads_params, experts": ({"ddp": PARAMS, "experts": 4, "ep": 2}, {}),
-    "two instances": ({"ddp": GRADS | {"gradient_reduce_div_fusion": False}, "instances": 2}, {}),
-    "two instances, optim_grads_params": ({"ddp": PARAMS, "instances": 2, "dtype": "bf16"}, {"bits": 2}),
+    "two instances": ({"ddp": GRADS | UNFUSED, "instances": 2}, {}),
+    "two instances, optim_grads_params": (
+        {"ddp": PARAMS | UNFUSED, "instances": 2, "dtype": "bf16"},
+        {"bits": 2},
+    ),
 }
 
 
@@ -50,6 +56,8 @@ def exchanges(reports: list[dict[str, Any]]) -> dict[Any, list[list[dict[str, An
 
 @pytest.mark.parametrize("case", CASES)
 def test_exchanged_values_are_the_simulation_s(pool, case: str) -> None:
+    if "tp" in CASES[case][0] and os.environ.get("EXPECTED_MEGATRON_CORE", "").startswith("0.17"):
+        pytest.skip("there Megatron-FSDP needs Transformer Engine with tensor parallelism")
     model, compression = CASES[case]
     reports = pool.run(train, model, compression, world_size=4)
     found = exchanges(reports)
@@ -94,7 +102,9 @@ def test_exchanged_values_are_the_simulation_s(pool, case: str) -> None:
         assert (report["inside"] > 0) == hybrid
 
 
-@pytest.mark.parametrize("model", [{"ddp": GRADS}, {"ddp": PARAMS, "instances": 2, "dtype": "bf16"}])
+@pytest.mark.parametrize(
+    "model", [{"ddp": GRADS}, {"ddp": PARAMS | UNFUSED, "instances": 2, "dtype": "bf16"}]
+)
 def test_error_states_are_put_back(pool, tmp_path, model: dict[str, Any]) -> None:
     """In the same layout bit for bit; half as many ranks carry them over."""
     reports = pool.run(saved_and_restored, model, str(tmp_path), True, world_size=4)
