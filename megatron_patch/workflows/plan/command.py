@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--strategy",
         choices=STRATEGIES,
         default=MEGATRON,
-        help="megatron, or the recipe's model under PyTorch's fsdp2, hybrid (FSDP2 inside nodes) or ddp",
+        help="megatron: its DDP; optim_grads: Megatron-FSDP; PyTorch's fsdp2, hybrid (FSDP2 in nodes), ddp",
     )
     parser.add_argument(
         "--worth", type=float, default=constants.value("worth"), metavar="F",
@@ -205,7 +205,7 @@ def _plan(
 def choose(job: Job, cluster: Cluster, names: str | None) -> Sequence[methods.Method]:
     """The methods to plan for a job."""
     if job.strategy != MEGATRON:
-        return torch_step.methods_of(names, job.strategy)
+        return torch_step.methods_of(names, job)
     groups = [job.group(cluster, expert) for expert in (False, True)]
     hops = any(group.nodes > 1 and group.local > 1 for group in groups[: 2 if job.expert > 1 else 1])
     gathers = job.distributed and job.weight_bytes == 2

@@ -12,7 +12,8 @@ from megatron_patch.workflows.plan.cluster import Cluster
 from megatron_patch.workflows.plan.model import Parameter, PipelineStage, padded_vocabulary, stages_of
 
 ALL, INSIDE, BETWEEN = "all", "inside", "between"
-MEGATRON, FSDP2, HYBRID, DDP = STRATEGIES = "megatron", "fsdp2", "hybrid", "ddp"
+STRATEGIES = ("megatron", "optim_grads", "fsdp2", "hybrid", "ddp")
+MEGATRON, OPTIM_GRADS, FSDP2, HYBRID, DDP = STRATEGIES
 _SMALLEST_BUCKET, _BUCKET_OF_A_RANK = 40_000_000, 1_000_000
 
 
@@ -68,7 +69,7 @@ class Job:
     """Peak learning rate / standard deviation of the weights at the start."""
     layers: int = 1
     strategy: str = MEGATRON
-    """Megatron's DDP, or a wrapping of torch's."""
+    """Megatron's DDP, Megatron-FSDP with `optim_grads`, or a wrapping of torch's."""
     activation_bytes: float = 0.0
     recompute: bool = False
     after_backward: bool = False

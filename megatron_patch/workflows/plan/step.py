@@ -165,7 +165,7 @@ def _first_forward(maker: Exchanges, buckets: Sequence[Bucket], after: Sequence[
             # Asked for when the bucket before it was waited for; the first when it is needed.
             asked = last_gather[parameter.expert] or before
             places[parameter.expert] += 1
-            arrived = _gather(maker, [bucket], asked, places[parameter.expert])
+            arrived = gather(maker, [bucket], asked, places[parameter.expert])
             last_gather[parameter.expert] = arrived
             before = [*before, *arrived]
         operations += parameter.operations
@@ -218,10 +218,10 @@ def _optimizer(maker: Exchanges, buckets: Sequence[Bucket], ready: Task) -> None
         ranks = job.group(maker.cluster, bucket.expert).ranks if maker.method.shards_optimizer(job) else 1
         owned += bucket.elements / ranks
     before = [maker.work("optimizer", processor.optimizer.seconds(owned) + processor.step, before, "compute")]
-    before = _encode(maker, buckets, before)
+    before = encode(maker, buckets, before)
     if not job.overlap_weights:
         for number, batch in enumerate(_batches(maker, buckets)):
-            before = _gather(maker, batch, before, number)
+            before = gather(maker, batch, before, number)
 
 
 def _gathers(maker: Exchanges) -> bool:
@@ -229,7 +229,7 @@ def _gathers(maker: Exchanges) -> bool:
     return maker.method.shards_optimizer(maker.job) and not maker.method.free
 
 
-def _encode(maker: Exchanges, buckets: Sequence[Bucket], after: Sequence[Task]) -> list[Task]:
+def encode(maker: Exchanges, buckets: Sequence[Bucket], after: Sequence[Task]) -> list[Task]:
     """What the exact gather does once the optimizer has stepped: messages, and all ranks' lengths."""
     if not (_gathers(maker) and maker.method.exact):
         return list(after)
@@ -248,7 +248,7 @@ def _encode(maker: Exchanges, buckets: Sequence[Bucket], after: Sequence[Task]) 
     return before
 
 
-def _gather(maker: Exchanges, batch: Sequence[Bucket], after: Sequence[Task], number: int) -> list[Task]:
+def gather(maker: Exchanges, batch: Sequence[Bucket], after: Sequence[Task], number: int) -> list[Task]:
     """The gather of buckets of one group, which travel in one piece; ends when the weights are there."""
     expert = batch[0].expert
     group = maker.job.group(maker.cluster, expert)

@@ -1,12 +1,14 @@
-"""One training step of a job under PyTorch's own DDP, FSDP2 or hybrid sharding, on one rank.
+"""One training step of a job under Megatron-FSDP, or PyTorch's DDP, FSDP2 or hybrid sharding, on one rank.
 
-    fsdp2    weights in shards over all ranks: in every microbatch each unit is gathered for its forward pass
-             and again for its backward pass, and its gradients are reduced
-    hybrid   the same inside each node; in the last microbatch the shards are all-reduced between nodes
-    ddp      weights whole on every rank: in the last microbatch buckets of 25 MiB are all-reduced
+    optim_grads   Megatron-FSDP with whole weights on every rank: in every microbatch each unit's gradients
+                  are reduced, and once a step the weights are gathered
+    fsdp2         weights in shards over all ranks: in every microbatch each unit is gathered for its forward
+                  pass and again for its backward pass, and its gradients are reduced
+    hybrid        the same inside each node; in the last microbatch the shards are all-reduced between nodes
+    ddp           weights whole on every rank: in the last microbatch buckets of 25 MiB are all-reduced
 
-A unit is what `fully_shard` was applied to: here pieces of about a layer's size. A unit is gathered while the
-one before it computes, as FSDP2 prefetches; weights and uncompressed gradients travel in bf16.
+A unit is what is sharded at a time: here pieces of about a layer's size. A unit is gathered while the one
+before it computes, as FSDP2 prefetches; weights travel in bf16, and so do torch's uncompressed gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +20,17 @@ from megatron_patch.errors import UserError
 from megatron_patch.workflows.plan import step, traffic
 from megatron_patch.workflows.plan.cluster import Cluster
 from megatron_patch.workflows.plan.exchange import IN_FLIGHT, Exchanges, Handle, Sent
-from megatron_patch.workflows.plan.job import DDP, FSDP2, HYBRID, MEGATRON, Bucket, Group, Job, cut
+from megatron_patch.workflows.plan.job import (
+    DDP,
+    FSDP2,
+    HYBRID,
+    MEGATRON,
+    OPTIM_GRADS,
+    Bucket,
+    Group,
+    Job,
+    cut,
+)
 from megatron_patch.workflows.plan.methods import FREE, Method, chosen
 from megatron_patch.workflows.plan.step import Step
 from megatron_patch.workflows.plan.timeline import Task, Timeline
@@ -27,13 +39,14 @@ _BF16 = 2
 _DDP_BUCKET = 25 * 2**20 / _BF16
 _ADAM = 16
 """Bytes of an owned parameter: weight, gradient and two moments in fp32."""
+_MEGATRON_FSDP = "megatron.use_megatron_fsdp=true megatron.data_parallel_sharding_strategy=optim_grads"
 
 
 def planned_with(job: Job, strategy: str) -> Job:
-    """The recipe's model and batch under a strategy of torch's.
+    """The recipe's model and batch under another strategy than Megatron's DDP.
 
     Raises:
-        UserError: the recipe has parallelism that torch's wrappings do not have.
+        UserError: the recipe has parallelism of other kinds, too.
     """
     if strategy == MEGATRON:
         return job
@@ -47,17 +60,24 @@ def planned_with(job: Job, strategy: str) -> Job:
             raise UserError(
                 f"--strategy {strategy}: is planned with data parallelism alone; add megatron.{flag}=1"
             )
-    return dataclasses.replace(
-        job, strategy=strategy, gradient_bytes=_BF16, weight_bytes=_BF16, distributed=strategy != DDP
-    )
+    job = dataclasses.replace(job, strategy=strategy, weight_bytes=_BF16, distributed=strategy != DDP)
+    return job if strategy == OPTIM_GRADS else dataclasses.replace(job, gradient_bytes=_BF16)
 
 
-def methods_of(names: str | None, strategy: str) -> list[Method]:
+def methods_of(names: str | None, job: Job) -> list[Method]:
     """The methods of `--methods`, with what switches them on.
 
     Raises:
-        UserError: one of them is not served without Megatron.
+        UserError: one of them is not served under the job's strategy.
     """
+    strategy = job.strategy
+    if strategy == OPTIM_GRADS:
+        found = chosen(names or "stock,none_exact,loco4,loco4_exact,loco2_exact", True, True, True)
+        if any(method.momentum or method.distributed is not None for method in found):
+            raise UserError(
+                "--methods: optim_grads has no whole gradients: loco, naive, error_feedback, none"
+            )
+        return [dataclasses.replace(method, options=f"{method.options} {_MEGATRON_FSDP}") for method in found]
     # Over all ranks a byte a parameter for errors is much beside what FSDP2 itself keeps.
     usual = "stock,naive4,loco4" if strategy == FSDP2 else "stock,loco4,loco2"
     found = chosen(names or usual, one_precision=True, several_hops=strategy == FSDP2, gathers=True)
@@ -111,14 +131,17 @@ def _microbatch(job: Job, cluster: Cluster, method: Method, *, last: bool) -> Ex
     before: list[Task] = []
     # In the order of the forward pass; `cut` has that of the backward pass.
     for place in reversed(range(len(units))):
-        arrived = _gather(maker, units[place], shards, before[-2:-1])
+        if job.strategy == OPTIM_GRADS:
+            arrived = step.gather(maker, [units[place]], before[-2:-1], place) if last else []
+        else:
+            arrived = _gather(maker, units[place], shards, before[-2:-1])
         before.append(_compute(maker, "forward", operations[place], [*before[-1:], *arrived]))
     backward = 3.0 if job.recompute else 2.0
     handles: list[Handle] = []
     arrived = []  # The forward pass has left the last unit's weights where they are.
     for place, unit in enumerate(units):
         # Asked for before this unit's gradients are reduced: both wait for one communicator.
-        more = place + 1 < len(units)
+        more = place + 1 < len(units) and job.strategy != OPTIM_GRADS
         following = _gather(maker, units[place + 1], shards, before[-1:]) if more else []
         before.append(_compute(maker, "backward", backward * operations[place], [*before[-1:], *arrived]))
         arrived = following
@@ -132,7 +155,10 @@ def _microbatch(job: Job, cluster: Cluster, method: Method, *, last: bool) -> Ex
         done = maker.timeline.place("all gradients", {}, gradients, latency=step.norm_latency(cluster))
         processor = cluster.processor
         owned = sum(unit.elements for unit in units) / shards.ranks
-        maker.work("optimizer", processor.optimizer.seconds(owned) + processor.step, [done], "compute")
+        seconds = processor.optimizer.seconds(owned) + processor.step
+        stepped = maker.work("optimizer", seconds, [done], "compute")
+        if job.strategy == OPTIM_GRADS:
+            step.encode(maker, units, [stepped])
     return maker
 
 
@@ -145,7 +171,7 @@ def _units(job: Job, whole: Group) -> list[Bucket]:
 
 def _shard_group(job: Job, whole: Group) -> Group:
     """The ranks that share the weights."""
-    if job.strategy == FSDP2:
+    if job.strategy in (FSDP2, OPTIM_GRADS):
         return whole
     return traffic.inside_of(whole) if job.strategy == HYBRID else Group(1, 1, 1)
 
@@ -170,12 +196,13 @@ def _reduce(
 ) -> list[Handle]:
     """A unit's gradients, from when its backward pass has ended."""
     name, cluster, strategy = f"unit {place}", maker.cluster, maker.job.strategy
-    if strategy == FSDP2:
+    if strategy in (FSDP2, OPTIM_GRADS):
         if whole.ranks == 1:
             return []
         if maker.method.bits is not None:
             return [maker.start_low(unit, whole, ready, "dense", name, back=False)]
-        call = traffic.stock_reduce(unit.elements, _BF16, whole, cluster, fp32_sum=False)
+        nbytes = maker.method.bytes_of_gradient(maker.job)
+        call = traffic.stock_reduce(unit.elements, nbytes, whole, cluster, fp32_sum=False)
         maker.send(f"{name}: reduce-scatter", call, whole, ready, "network weights ")
         return []
     replicas, elements = whole, unit.elements
@@ -201,6 +228,8 @@ def memory_bytes(job: Job, cluster: Cluster, method: Method) -> float:
     shards = _shard_group(job, whole)
     units = sorted((unit.elements for unit in _units(job, whole)), reverse=True)
     total = job.activation_bytes + _ADAM * sum(units) / shards.ranks
+    if job.strategy == OPTIM_GRADS:  # whole weights; old shards, and messages of as many bytes at most
+        total += sum(units) * (_BF16 + (4 / shards.ranks if method.exact else 0))
     if shards.ranks > 1:  # weights and gradients of two units
         total += 2 * _BF16 * sum(units[:2])
     senders = traffic.across(whole) if job.strategy == HYBRID else whole

@@ -12,7 +12,7 @@ import pytest
 from megatron_patch.workflows.cli import main
 from megatron_patch.workflows.plan import methods, torch_step
 from megatron_patch.workflows.plan.cluster import Cluster, Work
-from megatron_patch.workflows.plan.job import DDP, FSDP2, HYBRID, Job
+from megatron_patch.workflows.plan.job import DDP, FSDP2, HYBRID, OPTIM_GRADS, Job
 from megatron_patch.workflows.plan.methods import parse
 from megatron_patch.workflows.plan.step import forward_seconds
 from megatron_patch.workflows.plan.torch_step import memory_bytes, simulate
@@ -37,7 +37,7 @@ def numel(one: Job) -> int:
     return sum(parameter.numel for parameter in one.stages[0].parameters)
 
 
-@pytest.mark.parametrize("strategy", [FSDP2, HYBRID, DDP])
+@pytest.mark.parametrize("strategy", [OPTIM_GRADS, FSDP2, HYBRID, DDP])
 def test_without_communication_a_step_is_its_arithmetic(strategy: str) -> None:
     one, on = wrapped(strategy, batch=64), quiet(2, 8)
     assert one.microbatches(on.world) == 4
@@ -57,6 +57,19 @@ def test_fsdp2_gathers_twice_and_reduces_once_a_microbatch() -> None:
     # Of four ranks a node, each sends 4 bits of every element to each of 12 others.
     gradients = 2 * 4 * 12 / 16 * numel(one) / 2
     assert low.uplink_bytes == pytest.approx(2 * (2 - 1 / units) * each + gradients, rel=0.05)
+
+
+def test_megatron_fsdp_reduces_every_microbatch_and_gathers_once_a_step() -> None:
+    one, on = wrapped(OPTIM_GRADS, batch=64), quiet(16, 1, bandwidth=1e6)
+    assert (one.microbatches(on.world), one.gradient_bytes) == (4, 4)
+    sent = {name: simulate(one, on, parse(name)).uplink_bytes for name in ("stock", "loco4", "none_exact")}
+    each = numel(one) * 15 / 16
+    assert sent["stock"] == pytest.approx((4 * 4 + 2) * each, rel=0.01)
+    assert sent["loco4"] == pytest.approx((4 * 0.5 + 2) * each, rel=0.03)
+    exact = one.bits_of_weights / 8
+    assert sent["none_exact"] == pytest.approx((4 * 4 + exact) * each, rel=0.01)
+    whole, shards = (memory_bytes(wrapped(s, batch=64), on, parse("stock")) for s in (OPTIM_GRADS, FSDP2))
+    assert whole - shards == 2 * sum(unit.elements for unit in torch_step._units(one, one.group(on, False)))
 
 
 def test_between_replicas_only_the_last_microbatchs_shards_travel() -> None:
@@ -110,7 +123,7 @@ def test_the_command_plans_a_strategy(
 def test_the_pages_table_is_what_the_command_says(tmp_path: Path) -> None:
     page = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if "--strategy" in line and line.startswith("| `llama")]
-    assert len(rows) == 4
+    assert len(rows) == 5
     file = tmp_path / "plan.json"
     for row in rows:
         command = row.split("`")[1]
