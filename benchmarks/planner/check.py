@@ -33,24 +33,14 @@ from megatron_patch.workflows.plan.cluster import (
     Work,
 )
 from megatron_patch.workflows.plan.cluster_file import fit, points
-from megatron_patch.workflows.plan.job import (
-    ALL,
-    BETWEEN,
-    DDP,
-    FSDP2,
-    HYBRID,
-    INSIDE,
-    MEGATRON,
-    OPTIM_GRADS,
-    Job,
-)
+from megatron_patch.workflows.plan.job import ALL, BETWEEN, INSIDE, MEGATRON, Job
 from megatron_patch.workflows.plan.methods import Method
 from megatron_patch.workflows.plan.model import Parameter, PipelineStage
 from megatron_patch.workflows.plan.recommend import simulate
 
 _PARTS = {ALL_TO_ALL: "exchange_seconds", ALL_GATHER: "gather_seconds"}
 """The columns of a stock step that have its collectives' time."""
-_STRATEGIES = {"ddp": DDP, "fsdp2": FSDP2, "hsdp": HYBRID, "mfsdp": OPTIM_GRADS}
+_STRATEGIES = {"ddp": "ddp", "fsdp2": "fsdp2", "hsdp": "hybrid", "mfsdp": "optim_grads"}
 """By the first word of the benchmark's name."""
 _NEVER = 1e15
 _RANKS = 4
@@ -88,10 +78,9 @@ def method_of(name: str) -> Method:
     """The planner's method for a name of the benchmark's."""
     wrapped, _, rest = name.partition("_")
     if wrapped in _STRATEGIES:
-        code, exact = rest.removesuffix("_exact"), "_exact" if rest.endswith("_exact") else ""
-        if code == "bf16":
-            return methods.parse("none_exact" if exact else methods.STOCK)
-        return methods.parse(f"{code}_flat{exact}")
+        known = {"bf16": methods.STOCK, "bf16_exact": "none_exact"}
+        code, *exact = rest.split("_")
+        return methods.parse(known.get(rest) or "_".join([code, "flat", *exact]))
     if name == BASELINE:
         return methods.parse(methods.STOCK)
     if name == ALL_REDUCE:
