@@ -24,7 +24,7 @@ MARKED = {
     "e2e": (
         "benchmarks/network",
         "benchmarks/test_benchmarks.py",
-        "megatron/checkpoint/test_resume.py",
+        "with_megatron/checkpoint/test_resume.py",
         "with_megatron/fsdp/test_megatron_fsdp.py",
         "with_megatron/fsdp/test_torch_fsdp2.py",
         "with_megatron/test_corners.py",
@@ -49,8 +49,8 @@ MARKED = {
         "test_supply_chain.py",
     ),
     "thorough": (
-        "megatron/onebit_adam/test_onebit_parallelism.py",
-        "megatron/seams/test_bad_gradients.py",
+        "with_megatron/onebit_adam/test_onebit_parallelism.py",
+        "with_megatron/seams/test_bad_gradients.py",
         "with_megatron/test_numerics.py",
         "order",
         "ptx",
