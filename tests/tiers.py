@@ -25,8 +25,6 @@ MARKED = {
         "benchmarks/network",
         "benchmarks/test_benchmarks.py",
         "with_megatron/checkpoint/test_resume.py",
-        "with_megatron/fsdp/test_megatron_fsdp.py",
-        "with_megatron/fsdp/test_torch_fsdp2.py",
         "with_megatron/test_corners.py",
         "pytorch/test_torch_scripts.py",
         "quantization/test_aarch64.py",

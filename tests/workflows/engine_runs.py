@@ -111,7 +111,8 @@ def engine(folder: Path, runs: dict[str, Run] | None = None) -> Path:
     """Run all of `runs` (RUNS by default), a folder for each; returns `folder`."""
     if "EXPECTED_MEGATRON_CORE" in os.environ:
         pytest.skip("the engine's script is written for the locked release of megatron-core")
-    in_warm_process(run_all, runs or RUNS, folder, log=folder / "engine.log")
+    chosen = runs or RUNS
+    in_warm_process(run_all, chosen, folder, log=folder / "engine.log", timeout=100 + 40 * len(chosen))
     return folder
 
 

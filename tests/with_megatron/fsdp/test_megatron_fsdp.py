@@ -19,6 +19,8 @@ OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]
 INSTANCES = [*GRADS, "--overlap-grad-reduce", "--num-distributed-optimizer-instances", "2"]
 EXACT = ["--compression-weight-gather", "exact"]
 
+pytestmark = pytest.mark.slow
+
 RUNS = {
     "stock": Run([*GRADS, *LONG]),
     "none": Run([*GRADS, *LONG], NONE),

@@ -21,6 +21,8 @@ def run(flags: list[str], ours: list[str] | None, **more: Any) -> Run:
     return Run(flags, ours, without=DISTRIBUTED, **more)
 
 
+pytestmark = pytest.mark.slow
+
 RUNS = {
     "stock": run(FP32, None),
     "none": run(FP32, NONE),
