@@ -35,8 +35,8 @@ def train(model: dict[str, Any], compression: dict[str, Any]) -> dict[str, Any]:
     report = megatron_patch.report(gpt.chunks)
     inside = report.gradient_bytes_inside_node
     megatron_patch.disable()
-    if model["ddp"].get("gradient_reduce_div_fusion") is False or model.get("dtype") == "bf16":
-        gpt.backward(STEPS)  # Megatron's own again, which gloo can run without a product in fp32
+    if model["ddp"].get("gradient_reduce_div_fusion") is False:
+        gpt.backward(STEPS)  # Megatron's own again, which gloo can run without a product in the collective
         assert gpt.update()
         assert len(record) == ends[-1]
     return {"record": record, "ends": ends, "losses": gpt.losses, "step": report.step, "inside": inside}

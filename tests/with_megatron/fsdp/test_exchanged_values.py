@@ -24,11 +24,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "optim_grads": ({"ddp": GRADS}, {}),
     "2 bits, bf16": ({"ddp": GRADS, "dtype": "bf16", "microbatches": 3}, {"bits": 2}),
     "averages": ({"ddp": GRADS | {"average_in_collective": True}, "experts": 4, "ep": 2}, {}),
-    "several buckets": ({"ddp": GRADS | {"bucket_size": 2000}, "dtype": "bf16"}, {}),
+    "several buckets": ({"ddp": GRADS | UNFUSED | {"bucket_size": 2000}, "dtype": "bf16"}, {}),
     "frozen": ({"ddp": GRADS, "frozen": ("linear_fc1", "word_embeddings")}, {}),
     "experts": ({"ddp": GRADS, "experts": 4, "ep": 2}, {}),
     "tensor parallel": ({"ddp": GRADS, "tp": 2, "sequence_parallel": True}, {}),
-    "optim_grads_params": ({"ddp": PARAMS, "dtype": "bf16"}, {}),
+    "optim_grads_params": ({"ddp": PARAMS | UNFUSED, "dtype": "bf16"}, {}),
     "optim_grads_params, experts": ({"ddp": PARAMS, "experts": 4, "ep": 2}, {}),
     "two instances": ({"ddp": GRADS | UNFUSED, "instances": 2}, {}),
     "two instances, optim_grads_params": (
