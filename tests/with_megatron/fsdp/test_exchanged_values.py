@@ -6,6 +6,7 @@ The padding of its buckets is memory that nobody has written: here it is NaN in 
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ from simulation.agreement import Agreement
 from simulation.all_reduce_float64 import AllReduceAgreement
 from simulation.loco_float64 import LoCoSimulation, block_labels
 from with_megatron.fsdp.fsdp_runs import STEPS, saved_and_restored, train
+
+from megatron_patch.errors import UserError
+from megatron_patch.megatron.unsupported import refuse_flags
 
 GRADS = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads"}
 PARAMS = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
@@ -118,3 +122,13 @@ def test_error_states_are_put_back(pool, tmp_path, model: dict[str, Any]) -> Non
         assert fewer[0]["steps"] == 2
         assert any("carried over to another layout" in line for line in fewer[0]["lines"])
         assert any(error.any() for error in fewer[0]["after"])
+
+
+def test_upstreams_second_version_is_refused() -> None:
+    """On main `--megatron-fsdp-version 2` is another implementation, which no release has yet."""
+    flags = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads"}
+    flags |= {"outer_dp_sharding_strategy": "no_shard", "compression_method": "loco"}
+    refuse_flags(Namespace(**flags, megatron_fsdp_version=1))
+    with pytest.raises(UserError, match=r"megatron_fsdp_version: 2 .* use 1$") as caught:
+        refuse_flags(Namespace(**flags, megatron_fsdp_version=2))
+    assert len(str(caught.value)) < 150
