@@ -5,7 +5,7 @@ and their weight gather (seams/weights.py). What is attached, and what is not an
 the seam cannot serve is refused (unsupported.py), never silently off. Users come in by doors.py.
 
 Unsplit parameters of tensor-parallel ranks are kept equal by a mark that Megatron acts on
-(seams/replicated_params.py).
+(seams/gradients.py).
 
 Torch's FSDP2 and Megatron-FSDP, which do not pass these seams, are attached by fsdp/.
 

@@ -73,10 +73,11 @@ def methods_of(names: str | None, job: Job) -> list[Method]:
     strategy = job.strategy
     if strategy == OPTIM_GRADS:
         found = chosen(names or "stock,none_exact,loco4,loco4_exact,loco2_exact", True, True, True)
-        if any(method.momentum or method.distributed is not None for method in found):
-            raise UserError(
-                "--methods: optim_grads has no whole gradients: loco, naive, error_feedback, none"
-            )
+        for method in found:
+            if method.momentum or method.distributed is not None:
+                raise UserError(
+                    f"--methods: {method.name} needs Megatron's DDP; leave it out with --strategy {strategy}"
+                )
         return [dataclasses.replace(method, options=f"{method.options} {_MEGATRON_FSDP}") for method in found]
     # Over all ranks a byte a parameter for errors is much beside what FSDP2 itself keeps.
     usual = "stock,naive4,loco4" if strategy == FSDP2 else "stock,loco4,loco2"

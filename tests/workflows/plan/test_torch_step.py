@@ -59,6 +59,14 @@ def test_fsdp2_gathers_twice_and_reduces_once_a_microbatch() -> None:
     assert low.uplink_bytes == pytest.approx(2 * (2 - 1 / units) * each + gradients, rel=0.05)
 
 
+def test_what_megatron_fsdp_does_not_have_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("onebit_adam", "stock_allreduce"):
+        assert main(["plan", *RECIPE, *ALONE, "--strategy", OPTIM_GRADS, "--methods", name]) == 2
+        said = capsys.readouterr().err
+        assert f"{name} needs Megatron's DDP; leave it out with --strategy optim_grads" in said
+        assert said.count("\n") == 1
+
+
 def test_megatron_fsdp_reduces_every_microbatch_and_gathers_once_a_step() -> None:
     one, on = wrapped(OPTIM_GRADS, batch=64), quiet(16, 1, bandwidth=1e6)
     assert (one.microbatches(on.world), one.gradient_bytes) == (4, 4)
