@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,3 +28,19 @@ def rows_of(layout: Any, payload: torch.Tensor) -> torch.Tensor:
 def decoded(sender: Any, payload: torch.Tensor) -> torch.Tensor:
     """What a sender's payloads decode to, fp32 [N, blocks, b]."""
     return sender.codec.decode(rows_of(sender.layout, payload), sender.layout)
+
+
+@contextmanager
+def sent_codes(sender: Any, entry: dict[str, Any]) -> Iterator[None]:
+    """Within the block what the sender's payloads say is kept as `entry["sent"]`."""
+    compress = sender.compress
+
+    def keep(gradient: torch.Tensor, payload: torch.Tensor) -> None:
+        compress(gradient, payload)
+        entry["sent"] = coded_values(sender.layout, decoded(sender, payload))
+
+    sender.compress = keep
+    try:
+        yield
+    finally:
+        sender.compress = compress

@@ -64,7 +64,7 @@ def train(how: dict[str, Any], compression: dict[str, Any] | None) -> dict[str, 
 
 def _record(attachment: Any, record: list[dict[str, Any]]) -> None:
     """Have every compressed exchange add: its parameters' shapes, what went in, was sent, came out."""
-    from coded_values import coded_values, decoded
+    from coded_values import sent_codes
 
     start, exchange_of = attachment.session.start, attachment._exchange_of
     shapes: dict[int, list[tuple[int, ...]]] = {}
@@ -81,15 +81,8 @@ def _record(attachment: Any, record: list[dict[str, Any]]) -> None:
             "in": tensor.float().clone(),
             "dtype": str(tensor.dtype).removeprefix("torch."),
         }
-        compress = sender.compress
-
-        def keep(gradient: torch.Tensor, payload: torch.Tensor) -> None:
-            compress(gradient, payload)
-            entry["sent"] = coded_values(sender.layout, decoded(sender, payload))
-
-        sender.compress = keep
-        handle = start(exchange, tensor, output, average, group)
-        sender.compress = compress
+        with sent_codes(sender, entry):
+            handle = start(exchange, tensor, output, average, group)
         record.append(entry)
         return Noting(handle, entry, output)
 

@@ -134,7 +134,7 @@ def train(how: dict[str, Any], compression: dict[str, Any] | None) -> dict[str, 
 
 def _record(attachment: Any, record: list[dict[str, Any]]) -> None:
     """Have every compressed exchange add: its group, its parameters, what went in, was sent, came out."""
-    from coded_values import coded_values, decoded
+    from coded_values import coded_values, sent_codes
 
     start = attachment.session.start
 
@@ -155,16 +155,9 @@ def _record(attachment: Any, record: list[dict[str, Any]]) -> None:
             "place": torch.distributed.get_rank(part.group.shard_group),
         }
         sender = exchange.sender
-        compress = sender.compress
-
-        def keep(gradient: torch.Tensor, payload: torch.Tensor) -> None:
-            compress(gradient, payload)
-            entry["sent"] = coded_values(sender.layout, decoded(sender, payload))
-
-        sender.compress = keep
-        handle = start(exchange, tensor, output, average, group)
-        handle.wait()
-        sender.compress = compress
+        with sent_codes(sender, entry):
+            handle = start(exchange, tensor, output, average, group)
+            handle.wait()
         entry["out"] = output.float().clone()
         entry["error"] = coded_values(sender.layout, sender.error.decode())
         record.append(entry)

@@ -43,7 +43,7 @@ def train(model: dict[str, Any], compression: dict[str, Any]) -> dict[str, Any]:
 
 
 def _record(chunk: Any, attachment: Any, record: list[dict[str, Any]]) -> None:
-    from coded_values import coded_values, decoded
+    from coded_values import sent_codes
 
     session = attachment.state
     start = session.start
@@ -75,16 +75,9 @@ def _record(chunk: Any, attachment: Any, record: list[dict[str, Any]]) -> None:
             "average": average,
         }
         sender = exchange.states()[0].sender
-        compress = sender.compress
-
-        def keep(gradient: torch.Tensor, payload: torch.Tensor) -> None:
-            compress(gradient, payload)
-            entry["sent"] = coded_values(sender.layout, decoded(sender, payload))
-
-        sender.compress = keep
-        handle = start(exchange, tensor, output, average, group)
-        handle.wait()
-        sender.compress = compress
+        with sent_codes(sender, entry):
+            handle = start(exchange, tensor, output, average, group)
+            handle.wait()
         entry["out"] = output.float().clone()
         record.append(entry)
         return handle
