@@ -24,7 +24,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCES = Path("megatron_patch/quantization/native")
 LIBRARY = "libmegatron_loco.so"
-VARIED = ("kernels.cpp", "weight_code.cpp", "entropy_code.cpp")  # compiled once for each instruction set
+VARIED = ("kernels.cpp", "weight_code.cpp")  # compiled once for each instruction set
 # Bit-equality with the reference: no contraction into fused multiply-adds, no reordering but of the sums that
 # the source marks (#pragma omp simd).
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]

@@ -20,7 +20,6 @@ ROTATIONS = ("none", "hadamard")
 ROUNDINGS = ("nearest",)
 ERROR_DTYPES = ("int8", "bf16", "fp32")
 WEIGHT_GATHERS = ("stock", "exact")
-WEIGHT_CODES = ("planes", "entropy")
 SHARD = "shard"
 AUTO = "auto"
 MOST_IN_BLOCK = 65536
@@ -137,12 +136,6 @@ class CompressionConfig:
         "and fp16 weights)",
         WEIGHT_GATHERS,
     )
-    weight_code: str = _option(
-        "planes",
-        "the exact weight gather's code, the same on all ranks; planes: bits in planes, quick to code; "
-        "entropy: fewer bits, more time to code, for slow links; auto: entropy on CPUs, planes on GPUs",
-        (*WEIGHT_CODES, AUTO),
-    )
     save_error: bool = _option(
         True, "save the errors with every checkpoint (int8: 1.02 bytes an element of every sender)"
     )
@@ -194,7 +187,6 @@ class CompressionConfig:
         self._check_choice("error_dtype", ERROR_DTYPES)
         self._check_choice("topology", registry.topologies())
         self._check_choice("weight_gather", WEIGHT_GATHERS)
-        self._check_choice("weight_code", (*WEIGHT_CODES, AUTO))
         if self.intra_bits is not None:
             self._check_choice("intra_bits", (8,))
         per_node = self.ranks_per_node

@@ -28,7 +28,6 @@ CHOICES = {
     "intra_bits": (8,),
     "warmup": ("auto", "fixed"),
     "weight_gather": ("stock", "exact"),
-    "weight_code": ("planes", "entropy", "auto"),
 }
 WHOLE = "a whole number, 0 or more"
 BLOCK = "a power of two from 16 to 65536, or 'shard'"
@@ -247,7 +246,6 @@ def test_the_defaults_are_those_of_the_design():
         "ranks_per_node": None,
         "intra_bits": None,
         "weight_gather": "stock",
-        "weight_code": "planes",
         "save_error": True,
         "strict_load": False,
     }

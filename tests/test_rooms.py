@@ -94,7 +94,7 @@ def test_imports_go_one_way(path):
     assert not wrong, f"{relative(path)} ({room}) imports from a later room: {wrong}"
 
 
-# Of megatron/, from what knows nothing of the others to the ways in.
+# The parts of megatron/, from what knows nothing of the others to the ways in.
 WITHIN_MEGATRON = [
     {"arguments", "symbols", "unsupported"},
     {"patching"},

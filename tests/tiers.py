@@ -52,7 +52,7 @@ MARKED = {
         "with_megatron/test_numerics.py",
         "order",
         "ptx",
-        "weights/test_entropy_code.py",
+        "weights/test_weight_code.py",
     ),
 }
 

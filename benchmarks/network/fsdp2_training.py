@@ -68,7 +68,7 @@ class Fsdp2Training(Training):
 
     @property
     def weight_bytes(self) -> float:
-        """Of one microbatch: gathered for the forward pass and again for the backward pass."""
+        """One microbatch gathers them for the forward pass and again for the backward pass."""
         return 2 * 2 * self.weights_sent
 
     @property

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 PREFIX = "megatron-loco-network-"
-"""Of the folder, below the system's temporary one, with a run's sockets and logs."""
+"""How the folder of a run's sockets and logs is called, below the system's temporary one."""
 PARENT = "MEGATRON_LOCO_NETWORK_PARENT"
 _PR_SET_PDEATHSIG = 1
 

@@ -8,7 +8,6 @@ loco8, loco4, loco2     LoCo, flat (also naive4, error_feedback4, loco1, ...)
 loco4_two_hop           LoCo within the host first, then between hosts (_intra8: int8 within the host)
 none_exact              bf16_alltoall with the exact weight gather
 loco4_exact             LoCo with the exact weight gather (also loco2_exact, loco4_two_hop_exact, ...)
-loco4_entropy           the same in the entropy code (also none_entropy, ...)
 onebit_adam             1-bit Adam, replicated optimizer: after its warm-up (_two_hop: as above)
 onebit_adam_warmup      the same, still in its warm-up
 ddp_bf16                PyTorch DDP, its bf16 hook
@@ -22,7 +21,7 @@ mfsdp_bf16              Megatron-FSDP, optim_grads (mfsdp_loco4, mfsdp_loco4_exa
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_patch.config import CompressionConfig
@@ -34,13 +33,13 @@ ALL_REDUCE = "bf16_allreduce"
 ONEBIT, ONEBIT_WARM_UP, ONEBIT_TWO_HOP = "onebit_adam", "onebit_adam_warmup", "onebit_adam_two_hop"
 FIRST_STEPS = 3
 """The fewest unmeasured steps of a model, in which buffers are allocated and 1-bit Adam's warm-up ends."""
-EXACT, ENTROPY = "_exact", "_entropy"
-EXACT_BITS = 3.5
+EXACT = "_exact"
+EXACT_BITS = 2.7
 """About what the exact gather sends of a weight, for estimates of time; a step's real bits are measured."""
 _FOR_EVER = 10**9
 _STOCK = {"fp32_reduce_scatter": 32, "bf16_reduce_scatter": 16, BASELINE: 16, ALL_REDUCE: 16}
 _KNOWN = (
-    *(*_STOCK, "none_exact", "loco8", "loco4", "loco2", "loco4_two_hop", "loco4_exact", "loco4_entropy"),
+    *(*_STOCK, "none_exact", "loco8", "loco4", "loco2", "loco4_two_hop", "loco4_exact"),
     *(ONEBIT, ONEBIT_WARM_UP, ONEBIT_TWO_HOP, "ddp_bf16", "ddp_powersgd_rank4"),
     *("ddp_loco4", "fsdp2_bf16", "fsdp2_loco4", "hsdp_bf16", "hsdp_loco4"),
     *("mfsdp_bf16", "mfsdp_loco4", "mfsdp_loco4_exact"),
@@ -68,8 +67,6 @@ class Method:
     powersgd_rank: int | None = None
     exact: bool = False
     """Whether weights are gathered exactly, from their changes."""
-    weight_code: str = "planes"
-    """The code of the exact gather."""
 
     @property
     def kind(self) -> str:
@@ -118,8 +115,8 @@ class Method:
         if self.kind != "attached":
             return None
         if self.method == "none":
-            return CompressionConfig(method="none", weight_gather="exact", weight_code=self.weight_code)
-        options = {"weight_gather": "exact" if self.exact else "stock", "weight_code": self.weight_code}
+            return CompressionConfig(method="none", weight_gather="exact")
+        options = {"weight_gather": "exact" if self.exact else "stock"}
         if self.method == ONEBIT:
             options["warmup_steps"] = _FOR_EVER if self.name == ONEBIT_WARM_UP else settle - 1
         else:
@@ -147,8 +144,6 @@ def parse(name: str) -> Method:
     """
     if own := _own(name):
         return own
-    if name.endswith(ENTROPY):
-        return replace(parse(name.removesuffix(ENTROPY) + EXACT), name=name, weight_code="entropy")
     found = low_bit(name)
     if found and found.hops != "flat" and (found.hops == "two_hop" or not found.intra_bits):
         topology = "two_hop" if found.hops == "two_hop" else "flat"

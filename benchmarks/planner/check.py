@@ -44,7 +44,7 @@ _STRATEGIES = {"ddp": "ddp", "fsdp2": "fsdp2", "hsdp": "hybrid", "mfsdp": "optim
 """By the first word of the benchmark's name."""
 _NEVER = 1e15
 _RANKS = 4
-"""Of the calibration's runs: 4 hosts with one rank each."""
+"""The calibration's runs have 4 hosts with one rank each."""
 
 
 @dataclass(frozen=True)

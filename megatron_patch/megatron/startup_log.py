@@ -135,7 +135,6 @@ def weight_lines(config: CompressionConfig, seams: Sequence[WeightSeam]) -> Iter
             "weights, if there is one, is Megatron's own",
         )
     found: dict[tuple[str, str | None], list[int]] = {}
-    codes = sorted({gather.code for seam in seams for gather in seam.gathers})
     for seam in seams:
         size = seam.ranks.size()
         ranks = f"{size} {'expert ' if seam.expert else ''}data parallel rank{'s' if size > 1 else ''}"
@@ -144,7 +143,6 @@ def weight_lines(config: CompressionConfig, seams: Sequence[WeightSeam]) -> Iter
     for (ranks, because), sizes in found.items():
         buckets = f"{sum(sizes):,} weights in {len(sizes)} bucket{'s' if len(sizes) > 1 else ''}"
         if because is None:
-            code = f"in {' and '.join(codes)}"
-            yield logging.INFO, f"weight gather over {ranks}: {buckets}, from their changes, exactly, {code}"
+            yield logging.INFO, f"weight gather over {ranks}: {buckets}, from their changes, exactly"
         else:
             yield logging.INFO, f"weight gather over {ranks}: {buckets}, Megatron's own: {because}"

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_patch.collectives.workspace import Workspace
-from megatron_patch.weights import code as weight_code
-from megatron_patch.weights.code import OWNER_CHANGED
+from megatron_patch.weights.code import OWNER_CHANGED, Mismatch
 from megatron_patch.weights.gather import WeightGather
 
 
@@ -109,7 +108,7 @@ class BatchHandle:
         elif found.any():
             bucket, rank = found.nonzero()[0].tolist()
             owner = dist.get_process_group_ranks(self.batch.group)[rank]
-            name, mismatch = self.batch.gathers[bucket].name, weight_code.Mismatch(int(found[bucket, rank]))
+            name, mismatch = self.batch.gathers[bucket].name, Mismatch(int(found[bucket, rank]))
             raise WeightsDiffer(
                 f"weight gather of {name} on rank {dist.get_rank()}, shard of rank {owner}: {mismatch}"
             )

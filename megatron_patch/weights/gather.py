@@ -4,7 +4,7 @@ Rank r of N owns shard r of a bucket, and all hold the whole bucket. The optimiz
 shard only, so it is copied before:
 
     remember      old <- own shard                             before the optimizer's step: 2 bytes a weight
-    encode        message <- code(old, own shard)              weights/coders.py
+    encode        message <- code(old, own shard)              weights/code.py
     agree         [bytes, digest of what I had before]         one small all-gather for all buckets
     start, wait   all-gather of messages, decoded in place     of one bucket, or several in one piece
 
@@ -15,16 +15,19 @@ alike: a bucket whose copies differ, or whose longest message saves nothing, is 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_patch.collectives.workspace import Workspace
+from megatron_patch.quantization import backends, native
+from megatron_patch.weights import code
 from megatron_patch.weights import sums as weight_sums
-from megatron_patch.weights.coders import FACTS, chosen, weight_coder
 
 _ALIGNMENT = 8
 """Bytes: every message begins where the numbers of its header may."""
@@ -36,7 +39,6 @@ class WeightGather:
     Args:
         bucket: [N * S] of bf16 or fp16, in whose shard `group.rank()` the optimizer writes.
         name: of the bucket, for messages.
-        code: `CompressionConfig.weight_code`.
     """
 
     def __init__(
@@ -45,19 +47,18 @@ class WeightGather:
         group: dist.ProcessGroup,
         workspace: Workspace,
         name: str,
-        code: str = "planes",
     ) -> None:
         self.name = name
         self.group = group
         self._bucket = bucket
         self._workspace = workspace
-        self.code = chosen(code, bucket.device)
-        self._coder = weight_coder(self.code, bucket.device, bucket.dtype == torch.float16)
+        self._coder = coder_of(bucket.device)
+        self._fp16 = bucket.dtype == torch.float16
         self._shards = bucket.view(torch.int16).view(group.size(), -1)
         self._own = self._shards[group.rank()]
         self._old = self._own.clone()
         self._message = self._own.new_empty(0, dtype=torch.uint8)
-        self._facts = self._own.new_zeros(FACTS, dtype=torch.int64)
+        self._facts = self._own.new_zeros(code.FACTS, dtype=torch.int64)
         self.sizes = np.zeros(0, np.int64)
         """Bytes of all ranks' messages, agreed on."""
         self.lengths = self.sizes
@@ -102,9 +103,9 @@ class WeightGather:
     @torch.no_grad()
     def encode(self) -> torch.Tensor:
         """Make the message; returns int64 [3]: its bytes, and the digest of the bucket before the step."""
-        room = self._workspace.take(1, self._coder.bound(self.shard_size), "weight message")
+        room = self._workspace.take(1, code.bound(self.shard_size), "weight message")
         with self._workspace.timed():
-            size = self._coder.encode(self._old, self._own, room[0], self._facts)
+            size = self._coder.encode(self._old, self._own, self._fp16, room[0], self._facts)
             self._message = room[0, :size].clone()
             digest = self._digest()
         self._workspace.give(room)
@@ -139,16 +140,29 @@ class WeightGather:
         room[:size].copy_(self._message)
         room[size:].zero_()
         if own_may_have_changed:
-            self._coder.mark_if_stale(room, self._own)
+            told = room[code.NEW_SUM].clone().view(torch.int64)
+            changed = self._coder.sums(self._own)[0] != told[0]
+            room[0] = torch.where(changed, code.STALE, room[0])
 
     def read(self, messages: torch.Tensor, places: torch.Tensor, found: torch.Tensor) -> None:
-        """Write the other ranks' shards from all ranks' messages, as weight_code.decode."""
+        """Write the other ranks' shards from all ranks' messages, as weights.code.decode."""
         self._coder.decode(messages, places, self._shards, self.group.rank(), found)
 
     def gather_in_full(self) -> None:
         """Megatron's own gather of the bucket, at once."""
         own = self._bucket.view(self.group.size(), -1)[self.group.rank()]
         dist.all_gather_into_tensor(self._bucket, own, group=self.group)
+
+
+def coder_of(device: torch.device) -> ModuleType:
+    """What has `encode`, `decode` and `sums` for tensors of a device: weights/code.py, or its kernels."""
+    kernels = backends.available(device)
+    if kernels is None:
+        return code
+    # Imported where it is used only: Triton takes a while.
+    return importlib.import_module(
+        f"megatron_patch.weights.{'native' if kernels is native else 'triton_kernels'}"
+    )
 
 
 @dataclass(frozen=True)

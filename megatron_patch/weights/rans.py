@@ -3,7 +3,7 @@
 (Duda, "Asymmetric numeral systems", 2013; Giesen, "Interleaved entropy coders", 2014.) Weight i of a tile
 belongs to state i mod lanes, so that as many weights, a row, are coded together. What a state takes last it
 gives back first: the encoder starts at a tile's last weight, and ends with the states from which the decoder
-starts. Words lie in the order in which the decoder reads them. docs/weight_codes.md has the steps.
+starts. Words lie in the order in which the decoder reads them. docs/weight_code.md has the steps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_patch.weights.entropy_tables import (
+from megatron_patch.weights.tables import (
     CONTEXTS,
     ESCAPE,
     FAR,

@@ -148,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
 def guarded(command: Callable[[], int]) -> int:
     """Run a command whose errors are a line on stderr; returns the exit status."""
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
-    # Of its sources, when they are compiled first: where an installer leaves that to the first import.
+    # Its sources tell, when they are compiled first: where an installer leaves that to the first import.
     warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*[/\\]megatron[/\\]")
     try:
         return command()

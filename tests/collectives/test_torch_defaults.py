@@ -22,8 +22,7 @@ from megatron_patch.megatron.onebit_adam import norm_sketch
 from megatron_patch.quantization import packing, rotation
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.session.resharding import REDUCE_SCATTER, Part, Piece, Position, reshard
-from megatron_patch.weights import code as weight_code
-from megatron_patch.weights import entropy_code
+from megatron_patch.weights import code
 from megatron_patch.weights import native as native_weights
 
 CPU = torch.device("cpu")
@@ -105,36 +104,9 @@ def test_a_sender_s_bits_do_not_depend_on_torch_s_defaults(kernels, options):
         same_under_all_defaults(work)
 
 
-@pytest.mark.parametrize("coder", [weight_code, native_weights], ids=["reference", "native"])
-def test_the_weight_code_does_not_depend_on_torch_s_defaults(coder):
-    """Tiles on both sides of a half that changed, where a rounded half would choose another plane."""
-
-    def work() -> list[str]:
-        found = []
-        for numel, changed in itertools.product((2047, 2048, 4095), (511, 1023, 1024, 1025)):
-            old = torch.arange(numel, dtype=torch.int16, device=CPU)
-            new = old.clone()
-            new[:changed] += 1
-            message = torch.zeros(weight_code.bound(numel), dtype=torch.uint8, device=CPU)
-            size = coder.encode(old, new, message)
-            shards, verdict = old[None].clone(), torch.zeros(1, dtype=torch.int32, device=CPU)
-            coder.decode(message[None], torch.tensor([[0, size]], device=CPU), shards, -1, verdict)
-            found.append(fingerprint([message[:size], shards, verdict, coder.sums(new)]))
-        return found
-
-    same_under_all_defaults(work)
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("encode", "decode"),
-    [
-        (entropy_code.encode, entropy_code.decode),
-        (native_weights.encode_entropy, native_weights.decode_entropy),
-    ],
-    ids=["reference", "native"],
-)
-def test_the_entropy_code_does_not_depend_on_torch_s_defaults(encode, decode):
+@pytest.mark.parametrize("coder", [code, native_weights], ids=["reference", "native"])
+def test_the_weight_code_does_not_depend_on_torch_s_defaults(coder):
     """Shares of 1,024 on both sides of a half, where a rounded half would be another frequency."""
 
     def work() -> list[str]:
@@ -143,11 +115,11 @@ def test_the_entropy_code_does_not_depend_on_torch_s_defaults(encode, decode):
             old = torch.arange(numel, dtype=torch.int16, device=CPU)
             new = old.clone()
             new[:changed] += 1
-            message = torch.zeros(entropy_code.bound(numel), dtype=torch.uint8, device=CPU)
-            facts = torch.zeros(entropy_code.FACTS, dtype=torch.int64, device=CPU)
-            size = encode(old, new, False, message, facts)
+            message = torch.zeros(code.bound(numel), dtype=torch.uint8, device=CPU)
+            facts = torch.zeros(code.FACTS, dtype=torch.int64, device=CPU)
+            size = coder.encode(old, new, False, message, facts)
             shards, verdict = old[None].clone(), torch.zeros(1, dtype=torch.int32, device=CPU)
-            decode(message[None], torch.tensor([[0, size]], device=CPU), shards, -1, verdict)
+            coder.decode(message[None], torch.tensor([[0, size]], device=CPU), shards, -1, verdict)
             found.append(fingerprint([message[:size], facts, shards, verdict]))
         return found
 

@@ -36,56 +36,40 @@ KERNELS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("words", "scales", "places", "diagonal"), "reads"),
         "output": "writes",
     },
-    "count_kernel": {"old": "reads", "new": "reads", "counts": "writes", "sums": "writes"},
-    "sizes_kernel": {"counts": "reads", "sizes": "writes", "wrong": "changes"},
-    "place_kernel": {
-        **dict.fromkeys(("old", "new", "counts", "places"), "reads"),
-        **dict.fromkeys(("message", "few", "fours"), "changes"),
-    },
-    "pack_kernel": {**dict.fromkeys(("counts", "places", "few", "fours"), "reads"), "message": "changes"},
-    "message_sizes_kernel": {"messages": "reads", "places": "reads", "sizes": "writes", "wrong": "changes"},
-    "apply_kernel": {
-        **dict.fromkeys(("messages", "places", "pieces"), "reads"),
-        **dict.fromkeys(("shards", "wrong", "sums"), "changes"),
-    },
-    "verdict_kernel": {
-        **dict.fromkeys(("messages", "places", "pieces", "wrong", "sums"), "reads"),
-        "found": "writes",
-    },
-    "entropy_count_kernel": {"old": "reads", "new": "reads", "counts": "changes", "sums": "writes"},
-    "entropy_frequencies_kernel": {
+    "count_kernel": {"old": "reads", "new": "reads", "counts": "changes", "sums": "writes"},
+    "frequencies_kernel": {
         **dict.fromkeys(("counts", "exponents"), "reads"),
         **dict.fromkeys(("frequencies", "starts", "costs"), "writes"),
     },
-    "entropy_list_kernel": {
+    "list_kernel": {
         **dict.fromkeys(("frequencies", "starts"), "reads"),
         "table": "writes",
         "numbers": "changes",
     },
-    "entropy_front_kernel": {
+    "front_kernel": {
         **dict.fromkeys(("exponents", "frequencies", "numbers", "costs"), "reads"),
         "front": "changes",
         "plan": "writes",
     },
-    "entropy_encode_kernel": {
+    "encode_kernel": {
         **dict.fromkeys(("old", "new", "table", "plan"), "reads"),
         **dict.fromkeys(("words", "counts", "states"), "changes"),
     },
-    "entropy_pack_kernel": {
+    "pack_kernel": {
         **dict.fromkeys(("front", "plan", "counts", "ends", "states", "words"), "reads"),
         "message": "changes",
     },
-    "entropy_read_kernel": {
+    "read_kernel": {
         **dict.fromkeys(("messages", "places"), "reads"),
         **dict.fromkeys(("table", "plans"), "writes"),
         "wrong": "changes",
     },
-    "entropy_sizes_kernel": {**dict.fromkeys(("messages", "places", "plans"), "reads"), "sizes": "writes"},
-    "entropy_decode_kernel": {
+    "sizes_kernel": {**dict.fromkeys(("messages", "places", "plans"), "reads"), "sizes": "writes"},
+    "decode_kernel": {
         **dict.fromkeys(("messages", "places", "table", "plans", "ends"), "reads"),
         **dict.fromkeys(("shards", "wrong"), "changes"),
     },
-    "entropy_verdict_kernel": {
+    "verdict_kernel": {
         **dict.fromkeys(("messages", "places", "plans", "ends", "wrong", "sums"), "reads"),
         "found": "writes",
     },

@@ -22,7 +22,7 @@ class Collective:
     members: tuple[int, ...]
     operation: str
     nbytes: int
-    """Of what all members must agree on."""
+    """What all members must agree on."""
     queue: int
     at: int
     """The how many-th operation of the queue it is."""

@@ -59,9 +59,6 @@ SETUPS = {
     "virtual pipeline chunks": Setup(SEVERAL, chunks=2),
     "weight gather": Setup(WEIGHTS | {"overlap": True, "bucket_size": 300}, {"weight_gather": "exact"}),
     "weight gather, overlapped": Setup(SEVERAL | WEIGHTS, {"weight_gather": "exact"}, gathers_overlap=True),
-    "weight gather in the entropy code": Setup(
-        WEIGHTS | {"overlap": True, "bucket_size": 300}, {"weight_gather": "exact", "weight_code": "entropy"}
-    ),
     "weight gather of experts, overlapped": Setup(
         SEVERAL | WEIGHTS | EXPERTS, {"weight_gather": "exact"}, gathers_overlap=True
     ),
@@ -114,7 +111,7 @@ class Verdict:
     found: list[str]
     """What is wrong on any rank, or between ranks."""
     operations: int
-    """Of the rank that has fewest."""
+    """How many the rank with the fewest did."""
     collectives: int
     streams: int
 

@@ -328,7 +328,7 @@ class _State:
         self._least(parts, operands, np.maximum if "NaN" in parts or parts[-1][0] != "f" else np.fmax)
 
     def _least(self, parts: list[str], operands: list[str], operation: Callable[..., Any]) -> None:
-        """Of two numbers, or, from sm_100 on, of three."""
+        """The larger or smaller one of two numbers, or, from sm_100 on, of three."""
         self._pairwise(parts, operands, lambda *values: functools.reduce(operation, values))
 
     def do_and(self, parts: list[str], operands: list[str]) -> None:
@@ -556,7 +556,7 @@ class _State:
                 self.program.counts["sectors"] += len(sectors)
 
     def _count_cycles(self, addresses: np.ndarray, size: int) -> None:
-        """Of a warp, 128 bytes at a time: the words of the bank that has most."""
+        """A warp takes 128 bytes at a time: the words of the bank that has most."""
         at_once = WARP if size <= 4 else WARP * 4 // size
         for first in range(0, THREADS, at_once):
             lanes = slice(first, first + at_once)

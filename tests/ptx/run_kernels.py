@@ -40,8 +40,7 @@ from megatron_patch.quantization.levels import Levels
 from megatron_patch.quantization.rotation import HADAMARD
 from megatron_patch.quantization.sign import Sign
 from megatron_patch.quantization.uniform import Uniform
-from megatron_patch.weights import code as weight_code
-from megatron_patch.weights import entropy_code
+from megatron_patch.weights import code
 from megatron_patch.weights import triton_kernels as weights
 
 CPU = torch.device("cpu")
@@ -110,26 +109,6 @@ def a_gather(draw: random.Random, bits: int) -> None:
 
 def a_weight_code(draw: random.Random, _: int) -> None:
     """Old and new weights there and back, and the reference's bytes."""
-    n, start = draw.choice([draw.randint(1, 300), draw.randint(1, 5000), 2048, 4096]), draw.choice([0, 1, 3])
-    generator = torch.Generator().manual_seed(draw.randint(0, 999))
-    far = draw.choice([1, 3, 40, 30000])
-    old = torch.randint(-(2**15), 2**15, (start + n,), dtype=torch.int16, generator=generator)[start:]
-    moved = torch.randint(-far, far + 1, (n,), dtype=torch.int16, generator=generator)
-    moved[torch.rand(n, generator=generator) < draw.choice([0.0, 0.5, 0.95])] = 0
-    new = torch.empty(start + n, dtype=torch.int16)[start:].copy_(old + moved)
-    sent, wanted = (torch.zeros(weight_code.bound(n), dtype=torch.uint8) for _ in range(2))
-    size = weights.encode(old, new, sent)
-    assert size == weight_code.encode(old, new, wanted)
-    assert torch.equal(sent[:size], wanted[:size])
-    found = torch.full((1,), 7, dtype=torch.int32)
-    weights.decode(sent[None], torch.tensor([[0, size]]), old[None], -1, found)
-    assert torch.equal(old, new)
-    assert int(found) == 0
-    assert torch.equal(weights.sums(new), weight_code.sums(new))
-
-
-def an_entropy_code(draw: random.Random, _: int) -> None:
-    """The same in the entropy code."""
     n = draw.choice([draw.randint(1, 300), draw.randint(300, 1500), 4500])
     start, fp16, generator = draw.choice([0, 1]), draw.random() < 0.3, torch.Generator()
     generator.manual_seed(draw.randint(0, 999))
@@ -139,16 +118,17 @@ def an_entropy_code(draw: random.Random, _: int) -> None:
     moved = torch.randint(-far, far + 1, (n,), dtype=torch.int16, generator=generator)
     moved[torch.rand(n, generator=generator) < draw.choice([0.0, 0.5, 0.95])] = 0
     new = torch.empty(start + n, dtype=torch.int16)[start:].copy_(old + moved)
-    sent, wanted = (torch.zeros(entropy_code.bound(n), dtype=torch.uint8) for _ in range(2))
-    told, facts = (torch.zeros(entropy_code.FACTS, dtype=torch.int64) for _ in range(2))
-    size = weights.encode_entropy(old, new, fp16, sent, told)
-    assert size == entropy_code.encode(old, new, fp16, wanted, facts)
+    sent, wanted = (torch.zeros(code.bound(n), dtype=torch.uint8) for _ in range(2))
+    told, facts = (torch.zeros(code.FACTS, dtype=torch.int64) for _ in range(2))
+    size = weights.encode(old, new, fp16, sent, told)
+    assert size == code.encode(old, new, fp16, wanted, facts)
     assert torch.equal(sent[:size], wanted[:size])
     assert torch.equal(told, facts)
     found = torch.full((1,), 7, dtype=torch.int32)
-    weights.decode_entropy(sent[None], torch.tensor([[0, size]]), old[None], -1, found)
+    weights.decode(sent[None], torch.tensor([[0, size]]), old[None], -1, found)
     assert torch.equal(old, new)
     assert int(found) == 0
+    assert torch.equal(weights.sums(new), code.sums(new))
 
 
 def a_step_of_onebit_adam(draw: random.Random, _: int, ran: Ran) -> None:
@@ -169,7 +149,6 @@ ROUNDS: dict[str, tuple[Callable[[random.Random, int], None], list[int]]] = {
     "decompress_reduce": (a_sum, [4, 2, 3, 8, 1]),
     "decompress": (a_gather, [4, 2]),
     "weight code": (a_weight_code, [16, 16]),
-    "entropy code": (an_entropy_code, [16, 16]),
     "1-bit Adam": (a_step_of_onebit_adam, [1]),
 }
 

@@ -3,10 +3,10 @@
     compress-fp32-4-aligned instructions=41.6 fused=118 wide=17 registers=95 stack=0 buffers=2 narrow=0
 
 They are called as on a GPU, and all is done but the launch. `instructions` counts those of the longest loop
-for one element (of one sender); of the weight code's kernels, which take one tile each, all that there are,
-on whatever branch. `fused` counts the fused multiply-adds; `wide` the vector loads and stores; `stack` the
-bytes of a thread's registers that did not fit; `buffers` how many tiles of the gradient shared memory holds;
-`narrow` the addresses with an offset that may pass 32 bits (narrow_offsets.py).
+for one element (of one sender); of kernels that count or sum weights, a tile each, all that there are.
+`fused` counts the fused multiply-adds; `wide` the vector loads and stores; `stack` the bytes of a thread's
+registers that did not fit; `buffers` how many tiles of the gradient shared memory holds; `narrow` the
+addresses with an offset that may pass 32 bits (narrow_offsets.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_patch.quantization.rotation import HADAMARD
 from megatron_patch.quantization.sign import Sign
 from megatron_patch.quantization.uniform import Uniform
 from megatron_patch.weights import triton_kernels as weights
-from megatron_patch.weights.code import bound, tiles_of
+from megatron_patch.weights.code import FACTS, bound
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CPU = torch.device("cpu")
@@ -116,32 +116,15 @@ def decompress(dtype: str, bits: int, shape: tuple[int, int], spans: tuple[Span,
     return kernel
 
 
-def weight_code(start: int) -> dict[str, Any]:
-    """The kernels for weights that begin `start` weights behind an aligned address, by name."""
-    n = 10_000
-    old, new = (torch.zeros(start + n, dtype=torch.int16)[start:] for _ in range(2))
-    message = torch.zeros(bound(n), dtype=torch.uint8)
-    counts = torch.zeros(4 * tiles_of(n), dtype=torch.int16)
-    places = torch.zeros(5 * tiles_of(n) + 1, dtype=torch.int64)
-    weights.encode(old, new, message)
-    weights._write_planes(old, new, counts, places, message)  # which `encode`, of no sizes, may not come to
-    places = torch.tensor([[0, message.numel()]])
-    weights.decode(message[None], places, old[None], -1, torch.zeros(1, dtype=torch.int32))
-    weights.sums(old)
-    found = {kernel.metadata.name.removesuffix("_kernel"): kernel for kernel in kernels}
-    kernels.clear()
-    return found
-
-
-def entropy_code() -> dict[str, Any]:
-    """The entropy code's kernels, by name."""
+def weight_code() -> dict[str, Any]:
+    """The weight code's kernels, by name."""
     n = 10_000
     old, new = (torch.zeros(n, dtype=torch.int16) for _ in range(2))
-    message, facts = torch.zeros(bound(n), dtype=torch.uint8), torch.zeros(3, dtype=torch.int64)
-    weights.encode_entropy(old, new, False, message, facts)
+    message, facts = torch.zeros(bound(n), dtype=torch.uint8), torch.zeros(FACTS, dtype=torch.int64)
+    weights.encode(old, new, False, message, facts)
     places = torch.tensor([[0, message.numel()]])
-    weights.decode_entropy(message[None], places, old[None], -1, torch.zeros(1, dtype=torch.int32))
-    found = {kernel.metadata.name: kernel for kernel in kernels if "entropy" in kernel.metadata.name}
+    weights.decode(message[None], places, old[None], -1, torch.zeros(1, dtype=torch.int32))
+    found = {kernel.metadata.name.removesuffix("_kernel"): kernel for kernel in kernels}
     kernels.clear()
     return found
 
@@ -222,19 +205,12 @@ def main() -> None:
             report(f"compress-{dtype}-unlogged4-{where}", kernel, 16)
     part = decompress_reduce("fp32", 4, 1 << 16, 8, rows, levels=True)
     report("decompress-fp32-levels4-rows", part, 4 * 8 * 4)
-    for start, where in ((0, "aligned"), (1, "odd")):
-        for name, kernel in weight_code(start).items():
-            report(f"weights-{name}-{where}", kernel, 16, instructions_in_all)
-    for name, kernel in entropy_code().items():
+    for name, kernel in weight_code().items():
         # A thread codes a weight in a round, moves 8 words, or counts 16 weights; others see no weights.
-        counts = name == "entropy_count_kernel"
-        elements = 16 if counts else 8 if name == "entropy_pack_kernel" else 1
-        report(
-            name.removesuffix("_kernel").replace("_", "-"),
-            kernel,
-            elements,
-            instructions_in_all if counts else instructions_of_the_longest_loop,
-        )
+        sees_tiles = name in ("count", "sums")
+        elements = 16 if sees_tiles else 8 if name == "pack" else 1
+        count = instructions_in_all if sees_tiles else instructions_of_the_longest_loop
+        report(f"weights-{name}", kernel, elements, count)
     # The rest compiles. Sizes of 1 are constants to Triton.
     short_row = (Span.of(7, (3, 50)),)
     for bits in (8, 3, 2, 1):

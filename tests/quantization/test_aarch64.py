@@ -23,13 +23,12 @@ from quantization.backend_agreement import (
     usable,
 )
 from quantization.emulated import Library, emulating
-from weights.entropy_coders import ANY, NORMAL, changed
+from weights.weight_coders import ANY, NORMAL, changed
 
 import hatch_build
 from megatron_patch.quantization import native
 from megatron_patch.quantization.layout import BlockLayout
-from megatron_patch.weights import code as weight_code
-from megatron_patch.weights import entropy_code
+from megatron_patch.weights import code
 from megatron_patch.weights import native as native_weights
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,52 +103,24 @@ def test_the_reduced_shard_is_the_reference_s_bits(library: Library) -> None:
     numel=st.integers(1, 9000),
     spread=st.sampled_from([1, 2, 40, 40_000]),
     share=st.sampled_from([0.0, 0.1, 0.6, 1.0]),
-    seed=st.integers(0, 1000),
-)
-@settings(max_examples=60, deadline=None)
-def test_weights_come_back_from_the_reference_s_bytes(library, numel, spread, share, seed):
-    random = torch.Generator().manual_seed(seed)
-    old = torch.randint(-0x8000, 0x8000, (numel,), generator=random)
-    moved = torch.randint(-spread, spread + 1, (numel,), generator=random)
-    new = old + moved * (torch.rand(numel, generator=random) < share)
-    before, after = old.to(torch.int16), new.to(torch.int16)  # wraps around
-    messages = []
-    for coder in (native_weights, weight_code):
-        message = torch.full((weight_code.bound(numel),), 0xA5, dtype=torch.uint8)
-        messages.append(message[: coder.encode(before, after, message)])
-    assert same(*messages)
-    decoded, found = before.clone(), torch.full((1,), -1, dtype=torch.int32)
-    whole = torch.tensor([[0, messages[0].numel()]])
-    native_weights.decode(messages[0][None], whole, decoded[None], -1, found)
-    assert found == 0
-    assert same(decoded, after)
-    assert same(native_weights.sums(after), weight_code.sums(after))
-    truncated = messages[0][:-1].clone()
-    native_weights.decode(truncated[None], whole - torch.tensor([[0, 1]]), before.clone()[None], -1, found)
-    assert found != 0
-
-
-@given(
-    numel=st.integers(1, 9000),
-    spread=st.sampled_from([1, 2, 40, 40_000]),
-    share=st.sampled_from([0.0, 0.1, 0.6, 1.0]),
     fp16=st.booleans(),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_entropy_code_of_weights_is_the_reference_s_bytes(library, numel, spread, share, fp16, seed):
+def test_weights_come_back_from_the_reference_s_bytes(library, numel, spread, share, fp16, seed):
     before, after = changed(numel, seed, spread, share, NORMAL if seed % 2 else ANY, fp16)
-    messages, facts = [], torch.zeros(2, entropy_code.FACTS, dtype=torch.int64)
-    for encode, told in zip((native_weights.encode_entropy, entropy_code.encode), facts, strict=True):
-        message = torch.full((entropy_code.bound(numel),), 0xA5, dtype=torch.uint8)
+    messages, facts = [], torch.zeros(2, code.FACTS, dtype=torch.int64)
+    for encode, told in zip((native_weights.encode, code.encode), facts, strict=True):
+        message = torch.full((code.bound(numel),), 0xA5, dtype=torch.uint8)
         messages.append(message[: encode(before, after, fp16, message, told)])
     assert same(*messages)
     assert same(*facts)
     decoded, found = before.clone(), torch.full((1,), -1, dtype=torch.int32)
     whole = torch.tensor([[0, messages[0].numel()]])
-    native_weights.decode_entropy(messages[0][None], whole, decoded[None], -1, found)
+    native_weights.decode(messages[0][None], whole, decoded[None], -1, found)
     assert found == 0
     assert same(decoded, after)
+    assert same(native_weights.sums(after), code.sums(after))
     shorter = whole - torch.tensor([[0, 1]])
-    native_weights.decode_entropy(messages[0][None, :-1].clone(), shorter, before.clone()[None], -1, found)
+    native_weights.decode(messages[0][None, :-1].clone(), shorter, before.clone()[None], -1, found)
     assert found != 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from not_interpreted import output_of
 
-# Of 16 elements, 4 energies; sums and quotients that are exact or rounded once, and no other product.
+# 16 elements have 4 energies; sums and quotients are exact or rounded once, and there is no other product.
 _OF_ENERGIES = 4 * 16 * 3 // 4 + 4
 FUSED = {
     "compress-4": 16 + 2 * (16 + 1) + 16 + _OF_ENERGIES,  # h, two quotients and their inverses, r
@@ -43,51 +43,22 @@ MOST_OF_ROWS = {"compress-4": 47, "decompress": 4.5, "compress-levels4": 85, "de
 MOST_OF_ROWS["compress-unlogged4"] = 77
 """Where rows do."""
 MOST_REGISTERS = {"compress-fp32-levels4-rows": 184, "compress-fp32-unlogged4-rows": 128}
-"""Of a thread: a multiprocessor has room for two and for four programs."""
-READ_WEIGHTS = ("count", "place", "apply", "sums")
-MOST_OF_WEIGHTS = {
-    "aligned": {
-        "count": 74,
-        "place": 162,
-        "pack": 20,
-        "apply": 177,
-        "sums": 26,
-        "sizes": 14,
-        "verdict": 8,
-        "message_sizes": 17,
-    },
-    "odd": {
-        "count": 82,
-        "place": 168,
-        "pack": 20,
-        "apply": 298,
-        "sums": 28,
-        "sizes": 14,
-        "verdict": 8,
-        "message_sizes": 17,
-    },
-}
-"""For a weight, of the weight code's kernels: on all branches, which no tile takes all."""
-MOST_OF_ENTROPY = {"count": 94, "encode": 136, "pack": 11, "decode": 103}
-"""For a weight, of the entropy code's kernels that see weights. A message's tables take the others."""
+"""Registers of a thread: a multiprocessor has room for two and for four programs."""
+MOST_OF_WEIGHTS = {"count": 94, "encode": 136, "pack": 11, "decode": 103, "sums": 26}
+"""For a weight, of the weight code's kernels that see weights. A message's tables take the others."""
 
 
 @pytest.mark.slow
 def test_they_compile_for_a_hopper_gpu_in_few_instructions():
     lines = output_of(Path(__file__).with_name("compile_for_gpu.py"), seconds=900).splitlines()
-    assert len(lines) == 7 + 4 + 3 * 3 + 2 + 4 + 2 * 8 + 10
+    assert len(lines) == 7 + 4 + 3 * 3 + 2 + 4 + 11
     for line in lines:
         name, *fields = line.split()
         found = {key: float(value) for key, value in (field.split("=") for field in fields)}
         assert found["stack"] == 0, line
         assert found["narrow"] == 0, line
         if name.startswith("weights"):
-            _, kernel, where = name.split("-")
-            assert found["instructions"] < MOST_OF_WEIGHTS[where][kernel], line
-            assert (found["wide"] > 0) == (where == "aligned" and kernel in READ_WEIGHTS), line
-            continue
-        if name.startswith("entropy"):
-            assert found["instructions"] < MOST_OF_ENTROPY.get(name.removeprefix("entropy-"), 800), line
+            assert found["instructions"] < MOST_OF_WEIGHTS.get(name.removeprefix("weights-"), 800), line
             continue
         kernel, where = _kernel_of(name)
         levels = name.startswith("compress") and ("levels" in name or "unlogged" in name)

@@ -94,7 +94,7 @@ class Possible:
 
     own: Decoded
     others: dict[tuple[int, ...], Decoded]
-    """Of every other scale, [scales, b]."""
+    """The elements of every other scale, [scales, b]."""
 
     @staticmethod
     def of(blocks: np.ndarray, slack: np.ndarray, code: Code, near_tie: float = 0.0) -> Possible:

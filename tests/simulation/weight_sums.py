@@ -1,4 +1,4 @@
-"""The two sums of a shard's weights, written from docs/weight_codes.md with Python's integers."""
+"""The two sums of a shard's weights, written from docs/weight_code.md with Python's integers."""
 
 from __future__ import annotations
 

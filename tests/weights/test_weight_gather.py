@@ -8,19 +8,16 @@ from typing import Any
 import pytest
 from seeds import seeded
 
-from megatron_patch.config import WEIGHT_CODES
-
 RANKS = 4
 TRIALS = 100
 SIZES = (1, 7, 300, 2047, 2048, 2049, 5000)
 OWN, COPY = "own", "copy"
-every_code = pytest.mark.parametrize("code", WEIGHT_CODES)
 
 
 # --- functions that run in the workers -------------------------------------------------------------------
 
 
-def gather_of(code: str, numel: int, dtype: str = "bfloat16", seed: int = 0) -> tuple[Any, Any]:
+def gather_of(numel: int, dtype: str = "bfloat16", seed: int = 0) -> tuple[Any, Any]:
     """(bucket, its gather): the same random weights on all ranks, a few of them special."""
     import torch
     import torch.distributed as dist
@@ -34,17 +31,20 @@ def gather_of(code: str, numel: int, dtype: str = "bfloat16", seed: int = 0) -> 
     chosen = torch.rand(bucket.numel(), generator=generator) < 0.1
     bucket[chosen] = special[torch.randint(5, (int(chosen.sum()),), generator=generator)]
     bucket = bucket.to(getattr(torch, dtype))
-    return bucket, WeightGather(bucket, dist.group.WORLD, Workspace(torch.device("cpu")), "bucket 7", code)
+    return bucket, WeightGather(bucket, dist.group.WORLD, Workspace(torch.device("cpu")), "bucket 7")
 
 
-def update(bucket: Any, step: int, rate: float = 1e-4) -> None:
-    """What an optimizer does: this rank's shard alone changes."""
+def update(bucket: Any, step: int, rate: float | None = 1e-4) -> None:
+    """What an optimizer does: this rank's shard alone changes; without a rate, to any bits."""
     import torch
     import torch.distributed as dist
 
     own = bucket.view(RANKS, -1)[dist.get_rank()]
     generator = torch.Generator().manual_seed(seeded(1000 * step + dist.get_rank()))
-    own += rate * torch.randn(own.numel(), generator=generator).to(own.dtype)
+    if rate is None:
+        own.view(torch.int16).random_(-0x8000, 0x8000, generator=generator)
+    else:
+        own += rate * torch.randn(own.numel(), generator=generator).to(own.dtype)
 
 
 def wanted_of(bucket: Any) -> Any:
@@ -69,11 +69,11 @@ def sent(gather: Any) -> Any:
     return Batch([gather]).start(gather._workspace, own_may_have_changed=True)
 
 
-def steps(code: str, numel: int, dtype: str, rate: float) -> list[tuple[bool, bool, float]]:
-    """Of each step: whether the messages were sent, whether the weights are right, bits a weight."""
+def steps(numel: int, dtype: str, rate: float | None) -> list[tuple[bool, bool, float]]:
+    """For each step whether the messages were sent, whether the weights are right, bits a weight."""
     from megatron_patch.weights.gather import agree
 
-    bucket, gather = gather_of(code, numel, dtype)
+    bucket, gather = gather_of(numel, dtype)
     told = []
     for step in range(4):
         gather.remember()
@@ -106,11 +106,11 @@ def flip(bucket: Any, which: str, trial: int) -> tuple[int, int]:
     return rank, owner
 
 
-def flips_before(code: str, which: str) -> list[tuple[int, int, str | None, bool]]:
+def flips_before(which: str) -> list[tuple[int, int, str | None, bool]]:
     """A bit flips before a step: who, whose, what is said, and whether the weights are right after it."""
     from megatron_patch.weights.gather import agree
 
-    bucket, gather = gather_of(code, 500)
+    bucket, gather = gather_of(500)
     told = []
     for trial in range(TRIALS):
         rank, owner = flip(bucket, which, trial)
@@ -123,7 +123,7 @@ def flips_before(code: str, which: str) -> list[tuple[int, int, str | None, bool
     return told
 
 
-def balanced_before(code: str) -> list[tuple[str | None, bool, bool]]:
+def balanced_before() -> list[tuple[str | None, bool, bool]]:
     """Before a step rank 2's copies move up and down, or change places: what is said, whether anything
     changed, and whether the weights are right after the next gather."""
     import itertools
@@ -133,7 +133,7 @@ def balanced_before(code: str) -> list[tuple[str | None, bool, bool]]:
 
     from megatron_patch.weights.gather import agree
 
-    bucket, gather = gather_of(code, 500)
+    bucket, gather = gather_of(500)
     shards = bucket.view(torch.int16).view(RANKS, -1)
     changes: list[Callable[[], None]] = []
     for signs in itertools.product([1, -1], repeat=4):
@@ -161,12 +161,12 @@ def balanced_before(code: str) -> list[tuple[str | None, bool, bool]]:
     return told
 
 
-def flips_between(code: str, which: str) -> list[tuple[int, int, str | None, bool, bool]]:
+def flips_between(which: str) -> list[tuple[int, int, str | None, bool, bool]]:
     """A bit flips when all have agreed: who, whose, this rank's error, gathered in full, weights right."""
     from megatron_patch.weights.batch import WeightsDiffer
     from megatron_patch.weights.gather import agree
 
-    bucket, gather = gather_of(code, 500)
+    bucket, gather = gather_of(500)
     told = []
     for trial in range(TRIALS):
         gather.remember()
@@ -185,7 +185,7 @@ def flips_between(code: str, which: str) -> list[tuple[int, int, str | None, boo
     return told
 
 
-def messages_that_change(code: str) -> list[str]:
+def messages_that_change() -> list[str]:
     """A bit of a message flips on its way to rank 2: its errors; nothing where the weights are right."""
     import torch
     import torch.distributed as dist
@@ -193,7 +193,7 @@ def messages_that_change(code: str) -> list[str]:
     from megatron_patch.weights.batch import WeightsDiffer
     from megatron_patch.weights.gather import agree
 
-    bucket, gather = gather_of(code, 500)
+    bucket, gather = gather_of(500)
     read: Callable[..., None] = gather.read
     generator = torch.Generator().manual_seed(seeded(3))
 
@@ -219,11 +219,11 @@ def messages_that_change(code: str) -> list[str]:
     return told
 
 
-def kept_of_a_message(code: str) -> int:
+def kept_of_a_message() -> int:
     """Bytes of memory that a step's count of unchanged weights keeps."""
     from megatron_patch.weights.gather import agree
 
-    bucket, gather = gather_of(code, 5000)
+    bucket, gather = gather_of(5000)
     gather.remember()
     update(bucket, 0)
     agree([gather])
@@ -234,11 +234,10 @@ def kept_of_a_message(code: str) -> int:
 # --- the tests --------------------------------------------------------------------------------------------
 
 
-@every_code
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("numel", SIZES)
-def test_every_rank_gets_the_weights_to_the_bit(pool, code, numel, dtype):
-    for told in pool.run(steps, code, numel, dtype, 1e-4, world_size=RANKS):
+def test_every_rank_gets_the_weights_to_the_bit(pool, numel, dtype):
+    for told in pool.run(steps, numel, dtype, 1e-4, world_size=RANKS):
         for sent, right, bits in told:
             assert right
             assert bits < 16 or not sent
@@ -246,14 +245,13 @@ def test_every_rank_gets_the_weights_to_the_bit(pool, code, numel, dtype):
 
 
 def test_weights_that_change_in_all_bits_are_gathered_in_full(pool):
-    for told in pool.run(steps, "planes", 5000, "float16", 10.0, world_size=RANKS):
+    for told in pool.run(steps, 5000, "float16", None, world_size=RANKS):
         assert [(sent, right) for sent, right, _ in told] == [(False, True)] * 4
 
 
-@every_code
 @pytest.mark.parametrize("which", [OWN, COPY])
-def test_a_bit_flipped_before_the_step_is_found_and_named_by_all_and_healed(pool, code, which):
-    reports = pool.run(flips_before, code, which, world_size=RANKS)
+def test_a_bit_flipped_before_the_step_is_found_and_named_by_all_and_healed(pool, which):
+    reports = pool.run(flips_before, which, world_size=RANKS)
     for told in reports:
         assert len(told) == TRIALS
         for rank, owner, difference, right in told:
@@ -265,10 +263,9 @@ def test_a_bit_flipped_before_the_step_is_found_and_named_by_all_and_healed(pool
             assert difference == "bucket 7: " + ", ".join(named)
 
 
-@every_code
-def test_moves_that_cancel_in_a_plain_sum_are_found_and_healed(pool, code):
+def test_moves_that_cancel_in_a_plain_sum_are_found_and_healed(pool):
     """Every pattern of +-1 on four neighbours, and on one place of four shards; swapped shards."""
-    for told in pool.run(balanced_before, code, world_size=RANKS):
+    for told in pool.run(balanced_before, world_size=RANKS):
         assert len(told) == 35
         assert sum(changed for _, changed, _ in told) >= 33
         for difference, changed, right in told:
@@ -276,9 +273,8 @@ def test_moves_that_cancel_in_a_plain_sum_are_found_and_healed(pool, code):
             assert (difference is not None) == changed
 
 
-@every_code
-def test_a_copy_that_changes_between_step_and_gather_is_an_error_that_names_bucket_and_owner(pool, code):
-    for rank, told in enumerate(pool.run(flips_between, code, COPY, world_size=RANKS)):
+def test_a_copy_that_changes_between_step_and_gather_is_an_error_that_names_bucket_and_owner(pool):
+    for rank, told in enumerate(pool.run(flips_between, COPY, world_size=RANKS)):
         assert len(told) == TRIALS
         for culprit, owner, error, in_full, right in told:
             assert not in_full
@@ -291,24 +287,21 @@ def test_a_copy_that_changes_between_step_and_gather_is_an_error_that_names_buck
             )
 
 
-@every_code
-def test_an_owner_that_changes_between_step_and_gather_makes_all_gather_in_full(pool, code):
-    for told in pool.run(flips_between, code, OWN, world_size=RANKS):
+def test_an_owner_that_changes_between_step_and_gather_makes_all_gather_in_full(pool):
+    for told in pool.run(flips_between, OWN, world_size=RANKS):
         assert [one[2:] for one in told] == [(None, True, True)] * TRIALS
 
 
-@every_code
-def test_a_message_that_changes_on_its_way_is_an_error_or_says_the_same(pool, code):
-    for rank, told in enumerate(pool.run(messages_that_change, code, world_size=RANKS)):
+def test_a_message_that_changes_on_its_way_is_an_error_or_says_the_same(pool):
+    for rank, told in enumerate(pool.run(messages_that_change, world_size=RANKS)):
         errors = [text for text in told if text]
         assert "silently wrong" not in errors
         assert (len(errors) > TRIALS // 2) == (rank == 2)
         assert all("bucket 7 on rank 2, shard of rank 1" in text for text in errors)
 
 
-@every_code
-def test_a_report_does_not_keep_the_message_that_it_counts(pool, code):
-    assert pool.run(kept_of_a_message, code, world_size=RANKS) == [8] * RANKS
+def test_a_report_does_not_keep_the_message_that_it_counts(pool):
+    assert pool.run(kept_of_a_message, world_size=RANKS) == [8] * RANKS
 
 
 def test_the_agreement_of_many_buckets_of_many_ranks_costs_the_host_little(monkeypatch):

@@ -25,8 +25,7 @@ from megatron_patch.config import CompressionConfig
 from megatron_patch.megatron.onebit_adam import norm_sketch, sketch_kernel, update
 from megatron_patch.megatron.onebit_adam.norm_sketch import NormSketch, signs
 from megatron_patch.quantization.blocks import Contents, Span
-from megatron_patch.weights import code as weight_code
-from megatron_patch.weights import triton_kernels as weights
+from megatron_patch.weights import code
 from megatron_patch.weights.gather import WeightGather
 
 RANKS, RANKS_OF_NODE = 16, 8
@@ -55,7 +54,7 @@ class Launches(TorchDispatchMode):
 
 
 def bucket(vectors: bool = True) -> Contents:
-    """Of a transformer's layer: matrices, and norms' weights beside them."""
+    """A bucket of a transformer's layer: matrices, and norms' weights beside them."""
     norms = (Span.of(0, (4096,), exact=vectors), Span.of(4096, (4096,), exact=vectors))
     return Contents(1 << 20, (*norms, Span.of(8192, ((1 << 20) // 4096 - 2, 4096))))
 
@@ -88,11 +87,10 @@ def weight_gather(ranks: int) -> tuple[int, int]:
     """Launches of one bucket's exact gather: (of its owner, before anything is sent; of a receiver)."""
     bucket = torch.zeros(1 << 18, dtype=torch.bfloat16)
     gather = WeightGather(bucket, dist.new_group(list(range(ranks))), Workspace(CPU), "bucket")
-    message = torch.zeros(weight_code.bound(gather.shard_size), dtype=torch.uint8)
+    message = torch.zeros(code.bound(gather.shard_size), dtype=torch.uint8)
     with (
         torch.no_grad(),
         mock.patch.object(torch, "empty", _zeros),  # kernels do not run: sizes of 0
-        mock.patch.object(weights, "_interpreted", return_value=False),  # tiles as on a GPU
     ):
         for _ in range(2):
             with Launches() as encoding:

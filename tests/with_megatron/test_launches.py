@@ -9,11 +9,11 @@ from pathlib import Path
 from not_interpreted import output_of
 
 MOST = 64
-"""Of a bucket's exchange."""
+"""Launches of a bucket's exchange."""
 BUCKETS, GROUPS = 108, 2
-"""Of a LLaMA with 7 billion parameters in Megatron's buckets; groups with and without weight decay."""
+"""A LLaMA with 7 billion parameters in Megatron's buckets, and its groups with and without weight decay."""
 OTHERS = 12
-"""Of 1-bit Adam in a step: tables that are copied, sums of partial sketches, and the norm itself."""
+"""1-bit Adam's launches in a step: tables that are copied, sums of partial sketches, and the norm itself."""
 FORM = 2
 
 

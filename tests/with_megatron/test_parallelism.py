@@ -25,7 +25,7 @@ from with_megatron.parallelism_agreement import Comparison, Layout, Scaling, cop
 
 STEPS = 5
 REFERENCE_STEPS = {4: 2, 8: 1}
-"""Of the other trainings, by ranks; in fp16 STEPS, since the first ones may be skipped."""
+"""Steps of the other trainings, by ranks; in fp16 STEPS, since the first ones may be skipped."""
 EIGHT_BITS = {"bits": 8, "error_dtype": "fp32"}
 ADAM = AdamOptions(LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY)
 

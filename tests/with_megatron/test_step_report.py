@@ -15,7 +15,7 @@ BF16 = {"dtypes": ("bfloat16",), "grad_reduce_in_fp32": False}
 
 
 def reports_of(model: dict[str, Any], compression: dict[str, Any], steps: int) -> list[dict[str, Any]]:
-    """Of every step."""
+    """What every step reports."""
     import megatron_patch
 
     tiny, state = built(model, compression)

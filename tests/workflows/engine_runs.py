@@ -175,7 +175,7 @@ def rank_main(asked: Run, rank: int, port: int, folder: Path) -> int:
 
 
 OPTIONS = {"bits": 2, "weight_gather": "exact"}
-"""Of the doors; all else is each door's default."""
+"""The options that all doors get; all else is each door's default."""
 
 
 def _by_enable() -> None:

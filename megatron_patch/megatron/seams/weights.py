@@ -141,9 +141,7 @@ class WeightSeam:
         names = [f"{kind} {bucket.bucket_id}" for bucket in bucket_group.buckets]
         self._reports = [BucketReport(name) for name in names]
         self.gathers = [
-            WeightGather(
-                bucket.param_data, self.ranks, chunk.state.workspace, name, chunk.state.config.weight_code
-            )
+            WeightGather(bucket.param_data, self.ranks, chunk.state.workspace, name)
             for bucket, name in zip(bucket_group.buckets, names, strict=True)
             if self.stock_because is None
         ]

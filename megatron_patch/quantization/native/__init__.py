@@ -73,13 +73,11 @@ class _DecompressArguments(ctypes.Structure):
 
 
 _WEIGHT_CALLS = {
-    "megatron_loco_weight_encode": (ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.c_int64, ctypes.c_void_p),
-    "megatron_loco_weight_decode": (ctypes.c_int, *[ctypes.c_void_p, ctypes.c_int64] * 2),
-    "megatron_loco_entropy_encode": (
+    "megatron_loco_weight_encode": (
         *(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
         *(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p),
     ),
-    "megatron_loco_entropy_decode": (ctypes.c_int, *[ctypes.c_void_p, ctypes.c_int64] * 2),
+    "megatron_loco_weight_decode": (ctypes.c_int, *[ctypes.c_void_p, ctypes.c_int64] * 2),
     "megatron_loco_weight_sums": (ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
 }
 

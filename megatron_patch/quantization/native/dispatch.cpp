@@ -4,10 +4,8 @@
 namespace baseline {
 void compress(const CompressArguments &);
 void decompress_reduce(const DecompressArguments &);
-int64_t weight_encode(const uint16_t *, const uint16_t *, int64_t, uint8_t *);
+int64_t weight_encode(const uint16_t *, const uint16_t *, int64_t, int64_t, uint8_t *, int64_t *);
 int64_t weight_decode(const uint8_t *, int64_t, uint16_t *, int64_t);
-int64_t entropy_encode(const uint16_t *, const uint16_t *, int64_t, int64_t, uint8_t *, int64_t *);
-int64_t entropy_decode(const uint8_t *, int64_t, uint16_t *, int64_t);
 void weight_sums(const uint16_t *, int64_t, int64_t *);
 }  // namespace baseline
 
@@ -15,19 +13,15 @@ void weight_sums(const uint16_t *, int64_t, int64_t *);
 namespace avx2 {
 void compress(const CompressArguments &);
 void decompress_reduce(const DecompressArguments &);
-int64_t weight_encode(const uint16_t *, const uint16_t *, int64_t, uint8_t *);
+int64_t weight_encode(const uint16_t *, const uint16_t *, int64_t, int64_t, uint8_t *, int64_t *);
 int64_t weight_decode(const uint8_t *, int64_t, uint16_t *, int64_t);
-int64_t entropy_encode(const uint16_t *, const uint16_t *, int64_t, int64_t, uint8_t *, int64_t *);
-int64_t entropy_decode(const uint8_t *, int64_t, uint16_t *, int64_t);
 void weight_sums(const uint16_t *, int64_t, int64_t *);
 }  // namespace avx2
 namespace avx512 {
 void compress(const CompressArguments &);
 void decompress_reduce(const DecompressArguments &);
-int64_t weight_encode(const uint16_t *, const uint16_t *, int64_t, uint8_t *);
+int64_t weight_encode(const uint16_t *, const uint16_t *, int64_t, int64_t, uint8_t *, int64_t *);
 int64_t weight_decode(const uint8_t *, int64_t, uint16_t *, int64_t);
-int64_t entropy_encode(const uint16_t *, const uint16_t *, int64_t, int64_t, uint8_t *, int64_t *);
-int64_t entropy_decode(const uint8_t *, int64_t, uint16_t *, int64_t);
 void weight_sums(const uint16_t *, int64_t, int64_t *);
 }  // namespace avx512
 #endif
@@ -38,16 +32,13 @@ struct Variant {
   const char *name;
   void (*compress)(const CompressArguments &);
   void (*decompress_reduce)(const DecompressArguments &);
-  int64_t (*weight_encode)(const uint16_t *, const uint16_t *, int64_t, uint8_t *);
+  int64_t (*weight_encode)(const uint16_t *, const uint16_t *, int64_t, int64_t, uint8_t *, int64_t *);
   int64_t (*weight_decode)(const uint8_t *, int64_t, uint16_t *, int64_t);
-  int64_t (*entropy_encode)(const uint16_t *, const uint16_t *, int64_t, int64_t, uint8_t *, int64_t *);
-  int64_t (*entropy_decode)(const uint8_t *, int64_t, uint16_t *, int64_t);
   void (*weight_sums)(const uint16_t *, int64_t, int64_t *);
 };
 
 #define VARIANT_OF(name) \
-  {#name,                name::compress,       name::decompress_reduce, name::weight_encode, \
-   name::weight_decode,  name::entropy_encode, name::entropy_decode,    name::weight_sums}
+  {#name, name::compress, name::decompress_reduce, name::weight_encode, name::weight_decode, name::weight_sums}
 
 // In rising order; `compiled` are those that the caller may choose from, as far as the processor goes.
 const Variant compiled[] = {
@@ -88,28 +79,16 @@ EXPORTED void megatron_loco_decompress_reduce(int variant, const DecompressArgum
   compiled[variant].decompress_reduce(*arguments);
 }
 
-// Bytes of the message, which has room for weight_code.bound(n).
+// Bytes of the message, which has room for weights.code.bound(n); `facts` are weights.code.FACTS numbers.
 EXPORTED int64_t megatron_loco_weight_encode(int variant, const uint16_t *old, const uint16_t *now, int64_t n,
-                                             uint8_t *message) {
-  return compiled[variant].weight_encode(old, now, n, message);
+                                              int64_t fp16, uint8_t *message, int64_t *facts) {
+  return compiled[variant].weight_encode(old, now, n, fp16, message, facts);
 }
 
 // A WeightError, or 0.
 EXPORTED int64_t megatron_loco_weight_decode(int variant, const uint8_t *message, int64_t size, uint16_t *weights,
-                                             int64_t n) {
-  return compiled[variant].weight_decode(message, size, weights, n);
-}
-
-// Bytes of the message, which has room for entropy_code.bound(n); `facts` are entropy_code.FACTS numbers.
-EXPORTED int64_t megatron_loco_entropy_encode(int variant, const uint16_t *old, const uint16_t *now, int64_t n,
-                                              int64_t fp16, uint8_t *message, int64_t *facts) {
-  return compiled[variant].entropy_encode(old, now, n, fp16, message, facts);
-}
-
-// A WeightError, or 0.
-EXPORTED int64_t megatron_loco_entropy_decode(int variant, const uint8_t *message, int64_t size, uint16_t *weights,
                                               int64_t n) {
-  return compiled[variant].entropy_decode(message, size, weights, n);
+  return compiled[variant].weight_decode(message, size, weights, n);
 }
 
 EXPORTED void megatron_loco_weight_sums(int variant, const uint16_t *weights, int64_t n, int64_t *sums) {

@@ -41,5 +41,5 @@ struct DecompressArguments {
   float divisor;            // 1 for a sum
 };
 
-// What weight_decode and entropy_decode answer; 0 where all is well.
+// What weight_decode answers; 0 where all is well.
 enum WeightError : int64_t { WEIGHTS_DIFFER = 1, MESSAGE_CHANGED = 2 };

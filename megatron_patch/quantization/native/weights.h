@@ -1,4 +1,4 @@
-// What both codes of weights share: their line, and the two sums of a shard (weights/sums.py).
+// The line that bit patterns of weights lie on, and the two sums of a shard (weights/sums.py).
 #pragma once
 #include <algorithm>
 #include <cstdint>

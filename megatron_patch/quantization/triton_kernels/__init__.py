@@ -113,7 +113,7 @@ def _decompress(
         output.zero_()  # what is in no block
     words = _as_words(payloads, layout)
     word = 8 * words.element_size()
-    # Of a thread: 16 bytes at most, which is what a load takes, of one block, and not more than 32 sums.
+    # A thread loads 16 bytes of one block at most, which is what a load takes, and keeps 32 sums at most.
     width = packing.planes(layout.bits)[0][1]
     words_of_lane = min(4, width, layout.block * width // word)
     elements_of_lane = words_of_lane * word // width

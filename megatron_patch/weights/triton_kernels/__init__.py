@@ -1,4 +1,4 @@
-"""The GPU kernels of weights/code.py, and of entropy_code.py (entropy.py): the same bytes.
+"""The GPU kernels of weights/code.py: the same bytes.
 
 For contiguous tensors of the GPU that is current, and on CPU tensors in Triton's interpreter. Weights may
 begin at any multiple of 2 bytes, messages at multiples of 8.
@@ -9,101 +9,88 @@ from __future__ import annotations
 import torch
 import triton
 
-from megatron_patch.weights.code import (
-    CODED,
-    HEADER_BYTES,
-    RAW,
-    TILE,
-    bound,
-    tiles_of,
-)
-from megatron_patch.weights.triton_kernels.decode import (
-    apply_kernel,
-    message_sizes_kernel,
-    verdict_kernel,
-)
-from megatron_patch.weights.triton_kernels.encode import (
-    FEW,
-    count_kernel,
-    pack_kernel,
-    place_kernel,
-)
-from megatron_patch.weights.triton_kernels.entropy import decode_entropy as decode_entropy
-from megatron_patch.weights.triton_kernels.entropy import encode_entropy as encode_entropy
-from megatron_patch.weights.triton_kernels.tiles import TILES_AT_ONCE, sizes_kernel
-from megatron_patch.weights.triton_kernels.tiles import interpreted as _interpreted
-from megatron_patch.weights.triton_kernels.tiles import sums as sums
+from megatron_patch.weights.code import HEADER_BYTES, NEW_SUM, RAW, bound
+from megatron_patch.weights.sums import tiles_of
+from megatron_patch.weights.tables import sampled
+from megatron_patch.weights.triton_kernels import rans, tables
+from megatron_patch.weights.triton_kernels.sums import sums as sums
 
-_SCRATCH_TILES = 1 << 15  # 96 MiB of scratch, for 64 Mi weights
 _PLAIN = {"enable_fp_fusion": False}
-_APPLY = {**_PLAIN, "maxnreg": 128}  # left to itself ptxas spills 16 bytes to save registers
 
 
-def encode(old: torch.Tensor, new: torch.Tensor, message: torch.Tensor) -> int:
-    """weight_code.encode. It waits for the GPU once, to know the message's length."""
-    n, tiles = old.numel(), tiles_of(old.numel())
-    counts = torch.empty(4 * tiles, dtype=torch.int16, device=old.device)
-    sums = torch.empty(5, tiles, dtype=torch.int64, device=old.device)
-    wrong = torch.zeros(1, dtype=torch.int32, device=old.device)
-    if tiles:
-        count_kernel[(tiles,)](old, new, counts, sums, n, tiles, **_PLAIN)
-    sizes = torch.empty(5 * tiles + 1, dtype=torch.int64, device=old.device)
-    sizes[0].fill_(HEADER_BYTES + 8 * tiles)
-    if tiles:
-        grid = (triton.cdiv(tiles, TILES_AT_ONCE.value),)
-        sizes_kernel[grid](counts, sizes[1:], wrong, n, tiles, **_PLAIN)
-    places = sizes.cumsum(0)  # where each piece begins, plane after plane, and where the last one ends
-    size = int(places[-1])
-    kind = CODED if size < bound(n) else RAW
-    header = message[:HEADER_BYTES].view(torch.int64)
-    header[0].fill_(kind)
-    header[1].fill_(n)
-    torch.sum(sums, 1, out=header[2:])
-    if kind == RAW:
-        message[HEADER_BYTES : bound(n)].copy_(new.view(torch.uint8))
-        return bound(n)
-    message[HEADER_BYTES : HEADER_BYTES + counts.nbytes].copy_(counts.view(torch.uint8))
-    _write_planes(old, new, counts, places, message)
-    return size
+def encode(
+    old: torch.Tensor, new: torch.Tensor, fp16: bool, message: torch.Tensor, facts: torch.Tensor
+) -> int:
+    """weights.code.encode. It waits for the GPU once, to know the message's length.
+
+    It needs 4 bytes a weight of memory, for words that have not found their places yet.
+    """
+    n, bits = old.numel(), 10 if fp16 else 7
+    if n == 0:
+        message[:HEADER_BYTES].zero_()
+        message[0].fill_(RAW)
+        facts.zero_()
+        return HEADER_BYTES
+    i32, device = torch.int32, old.device
+    contexts, symbols, total = tables.CONTEXTS.value, tables.SYMBOLS.value, tables.TOTAL.value
+    counts = torch.zeros(tables.COPIES.value, tables.EXPONENTS.value, symbols, dtype=i32, device=device)
+    told = torch.empty(4, tiles_of(n), dtype=torch.int64, device=device)
+    some = sampled(n)
+    tables.count_kernel[(tiles_of(n),)](old, new, counts, told, n, tiles_of(n), bits, some, **_PLAIN)
+    exponents = counts.sum((0, 2))
+    frequencies, starts = torch.empty(2, contexts, symbols, dtype=i32, device=device)
+    costs = torch.empty(contexts, dtype=torch.int64, device=device)
+    tables.frequencies_kernel[(contexts,)](counts, exponents, frequencies, starts, costs, some, **_PLAIN)
+    table, numbers = (
+        torch.empty(contexts, total, dtype=i32, device=device),
+        torch.zeros(total, dtype=i32, device=device),
+    )
+    tables.list_kernel[(contexts,)](frequencies, starts, table, numbers, **_PLAIN)
+    front = torch.zeros(tables.FRONT_BYTES.value, dtype=torch.uint8, device=device)
+    plan = torch.empty(tables.PLAN.value, dtype=torch.int64, device=device)
+    tables.front_kernel[(1,)](exponents, frequencies, numbers, costs, front, plan, n, bits, **_PLAIN)
+    most = triton.cdiv(n, rans.SMALLEST.value)
+    words = torch.empty(2 * n, dtype=torch.int16, device=device)
+    of_tiles, states = (
+        torch.zeros(most, dtype=i32, device=device),
+        torch.empty(most, rans.WARP.value, dtype=i32, device=device),
+    )
+    grid = (triton.cdiv(most, rans.TILES.value),)
+    rans.encode_kernel[grid](old, new, table, plan, words, of_tiles, states, n, **_PLAIN)
+    ends = of_tiles.cumsum(0)
+    room = bound(n)
+    rans.pack_kernel[(most,)](front, plan, of_tiles, ends, states, words, message, n, room, **_PLAIN)
+    told = told.sum(1)
+    facts.copy_(told[:3])
+    message[NEW_SUM].copy_(told[3:].view(torch.uint8))
+    size = HEADER_BYTES + int(plan[tables.WORDS_AT.value] + 2 * ends[-1])
+    if size < room:
+        return size
+    message[:4].zero_()
+    message[0].fill_(RAW)
+    message[HEADER_BYTES:room].copy_(new.view(torch.uint8))
+    return room
 
 
 def decode(
     messages: torch.Tensor, places: torch.Tensor, shards: torch.Tensor, own: int, found: torch.Tensor
 ) -> None:
-    """weight_code.decode, with as many launches as for one message. Nothing here waits for the GPU.
-
-    Weights stay as they are where a message's header or counts, or its length, are found to be wrong.
-    """
-    senders, n = shards.shape
-    tiles = tiles_of(n)
-    wrong = torch.zeros(senders, 2, dtype=torch.int32, device=shards.device)
-    sums = torch.zeros(senders, 2, tiles, dtype=torch.int64, device=shards.device)
-    sizes = torch.empty(senders, 5 * tiles + 1, dtype=torch.int64, device=shards.device)
-    grid = (triton.cdiv(max(tiles, 1), TILES_AT_ONCE.value), senders)
-    row = messages.shape[1]
-    message_sizes_kernel[grid](messages, places, sizes, wrong, row, n, tiles, **_PLAIN)
-    pieces = sizes.cumsum(1)
-    if tiles:
-        arguments = messages, places, shards, pieces, wrong, sums, row, n, tiles, own
-        apply_kernel[
-            (
-                tiles,
-                senders,
-            )
-        ](*arguments, SIXTEENS=n % 16 == 0, **_APPLY)
-    arguments = messages, places, pieces, wrong, sums.sum(2), found, row, n, tiles, own
-    verdict_kernel[(senders,)](*arguments, num_warps=1, **_PLAIN)
-
-
-def _write_planes(
-    old: torch.Tensor, new: torch.Tensor, counts: torch.Tensor, places: torch.Tensor, message: torch.Tensor
-) -> None:
-    """Some tiles after others, which use the same scratch: launches are in order."""
-    n, tiles = old.numel(), tiles_of(old.numel())
-    at_once = min(tiles, 2 if _interpreted(old) else _SCRATCH_TILES)
-    few = torch.empty(at_once * FEW.value, dtype=torch.uint8, device=old.device)
-    fours = torch.empty(at_once * TILE, dtype=torch.uint8, device=old.device)
-    for first in range(0, tiles, at_once):
-        grid = (min(at_once, tiles - first),)
-        place_kernel[grid](old, new, counts, places, message, few, fours, n, tiles, first, **_PLAIN)
-        pack_kernel[grid](counts, places, message, few, fours, tiles, first, **_PLAIN)
+    """weights.code.decode, with as many launches as for one message. Nothing here waits for the GPU."""
+    (senders, n), row, device = shards.shape, messages.shape[1], shards.device
+    most = max(triton.cdiv(n, rans.SMALLEST.value), 1)
+    wrong = torch.zeros(senders, 2, dtype=torch.int32, device=device)
+    contexts = tables.CONTEXTS.value
+    table = torch.empty(senders, contexts, tables.TOTAL.value, dtype=torch.int32, device=device)
+    plans = torch.empty(senders, tables.PLAN.value, dtype=torch.int64, device=device)
+    # The interpreter is quicker with few operations on many numbers; a GPU has few registers.
+    slots = tables.TOTAL.value if triton.knobs.runtime.interpret else 64
+    tables.read_kernel[(contexts, senders)](messages, places, table, plans, wrong, row, n, slots, **_PLAIN)
+    sizes = torch.empty(senders, most, dtype=torch.int64, device=device)
+    grid = (triton.cdiv(most, 256), senders)
+    rans.sizes_kernel[grid](messages, places, plans, sizes, row, n, most, **_PLAIN)
+    ends = sizes.cumsum(1)
+    arguments = messages, places, shards, table, plans, ends, wrong, row, n, most, own
+    grid = (triton.cdiv(most, rans.TILES.value), senders)
+    rans.decode_kernel[grid](*arguments, **_PLAIN)
+    arguments = messages, places, plans, ends, wrong, sums(shards), found, row, n, most, own
+    rans.verdict_kernel[(senders,)](*arguments, num_warps=1, **_PLAIN)

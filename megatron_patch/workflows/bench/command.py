@@ -156,9 +156,9 @@ def show(result: dict[str, Any]) -> None:
         left=("what",),
     )
     rows_of_one: dict[str, float] = {}
-    for code, found in result.get("weight_codes", {}).items():
-        what = f"{code}, {found['bits_per_weight']:.1f} bits a weight"
-        rows_of_one |= {_LINES[name].format(what): rate for name, rate in found.items() if name in _LINES}
+    if weights := result.get("weight_code"):
+        what = f"{weights['bits_per_weight']:.1f} bits a weight"
+        rows_of_one |= {_LINES[name].format(what): rate for name, rate in weights.items() if name in _LINES}
     rows_of_one |= {_LINES[name]: rate for name, rate in result.get("onebit_adam", {}).items()}
     for what, rate in rows_of_one.items():
         table.add_row(what, f"{rate / 1e6:.0f}", "", "", "")

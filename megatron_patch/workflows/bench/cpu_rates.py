@@ -23,11 +23,12 @@ from unittest import mock
 import torch
 
 from megatron_patch.collectives.sender import Sender, decompress_reduce
-from megatron_patch.config import WEIGHT_CODES, CompressionConfig
+from megatron_patch.config import CompressionConfig
 from megatron_patch.megatron.onebit_adam import norm_sketch, update
 from megatron_patch.quantization import backends, native
 from megatron_patch.quantization.layout import BlockLayout
-from megatron_patch.weights.coders import FACTS, WeightCoder, weight_coder
+from megatron_patch.weights import code
+from megatron_patch.weights.gather import coder_of
 
 LEAST = 1 << 17
 """Elements of the smallest bucket: the largest piece."""
@@ -102,7 +103,7 @@ def measure(
         "decompress_reduce_elements_per_second": decompress,
         "uniform_elements_per_second": uniform,
         "decompress_reduce_bytes_per_element": (payloads[0].nbytes + reduced.nbytes) / (elements * senders),
-        "weight_codes": _weight_codes(elements, timed),
+        "weight_code": _weight_code(elements, timed),
         "onebit_adam": _onebit_adam(timed),
         "memcpy_bytes_per_second": source.nbytes / timed([lambda: target.copy_(source)])[0],
         # Gradient and error are read; error, codes and scales are written.
@@ -122,35 +123,17 @@ def _measured(config: CompressionConfig) -> list[CompressionConfig]:
     return [config, dataclasses.replace(config, codec="uniform", rotation="none")]
 
 
-def _weight_codes(elements: int, timed: _Timed) -> dict[str, dict[str, float]]:
-    """By code: bits a weight, and weights per second, of bf16 weights N(0, 0.02^2) and `WEIGHT_CHANGE` of
-    N(0, 1)."""
+def _weight_code(elements: int, timed: _Timed) -> dict[str, float]:
+    """Bits a weight, and weights per second, of bf16 weights N(0, 0.02^2) and `WEIGHT_CHANGE` of N(0, 1)."""
     generator = torch.Generator().manual_seed(2)
     before, change = (torch.randn(elements, generator=generator) for _ in range(2))
     after = 0.02 * before + WEIGHT_CHANGE * change
     old, new = (one.to(torch.bfloat16).view(torch.int16) for one in (0.02 * before, after))
-    coders = [weight_coder(name, old.device, fp16=False) for name in WEIGHT_CODES]
-    made = [_messages(coder, old, new) for coder in coders]
-    encoding, decoding = timed([encode for encode, _, _ in made]), timed([decode for _, decode, _ in made])
-    digest = elements / timed([lambda: coders[0].sums(old)])[0]
-    return {
-        name: {
-            "bits_per_weight": 8 * size / elements,
-            "encode_weights_per_second": elements / encode,
-            "decode_weights_per_second": 2 * elements / decode,
-            "digest_weights_per_second": digest,
-        }
-        for name, (_, _, size), encode, decode in zip(WEIGHT_CODES, made, encoding, decoding, strict=True)
-    }
-
-
-def _messages(
-    coder: WeightCoder, old: torch.Tensor, new: torch.Tensor
-) -> tuple[Callable[[], object], Callable[[], object], int]:
-    """Calls that encode the change, and decode it there and back; the bytes of its message."""
-    there, back = (torch.empty(coder.bound(old.numel()), dtype=torch.uint8) for _ in range(2))
-    facts = torch.empty(FACTS, dtype=torch.int64)
-    size, size_back = coder.encode(old, new, there, facts), coder.encode(new, old, back, facts)
+    coder = coder_of(old.device)
+    there, back = (torch.empty(code.bound(elements), dtype=torch.uint8) for _ in range(2))
+    facts = torch.empty(code.FACTS, dtype=torch.int64)
+    size = coder.encode(old, new, False, there, facts)
+    size_back = coder.encode(new, old, False, back, facts)
     weights, found = old.clone()[None], torch.empty(1, dtype=torch.int32)
     places = [torch.tensor([[0, nbytes]]) for nbytes in (size, size_back)]
 
@@ -158,7 +141,14 @@ def _messages(
         for message, place in zip((there, back), places, strict=True):
             coder.decode(message[None], place, weights, -1, found)
 
-    return lambda: coder.encode(old, new, there, facts), decode_twice, size
+    (encode,) = timed([lambda: coder.encode(old, new, False, there, facts)])
+    (decode,), (digest,) = timed([decode_twice]), timed([lambda: coder.sums(old)])
+    return {
+        "bits_per_weight": 8 * size / elements,
+        "encode_weights_per_second": elements / encode,
+        "decode_weights_per_second": 2 * elements / decode,
+        "digest_weights_per_second": elements / digest,
+    }
 
 
 def _onebit_adam(timed: _Timed) -> dict[str, float]:

@@ -7,6 +7,7 @@ measure it with `bench links`, `bench kernels`, or give it by a flag.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import log
 
 from megatron_patch.errors import UserError, nearest
@@ -56,8 +57,8 @@ CONSTANTS = {
     ),
     "compress": Constant(280e9, "elements/s", "computed", f"{_H100}; an H100, --compress-rate"),
     "decompress": Constant(3.5e12, "codes/s", "computed", f"{_H100}; an H100, codes of all senders"),
-    "weight_encode": Constant(121e9, "weights/s", "computed", f"{_H100}; an H100"),
-    "weight_decode": Constant(180e9, "weights/s", "computed", f"{_H100}; an H100"),
+    "weight_encode": Constant(125e9, "weights/s", "computed", f"{_H100}; an H100"),
+    "weight_decode": Constant(231e9, "weights/s", "computed", f"{_H100}; an H100"),
     "weight_sums": Constant(1.5e12, "weights/s", "computed", f"{_H100}; an H100, bound by its memory"),
     "memory_share": Constant(
         0.70,
@@ -84,8 +85,8 @@ CONSTANTS = {
         703e6, "elements/s", "measured", "docs/benchmarks.md: 4 bits, one core with AVX2"
     ),
     "cpu_decompress": Constant(5.5e9, "codes/s", "measured", "docs/benchmarks.md: one core with AVX2"),
-    "cpu_weight_encode": Constant(1.43e9, "weights/s", "measured", "docs/benchmarks.md: one core, AVX-512"),
-    "cpu_weight_decode": Constant(1.49e9, "weights/s", "measured", "docs/benchmarks.md: one core, AVX-512"),
+    "cpu_weight_encode": Constant(0.5e9, "weights/s", "measured", "docs/weight_code.md: one core, AVX2"),
+    "cpu_weight_decode": Constant(0.75e9, "weights/s", "measured", "docs/weight_code.md: one core, AVX2"),
     "cpu_weight_sums": Constant(6e9, "weights/s", "computed", "docs/benchmarks.md: memcpy of 12.65 GB/s"),
     "cpu_optimizer": Constant(174e6, "parameters/s", "measured", "docs/plan.md: torch's Adam, one core"),
     "activation_reserve": Constant(
@@ -100,9 +101,10 @@ CONSTANTS = {
 }
 """By name."""
 
-EXACT_BITS = ((1.43e-3, 1.58), (4.29e-3, 2.04), (1.43e-2, 2.86), (1.5e-2, 3.01))
+EXACT_BITS = ((5e-5, 0.24), (5e-4, 0.79), (1.43e-3, 0.77), (4.29e-3, 1.24), (1.43e-2, 1.99), (1.5e-2, 2.07))
 """(peak learning rate / weights' standard deviation at the start, bits a weight), as sent, padding included:
-means over a cosine of 600 steps to a tenth of the peak (docs/weight_gather.md). Measured."""
+means over 600 steps, the first two at a constant rate, the others over a cosine to a tenth of the peak
+(docs/weight_gather.md). Measured."""
 
 EXACT_SOURCE = (
     "docs/weight_gather.md: means over a cosine of 600 steps, by peak rate / weights' std. deviation"
@@ -118,16 +120,13 @@ def exact_bits(ratio: float) -> float:
     """Bits a weight of the exact gather, at a peak learning rate of `ratio` standard deviations of the
     weights.
 
-    Linear in the logarithm between what was measured, and along the last pieces outside of it; at most 16, at
-    least the bitmap's 1.
+    Linear in the logarithm between what was measured, and along the last pieces outside of it; at most 16.
     """
-    if ratio <= 0:
-        return 1.0
-    at = log(ratio)
-    first, second, third, last = [(log(x), bits) for x, bits in EXACT_BITS]
-    low, high = (first, second) if at < second[0] else (second, third if at <= third[0] else last)
+    points = [(log(x), bits) for x, bits in EXACT_BITS]
+    at = log(max(ratio, 1e-9))
+    low, high = next((pair for pair in pairwise(points) if at < pair[1][0]), points[-2:])
     slope = (high[1] - low[1]) / (high[0] - low[0])
-    return min(16.0, max(1.0, low[1] + slope * (at - low[0])))
+    return min(16.0, max(0.0, low[1] + slope * (at - low[0])))
 
 
 @dataclass(frozen=True)

@@ -95,15 +95,7 @@ def test_every_method_with_a_weight_gather_has_an_exact_one(name: str) -> None:
     options = exact.compression(4)
     assert options.codes_weights
     assert dataclasses.replace(options, weight_gather="stock") == stock.compression(4)
-    assert stock.guessed_bits - exact.guessed_bits == pytest.approx(16 - 3.5)
-
-
-@pytest.mark.parametrize("name", ["none", "loco2", "loco4_two_hop"])
-def test_every_method_with_an_exact_gather_has_one_in_the_entropy_code(name: str) -> None:
-    planes, entropy = methods.parse(f"{name}_exact"), methods.parse(f"{name}_entropy")
-    assert dataclasses.replace(planes, name=f"{name}_entropy", weight_code="entropy") == entropy
-    options = dataclasses.replace(planes.compression(4), weight_code="entropy")
-    assert options == entropy.compression(4)
+    assert stock.guessed_bits - exact.guessed_bits == pytest.approx(16 - 2.7)
 
 
 def test_the_baseline_s_own_exchange_has_an_exact_weight_gather():
@@ -579,7 +571,7 @@ def test_five_methods_over_two_hosts(tmp_path: Path) -> None:
         assert first[0] > first[-1] > 0
         saved = stock["interface_bytes"] - exact["interface_bytes"]
         assert saved == pytest.approx(stock["weight_bytes"] - exact["weight_bytes"], rel=0.15)
-    # Of 6 payloads 2 go from each of two ranks to the other host; the owners' 3 go around by one of them.
+    # 2 of 6 payloads go from each of two ranks to the other host; the owners' 3 go around by one of them.
     assert 7 / 6 * onebit["gradient_bytes"] < onebit["exchange_interface_bytes"] < loco["gradient_bytes"]
 
 

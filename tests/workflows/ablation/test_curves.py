@@ -70,7 +70,7 @@ def test_a_damaged_file_is_named(old: str, new: str, words: str, tmp_path: Path)
 
 
 def test_the_picture_shows_loss_difference_and_bits(tmp_path: Path) -> None:
-    """Of a definition without a contrast: a band needs two seeds, and NaN is left out."""
+    """A definition without a contrast: a band needs two seeds, and NaN is left out."""
     ablation = definition.read(define(tmp_path, TEXT))
     rng = np.random.default_rng(3)
     runs = ablation.runs(tmp_path / "out")

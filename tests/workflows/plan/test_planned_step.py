@@ -58,7 +58,7 @@ def test_a_pipelines_bubble_is_that_of_one_forward_one_backward() -> None:
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(8, 2), (2, 8)])
 def test_a_pipeline_waits_for_what_its_stages_send(nodes: int, per_node: int) -> None:
-    """Of few bytes the last stage's microbatches, and the first and the last one through all stages, wait."""
+    """With few bytes the last stage's microbatches wait, and the first and last through all stages."""
     one = job(batch=128, pipeline=4)
     on = cluster(nodes=nodes, per_node=per_node, latency=0.0)
     on = dataclasses.replace(on, processor=dataclasses.replace(on.processor, optimizer=Work()))

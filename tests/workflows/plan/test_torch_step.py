@@ -54,7 +54,7 @@ def test_fsdp2_gathers_twice_and_reduces_once_a_microbatch() -> None:
     assert found.uplink_bytes == pytest.approx(2 * (3 - 1 / units) * each, rel=0.02)
     assert found.seconds == pytest.approx(found.uplink_bytes / 1e6, rel=0.05)
     low = simulate(one, on, parse("loco4_flat"))
-    # Of four ranks a node, each sends 4 bits of every element to each of 12 others.
+    # With four ranks a node, each rank sends 4 bits of every element to each of 12 others.
     gradients = 2 * 4 * 12 / 16 * numel(one) / 2
     assert low.uplink_bytes == pytest.approx(2 * (2 - 1 / units) * each + gradients, rel=0.05)
 

@@ -168,7 +168,7 @@ def test_exact_weight_gathers(tmp_path: Path, all_figures: None) -> None:
 
 
 def test_exact_weight_gathers_that_code_nothing(tmp_path: Path, all_figures: None) -> None:
-    """Of fp32 weights: they are Megatron's own."""
+    """Gathers of fp32 weights are Megatron's own."""
     run = write_run(tmp_path / "fp32", exact={})
     path = run / "metrics.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]

@@ -28,11 +28,11 @@ PUBLISHED = {
 }
 CPU = {"llama_tiny", "llama_tiny_bf16", "llama_1m", "llama_3m", "llama_10m", "moe_tiny"}
 ERROR_BYTES = 1 + 2 / 128
-"""Of an element of the 8-bit error state with a bf16 scale for each block of 128."""
+"""Bytes for an element of the 8-bit error state with a bf16 scale for each block of 128."""
 TABLE_BYTES = 3 * 4 / 128
-"""Of an element, of the table that says where each block of 128 is."""
+"""Bytes for an element in the table that says where each block of 128 is."""
 NCCL_BYTES = 3.3e9
-"""Of a group's communicator with all-to-alls, as docs/clusters.md has it."""
+"""Bytes of a group's communicator with all-to-alls, as docs/clusters.md has it."""
 PAYLOAD_BYTES = (4 + 16 / 128) / 8
 """The same of a payload of 4 bits; it is sent from one buffer and received in another."""
 
@@ -158,7 +158,7 @@ def _shares(found: dict[str, Any], per_node: int) -> tuple[float, float, int, in
     layers = elements["dense"] / pipeline / tensor  # norms and routers are whole on every rank: below 0.1 %
     dense = layers + padded / tensor * (2 if pipeline == 1 else 1)
     expert = elements.get("experts", 0) / pipeline / args["expert_model_parallel_size"]
-    # Of a group of data-parallel ranks, those on one node share the error of the node's sum (two hops).
+    # Data-parallel ranks on one node share the error of the node's sum (two hops).
     on_node = per_node // tensor if args["world_size"] > per_node else 1
     expert_on_node = max(per_node // args["expert_model_parallel_size"], 1) if on_node > 1 else 1
     return dense, expert, on_node, expert_on_node

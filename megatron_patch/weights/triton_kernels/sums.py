@@ -1,7 +1,6 @@
-"""Tiles of weights, for both directions of the weight code: the line, two sums, the sizes of pieces.
+"""weights/sums.py on a GPU: a program takes a tile of 2,048 weights, 16 for each of 128 threads.
 
-A program takes a tile of 2,048 weights, 16 for each of 128 threads; in `sizes_kernel` many tiles, which are
-their counts there. Places are int64, numbers inside a tile int32.
+Places are int64, numbers inside a tile int32.
 """
 
 from __future__ import annotations
@@ -10,16 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_patch.weights import code as weight_code
 from megatron_patch.weights import sums as weight_sums
 from megatron_patch.weights.sums import tiles_of
 
-TILE = tl.constexpr(weight_code.TILE)
-NO_BITMAP = tl.constexpr(weight_code.NO_BITMAP)
+TILE = tl.constexpr(weight_sums.TILE)
 _STEP = tl.constexpr(weight_sums.STEP)
 _SHIFT_1, _SHIFT_2, _SHIFT_3 = (tl.constexpr(shift) for shift, _ in weight_sums.MIX)
 _FACTOR_1, _FACTOR_2 = (tl.constexpr(factor) for _, factor in weight_sums.MIX[:2])
-TILES_AT_ONCE = tl.constexpr(256)  # of sizes_kernel
 _PROGRAMS = 2048  # of `sums`: at most, enough for any GPU
 
 
@@ -102,57 +98,15 @@ def sums_kernel(
 
 
 def sums(weights: torch.Tensor) -> torch.Tensor:
-    """weight_code.sums."""
+    """weights.sums.sums"""
     rows, n = weights.shape[:-1].numel(), weights.shape[-1]
     found = torch.zeros(*weights.shape[:-1], 2, dtype=torch.int64, device=weights.device)
-    programs = min(tiles_of(n), 2 if interpreted(weights) else _PROGRAMS)
+    programs = min(tiles_of(n), 2 if _interpreted(weights) else _PROGRAMS)
     if programs and rows:
         sums_kernel[(programs, rows)](weights, found, n, SIXTEENS=n % 16 == 0, enable_fp_fusion=False)
     return found
 
 
-def interpreted(tensor: torch.Tensor) -> bool:
-    """In the interpreter programs share their work, and scratch is used again, for small tensors too."""
+def _interpreted(tensor: torch.Tensor) -> bool:
+    """In the interpreter programs share their work for small tensors too."""
     return tensor.device.type != "cuda"
-
-
-@triton.jit
-def count_of(counts, tile, PLANE: tl.constexpr, there):
-    """A count of each tile, uint16 in int16, as int32; 0 of those that are not there."""
-    return tl.load(counts + 4 * tile + PLANE, mask=there, other=0).to(tl.int32) & 0xFFFF
-
-
-@triton.jit
-def write_sizes(counts, sizes, wrong, n, tiles, whole):
-    """A program's part of int64 [5, tiles], bytes of each tile's piece of each plane. Of `counts`, int16
-    [tiles, 4], the first `whole` can be read; `wrong`, int32 [1], becomes 1 where they contradict each other.
-    """
-    tile = tl.program_id(0).to(tl.int64) * TILES_AT_ONCE + tl.arange(0, TILES_AT_ONCE)
-    there = tile < tiles
-    length = tl.minimum(n - tile * TILE, TILE).to(tl.int32)
-    first = count_of(counts, tile, 0, tile < whole)
-    far = count_of(counts, tile, 1, tile < whole)
-    farther = count_of(counts, tile, 2, tile < whole)
-    farthest = count_of(counts, tile, 3, tile < whole)
-    bitmap = first != NO_BITMAP
-    first = tl.where(bitmap, first, length)
-    right = (first <= length) & (far <= first) & (farther <= far) & (farthest <= farther) & (tile < whole)
-    sizes += tile
-    tl.store(sizes, tl.where(bitmap, (length + 7) // 8, 0).to(tl.int64), mask=there)
-    tl.store(sizes + tiles, ((first + 3) // 4).to(tl.int64), mask=there)
-    tl.store(sizes + 2 * tiles, ((far + 1) // 2).to(tl.int64), mask=there)
-    tl.store(sizes + 3 * tiles, farther.to(tl.int64), mask=there)
-    tl.store(sizes + 4 * tiles, (2 * farthest).to(tl.int64), mask=there)
-    contradictions = tl.sum((there & (right == 0)).to(tl.int32))
-    tl.atomic_or(wrong, 1, mask=contradictions > 0, sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["n", "tiles"], do_not_specialize_on_alignment=["counts"])
-def sizes_kernel(
-    counts,  # int16 [tiles, 4]
-    sizes,  # int64 [5, tiles]
-    wrong,  # int32 [1], 0
-    n: tl.int64,
-    tiles: tl.int64,
-):
-    write_sizes(counts, sizes, wrong, n, tiles, tiles)

@@ -1,8 +1,8 @@
-"""What the entropy code knows of a move d before it is sent: its context, and how frequent symbols are there.
+"""What the weight code knows of a move d before it is sent: its context, and how frequent symbols are there.
 
 A move is a symbol and some raw bits: 0 is d = 0, 1 to 40 are classes of size with the sign in the lowest raw
 bit, and ESCAPE is any other d, which follows as a word. The context is the exponent of the old weight, in a
-window of 16. In each context the frequencies are whole and add up to 1,024. docs/weight_codes.md has the
+window of 16. In each context the frequencies are whole and add up to 1,024. docs/weight_code.md has the
 rules.
 """
 

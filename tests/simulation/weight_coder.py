@@ -1,4 +1,4 @@
-"""A second coder of the entropy code, written from docs/weight_codes.md without the package's code.
+"""A second coder of the weight code, written from docs/weight_code.md without the package's code.
 
 Weights are lists of 16-bit patterns, 0 to 65535, and messages are lists of bytes.
 """

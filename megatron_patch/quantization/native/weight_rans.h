@@ -1,10 +1,10 @@
-// Range ANS with interleaved states, a tile at a time: weights/entropy_code.py is the place to read it.
+// Range ANS with interleaved states, a tile at a time: weights/code.py is the place to read it.
 //
 // Entries of tables, uint32, from the lowest bits on:
 //   encoder [context][min(|d|, FAR + 1)]   f - 1 (10 bits), start (10), b (3), escape (1)
 //   decoder [context][slot]                f - 1 (10 bits), slot - start (10), the lowest |d| or ESCAPED (9), b (3)
 #pragma once
-#include "entropy_tables.h"
+#include "weight_tables.h"
 #include "weights.h"
 #ifdef __AVX2__
 #include <immintrin.h>

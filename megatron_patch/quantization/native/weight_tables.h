@@ -1,4 +1,4 @@
-// Contexts, symbols and their frequencies in the entropy code: weights/entropy_tables.py defines them.
+// Contexts, symbols and their frequencies in the weight code: weights/tables.py defines them.
 #pragma once
 #include <algorithm>
 #include <cstdint>

@@ -1,12 +1,12 @@
-"""The entropy code's tables on a GPU: what weights/entropy_tables.py does, without the CPU.
+"""The weight code's tables on a GPU: what weights/tables.py does, without the CPU.
 
-    entropy_count_kernel        old, new     ->  how often each symbol occurs with each exponent; sums
-    entropy_frequencies_kernel  counts       ->  each context's frequencies, and what its moves cost
-    entropy_list_kernel         frequencies  ->  the encoder's table, and a message's numbers
-    entropy_front_kernel        numbers      ->  a message's beginning, and how tiles are cut
-    entropy_read_kernel         messages     ->  the decoder's tables, and how tiles are cut
+    count_kernel        old, new     ->  how often each symbol occurs with each exponent; sums
+    frequencies_kernel  counts       ->  each context's frequencies, and what its moves cost
+    list_kernel         frequencies  ->  the encoder's table, and a message's numbers
+    front_kernel        numbers      ->  a message's beginning, and how tiles are cut
+    read_kernel         messages     ->  the decoder's tables, and how tiles are cut
 
-Entries of tables are those of quantization/native/rans.h.
+Entries of tables are those of quantization/native/weight_rans.h.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_patch.weights import entropy_code, entropy_tables
-from megatron_patch.weights.triton_kernels.tiles import TILE, line, load_tile, sums_of
+from megatron_patch.weights import code, tables
+from megatron_patch.weights.triton_kernels.sums import TILE, line, load_tile, sums_of
 
-CONTEXTS = tl.constexpr(entropy_tables.CONTEXTS)
+CONTEXTS = tl.constexpr(tables.CONTEXTS)
 SYMBOLS = tl.constexpr(64)
-"""Of a row of counts or frequencies: the code's own, and zeros behind them."""
+"""The length of a row of counts or frequencies: the code's symbols, and zeros behind them."""
 EXPONENTS = tl.constexpr(256)
 COPIES = tl.constexpr(16)
-"""Of the counts: programs that add to the same number wait for each other."""
-TOTAL = tl.constexpr(entropy_tables.TOTAL)
-PRECISION = tl.constexpr(entropy_tables.PRECISION)
-FAR = tl.constexpr(entropy_tables.FAR)
-ESCAPE = tl.constexpr(entropy_tables.ESCAPE)
+"""There are so many copies of the counts, since programs that add to the same number wait for each other."""
+TOTAL = tl.constexpr(tables.TOTAL)
+PRECISION = tl.constexpr(tables.PRECISION)
+FAR = tl.constexpr(tables.FAR)
+ESCAPE = tl.constexpr(tables.ESCAPE)
 ESCAPED = tl.constexpr(511)
 FRONT_BYTES = tl.constexpr(1024)
 """More than a header and tables have."""
-CODED = tl.constexpr(entropy_code.CODED)
-HEADER_BYTES = tl.constexpr(entropy_code.HEADER_BYTES)
+CODED = tl.constexpr(code.CODED)
+HEADER_BYTES = tl.constexpr(code.HEADER_BYTES)
 LOG2_TILE, LANES, BASE, MANTISSA, TILES_AT, WORDS_AT = (tl.constexpr(place) for place in range(6))
 PLAN = tl.constexpr(6)
 """Numbers of a message's plan, int64: log2 of a tile's weights, a tile's states, the window's first exponent,
 the bits behind the exponent, and the bytes behind the header where counts and words begin."""
-_LONG = tl.constexpr(entropy_tables.LONG)
-_ESCAPE_BITS = tl.constexpr(entropy_tables.ESCAPE_BITS)
-_SMALLEST, _LARGEST = tl.constexpr(entropy_tables.SMALLEST_TILE), tl.constexpr(entropy_tables.LARGEST_TILE)
-_FEW_LANES, _MANY_LANES = tl.constexpr(entropy_tables.FEW_LANES), tl.constexpr(entropy_tables.LANES)
-_HEADS = tl.constexpr(entropy_tables.CONTEXTS // 2)
+_LONG = tl.constexpr(tables.LONG)
+_ESCAPE_BITS = tl.constexpr(tables.ESCAPE_BITS)
+_SMALLEST, _LARGEST = tl.constexpr(tables.SMALLEST_TILE), tl.constexpr(tables.LARGEST_TILE)
+_FEW_LANES, _MANY_LANES = tl.constexpr(tables.FEW_LANES), tl.constexpr(tables.LANES)
+_HEADS = tl.constexpr(tables.CONTEXTS // 2)
 _TILE_BITS = tl.constexpr(1 << 24)
 """256 times the bits that a tile is to have."""
 _FEW = tl.constexpr(64)
@@ -91,7 +91,7 @@ def _lowest(symbol):
 
 
 @triton.jit(do_not_specialize=["n", "tiles"])
-def entropy_count_kernel(
+def count_kernel(
     old,  # int16 [n]
     new,  # int16 [n]
     counts,  # int32 [COPIES, EXPONENTS, SYMBOLS], zeros
@@ -139,7 +139,7 @@ def _window(exponents):
 
 
 @triton.jit
-def entropy_frequencies_kernel(
+def frequencies_kernel(
     counts,  # int32 [COPIES, EXPONENTS, SYMBOLS]
     exponents,  # int64 [EXPONENTS]: how many weights are counted of each
     frequencies,  # int32 [CONTEXTS, SYMBOLS]
@@ -180,7 +180,7 @@ def entropy_frequencies_kernel(
 
 @triton.jit
 def _listed(frequencies):
-    """Of each context: the last symbol that is listed, and whether the escape is; int32 [CONTEXTS]."""
+    """The last symbol that is listed in each context, and whether the escape is; int32 [CONTEXTS]."""
     s = tl.arange(0, SYMBOLS)[None, :]
     f = tl.load(frequencies + tl.arange(0, CONTEXTS)[:, None] * SYMBOLS + s)
     last = tl.max(tl.where((f > 0) & (s < ESCAPE), s, 0), 1)
@@ -194,7 +194,7 @@ def _of(values, mine):
 
 
 @triton.jit
-def entropy_list_kernel(
+def list_kernel(
     frequencies,  # int32 [CONTEXTS, SYMBOLS]
     starts,  # int32 [CONTEXTS, SYMBOLS]
     table,  # int32 [CONTEXTS, TOTAL]: the encoder's
@@ -219,7 +219,7 @@ def entropy_list_kernel(
 
 
 @triton.jit(do_not_specialize=["n"])
-def entropy_front_kernel(
+def front_kernel(
     exponents,  # int64 [EXPONENTS]
     frequencies,  # int32 [CONTEXTS, SYMBOLS]
     numbers,  # int32 [TOTAL]
@@ -272,7 +272,7 @@ def _byte(message, at, readable):
 
 
 @triton.jit(do_not_specialize=["row", "n"], do_not_specialize_on_alignment=["messages"])
-def entropy_read_kernel(
+def read_kernel(
     messages,  # uint8 [N, row]
     places,  # int64 [N, 2]: where in its row a message begins, and its bytes
     table,  # int32 [N, CONTEXTS, TOTAL]: the decoder's

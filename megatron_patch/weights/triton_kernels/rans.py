@@ -1,10 +1,10 @@
-"""The entropy code's tiles on a GPU: a warp codes a tile, a row of its weights at a time.
+"""The weight code's tiles on a GPU: a warp codes a tile, a row of its weights at a time.
 
-    entropy_encode_kernel   old, new            ->  words of each tile, in a scratch, and its states
-    entropy_pack_kernel     front, states, words ->  the message, whose length is known by then
-    entropy_sizes_kernel    messages            ->  words of each tile
-    entropy_decode_kernel   messages, weights   ->  weights
-    entropy_verdict_kernel  messages, sums      ->  found
+    encode_kernel   old, new            ->  words of each tile, in a scratch, and its states
+    pack_kernel     front, states, words ->  the message, whose length is known by then
+    sizes_kernel    messages            ->  words of each tile
+    decode_kernel   messages, weights   ->  weights
+    verdict_kernel  messages, sums      ->  found
 
 A tile has 8 states or 32. Of the former three quarters of a warp's threads wait: so it is in short messages
 only. Nothing is read or written outside the messages, whatever their bytes are: every place is compared with
@@ -16,9 +16,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_patch.weights import code as weight_code
-from megatron_patch.weights import entropy_code, rans
-from megatron_patch.weights.triton_kernels.entropy_tables import (
+from megatron_patch.weights import code, rans
+from megatron_patch.weights.triton_kernels.sums import line
+from megatron_patch.weights.triton_kernels.tables import (
     BASE,
     CODED,
     CONTEXTS,
@@ -37,21 +37,20 @@ from megatron_patch.weights.triton_kernels.entropy_tables import (
     difference,
     number_of_tiles,
 )
-from megatron_patch.weights.triton_kernels.tiles import line
 
 TILES = tl.constexpr(4)
-"""Of a program, a warp each."""
+"""A program codes so many tiles, each by a warp."""
 WARP = tl.constexpr(32)
 SMALLEST = tl.constexpr(1 << 12)
 """Weights of a tile, at least."""
 _CHUNK = tl.constexpr(1024)
 _HIGH = tl.constexpr((1 << 32 - PRECISION.value) - 1)
 _FIRST_STATE = tl.constexpr(rans.FIRST_STATE)
-_RAW = tl.constexpr(entropy_code.RAW)
-_STALE = tl.constexpr(weight_code.STALE)
-_WEIGHTS_DIFFER = tl.constexpr(weight_code.WEIGHTS_DIFFER)
-_MESSAGE_CHANGED = tl.constexpr(weight_code.MESSAGE_CHANGED)
-_OWNER_CHANGED = tl.constexpr(weight_code.OWNER_CHANGED)
+_RAW = tl.constexpr(code.RAW)
+_STALE = tl.constexpr(code.STALE)
+_WEIGHTS_DIFFER = tl.constexpr(code.WEIGHTS_DIFFER)
+_MESSAGE_CHANGED = tl.constexpr(code.MESSAGE_CHANGED)
+_OWNER_CHANGED = tl.constexpr(code.OWNER_CHANGED)
 
 
 @triton.jit
@@ -71,7 +70,7 @@ def _tiles_of_program(log2_tile, n):
 
 
 @triton.jit(do_not_specialize=["n"])
-def entropy_encode_kernel(
+def encode_kernel(
     old,  # int16 [n]
     new,  # int16 [n]
     table,  # int32 [CONTEXTS, TOTAL]
@@ -115,7 +114,7 @@ def entropy_encode_kernel(
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["message"])
-def entropy_pack_kernel(
+def pack_kernel(
     front,  # uint8 [FRONT_BYTES]
     plan,  # int64 [PLAN]
     counts,  # int32 [most tiles]
@@ -178,7 +177,7 @@ def _is_whole(message, plan, wrong, words, size):
 
 
 @triton.jit(do_not_specialize=["row", "n", "most_tiles"], do_not_specialize_on_alignment=["messages"])
-def entropy_sizes_kernel(
+def sizes_kernel(
     messages,  # uint8 [N, row]
     places,  # int64 [N, 2]
     plans,  # int64 [N, PLAN]
@@ -200,7 +199,7 @@ def entropy_sizes_kernel(
 
 
 @triton.jit(do_not_specialize=["row", "n", "most_tiles", "own"], do_not_specialize_on_alignment=["messages"])
-def entropy_decode_kernel(
+def decode_kernel(
     messages,  # uint8 [N, row]
     places,  # int64 [N, 2]
     shards,  # int16 [N, n]
@@ -275,7 +274,7 @@ def entropy_decode_kernel(
 
 
 @triton.jit(do_not_specialize=["row", "n", "most_tiles", "own"], do_not_specialize_on_alignment=["messages"])
-def entropy_verdict_kernel(
+def verdict_kernel(
     messages,  # uint8 [N, row]
     places,  # int64 [N, 2]
     plans,  # int64 [N, PLAN]

@@ -1,16 +1,13 @@
-"""What is the entropy code's GPU kernels' own: when the CPU waits for them."""
+"""What is the GPU kernels' own: when the CPU waits for them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from weights.entropy_coders import CODERS, NORMAL, changed, coded
-from weights.weight_coders import Waiting, parametrized
+from weights.weight_coders import CODERS, NORMAL, Waiting, changed, coded, triton_coders
 
-from megatron_patch.weights.entropy_code import FACTS, bound
-
-triton_coders = parametrized(CODERS, [name for name in CODERS if name.startswith("triton")])
+from megatron_patch.weights.code import FACTS, bound
 
 
 class Counting(TorchDispatchMode):
