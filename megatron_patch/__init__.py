@@ -3,10 +3,10 @@
     import megatron_patch
     megatron_patch.enable(megatron_patch.CompressionConfig(method="loco", bits=4))
 
-before the model is built, or `attach(model_chunks, config)` after it is wrapped in Megatron's
+Call `enable` before the model is built, or `attach(model_chunks, config)` after it is wrapped in Megatron's
 DistributedDataParallel. Importing this package changes nothing and does not import Megatron.
 
-What `__all__` names is public, and follows semantic versioning (docs/api.md).
+The names in `__all__` are public and follow semantic versioning (docs/api.md).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def enable(config: CompressionConfig | None = None) -> None:
         config: the options; CompressionConfig() if None.
 
     Raises:
-        UserError: `config` is no CompressionConfig. A model that cannot be served raises it when it is built.
+        UserError: `config` is no CompressionConfig. A model that is not supported raises it when it is built.
     """
     from megatron_patch.megatron import doors
 
@@ -51,7 +51,7 @@ def enable(config: CompressionConfig | None = None) -> None:
 
 
 def disable() -> None:
-    """Undo `enable` and detach every model: its own exchange from the next step on."""
+    """Undo `enable` and detach every model, which uses its own gradient exchange from the next step on."""
     from megatron_patch import doors
 
     doors.disable()
@@ -60,7 +60,7 @@ def disable() -> None:
 def attach[Chunks](
     chunks: Chunks, config: CompressionConfig | None = None, replicate_group: Any = None
 ) -> Chunks:
-    """Compress the gradients of a model that is wrapped, or sharded; returns it (a post-wrap hook).
+    """Compress the gradients of a wrapped or sharded model; returns `chunks`, so it can be a post-wrap hook.
 
     Args:
         chunks: Megatron's DistributedDataParallel, or a list of them; or a module that torch's `fully_shard`
@@ -68,10 +68,11 @@ def attach[Chunks](
         config: the options; CompressionConfig() if None.
         replicate_group: with FSDP2 over a mesh of one dimension, the torch.distributed.ProcessGroup of the
             ranks that hold the same shards: gradients are averaged over it in low bits, and FSDP2's own
-            exchange stays as it is. A mesh of two dimensions says so itself.
+            exchange stays as it is. Leave it out with a mesh of two dimensions, which has this group.
 
     Raises:
-        UserError: no such model, no CompressionConfig, or a configuration that compression cannot serve.
+        UserError: `chunks` is no such model, `config` is no CompressionConfig, or the model or the options
+            are not supported.
     """
     from megatron_patch import doors
 
@@ -80,14 +81,16 @@ def attach[Chunks](
 
 
 def report(model: Any = None) -> StepReport:
-    """What this rank sent in its last optimizer step. Communicates nothing: any rank may call it at any time.
+    """Report what this rank sent in its last optimizer step.
+
+    It communicates nothing, so any rank may call it at any time.
 
     Args:
-        model: what was attached; everything that is attached if None.
+        model: an attached model; all attached models if None.
 
     Raises:
-        UserError: nothing is attached, no step has ended yet, or models have different options and none is
-            named.
+        UserError: nothing is attached, no step has ended yet, or `model` is None and attached models have
+            different options.
     """
     from megatron_patch import doors
 
@@ -97,15 +100,15 @@ def report(model: Any = None) -> StepReport:
 def offload(model: Any = None) -> None:
     """Move what compression keeps on the GPU between steps to host memory, and free its payload buffers.
 
-    For engines that give the GPU to something else between steps: error states, the exact gather's old shards
-    and messages, 1-bit Adam's momentum. `reload` brings them back bit for bit, and so does what needs them
-    first: the next exchange, a weight gather, a checkpoint. `report().device_bytes` says what is on the GPU.
+    This is for engines that use the GPU for something else between steps. It moves error states, the exact
+    gather's old shards and messages, and 1-bit Adam's momentum. `reload` brings them back bit for bit; so do
+    the next exchange, weight gather or checkpoint. `report().device_bytes` is the memory still on the GPU.
 
     Args:
-        model: what was attached; everything that is attached if None.
+        model: an attached model; all attached models if None.
 
     Raises:
-        UserError: it is not attached, or gradients of a step have been exchanged that no optimizer has used.
+        UserError: the model is not attached, or gradients were exchanged that no optimizer step has used yet.
     """
     from megatron_patch import doors
 
@@ -113,7 +116,7 @@ def offload(model: Any = None) -> None:
 
 
 def reload(model: Any = None) -> None:
-    """Bring back what `offload` has moved.
+    """Move what `offload` has moved back to the GPU.
 
     Raises:
         UserError: the model is not attached.
@@ -126,17 +129,19 @@ def reload(model: Any = None) -> None:
 def state_dict(
     model: Any, optimizer: Any = None, reader: Any = None, path: str | None = None
 ) -> dict[str, Any]:
-    """The error states of a model for torch.distributed.checkpoint; call on all ranks (docs/checkpoints.md).
+    """Return a model's error states for torch.distributed.checkpoint (docs/checkpoints.md).
+
+    All ranks must call it.
 
     Args:
-        model: what was attached.
-        optimizer: Megatron's, needed with fp16; or torch's GradScaler, where one scales the loss.
-        reader: a dcp.StorageReader of the checkpoint to load, saved in this layout of ranks or another.
-        path: the keys under which that checkpoint has this model's states, joined by dots; needed where it
+        model: an attached model.
+        optimizer: Megatron's optimizer, needed with fp16; or torch's GradScaler, where one scales the loss.
+        reader: a dcp.StorageReader of the checkpoint to load, whatever layout of ranks has saved it.
+        path: the keys of this model's states in that checkpoint, joined by dots; needed if the checkpoint
             has the states of several models.
 
     Raises:
-        UserError: the reader's checkpoint has no error states there, or damaged ones.
+        UserError: the reader's checkpoint has no error states at `path`, or they are damaged.
     """
     from megatron_patch import doors
 
@@ -144,10 +149,12 @@ def state_dict(
 
 
 def load_state_dict(model: Any, state: dict[str, Any], optimizer: Any = None) -> None:
-    """Put back error states that torch.distributed.checkpoint.load has read into a `state_dict`.
+    """Restore the error states that torch.distributed.checkpoint.load has read into a `state_dict`.
+
+    All ranks must call it.
 
     Raises:
-        UserError: no state of `state_dict`, or one that is damaged.
+        UserError: `state` does not come from `state_dict`, or is damaged.
     """
     from megatron_patch import doors
 

@@ -1,4 +1,4 @@
-"""CompressionConfig: what is compressed, and how. The one home of the options' names and defaults.
+"""CompressionConfig says what is compressed, and how. Options' names and defaults are defined only here.
 
 The same fields are the keys of a configuration's `compression:` section and the command-line flags
 `--compression-FIELD` (megatron/arguments.py makes them from this class).
@@ -23,12 +23,12 @@ WEIGHT_GATHERS = ("stock", "exact")
 SHARD = "shard"
 AUTO = "auto"
 MOST_IN_BLOCK = 65536
-"""The largest `block_size`: a scale for more elements loses too much, and short blocks are filled up."""
+"""The largest `block_size`: one scale for more elements loses too much, and short blocks are padded to b."""
 MOST = 1 << 62
-"""The largest whole number of an option: steps and ranks are added to seeds, within 64 bits."""
+"""The largest whole number that an option may be: steps and ranks are added to seeds in 64 bits."""
 _BLOCK_SIZES = [1 << power for power in range(4, MOST_IN_BLOCK.bit_length())]
 MUONS = ("muon", "dist_muon")
-"""Megatron's flags for Muon; the second one is the first with --use-distributed-optimizer."""
+"""Megatron's names of Muon (--optimizer); dist_muon is muon with --use-distributed-optimizer."""
 WARMUPS = ("auto", "fixed")
 DEFAULT_ERROR_BETA = 0.8
 DEFAULT_BITS = 4
@@ -44,7 +44,7 @@ class CompressionConfig:
     """Options of low-bit gradient communication, validated on construction.
 
     Raises:
-        UserError: an impossible value; the message names the field, the value and what is allowed.
+        UserError: a value is not allowed; the message names the field, the value and what is allowed.
     """
 
     method: str = _option(
@@ -144,26 +144,27 @@ class CompressionConfig:
     )
 
     _resolved: InitVar[Mapping[str, Any] | None] = None
-    """What options that were left out became. dataclasses.replace hands it on, and they are resolved anew."""
+    """The values chosen for options that were left out; dataclasses.replace passes them on to choose anew."""
 
     @classmethod
     def for_megatron(cls, flags: Mapping[str, Any], **options: Any) -> CompressionConfig:
-        """The options of a job whose Megatron flags, with underscores, are known."""
+        """Make the options of a job from `options` and its Megatron flags, whose names have underscores."""
         return cls(**options).for_optimizer(flags.get("optimizer"))
 
     def for_optimizer(self, name: object) -> CompressionConfig:
-        """The options with the default method of Megatron's optimizer `name`: error_feedback with Muon.
+        """Return the options with the default method of Megatron's optimizer `name`: error_feedback for Muon.
 
-        A method or an `error_beta` that was given stays.
+        A `method` or an `error_beta` that the user gave is kept.
         """
         if name not in MUONS or not {"method", "error_beta"} <= vars(self)["_resolved"].keys():
             return self
         return replace(self, method="error_feedback", error_beta=None)
 
     def for_flat_fsdp(self) -> CompressionConfig:
-        """The options with the default method where errors are of the whole model on every rank: naive.
+        """Return the options with naive as the default method, for FSDP without replicas.
 
-        A method or an `error_beta` that was given stays.
+        There every rank would keep errors of the whole model. A `method` or an `error_beta` that the user
+        gave is kept.
         """
         if not {"method", "error_beta"} <= vars(self)["_resolved"].keys():
             return self
@@ -234,13 +235,13 @@ class CompressionConfig:
             self._reject("rotation", "none with block_size shard: a rotation would mix parameters")
 
     def _check_momentum(self) -> None:
-        """The options of onebit_adam. Other methods ignore them."""
+        """Check the options of onebit_adam, which other methods ignore."""
         if not self.is_onebit_adam:
             return
         steps = self.warmup_steps
         if self.bits != 1:
             self._reject("bits", "1 with method onebit_adam")
-        if self.start_step == AUTO:  # its warm-up ends by itself, too
+        if self.start_step == AUTO:  # The warm-up ends by itself, too.
             object.__setattr__(self, "start_step", 0)
         if self.start_step:
             self._reject("start_step", "0 with method onebit_adam, which has warmup_steps")
@@ -266,13 +267,13 @@ class CompressionConfig:
 
     @property
     def beta(self) -> float:
-        """Weight of the old error, resolved (docs/numerics.md, "The error")."""
+        """The weight of the old error in the moving average (docs/numerics.md, "The error")."""
         assert self.error_beta is not None
         return self.error_beta
 
     @property
     def code(self) -> str:
-        """The codec's name, resolved."""
+        """The name of the codec that is used."""
         assert self.codec is not None
         return self.codec
 
@@ -293,24 +294,25 @@ class CompressionConfig:
 
     @property
     def compresses(self) -> bool:
-        """Whether gradients leave in low bits at all."""
+        """Whether gradients, or 1-bit Adam's momentum, are exchanged in low bits."""
         return self.method != "none"
 
     @property
     def codes_weights(self) -> bool:
-        """Whether updated weights are gathered from their changes."""
+        """Whether the exact weight gather replaces Megatron's all-gather of updated weights."""
         return self.weight_gather == "exact"
 
     def _check_choice(self, name: str, allowed: tuple[Any, ...]) -> None:
         value = getattr(self, name)
-        if type(value) not in map(type, allowed) or value not in allowed:  # 4.0 and True equal whole numbers
+        # 4.0 and True equal whole numbers, so that the types are compared, too.
+        if type(value) not in map(type, allowed) or value not in allowed:
             self._reject(name, "one of " + ", ".join(map(str, allowed)) + nearest(value, allowed))
 
     def _reject(self, name: str, allowed: str) -> None:
         raise UserError(f"compression.{name}: {getattr(self, name)!r} is not allowed; it must be {allowed}")
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as plain values, for YAML and flags."""
+        """Return the fields as plain values, for YAML and command-line flags."""
         return dataclasses.asdict(self)
 
 

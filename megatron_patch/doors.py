@@ -1,4 +1,4 @@
-"""The ways in, whatever wraps the model: megatron/ serves Megatron, pytorch/ torch itself."""
+"""The implementation of the public functions: each passes the model on to megatron/ or to pytorch/."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from megatron_patch.step_report import StepReport
 
 
 def attach(model: Any, config: CompressionConfig | None, replicate_group: dist.ProcessGroup | None) -> None:
-    """megatron_patch.attach."""
     options = CompressionConfig() if config is None else config
     if not isinstance(options, CompressionConfig):
         raise UserError(
@@ -42,7 +41,6 @@ def attach(model: Any, config: CompressionConfig | None, replicate_group: dist.P
 
 
 def disable() -> None:
-    """megatron_patch.disable."""
     if loaded := sys.modules.get("megatron_patch.megatron.doors"):
         loaded.disable()
     if loaded := sys.modules.get("megatron_patch.pytorch.attach"):
@@ -51,12 +49,10 @@ def disable() -> None:
 
 
 def report(model: Any) -> StepReport:
-    """megatron_patch.report."""
     return step_report(*_sessions(model, "report"))
 
 
 def offload(model: Any) -> None:
-    """megatron_patch.offload."""
     sessions, _ = _sessions(model, "offload")
     if any(session.in_step or session.unreduced for session in sessions):
         raise UserError(
@@ -68,13 +64,12 @@ def offload(model: Any) -> None:
 
 
 def reload(model: Any) -> None:
-    """megatron_patch.reload."""
     for session in _sessions(model, "reload")[0]:
         session.memory.bring_back()
 
 
 def _sessions(model: Any, caller: str) -> tuple[list[Session], Traffic | None]:
-    """The sessions of a model, of all that is attached if None, and what gathered Megatron's weights."""
+    """Return the sessions of a model (None: of all attached models), and Megatron's weight-gather traffic."""
     found: list[Session] = []
     weights = None
     of_megatron = model is None or _is_megatron(model)
@@ -94,7 +89,6 @@ def _sessions(model: Any, caller: str) -> tuple[list[Session], Traffic | None]:
 
 
 def state_dict(model: Any, optimizer: Any, reader: Any, path: str | None) -> dict[str, Any]:
-    """megatron_patch.state_dict."""
     if _is_megatron(model):
         from megatron_patch.megatron.checkpoint import element_map
 
@@ -106,7 +100,6 @@ def state_dict(model: Any, optimizer: Any, reader: Any, path: str | None) -> dic
 
 
 def load_state_dict(model: Any, state: dict[str, Any], optimizer: Any) -> None:
-    """megatron_patch.load_state_dict."""
     if _is_megatron(model):
         from megatron_patch.megatron.checkpoint import element_map
 
@@ -119,19 +112,19 @@ def load_state_dict(model: Any, state: dict[str, Any], optimizer: Any) -> None:
 
 
 def _scale(scaler: Any) -> float:
-    """The loss scale of a torch GradScaler, if there is one."""
+    """Return the loss scale of a torch GradScaler; 1.0 if `scaler` is none."""
     return float(scaler.get_scale()) if hasattr(scaler, "get_scale") else 1.0
 
 
 def _is_megatron(model: Any) -> bool:
-    """Whether a model, or the first of a list, is wrapped in one of Megatron's own data parallelisms."""
+    """Whether a model, or the first of a list of models, is wrapped in a DDP or FSDP class of Megatron."""
     first = model[0] if isinstance(model, list | tuple) and model else model
     base = sys.modules.get("megatron.core.distributed.data_parallel_base")
     return base is not None and isinstance(first, base._BaseDataParallel)
 
 
 def _modules(model: Any, caller: str) -> Sequence[Any]:
-    """The modules of a model that is not Megatron's: it, or a list of its parts."""
+    """Return a model outside Megatron as a list of modules; UserError if one uses neither DDP nor FSDP2."""
     from torch import nn
     from torch.distributed.fsdp import FSDPModule
     from torch.nn.parallel import DistributedDataParallel

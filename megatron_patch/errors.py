@@ -1,4 +1,4 @@
-"""UserError and other failures that end a command with one line; the source text of a failed assert."""
+"""The errors that end a command with a one-line message, and the source text of a failed assert."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 
 class UserError(ValueError):
-    """The user's mistake, shown as one line, `megatron-loco: error: ...`, with exit status 2.
+    """A mistake of the user's, shown as one line, `megatron-loco: error: ...`, with exit status 2.
 
-    What a message quotes may come from anybody's file: line ends and what drives a terminal are escaped, and
-    the middle of a very long message is left out.
+    A message may quote text from anybody's file: characters that are not printable are escaped, and the
+    middle of a message of more than 2,000 characters is left out.
     """
 
     def __init__(self, message: object) -> None:
@@ -23,17 +23,17 @@ class UserError(ValueError):
 
 
 class RankFailed(Exception):
-    """A rank ended before its time; the text names the first one and shows its error. Exit status 1."""
+    """A rank ended too early: the text names the first such rank and shows its error. Exit status 1."""
 
 
 def nearest(value: object, allowed: Iterable[object]) -> str:
-    """` (did you mean X?)` for a value close to an allowed one, else an empty string."""
+    """Return ` (did you mean X?)` for a value close to the allowed value X, else an empty string."""
     matches = difflib.get_close_matches(str(value), [str(item) for item in allowed], n=1, cutoff=0.6)
     return f" (did you mean {matches[0]}?)" if matches and matches[0] != str(value) else ""
 
 
 def failed_assert(error: AssertionError) -> tuple[str, str]:
-    """Where the assert stands, `file.py:12`, and its source on one line, `assert a < b`."""
+    """Return the place of the assert, `file.py:12`, and its source on one line, `assert a < b`."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return "", ""

@@ -1,6 +1,7 @@
-"""Files: written whole, beside their place and then moved into it; and read without executing anything.
+"""Atomic writing of files, and safe reading of YAML and JSON that another user may have written.
 
-What is read may be another user's YAML or JSON: it is refused in one line.
+A file is written under another name and then moved into its place. Reading executes nothing; a text that
+cannot be read raises `Unfit` with one line.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from megatron_patch.errors import UserError
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write `text` to `path`, in UTF-8: a reader, or a kill, finds the old file or the new one.
+    """Write `text` to `path` in UTF-8, atomically: `path` is at all times the old file or the new one.
 
     Raises:
-        OSError: it cannot be written; the old file is as it was.
+        OSError: the file cannot be written; the old file is unchanged.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -33,10 +34,10 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def check_output(folder: Path, option: str = "out") -> None:
-    """See that `folder` is one, or could be created; creates nothing.
+    """Check that `folder` is a writable folder or could be created; creates nothing.
 
     Raises:
-        UserError: a file is in its place, or in that of a folder above it; or nothing may be written there.
+        UserError: `folder` or a folder above it is a file, or is not writable.
     """
     above = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     problem = None if above.is_dir() else errno.ENOTDIR
@@ -47,10 +48,10 @@ def check_output(folder: Path, option: str = "out") -> None:
 
 
 def output_folder(folder: Path, option: str = "--out") -> None:
-    """Create the folder of a command's results, before the command computes them.
+    """Create the folder for a command's results before the command computes them.
 
     Raises:
-        UserError: it cannot be created, or nothing can be written there.
+        UserError: the folder cannot be created or written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,21 +62,21 @@ def output_folder(folder: Path, option: str = "--out") -> None:
 
 
 MOST_BYTES = 1 << 20
-"""The size of a YAML file: what describes runs, recipes and clusters is small."""
+"""The largest size of a YAML file: files that describe runs, recipes and clusters are small."""
 DEEPEST = 100
-"""Mappings and lists in one another, in YAML: libyaml's loader ends the process with thousands of them."""
+"""The deepest nesting of YAML that is read: with thousands of levels libyaml's loader ends the process."""
 
 
 class Unfit(ValueError):
-    """A text that cannot be read; the message is one line without the file's name."""
+    """A text cannot be read; the message is one line without the file's name."""
 
 
 def read_text(path: Path) -> str:
-    """The text of a YAML file.
+    """Read the text of a YAML file.
 
     Raises:
-        OSError: it cannot be read.
-        Unfit: it is too long, or not UTF-8.
+        OSError: the file cannot be read.
+        Unfit: the file is longer than MOST_BYTES, or is not UTF-8.
     """
     with path.open("rb") as file:
         data = file.read(MOST_BYTES + 1)
@@ -88,25 +89,25 @@ def read_text(path: Path) -> str:
 
 
 def load_yaml(text: str) -> Any:
-    """What a YAML text says, made of plain values.
+    """Parse a YAML text into plain values.
 
     Raises:
-        Unfit: it is no YAML.
+        Unfit: the text is not valid YAML, or is nested too deeply.
     """
     import yaml
 
     check_yaml(text)
     try:
         return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (yaml.YAMLError, ValueError, TypeError) as error:  # A day that is none is a ValueError.
+    except (yaml.YAMLError, ValueError, TypeError) as error:  # A date that does not exist is a ValueError.
         raise Unfit(yaml_problem(error)) from error
 
 
 def check_yaml(text: str) -> None:
-    """See that a text is YAML that a loader survives.
+    """Check that a text is YAML that libyaml's loader can read without crashing.
 
     Raises:
-        Unfit: it is no YAML, or too deep.
+        Unfit: the text is not valid YAML, or is nested too deeply.
     """
     import yaml
 
@@ -122,7 +123,7 @@ def check_yaml(text: str) -> None:
 
 
 def yaml_problem(error: Exception) -> str:
-    """What a YAML error says, in one line with the place."""
+    """Describe a YAML error in one line, with the line number if it is known."""
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
     if problem and mark is not None:
         return f"line {mark.line + 1}: {problem}"
@@ -131,10 +132,10 @@ def yaml_problem(error: Exception) -> str:
 
 
 def load_json(text: str | bytes) -> Any:
-    """What a JSON text says; NaN and Infinity are numbers.
+    """Parse a JSON text, in which NaN and Infinity are accepted as numbers.
 
     Raises:
-        Unfit: it is no JSON, or too deep.
+        Unfit: the text is not valid JSON, or is nested too deeply.
     """
     try:
         return json.loads(text)

@@ -1,22 +1,23 @@
-"""LoCo on one page: what a sender does with its gradient, and an owner with all senders' payloads.
+"""LoCo on one page: what a sender does with its gradient, and what an owner does with all senders' payloads.
 
-Each of N ranks has a gradient g of the same B elements. Rank j owns shard j of their sum, and every rank
-sends it that shard in codes of a few bits (arXiv 2407.04480, algorithm 1):
+Each of N ranks has a gradient g of the same B elements. Rank j owns shard j of the sum, and every rank sends
+shard j of its gradient to rank j in codes of a few bits (arXiv 2407.04480, algorithm 1):
 
-    sender    h = g + e                      e is what earlier steps have lost, a moving average
-              q, s = encode(h)               p bits an element and a scale a block: the payload
-              r = h - s*q                    what this step loses
-              e <- beta*e + (1 - beta)*r     in 8 bits, over the same blocks; beta weighs the old error
+    sender    h = g + e                      e: moving average of what rounding lost in earlier steps
+              q, s = encode(h)               the payload: p bits per element and a scale per block
+              r = h - s*q                    what rounding loses in this step
+              e <- beta*e + (1 - beta)*r     stored in 8 bits, in the same blocks; beta weighs the old error
     owner     x = sum of all senders' s*q    in fp32, in rank order; divided by N for the average
 
-With `beta` = 0 this is classic error feedback. Of a block that has a NaN or an infinity nothing is sent but
-NaN, and e stays as it was. Where a codec's blocks are rotated (quantization/rotation.py), g is rotated first,
-e is kept rotated, and the owner rotates the sum back once.
+With `beta` = 0 this is classic error feedback. A block that has a NaN or an infinity is sent as NaN, and its
+e does not change. If the codec rotates blocks (quantization/rotation.py), g is rotated first, e is kept
+rotated, and the owner rotates the sum back once.
 
-This is the torch reference, for any codec on any device. It runs where no fused kernel serves; the kernels of
-quantization/native and quantization/triton_kernels do the same in one pass, and must give the same bits. A
-shard has `blocks` blocks of up to b elements (quantization/layout.py); all arithmetic is on fp32
-[N, blocks, b], with zeros in the fill of short blocks. docs/numerics.md has every rule.
+This is the torch reference, for any codec on any device. It runs where no fused kernel supports the codec;
+the kernels of quantization/native and quantization/triton_kernels do the same in one pass, and must give the
+same bits. A shard has `blocks` blocks of up to b elements (quantization/layout.py). All arithmetic is on fp32
+tensors of shape [N, blocks, b], in which short blocks are filled up with zeros ("fill"). docs/numerics.md has
+every rule.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ from megatron_patch.quantization.rotation import rotate, rotate_back
 from megatron_patch.quantization.uniform import Uniform, dequantize
 
 STATISTICS = ("signal", "noise", "gradient", "error", "non_finite_blocks")
-"""What `statistics` holds: sums of h^2, r^2, g^2, decode(e)^2 over finite blocks, and a count; fp64 [5]."""
+"""The names of the five fp64 `statistics`: the sums of h^2, r^2, g^2 and decode(e)^2 over the blocks that are
+finite, and the number of blocks that are not."""
 INT8 = Uniform(8)
-"""The code of e where it is kept in 8 bits."""
+"""The codec in which e is stored with `error_dtype: int8`."""
 
 
 def compress(
@@ -47,16 +49,16 @@ def compress(
     beta: float,
     statistics: torch.Tensor | None,
 ) -> None:
-    """The sender's part: write the payloads of all shards, and update e.
+    """Run the sender's part: write the payloads of all shards, and update e.
 
     Args:
         gradient: g, [B] of fp32, bf16 or fp16.
         payload: uint8; the payloads of all shards, end to end (`layout.payload_starts`).
         codec: encodes h.
-        layout: the cut of the B elements.
-        error: the tensors of e (`load_error`), updated in place; empty: there is no error feedback.
-        beta: weight of the old error, 0 <= beta < 1.
-        statistics: fp64 [5], written as STATISTICS; None: they are not asked for.
+        layout: how the B elements are cut into shards and blocks.
+        error: the tensors of e (see `load_error`), updated in place; empty without error feedback.
+        beta: the weight of the old error, 0 <= beta < 1.
+        statistics: fp64 [5], into which STATISTICS are written; None if they are not needed.
     """
     g = layout.cut(gradient)
     if codec.rotation.sender:
@@ -67,10 +69,10 @@ def compress(
     sent = codec.encode(h, layout, rows)
     for row, start in zip(rows, layout.payload_starts.tolist()[:-1], strict=True):
         payload.view(-1)[start : start + layout.coded_bytes] = row
-    # The very s and q that are sent: what the receivers decode is what is subtracted.
+    # sent.values is s*q as the receivers will decode it, so that r is exactly what the receivers miss.
     r = torch.where(sent.finite[..., None], h - sent.values, 0.0)
     if e is not None:
-        # Two products and a sum, each rounded: no fused multiply-add, which kernels would have to mimic.
+        # Both products and the sum are rounded: kernels would have to mimic a fused multiply-add.
         average = r if beta == 0 else e * beta + r * (1 - beta)
         store_error(error, layout, average, keep=~sent.finite)
     if statistics is not None:
@@ -78,10 +80,10 @@ def compress(
 
 
 def load_error(error: Mapping[str, torch.Tensor], layout: BlockLayout) -> torch.Tensor:
-    """decode(e), fp32 [N, blocks, b].
+    """Return decode(e), fp32 [N, blocks, b].
 
-    `error` is `codes`, int8 [N, S], and `scales`, bf16 [N, blocks]; or `values`, bf16 or fp32 [N, S]. At
-    b = 128 int8 takes 1 byte and 1/64 an element.
+    `error` has `codes`, int8 [N, S], and `scales`, bf16 [N, blocks]; or `values`, bf16 or fp32 [N, S]. At
+    b = 128 int8 takes 1 + 1/64 bytes per element.
     """
     if "codes" in error:
         return dequantize(layout.cut(error["codes"].view(-1)), error["scales"].float())
@@ -91,7 +93,7 @@ def load_error(error: Mapping[str, torch.Tensor], layout: BlockLayout) -> torch.
 def store_error(
     error: Mapping[str, torch.Tensor], layout: BlockLayout, new: torch.Tensor, keep: torch.Tensor
 ) -> None:
-    """e <- encode(new), fp32 [N, blocks, b], but for the blocks marked in `keep`, bool [N, blocks]."""
+    """Store e <- encode(new), fp32 [N, blocks, b], except in blocks marked in `keep`, bool [N, blocks]."""
     if "values" in error:
         error["values"].copy_(layout.join(torch.where(keep[..., None], load_error(error, layout), new)))
         return
@@ -104,14 +106,14 @@ def store_error(
 def decompress_reduce(
     payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor, divisor: int = 1
 ) -> None:
-    """The owner's part: sum N senders' payloads of one shard.
+    """Run the owner's part: sum the N senders' payloads of one shard.
 
     Args:
         payloads: uint8 [N, payload_bytes], in rank order.
-        codec: decodes them.
-        layout: that of the one shard.
-        output: [S] of any float dtype, or less in a short shard: written.
-        divisor: N where the average is asked for, else 1.
+        codec: decodes the payloads.
+        layout: the layout of this one shard.
+        output: the sum is written here: [S], or fewer elements in a short shard, of any float dtype.
+        divisor: N if Megatron asked for the average, else 1.
     """
     x = codec.decode(payloads[:1], layout)
     for sender in range(1, payloads.shape[0]):
@@ -123,7 +125,7 @@ def decompress_reduce(
 
 
 class Reduce(Protocol):
-    """`decompress_reduce`, of whichever backend."""
+    """The signature of `decompress_reduce`, which every backend has."""
 
     def __call__(
         self, payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor

@@ -1,7 +1,7 @@
-"""Codecs and exchanges by name: the package's own, and those of a user's own files (docs/extending.md).
+"""The registry of codecs and exchanges: the package's own, and those that users register (docs/extending.md).
 
-CompressionConfig asks here which names there are, and which bits a codec has. The package's own codecs are
-listed here; their modules are imported when they are first used, so that options are made without torch.
+CompressionConfig looks up here which names exist and which bits a codec has. The modules of the package's own
+codecs are imported when they are first used, so that a CompressionConfig can be made without torch.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any
 from megatron_patch.errors import UserError
 
 OWN_TOPOLOGIES = ("auto", "flat", "two_hop")
-"""What collectives/makers.py chooses among by itself."""
+"""The topologies that collectives/makers.py implements; users cannot register these names."""
 _MOST_BITS = 8
 
 
 @dataclass(frozen=True)
 class CodecEntry:
-    """A codec's name and what a configuration must know of it."""
+    """A registered codec: its name, and what CompressionConfig must know about it."""
 
     name: str
     bits: tuple[int, ...]
     made_by: Callable[..., Any] | str
-    """Its class, a quantization.codec.Codec; or the name of that class in the module of the codec's name."""
+    """The codec's class (quantization.codec.Codec), or the class's name in the module `quantization.NAME`."""
     rotated: bool = False
     """Whether blocks are rotated unless `rotation` says otherwise."""
 
     def make(self, bits: int, rotation: object) -> Any:
-        """The codec of so many bits, with a quantization.rotation.Rotation."""
+        """Create the codec with this number of bits and a quantization.rotation.Rotation."""
         made_by = self.made_by
         if isinstance(made_by, str):
             made_by = getattr(importlib.import_module(f"{__package__}.quantization.{self.name}"), made_by)
@@ -43,7 +43,7 @@ _OWN = (
     CodecEntry("sign", (1,), "Sign"),
 )
 OWN_CODECS = tuple(entry.name for entry in _OWN)
-"""The fused kernels know these, and number them in this order."""
+"""The codecs that the fused kernels support; the C++ kernels number them in this order (codes.h)."""
 _codecs = {entry.name: entry for entry in _OWN}
 _topologies: dict[str, Any] = {}
 
@@ -53,16 +53,16 @@ def register_codec[Made: Callable[..., Any]](
 ) -> Callable[[Made], Made]:
     """Decorate a codec's class, so that `CompressionConfig(codec=name)` uses it.
 
+    The class is called with (bits, rotation), keeps both as attributes, and has the methods of
+    quantization.codec.Codec. The decorator sets its attribute `name`.
+
     Args:
-        name: not that of another codec.
-        bits: widths of a code that it has, 1 to 8; the first is the default.
+        name: a Python identifier that no other codec has.
+        bits: the code widths that the codec supports, 1 to 8; the first one is the default.
         rotated: whether blocks are rotated by default before they are coded.
 
-    The class is called with (bits, rotation), keeps both as attributes, and has the methods of
-    quantization.codec.Codec. Its attribute `name` is set here.
-
     Raises:
-        UserError: a name that is taken, or bits that cannot be.
+        UserError: the name is taken or is no identifier, or `bits` are not allowed.
     """
     widths = tuple(bits)
     if not widths or any(type(width) is not int or not 1 <= width <= _MOST_BITS for width in widths):
@@ -81,10 +81,10 @@ def register_codec[Made: Callable[..., Any]](
 
 
 def register_exchange[Made: type](name: str) -> Callable[[Made], Made]:
-    """Decorate a class with the functions of collectives.exchange.Topology: `topology: name` uses it.
+    """Decorate a class that implements collectives.exchange.Topology, so that `topology: name` uses it.
 
     Raises:
-        UserError: a name that is taken.
+        UserError: the name is taken or is no identifier.
     """
 
     def register(made: Made) -> Made:
@@ -96,7 +96,7 @@ def register_exchange[Made: type](name: str) -> Callable[[Made], Made]:
 
 
 def _check_free(name: str, new: Any, reserved: tuple[str, ...], old: Any) -> None:
-    """A module that is imported anew may register again; another one may not take a name."""
+    """Raise UserError if `name` is taken. A module that is imported again may register its class again."""
     same = old is not None and (old.__module__, old.__qualname__) == (new.__module__, new.__qualname__)
     if not name.isidentifier() or name in reserved or (old is not None and not same):
         why = "is taken" if name.isidentifier() else "is no name: letters, digits and underscores"
@@ -104,15 +104,15 @@ def _check_free(name: str, new: Any, reserved: tuple[str, ...], old: Any) -> Non
 
 
 def codecs() -> dict[str, CodecEntry]:
-    """All codecs by name, the package's own first."""
+    """Return all registered codecs by name, the package's own first."""
     return dict(_codecs)
 
 
 def topology(name: str) -> Any:
-    """A user's class of a collectives.exchange.Topology; None for the package's own."""
+    """Return the class that a user registered under `name`; None for the package's own topologies."""
     return _topologies.get(name)
 
 
 def topologies() -> tuple[str, ...]:
-    """Names that `CompressionConfig.topology` may have."""
+    """Return the values that `CompressionConfig.topology` may have."""
     return (*OWN_TOPOLOGIES, *_topologies)

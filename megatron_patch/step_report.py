@@ -9,49 +9,51 @@ from dataclasses import dataclass
 class StepReport:
     """What one rank sent in its last optimizer step, summed over the buckets of its model chunks.
 
-    Bytes are those that this rank sends to other ranks; norms are Euclidean, over this rank's own numbers.
-    In Megatron's own training loop what needs the gradients' numbers is None for steps that it does not log.
-    `str(report)` is one line.
+    Bytes are those that this rank sent to other ranks; norms are L2 norms over this rank's own numbers. In
+    Megatron's training loop `error_norm`, `gradient_norm`, `snr_db` and `non_finite_blocks` are None for
+    steps that Megatron does not log. `str(report)` is one line.
     """
 
     step: int
-    """Optimizer steps since compression was attached, skipped ones counted; a resumed run counts on."""
+    """Optimizer steps since compression was attached, skipped steps included; a resumed run counts on."""
     method: str
-    """`CompressionConfig.method`, resolved."""
+    """The method that is used (`CompressionConfig.method`)."""
     bits: int | None
-    """`CompressionConfig.bits`, resolved; None with method none."""
+    """The bits of a code (`CompressionConfig.bits`); None with method none."""
     weight_gather: str
     """`CompressionConfig.weight_gather`."""
     compressed: bool
-    """Whether gradients (1-bit Adam: momentum) were sent in low bits in this step: not with method none,
-    before `start_step`, in a warm-up, or on a single rank."""
+    """Whether gradients (1-bit Adam: momentum) were sent in low bits in this step. They are not with method
+    none, before `start_step`, in a warm-up, or on a single rank."""
     gradient_bytes: float
-    """Bytes sent to reduce gradients; with two hops, between nodes."""
+    """Bytes sent to reduce gradients; with two hops, the bytes sent to other nodes."""
     gradient_bytes_inside_node: float
-    """With two hops, bytes sent to ranks of the same node; with hybrid FSDP2, of a shard group; else 0."""
+    """With two hops, bytes sent to ranks of the same node; with hybrid FSDP2, bytes sent within the shard
+    group; else 0."""
     bits_per_gradient: float
-    """Bits on the wire for every gradient element sent: scales, and vectors sent as they are, counted."""
+    """Bits sent per gradient element, with scales and uncompressed vectors included."""
     weight_bytes: float
-    """Bytes sent to gather updated weights. With `overlap_param_gather` those of the step before, whose
-    gather runs in this step's forward pass. 0 with the replicated optimizer."""
+    """Bytes sent to gather updated weights; 0 with the replicated optimizer. `overlap_param_gather` gathers
+    the weights of the previous step, in this step's forward pass."""
     bits_per_weight: float
-    """Bits on the wire for every weight sent."""
+    """Bits sent per weight."""
     error_bytes: int
-    """Memory of the error state e on this rank, wherever it lies."""
+    """Memory of the error state e on this rank, on the device or in host memory."""
     device_bytes: int
-    """Memory on the device now: error states, old shards and messages of the exact gather, 1-bit Adam's
+    """Device memory in use now for error states, the exact gather's old shards and messages, 1-bit Adam's
     momentum, and payload buffers."""
     error_norm: float | None
-    """Norm of decode(e), the error that was added to this step's gradients (docs/numerics.md, "The error");
-    0 without error feedback."""
+    """Norm of decode(e), the error that was added to this step's gradients (docs/numerics.md, "The error").
+    It is 0 without error feedback."""
     gradient_norm: float | None
-    """Norm of the gradients g that were compressed, as they entered the exchange, scaled as Megatron does."""
+    """Norm of the compressed gradients g, with the scaling that Megatron applies before the exchange."""
     snr_db: float | None
-    """10 log10 of the energy of what was to be sent over that of what rounding lost; None if nothing was."""
+    """Signal-to-noise ratio, 10 log10(sum h^2 / sum r^2) with h = g + e and r what rounding lost of it; None
+    if either sum is 0."""
     non_finite_blocks: int | None
-    """Blocks with a NaN or an infinity; they are sent as NaN."""
+    """The number of blocks with a NaN or an infinity, which are sent as NaN."""
     compression_seconds: float
-    """Time spent in compressing and decompressing."""
+    """Time spent compressing and decompressing."""
 
     def __str__(self) -> str:
         method = self.method if self.bits is None else f"{self.method}, {self.bits} bits"

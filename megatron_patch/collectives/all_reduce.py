@@ -1,13 +1,13 @@
-"""The low-bit all-reduce: a reduce-scatter and an all-gather of quantized shards, an error state for each.
+"""The low-bit all-reduce: a reduce-scatter and an all-gather of quantized shards, each with an error state.
 
     senders:  h = g + e            -> payloads to the owners    e <- beta*e + (1-beta)*(h - s*q)
     owners:   x = sum of s_n*q_n      (fp32, divided by N where Megatron asked for the average)
               H = x + E            -> one payload to all        E <- beta*E + (1-beta)*(H - S*Q)
     all:      g <- S*Q of every shard, the owner's own included: every rank holds the same bits
 
-The senders' part is the flat reduce-scatter; the owner then is the sender of its one shard (the "worker" and
-"server" errors of 1-bit Adam, arXiv 2102.02888, algorithm 1, with LoCo's moving average). At 4 bits, and
-8.25 bits an element in all, it moves about a quarter of a bf16 all-reduce.
+The senders' part is the flat reduce-scatter; after it each owner is the sender of its one shard. e and E are
+the "worker" and "server" errors of 1-bit Adam (arXiv 2102.02888, algorithm 1) with LoCo's moving average. At
+4 bits it sends 8.25 bits per element in all, about a quarter of what a bf16 all-reduce sends.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from megatron_patch.quantization.layout import BlockLayout
 
 @dataclass(frozen=True)
 class PassedOn:
-    """Ranks that each all-reduce a chunk of one vector pass what they get around a group of their own."""
+    """Hop 3 of the two-hop all-reduce: the ranks of a node all-gather their chunks' payloads."""
 
     group: dist.ProcessGroup
-    """In the order of the chunks."""
+    """The ranks of the node, in the order of their chunks."""
     layout: BlockLayout
-    """That of the vector."""
+    """The layout of the whole vector, of which each rank all-reduces one chunk."""
 
 
 class AllReduce:
     """The flat all-reduce of a tensor over `group`, in place: `output` is the tensor itself.
 
-    `sender` sends N shards; `owner` sends the one that this rank owns, `sender.layout.part(rank)`. In two
-    hops `layout` and `first` are those of the chunk between nodes, and `passed_on` says what follows.
+    `sender` sends N shards; `owner` sends the shard that this rank owns, `sender.layout.part(rank)`. As the
+    second of two hops it gets the chunk's `layout`, `first` (see Sender), and `passed_on` for hop 3.
     """
 
     def __init__(
@@ -73,14 +73,17 @@ class AllReduce:
         return self.send(tensor, output, self.group.size() if average else 1)
 
     def send(self, tensor: torch.Tensor, output: torch.Tensor, divisor: int) -> AllReduceHandle:
-        """Compress `tensor` [B] of fp32, bf16 or fp16 and send it; the handle's `wait` writes what all hold,
-        divided by `divisor`, to `output`: [B], or the vector that chunks are passed on of."""
+        """Compress `tensor` [B] of fp32, bf16 or fp16 and send it.
+
+        The handle's `wait` writes the sum divided by `divisor` to `output`: [B], or, with `passed_on`, the
+        whole vector of which `tensor` is a chunk.
+        """
         reduced = self.workspace.take(1, 4 * self.sender.layout.shard_size, "sums")
         scattered = self.scatter.send(tensor, _as_fp32(reduced), divisor)
         return AllReduceHandle(self, scattered, reduced, output)
 
     def states(self) -> list[SenderState]:
-        """Exchange.states: every rank sends all, and owns one shard."""
+        """Exchange.states: every rank sends the whole tensor and owns one shard."""
         layout, rank, ranks = self.sender.layout, self.group.rank(), self.group.size()
         everything = Position(0, layout.numel)
         own = Position(min(rank * layout.shard_size, layout.numel), self.owner.layout.numel)
@@ -90,18 +93,16 @@ class AllReduce:
         ]
 
     def traffic(self, tensor: torch.Tensor) -> ExchangeTraffic:
-        """Exchange.traffic."""
         whole = self.sender.layout if self.passed_on is None else self.passed_on.layout
         sent = payloads(self.sender, self.group.rank())
         return ExchangeTraffic(sent + gathered(whole, self.group.size() - 1))
 
     def describe(self) -> str:
-        """Exchange.describe."""
         return f"all-reduce over {self.group.size()} ranks"
 
 
 class AllReduceHandle:
-    """The rest of an all-reduce: `wait` ends the reduce-scatter and runs the all-gather. Once only."""
+    """The handle of a started all-reduce: `wait` ends the reduce-scatter and runs the all-gather, once."""
 
     def __init__(
         self, exchange: AllReduce, scattered: ReduceScatterHandle, reduced: torch.Tensor, output: torch.Tensor

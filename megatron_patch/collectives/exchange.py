@@ -1,9 +1,9 @@
-"""An exchange carries one bucket's tensor between ranks in low bits, and owns the error states for it.
+"""The interface of exchanges. An exchange reduces one bucket between ranks in low bits and has its errors.
 
-An exchange is one file that implements `Exchange`. makers.py chooses among the package's own; a user's is
-registered with its `Topology` (registry.py). The bucket groups' seam starts an exchange; checkpoints, metrics
-and the log know only this page. Bytes without compression are ideal counts, as a ring or an all-to-all moves
-them. (gloo's own reduce-scatter moves twice the ideal; NCCL's does not.)
+makers.py chooses among the package's own exchanges; a user registers a `Topology` that creates others
+(registry.py). Session.start starts an exchange; checkpoints, metrics and the log use only the interface in
+this file. The bytes of uncompressed collectives are ideal counts, as a ring or an all-to-all sends them.
+(gloo's reduce-scatter sends twice as many; NCCL's does not.)
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ class Traffic:
 
     @property
     def bits_per_element(self) -> float:
-        """Bits on the wire for every element sent."""
+        """Bits sent per element; 0 if none was sent."""
         return 8 * self.nbytes / self.elements if self.elements else 0.0
 
 
 def reduce_scattered(tensor: torch.Tensor, ranks: int) -> Traffic:
-    """An uncompressed reduce-scatter of a tensor, whole, over `ranks` ranks; an all-gather to it, too."""
+    """The traffic of an uncompressed reduce-scatter from, or all-gather to, the whole `tensor`."""
     elements = tensor.numel() * (ranks - 1) / ranks
     return Traffic(elements * tensor.element_size(), elements)
 
 
 def all_reduced(tensor: torch.Tensor, ranks: int) -> Traffic:
-    """An uncompressed all-reduce of a tensor over `ranks` ranks."""
+    """The traffic of an uncompressed all-reduce of `tensor` over `ranks` ranks."""
     half = reduce_scattered(tensor, ranks)
     return half + half
 
 
 @dataclass(frozen=True)
 class Position:
-    """Elements of a bucket: `rows` stretches of `length`, the first at `start`, `stride` apart."""
+    """Elements of a bucket: `rows` ranges of `length` elements, `stride` apart, the first one at `start`."""
 
     start: int
     length: int
@@ -70,11 +70,10 @@ class Position:
 
     @property
     def numel(self) -> int:
-        """How many elements there are."""
         return self.rows * self.length
 
     def ranges(self, low: int, high: int) -> list[Range]:
-        """Where in the bucket those from number `low` to before `high` lie."""
+        """Return the ranges of the bucket that hold the elements number `low` to `high` - 1 of these."""
         found = []
         for row in range(self.rows):
             first, last = max(low - row * self.length, 0), min(high - row * self.length, self.length)
@@ -83,7 +82,7 @@ class Position:
         return found
 
     def of(self, bucket: torch.Tensor) -> torch.Tensor:
-        """These elements as a view of a bucket, [B] -> [rows, length]."""
+        """Return these elements as a view of `bucket`, [B] -> [rows, length]."""
         return bucket.as_strided((self.rows, self.length), (self.stride, 1), self.start)
 
 
@@ -91,24 +90,25 @@ class Handle(Protocol):
     """An exchange that has been started."""
 
     def wait(self) -> object:
-        """Block (on CUDA: the current stream) until the output is written. Once only."""
+        """Block (on CUDA: the current stream) until the output is written. Later calls do nothing."""
         ...
 
 
 @dataclass(frozen=True)
 class SenderState:
-    """A sender whose error state a checkpoint must keep, and which elements of the bucket it belongs to."""
+    """A sender whose error state a checkpoint must keep, and the elements of the bucket that it sends."""
 
     sender: Sender
     kind: str
-    """One of the four above; NODE_SUM sends what its node has summed, OWNER an all-reduced shard."""
+    """REDUCE_SCATTER or ALL_REDUCE for a rank's own tensor, NODE_SUM for its node's sum, OWNER for the shard
+    that it has reduced in an all-reduce."""
     position: Position
-    """Which elements of the exchanged tensor."""
+    """The elements of the exchanged tensor that it sends."""
     index: int = 0
     senders: int = 1
-    """Every element has `senders` of this kind, of which this is number `index`."""
+    """Every element is sent by this many senders of this kind; this one is number `index` of them."""
     ranks: int = 1
-    """How many ranks' tensors an average divides by."""
+    """The number of ranks by which the average divides."""
 
 
 @dataclass(frozen=True)
@@ -116,55 +116,54 @@ class ExchangeTraffic:
     """What one rank sends in one exchange."""
 
     between: Traffic = field(default_factory=Traffic)
-    """To the other ranks of the group; in two hops, to those of other nodes."""
+    """The traffic to the other ranks of the group; in two hops, to ranks of other nodes only."""
     inside: float = 0.0
-    """Bytes to ranks of the same node, in two hops."""
+    """In two hops, bytes to ranks of the same node."""
 
 
 class Exchange(Protocol):
-    """The exchange of one bucket between the ranks of a group."""
+    """The exchange of one bucket, or of another tensor, between the ranks of a group."""
 
     def start(self, tensor: torch.Tensor, output: torch.Tensor, average: bool) -> Handle:
         """Compress and send `tensor`, [B] of fp32, bf16 or fp16; the handle's `wait` writes `output`.
 
         `output` may be a view into `tensor`, or `tensor` itself: it is written only after `tensor` was read.
-        The sum over the group is divided by its ranks where `average` is asked for, as ReduceOp.AVG does.
+        With `average` the sum is divided by the number of ranks of the group, as ReduceOp.AVG does.
         """
         ...
 
     def states(self) -> Sequence[SenderState]:
-        """What a checkpoint must keep, in the order of allocation."""
+        """Return the senders whose errors a checkpoint must keep, in the order of their allocation."""
         ...
 
     def traffic(self, tensor: torch.Tensor) -> ExchangeTraffic:
-        """What `start` sends for such a tensor."""
+        """Return what `start` sends for a tensor of this size and dtype."""
         ...
 
     def describe(self) -> str:
-        """A few words for the log: the kind of exchange, and its ranks."""
+        """Name the kind of exchange and its ranks in a few words, for the log."""
         ...
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What the exchanges of one model share when they are created."""
+    """What all exchanges of one model are created with."""
 
     config: CompressionConfig
     workspace: Workspace
     layouts: dict[tuple[Contents, int, bool], BlockLayout] = field(default_factory=dict)
-    """Those that were made: layers of equal shapes share one, and its table of blocks."""
+    """A cache: buckets with equal contents share one layout and its table of blocks."""
 
     def new_sender(self, layout: BlockLayout, first: bool = True, last: bool = True) -> Sender:
-        """The sender of a layout, by default for both the first and the last level of an exchange."""
+        """Create the sender of a layout; `first` and `last` as in Sender."""
         return Sender(self.config, layout, self.device, first, last)
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors live."""
         return self.workspace.device
 
     def layout(self, contents: Contents, shards: int, whole_blocks: bool = False) -> BlockLayout:
-        """The cut of a tensor that `shards` ranks share, with the configuration's bits and blocks."""
+        """Return the layout of a tensor in `shards` shards, with the configured bits and block size."""
         key = contents, shards, whole_blocks
         if key not in self.layouts:
             numel, spans, config = contents.numel, contents.spans, self.config
@@ -175,26 +174,26 @@ class Setup:
 
 
 class Topology(Protocol):
-    """Creates the exchanges of one topology; all ranks of `group` call its functions with equal arguments."""
+    """Creates the exchanges of one topology. All ranks of `group` call it with equal arguments."""
 
     @staticmethod
     def reduce_scatter(contents: Contents, group: dist.ProcessGroup, setup: Setup) -> Exchange:
-        """Rank j of the group's N gets shard j of the sum, [B / N]."""
+        """Create an exchange that gives rank j of the group's N ranks shard j of the sum, [B / N]."""
         ...
 
     @staticmethod
     def all_reduce(contents: Contents, group: dist.ProcessGroup, setup: Setup) -> Exchange:
-        """Every rank gets the sum, [B]."""
+        """Create an exchange that gives every rank the sum, [B]."""
         ...
 
 
 def payloads(sender: Sender, own: int) -> Traffic:
-    """The payloads of `sender` to the owners of its shards, but for the `own`-th, which is this rank's."""
+    """The traffic of `sender`'s payloads to the owners of all shards except shard `own`, which stays here."""
     layout = sender.layout
     nbytes = sum(layout.payload_sizes) - layout.payload_sizes[own]
     return Traffic(nbytes, (layout.shards - 1) * layout.shard_size)
 
 
 def gathered(layout: BlockLayout, peers: int) -> Traffic:
-    """One payload of as many bytes as the longest of a cut to each of `peers` ranks."""
+    """The traffic of one payload, of the length of the longest of `layout`, to each of `peers` ranks."""
     return Traffic(peers * layout.payload_bytes, peers * layout.shard_size)

@@ -1,4 +1,4 @@
-"""Which exchange carries a bucket: flat, in two hops where the group's ranks share nodes, or a user's own."""
+"""Chooses a bucket's exchange: flat, in two hops if ranks of the group share nodes, or a user's own."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from megatron_patch.registry import topology
 
 @dataclass(frozen=True)
 class Made:
-    """The exchanges of a bucket group, one for each bucket; none over a single rank."""
+    """The exchanges of a bucket group, one for each bucket; none if the group is a single rank."""
 
     exchanges: Sequence[Exchange] = ()
     flat_because: str | None = None
-    """Why they go without two hops, where that may not be what was meant."""
+    """Why two hops are not used, if the user may have expected them."""
 
 
 def make_reduce_scatters(tensors: Sequence[Contents], group: dist.ProcessGroup, setup: Setup) -> Made:
-    """The reduce-scatters of buckets. Every rank of `group` must call it."""
+    """Create the reduce-scatters of buckets. Every rank of `group` must call it."""
     if group.size() == 1:
         return Made()
     if users := topology(setup.config.topology):
@@ -40,7 +40,7 @@ def make_reduce_scatters(tensors: Sequence[Contents], group: dist.ProcessGroup, 
 def make_all_reduces(
     tensors: Sequence[Contents], group: dist.ProcessGroup, setup: Setup, one_hop: bool = False
 ) -> Made:
-    """The all-reduces of tensors. Every rank of `group` must call it."""
+    """Create the all-reduces of tensors, flat if `one_hop`. Every rank of `group` must call it."""
     if group.size() == 1:
         return Made()
     if users := topology(setup.config.topology):

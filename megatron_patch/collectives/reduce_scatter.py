@@ -1,8 +1,8 @@
-"""The flat low-bit reduce-scatter: one uint8 all-to-all per bucket, summed by the shard's owner.
+"""The flat low-bit reduce-scatter: one uint8 all-to-all per bucket; each shard's owner sums the payloads.
 
 Rank n sends payload j of its bucket to rank j; rank j receives N payloads of shard j, decodes them and sums
-them in fp32 in rank order. An all-to-all cannot run in place: the exchange holds two buffers of
-the payloads' size, which come from a pool and go back to it when the sum is done.
+them in fp32 in rank order. An all-to-all cannot run in place: the exchange takes two buffers of the payloads'
+size from a pool and gives them back when the sum is done.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_patch.quantization.blocks import Contents
 class ReduceScatter:
     """The flat reduce-scatter of a bucket over `group`: `output` is this rank's shard.
 
-    `sender` is given where it is one of several hops (two_hop.py), or sends another cut than `setup`'s.
+    `sender` is given if this is one hop of several (two_hop.py); it then has a layout of its own.
     """
 
     def __init__(
@@ -43,8 +43,10 @@ class ReduceScatter:
         return self.send(tensor, output, self.group.size() if average else 1)
 
     def send(self, tensor: torch.Tensor, output: torch.Tensor, divisor: int) -> ReduceScatterHandle:
-        """Compress `tensor` [B] and send it; the handle's `wait` writes this rank's shard of the sum, divided
-        by `divisor`, to `output` [S]."""
+        """Compress `tensor` [B] and send it.
+
+        The handle's `wait` writes this rank's shard of the sum, divided by `divisor`, to `output` [S].
+        """
         layout = self.sender.layout
         sizes = layout.payload_sizes
         send = self.workspace.take(1, sum(sizes))
@@ -65,16 +67,14 @@ class ReduceScatter:
         return [SenderState(self.sender, REDUCE_SCATTER, whole, self.group.rank(), ranks, ranks)]
 
     def traffic(self, tensor: torch.Tensor) -> ExchangeTraffic:
-        """Exchange.traffic."""
         return ExchangeTraffic(payloads(self.sender, self.group.rank()))
 
     def describe(self) -> str:
-        """Exchange.describe."""
         return f"reduce-scatter over {self.group.size()} ranks"
 
 
 class ReduceScatterHandle:
-    """The rest of an exchange: `wait` finishes the all-to-all and writes the reduced shard. Once only."""
+    """The handle of a started exchange: `wait` ends the all-to-all and writes the reduced shard, once."""
 
     def __init__(
         self,

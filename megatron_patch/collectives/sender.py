@@ -1,8 +1,8 @@
-"""The two ends of an exchange: what a sender keeps of one bucket between steps, and the owner's sum.
+"""The two ends of an exchange: the sender, which keeps a bucket's error state, and the owner's sum.
 
-A fused kernel does the arithmetic where one serves (quantization/backends.py), else loco.py. A state is its
-tensors by name: `codes`, int8 [N, S], and `scales`, bf16 [N, blocks]; or `values`, bf16 or fp32 [N, S]. The
-fill of short blocks is not stored.
+A fused kernel does the arithmetic if one supports codec and layout (quantization/backends.py), else loco.py
+does. An error state consists of tensors by name: `codes`, int8 [N, S], and `scales`, bf16 [N, blocks]; or
+`values`, bf16 or fp32 [N, S]. The fill of short blocks is not stored.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class MovingAverageError:
     """The error state e of one bucket on one rank, zero at the start.
 
     Args:
-        layout: the bucket's cut; e has its blocks.
-        beta: weight of the old error, 0 <= beta < 1.
+        layout: the bucket's layout; an int8 state has one scale for each of its blocks.
+        beta: the weight of the old error, 0 <= beta < 1.
         dtype: "int8", "bf16" or "fp32".
-        device: where the gradients live.
-        rotated: whether it is of rotated blocks (rotation.py).
+        device: the device of the gradients.
+        rotated: whether e is the error of rotated blocks (rotation.py).
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class MovingAverageError:
             self._state = {"values": torch.zeros(shape, dtype=_FLOATS[dtype], device=device)}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The stored tensors themselves, by name."""
+        """Return the stored tensors by name; they are not copied."""
         return dict(self._state)
 
     def decode(self) -> torch.Tensor:
-        """decode(e), fp32 [N, blocks, b], rotated where it is stored so."""
+        """Return decode(e), fp32 [N, blocks, b]; it is still rotated if e is stored rotated."""
         return load_error(self._state, self.layout)
 
     def flat(self) -> torch.Tensor:
-        """decode(e) in the bucket's order and without fill, rotated back, fp32 [B] on CPU."""
+        """Return decode(e), rotated back, without fill and in the bucket's order: fp32 [B] on CPU."""
         stored = {name: tensor.cpu().view(1, -1) for name, tensor in self._state.items()}
         found = torch.zeros(self.layout.numel, device="cpu")
         for which, part in self.layout.by_width:
@@ -70,7 +70,7 @@ class MovingAverageError:
         return found
 
     def set(self, values: torch.Tensor) -> None:
-        """e <- encode(values), fp32 [B] on CPU, not rotated yet."""
+        """Set e <- encode(values) for unrotated `values`, fp32 [B] on CPU."""
         new = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in self._state.items()}
         for which, part in self.layout.by_width:
             blocks = part.cut(values)
@@ -85,10 +85,10 @@ class MovingAverageError:
         self.restore(new)
 
     def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Put back what `tensors` gave, bit for bit; other names in `saved` are ignored.
+        """Restore what `tensors` returned, bit for bit; other names in `saved` are ignored.
 
         Raises:
-            ValueError: a tensor is missing, or has another shape or dtype; nothing is changed.
+            ValueError: a tensor is missing, or has another shape or dtype; e is then unchanged.
         """
         for name, tensor in self._state.items():
             found = saved.get(name)
@@ -99,31 +99,30 @@ class MovingAverageError:
             tensor.copy_(saved[name])
 
     def reset(self) -> None:
-        """e <- 0."""
+        """Set e <- 0."""
         for tensor in self._state.values():
             tensor.zero_()
 
     def scale_by(self, factor: float) -> None:
-        """e <- factor * e, when fp16's loss scale changes by that factor (gradients carry the loss scale)."""
+        """Set e <- factor * e, as when fp16's loss scale, which e carries, changes by `factor`."""
         self._state["scales" if "scales" in self._state else "values"].mul_(factor)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that e takes."""
         return sum(tensor.nbytes for tensor in self._state.values())
 
 
 class Sender:
-    """Compresses one bucket's gradient for its N owners; holds the bucket's error state on this rank.
+    """Compresses one bucket's gradient for its N owners and has the bucket's error state on this rank.
 
-    The owner of a shard that sends the reduced shard to all is a Sender too, of a layout with one shard.
+    In an all-reduce the owner, which sends its reduced shard to all ranks, is a Sender of a one-shard layout.
 
     Args:
-        config: method, beta, error dtype; `config.compresses` must hold.
-        layout: the bucket's cut.
-        device: where the gradient lives.
-        first, last: whether this is the first, and the last, of the hops that the tensor takes. Where blocks
-            are rotated, they stay so from the first sender to the last owner.
+        config: the options; `config.compresses` must be true.
+        layout: the bucket's layout.
+        device: the device of the gradient.
+        first: whether this is the first hop of the exchange, whose sender rotates the blocks.
+        last: whether this is the last hop of the exchange, whose owner rotates the sum back.
     """
 
     def __init__(
@@ -143,19 +142,19 @@ class Sender:
             rotated = self.codec.rotation.rotated
             self.error = MovingAverageError(layout, config.beta, config.error_dtype, device, rotated)
         self.statistics = torch.zeros(len(STATISTICS), dtype=torch.float64, device=device)
-        """What the last `compress` that measured has found: loco.STATISTICS."""
+        """loco.STATISTICS of the last `compress` that measured them."""
         self.measures = True
-        """Whether `compress` does: an eighth of the kernel's instructions, for what a logged step shows."""
+        """Whether `compress` measures statistics, which cost an eighth of the kernel's instructions."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """All that the next steps depend on: the error's tensors."""
+        """Return the tensors that a checkpoint must keep: those of the error state."""
         return {} if self.error is None else self.error.tensors()
 
     @torch.no_grad()
     def compress(self, gradient: torch.Tensor, payload: torch.Tensor) -> None:
-        """Read g, [B] of fp32, bf16 or fp16; write `payload`; update e.
+        """Compress `gradient`, [B] of fp32, bf16 or fp16, into `payload`, and update e.
 
-        `payload` is uint8, contiguous: the payloads of all shards, end to end (`layout.payload_starts`).
+        `payload` is uint8 and contiguous: the payloads of all shards, end to end (`layout.payload_starts`).
         """
         layout = self.layout
         tensors, beta = ({}, 0.0) if self.error is None else (self.error.tensors(), self.error.beta)
@@ -169,7 +168,7 @@ class Sender:
 def decompress_reduce(
     payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor, divisor: int = 1
 ) -> None:
-    """Sum N senders' payloads of the one shard of `layout` (loco.decompress_reduce)."""
+    """Sum the N senders' payloads of the one shard of `layout`, as loco.decompress_reduce."""
     run = backends.fused(codec, layout, output.device) or loco
     run.decompress_reduce(payloads, codec, layout, output, divisor)
     if layout.exact is not None:
@@ -180,7 +179,7 @@ def decompress(payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output
     """Decode one payload for each shard, uint8 [N, payload_bytes], into `output` [B] of any float dtype."""
     coded = replace(layout, exact=None)
     kernels = backends.fused(codec, coded, output.device)
-    if kernels is not None and hasattr(kernels, "decompress"):  # in one launch
+    if kernels is not None and hasattr(kernels, "decompress"):  # It decodes all shards in one launch.
         kernels.decompress(payloads, codec, coded, output)
     else:
         loco.decompress(payloads, codec, coded, output, (kernels or loco).decompress_reduce)

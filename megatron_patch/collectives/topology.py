@@ -1,13 +1,13 @@
 """Which ranks of a group share a node, and the process groups within a node and between nodes.
 
-A ring reduce-scatter carries every node's sum once over its link; a flat all-to-all carries every rank's own
-copy. With R of the group's ranks on a node, summing inside the node first cuts what leaves it R times.
+A flat all-to-all sends every rank's own payload out of its node. With R of the group's ranks on a node, it is
+R times less if the node's ranks are summed first.
 
     node i, local rank j  =  rank n = i*R + j of the group
     intra group of node i:          its R ranks
     inter group of local rank j:    the j-th rank of every node
 
-Only that regular placement is served: the same R on every node, nodes one after the other.
+Only this regular placement is supported: the same R on every node, and one node's ranks after the other's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 
 @dataclass(frozen=True)
 class TwoHops:
-    """A group of `nodes` x `local` ranks, and this rank's groups within its node and between nodes."""
+    """A group of `nodes` x `local` ranks, with this rank's groups within its node and between nodes."""
 
     nodes: int
     local: int
@@ -35,14 +35,13 @@ class TwoHops:
     inter: dist.ProcessGroup
 
     def describe(self) -> str:
-        """For the log."""
         return f"{self.nodes} nodes of {self.local} ranks"
 
 
 class NoTwoHops(Exception):
-    """A group for which two hops are not possible, or no better than one; the text says why.
+    """Two hops are not possible for a group, or no better than one; the text says why.
 
-    `irregular` is true if another placement of its ranks, or knowledge of it, would make two hops possible.
+    `irregular` is true if another placement of the ranks, or knowing the placement, would allow two hops.
     """
 
     def __init__(self, why: str, irregular: bool = False) -> None:
@@ -51,11 +50,11 @@ class NoTwoHops(Exception):
 
 
 def ranks_per_node(configured: int | None) -> int | None:
-    """Ranks on a node: as configured, else as torchrun, Slurm's srun or Open MPI says; None: unknown.
+    """Return the ranks on a node: as configured, else from torchrun, srun or Open MPI; None if unknown.
 
-    Ranks read their own environments, and may find unlike answers (`agreed_ranks_per_node`). srun and mpirun
-    may have started one process a node, which then starts the ranks: they are asked only where they started
-    as many as the job has ranks (WORLD_SIZE, if it is set).
+    Each rank reads its own environment, so that ranks may get different answers (`agreed_ranks_per_node`).
+    srun and mpirun may have started one process per node, which starts the ranks itself: their variables are
+    used only if they started as many processes as the job has ranks (WORLD_SIZE, if it is set).
     """
     if configured is not None:
         return configured
@@ -63,7 +62,7 @@ def ranks_per_node(configured: int | None) -> int | None:
     if found is None and _started_all("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
         in_order = not os.environ.get("SLURM_DISTRIBUTION", "block").startswith(("cyclic", "arbitrary"))
         nodes = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "")
-        same = re.fullmatch(r"(\d+)(\(x\d+\))?", nodes)  # "8(x2)"; "8,4" are unlike nodes
+        same = re.fullmatch(r"(\d+)(\(x\d+\))?", nodes)  # "8(x2)" is regular; "8,4" is not.
         found = int(same[1]) if same and in_order else None
     if found is None and _started_all("OMPI_COMM_WORLD_SIZE"):
         found = _number("OMPI_COMM_WORLD_LOCAL_SIZE")
@@ -73,17 +72,17 @@ def ranks_per_node(configured: int | None) -> int | None:
 def agreed_ranks_per_node(
     group: dist.ProcessGroup, configured: int | None, device: torch.device
 ) -> int | None:
-    """`ranks_per_node`, the same on all ranks of `group`. Every one of them must call it.
+    """Return `ranks_per_node` after checking that all ranks of `group`, which must all call it, agree.
 
     Args:
-        device: of tensors that the group's collectives take.
+        device: the device of tensors for collectives of the group.
 
     Raises:
-        NoTwoHops: on every rank, where their environments do not say the same.
+        NoTwoHops: on every rank, if the ranks' answers differ.
     """
     mine = ranks_per_node(configured)
     if dist.get_backend(group) == "fake":
-        return mine  # it stands for ranks that do not exist
+        return mine  # The other ranks do not exist.
     answers = torch.empty(group.size(), dtype=torch.int64, device=device)
     own = torch.full((1,), mine or 0, dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(answers, own, group=group)
@@ -105,16 +104,16 @@ def _number(variable: str) -> int | None:
 
 
 def _started_all(*counts: str) -> bool:
-    """Whether the first of these variables that is set is the number of the job's ranks."""
+    """Whether the first of these variables that is set equals WORLD_SIZE, or WORLD_SIZE is not set."""
     started = next((number for number in map(_number, counts) if number is not None), None)
     return started is not None and started == (_number("WORLD_SIZE") or started)
 
 
 def split_by_node(ranks: Sequence[int], per_node: int | None) -> tuple[int, int]:
-    """(nodes, ranks of the group on each) of a group's global ranks in their order.
+    """Return (nodes, ranks of the group on each node) for a group's global ranks, in the group's order.
 
     Raises:
-        NoTwoHops: a single node, one rank a node, or a placement that is not regular.
+        NoTwoHops: there is a single node or one rank per node, or the placement is irregular or unknown.
     """
     if per_node is None:
         raise NoTwoHops(
@@ -136,14 +135,15 @@ def split_by_node(ranks: Sequence[int], per_node: int | None) -> tuple[int, int]
 
 
 _made: dict[tuple[int, ...], tuple[Any, Any]] = {}
-"""Groups by their ranks, each with the job's default group at that time: a later job makes its own."""
+"""The groups made, by their ranks, each with the default group of its time: another default group makes its
+own."""
 
 
 def two_hops(group: dist.ProcessGroup, per_node: int | None) -> TwoHops:
-    """The hops of `group`; makes the groups that it needs. Every rank of `group` must call it.
+    """Make the process groups of two hops over `group`. Every rank of `group` must call it.
 
     Raises:
-        NoTwoHops: on every rank, as split_by_node.
+        NoTwoHops: on every rank, for the reasons of split_by_node.
     """
     ranks = dist.get_process_group_ranks(group)
     nodes, local = split_by_node(ranks, per_node)
@@ -155,9 +155,9 @@ def two_hops(group: dist.ProcessGroup, per_node: int | None) -> TwoHops:
 
 
 def time_limit(group: dist.ProcessGroup) -> datetime.timedelta:
-    """How long a collective of `group` may take (Megatron's --distributed-timeout-minutes).
+    """Return the time limit of `group`'s collectives (Megatron's --distributed-timeout-minutes).
 
-    torch's default for a backend that does not say, such as that of Megatron's --fake-process-group.
+    It is torch's default for a backend without one, such as that of Megatron's --fake-process-group.
     """
     backend: Any = group._get_backend(group._device_types[0])
     limit = getattr(getattr(backend, "options", None), "_timeout", None)
@@ -168,7 +168,7 @@ def _group(ranks: list[int], timeout: datetime.timedelta) -> Any:
     key = tuple(ranks)
     world, made = _made.get(key, (None, None))
     if made is None or world is not dist.group.WORLD:
-        # Only members take part: ranks of other groups, which may have nothing to make, cannot be waited for.
+        # Only the members may be waited for: other ranks need not call this function.
         with _unbound():
             made = dist.new_group(
                 ranks, timeout=timeout, use_local_synchronization=True, group_desc="megatron-loco"
@@ -179,10 +179,10 @@ def _group(ranks: list[int], timeout: datetime.timedelta) -> Any:
 
 @contextlib.contextmanager
 def _unbound() -> Iterator[None]:
-    """Within the block the default group has no device of its own.
+    """Unset the default group's `bound_device_id` within the block.
 
-    From one that has, torch makes groups by ncclCommSplit, for which all of the job's ranks must call
-    (pytorch#129965). Without one a group's communicator is made at its first collective, by its members.
+    With a bound device torch makes groups by ncclCommSplit, which all ranks of the job must call
+    (pytorch#129965). Without one the members make a group's communicator at its first collective.
     """
     world: Any = dist.group.WORLD
     bound = world.bound_device_id

@@ -13,8 +13,8 @@ shards of one length lie end to end:
     hop 2   the low-bit all-reduce of chunk j over the M ranks j all_reduce.py, errors of the node's sum
     hop 3   the payloads that hop 2 ends with go to the node's other ranks, and all decode them
 
-Only hop 2 leaves the node, R times less than the flat exchange; its error is kept of the node's sum, which is
-1/R of the memory too. Megatron's average divides by N at the end, after both sums: the true mean.
+Only hop 2 leaves the node, with R times fewer bytes than the flat exchange. Its error is that of the node's
+sum, so that the error states take 1/R of the memory, too. An average is divided by N after both sums.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ from megatron_patch.quantization.layout import BlockLayout
 class TwoHopReduceScatter:
     """The two-hop reduce-scatter of a bucket: `output` is this rank's shard.
 
-    `between` sends the node's sum of this rank's column, [M*S], to the M nodes, with its error; `inside`
-    sends the bucket to the R ranks of the node in 8 bits, and keeps no error (None: gradient precision).
+    `between` is hop 2, with an error state: it sends the node's sum of this rank's column, [M*S], to the M
+    nodes. `inside` is hop 1 if it runs in 8 bits, without an error state; it is None if hop 1 runs in
+    gradient precision.
     """
 
     def __init__(self, bucket: Contents, hops: TwoHops, setup: Setup) -> None:
@@ -62,7 +63,7 @@ class TwoHopReduceScatter:
     def start(self, tensor: torch.Tensor, output: torch.Tensor, average: bool) -> ReduceScatterHandle:
         """Exchange.start; `output` is [S].
 
-        The first hop is over when this returns (on CUDA: on the current stream); the second may be under way.
+        Hop 1 is over when this returns (on CUDA: on the current stream); hop 2 may be under way.
         """
         hops, layout, workspace = self.hops, self.sender.layout, self.between.workspace
         dtype = tensor.dtype if self.inside is None else torch.float32
@@ -84,34 +85,31 @@ class TwoHopReduceScatter:
             self.inside.send(by_receiver, sums, 1).wait()
             workspace.give(columns)
         handle = self.between.send(sums, output, hops.nodes * hops.local if average else 1)
-        workspace.give(buffer)  # it has been compressed: the payload is what travels
+        workspace.give(buffer)  # It is free once it is compressed: only the payload is sent.
         return handle
 
     def states(self) -> list[SenderState]:
-        """Exchange.states: every node has one sender for each local rank's column."""
+        """Exchange.states: every node has one sender for each column."""
         hops, shard = self.hops, self.sender.layout.shard_size
         column = Position(hops.intra.rank() * shard, shard, hops.nodes, hops.local * shard)
         ranks = hops.nodes * hops.local
         return [SenderState(self.sender, NODE_SUM, column, hops.inter.rank(), hops.nodes, ranks)]
 
     def traffic(self, tensor: torch.Tensor) -> ExchangeTraffic:
-        """Exchange.traffic."""
         inside = tensor.nbytes * (self.hops.local - 1) / self.hops.local
         if self.inside is not None:
             inside = self.inside.traffic(tensor).between.nbytes
         return ExchangeTraffic(payloads(self.sender, self.hops.inter.rank()), inside)
 
     def describe(self) -> str:
-        """Exchange.describe."""
         return f"reduce-scatter in two hops over {self.hops.describe()}"
 
 
 class TwoHopAllReduce:
     """The two-hop all-reduce of a tensor, in place: `output` is the tensor itself.
 
-    `between` all-reduces this rank's chunk between the nodes. `chunk` is the length of a chunk; the last ones
-    may be short, or empty. `inside` sends to the node's ranks in 8 bits and keeps no error (None: gradient
-    precision).
+    `between` is hops 2 and 3. `chunk` is the length of a chunk; the last chunks may be short, or empty.
+    `inside` is hop 1 if it runs in 8 bits, without an error state, or None.
     """
 
     def __init__(self, tensor: Contents, hops: TwoHops, setup: Setup) -> None:
@@ -129,7 +127,7 @@ class TwoHopAllReduce:
     def start(self, tensor: torch.Tensor, output: torch.Tensor, average: bool) -> AllReduceHandle:
         """Exchange.start; `output` must be `tensor`.
 
-        The first hop is over when this returns (on CUDA: on the current stream).
+        Hop 1 is over when this returns (on CUDA: on the current stream).
         """
         hops, workspace = self.hops, self.between.workspace
         padded = workspace.take(1, self.chunk * hops.local * tensor.element_size(), "columns")
@@ -146,11 +144,11 @@ class TwoHopAllReduce:
         divisor = hops.nodes * hops.local if average else 1
         handle = self.between.send(sums[: self.sender.layout.numel], output, divisor)
         workspace.give(padded)
-        workspace.give(buffer)  # it has been compressed
+        workspace.give(buffer)  # It is free once it is compressed: only the payload is sent.
         return handle
 
     def states(self) -> list[SenderState]:
-        """Exchange.states: every node has one sender for each chunk, and each of them owns a shard of it."""
+        """Exchange.states: every node has one sender for each chunk, which also owns a shard of the chunk."""
         hops, layout = self.hops, self.sender.layout
         node = hops.inter.rank()
         start = min(hops.intra.rank() * self.chunk, self.numel)
@@ -173,19 +171,18 @@ class TwoHopAllReduce:
         return ExchangeTraffic(self.between.traffic(tensor).between, inside)
 
     def describe(self) -> str:
-        """Exchange.describe."""
         return f"all-reduce in two hops over {self.hops.describe()}"
 
 
 def _inside(
     tensor: Contents, hops: TwoHops, setup: Setup, between: BlockLayout, in_order: bool = False
 ) -> ReduceScatter | None:
-    """The first hop in `intra_bits`; None where they are not set.
+    """Create hop 1 in `intra_bits`; returns None if `intra_bits` is not set.
 
-    `between` is the tensor's cut for all ranks. Where its blocks are rotated, and are this hop's too, this
-    hop rotates them, and the node's sums stay rotated (SDP4Bit does so, arXiv 2410.15526).
-    The tensor's parts, one for each node and local rank, lie by local rank and then by node where they are
-    `in_order`; else by node first, and are sent column after column.
+    `between` is the tensor's layout for all ranks. If both hops have the same blocks and the codec rotates
+    them, hop 1 rotates, and the node's sums stay rotated (as in SDP4Bit, arXiv 2410.15526). The tensor has a
+    part for each node and local rank. With `in_order` the parts lie by local rank first; else they lie by
+    node first, and hop 1 sends them column after column.
     """
     config = setup.config
     if config.intra_bits is None:

@@ -1,9 +1,9 @@
 """Buffers for payloads, which all exchanges share, and a stopwatch for each model chunk.
 
-Buffers are taken, used and given back, so that a steady state allocates nothing. All chunks of a rank use the
-same ones: those whose gradients are one bucket (Megatron's pipeline ranks above 0, and its later virtual
-chunks) need large ones, one chunk after the other. The stopwatch adds up the time spent in compressing and
-decompressing, apart from the time that payloads travel.
+Buffers are taken, used and given back, so that no step after the first ones allocates memory. All model
+chunks of a rank share them: chunks whose gradients are one bucket (Megatron's pipeline ranks above 0, and its
+later virtual chunks) need large buffers, but one chunk after the other. The stopwatch adds up the time spent
+compressing and decompressing, without the time that collectives take.
 """
 
 from __future__ import annotations
@@ -24,26 +24,27 @@ _Key = tuple[str, int]
 
 
 class Pool:
-    """uint8 buffers, reused by use and, on CUDA, by stream; and the streams of overlapped exchanges.
+    """uint8 buffers, pooled by use and, on CUDA, by stream; and the streams of overlapped exchanges.
 
-    A buffer goes to its next user without waiting for the last one's work, which is safe only on one and
-    the same stream: expert and dense bucket groups may run on different ones. A buffer that is too small
-    gives way to a larger one, so that no more are kept than were ever in use at a time.
+    A buffer is reused without waiting for the work of its last user, which is safe only on the same stream;
+    expert and dense bucket groups may run on different streams. If all free buffers are too small, one is
+    replaced by a larger one, so that the pool has no more buffers than were ever in use at a time.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._free: dict[_Key, list[torch.Tensor]] = {}
         self._taken: MutableMapping[torch.Tensor, tuple[_Key, torch.Tensor]] = WeakIdKeyDictionary()
-        """By what was handed out, weakly: an exchange that failed, out of memory say, gives nothing back."""
+        """The whole buffer of each view that `take` returned. References are weak, since an exchange that
+        failed, for example for lack of memory, gives nothing back."""
         self._streams: dict[dist.ProcessGroup, torch.cuda.Stream] = {}
         self.in_flight: dict[dist.ProcessGroup | None, deque[Any]] = {}
-        """Handles of exchanges that were begun and may be under way, by the group of ranks."""
+        """Handles of exchanges that may be under way, by process group."""
 
     def take(self, rows: int, columns: int, use: str = "payload") -> torch.Tensor:
-        """A buffer of [rows, columns] for work on the current stream, contents undefined.
+        """Return a buffer [rows, columns] with undefined contents, for work on the current stream.
 
-        Buffers of another `use`, which are of other sizes, are kept apart.
+        Each `use` has buffers of its own, since sizes differ between uses.
         """
         size, key = rows * columns, (use, self._stream())
         free = self._free.setdefault(key, [])
@@ -53,24 +54,24 @@ class Pool:
         else:
             if free:
                 free.pop()
-            with torch.inference_mode(False):  # the user's evaluation may be the first to need it
+            with torch.inference_mode(False):  # The first user may be an evaluation in inference mode.
                 whole = torch.empty(max(size, 1), dtype=torch.uint8, device=self.device)
         buffer = whole[:size].view(rows, columns)
         self._taken[buffer] = key, whole
         return buffer
 
     def give(self, buffer: torch.Tensor) -> None:
-        """Hand back what `take` returned; its last work must be on the stream that it was taken on."""
+        """Give back a buffer of `take`; its last work must be on the stream on which it was taken."""
         key, whole = self._taken.pop(buffer)
         self._free.setdefault(key, []).append(whole)
 
     def release(self) -> None:
-        """Free the buffers that are not in use; the next users get new ones."""
+        """Free the buffers that are not in use."""
         self._free.clear()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, in use or not."""
+        """The bytes of all buffers, in use or free."""
         taken = [whole for _, whole in self._taken.values()]
         return sum(whole.numel() for whole in itertools.chain(taken, *self._free.values()))
 
@@ -79,7 +80,7 @@ class Pool:
         return torch.cuda.current_stream(self.device).cuda_stream if on_cuda else 0
 
     def stream_of(self, group: dist.ProcessGroup) -> torch.cuda.Stream:
-        """The CUDA stream on which overlapped exchanges over a group of ranks run."""
+        """Return the CUDA stream on which overlapped exchanges over `group` run."""
         if group not in self._streams:
             self._streams[group] = torch.cuda.Stream(self.device)
         return self._streams[group]
@@ -89,21 +90,21 @@ _shared: WeakValueDictionary[torch.device, Pool] = WeakValueDictionary()
 
 
 def shared_pool(device: torch.device) -> Pool:
-    """The pool of all chunks that are attached at a time."""
+    """Return the pool that all attached model chunks on `device` share."""
     return _shared.setdefault(device, Pool(device))
 
 
 def forget_shared_pools() -> None:
-    """Chunks that are attached from now on have buffers of their own, whatever became of earlier ones."""
+    """Have model chunks that are attached from now on use a new pool, apart from that of earlier ones."""
     _shared.clear()
 
 
 class Workspace:
-    """A pool of buffers, and the time of the work between them.
+    """A pool of buffers, and a stopwatch for compressing and decompressing.
 
     Args:
-        device: where the buffers are.
-        pool: which one; None: one of its own.
+        device: the device of the buffers.
+        pool: a shared pool; None: a pool of its own.
     """
 
     def __init__(self, device: torch.device, pool: Pool | None = None) -> None:
@@ -114,20 +115,17 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of the pool's buffers, in use or not."""
         return self.pool.nbytes
 
     def take(self, rows: int, columns: int, use: str = "payload") -> torch.Tensor:
-        """Pool.take."""
         return self.pool.take(rows, columns, use)
 
     def give(self, buffer: torch.Tensor) -> None:
-        """Pool.give."""
         self.pool.give(buffer)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Count the work of the block: on CUDA by events on the current stream, without waiting for it."""
+        """Time the work of the block: on CUDA by events on the current stream, without waiting for it."""
         if self.device.type != "cuda":
             start = time.perf_counter()
             yield
@@ -140,12 +138,12 @@ class Workspace:
         self._events.append(events)
 
     def lap(self) -> Callable[[], float]:
-        """Start counting anew; returns a callable that gives the elapsed seconds, and waits for the work."""
+        """Restart the stopwatch; returns a callable that waits for the work and gives the elapsed seconds."""
         seconds, events = self._seconds, self._events
         self._seconds, self._events = 0.0, []
 
         def elapsed() -> float:
-            for _, end in events:  # of expert and dense exchanges on streams of their own
+            for _, end in events:  # Expert and dense exchanges may run on different streams.
                 end.synchronize()
             return seconds + sum(start.elapsed_time(end) for start, end in events) / 1e3
 

@@ -1,4 +1,4 @@
-"""What Megatron-Bridge's configuration had to name with release 0.2: its stock manager needs no help now."""
+"""The checkpoint manager that Megatron-Bridge needed with release 0.2; Bridge's own one does today."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.bridge.training import checkpointing
 
 
 class CheckpointManager(checkpointing.DefaultCheckpointManager):
-    """Bridge's own manager."""
+    """Megatron-Bridge's own manager under the name that release 0.2 had, with a DeprecationWarning."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         warnings.warn(
