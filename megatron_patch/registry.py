@@ -43,7 +43,7 @@ _OWN = (
     CodecEntry("sign", (1,), "Sign"),
 )
 OWN_CODECS = tuple(entry.name for entry in _OWN)
-"""The codecs that the fused kernels support; the C++ kernels number them in this order (codes.h)."""
+"""The codecs that the fused kernels support; the C++ kernels number them in this order (kernels.h)."""
 _codecs = {entry.name: entry for entry in _OWN}
 _topologies: dict[str, Any] = {}
 

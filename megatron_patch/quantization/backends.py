@@ -1,6 +1,6 @@
-"""Chooses a fused kernel where one supports the codec on the device, else the torch reference.
+"""Chooses a fused kernel if one supports the codec on the device, else the torch reference.
 
-Results are the same bits, so that ranks may differ in what they run. MEGATRON_LOCO_KERNELS=torch takes the
+All give the same bits, so that ranks may run different ones. MEGATRON_LOCO_KERNELS=torch selects the
 reference everywhere.
 """
 
@@ -22,15 +22,15 @@ VARIABLE = "MEGATRON_LOCO_KERNELS"
 
 
 class Backend(Protocol):
-    """Fused kernels: the functions of quantization/native/__init__.py, where they are described.
+    """A module of fused kernels, with the functions that quantization/native/__init__.py describes.
 
-    `decompress`, of all shards in one launch (loco.py), may be among them.
+    It may also have `decompress` (loco.py), which decodes all shards in one launch.
     """
 
     __name__: str
 
     def supports(self, codec: Codec, layout: BlockLayout) -> bool:
-        """Whether the kernels support the codec for this cut; else the torch reference is used."""
+        """Whether the kernels support this codec with this layout."""
         ...
 
     def compress(
@@ -55,13 +55,13 @@ class Backend(Protocol):
 
 
 def fused(codec: Codec, layout: BlockLayout, device: torch.device) -> Backend | None:
-    """The kernels for buckets of `layout` in `codec` on a device; None: the torch reference."""
+    """Return the kernels for `codec`, `layout` and `device`; None: use the torch reference."""
     kernels = available(device)
     return kernels if kernels is not None and kernels.supports(codec, layout) else None
 
 
 def available(device: torch.device) -> Backend | None:
-    """The kernels of a device; None: the torch reference."""
+    """Return the kernels for `device`; None: use the torch reference."""
     if os.environ.get(VARIABLE, "auto") == "torch":
         return None
     if device.type == "cpu":
@@ -71,7 +71,7 @@ def available(device: torch.device) -> Backend | None:
 
 @functools.cache
 def _triton() -> Backend | None:
-    # Imported where a GPU is used only: Triton takes a while.
+    # Importing Triton takes a while, so it is imported only if a GPU is used.
     try:
         module = importlib.import_module("megatron_patch.quantization.triton_kernels")
     except ImportError:
@@ -80,7 +80,7 @@ def _triton() -> Backend | None:
 
 
 def describe(device: torch.device) -> str:
-    """The kernels of a device in words, for logs and `doctor`."""
+    """Name the kernels for `device`, for logs and `doctor`."""
     kernels = available(device)
     if kernels is native:
         return f"native ({native.variants()[-1]})"

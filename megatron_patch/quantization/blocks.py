@@ -1,16 +1,16 @@
-"""Which elements share a scale, where blocks follow the parameters that a tensor is made of.
+"""Which elements of a tensor form a block, if blocks follow the tensor's parameters.
 
 Blocks of b elements are counted from the beginning of every row of every parameter, and cut where a shard
 ends. So no block holds elements of two rows, and a row whose gradient is zero is sent as zeros, whatever its
-neighbours are. What belongs to no parameter, such as Megatron's padding, is in no block: it is not sent, and
-arrives as zero.
+neighbours are. Elements of no parameter, such as Megatron's padding, are in no block: they are not sent, and
+arrive as zero.
 
     parameter of 3 rows of 200, b = 128   |128|72||128|72||128|72|
     with a shard's end in it              |128|72||30 ¦ 98|72||128|72|
 
-A table holds every shard's blocks as runs of equal rows, of which a model has some thousands. They are listed
-one by one, in 12 bytes each, when an exchange first runs. On the wire a block's codes begin at a whole word,
-so that no two blocks share a byte.
+A BlockTable has every shard's blocks as runs of equal rows, of which a model has some thousands. The blocks
+are listed one by one, in 12 bytes each, when an exchange first runs. In a payload each block's codes begin at
+a whole word, so that no two blocks share a byte.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from megatron_patch.errors import UserError
 from megatron_patch.quantization.packing import planes
 
 SHORTEST_ROW = 16
-"""Elements. Shorter rows, of which several share a block, count as one: a scale for each would be 1 bit an
-element and more."""
+"""The least elements of a row. The shorter rows of a parameter count as one row: a scale for each of them
+would cost more than 1 bit per element."""
 
 _MOST = 2**31 - 1
-"""Elements of a shard whose blocks a table lists."""
+"""The most elements of a shard: a table lists positions as int32."""
 
 Range = tuple[int, int]
-"""Elements from the first to before the second."""
+"""(first element, end): the end is the index after the last element."""
 
 
 @dataclass(frozen=True)
 class Span:
     """One parameter's place in a tensor: `length` elements from `start` on, in rows of `row` elements.
 
-    In a part of a tensor a parameter may begin before it (`start` < 0) or end behind it.
+    If the tensor is a part of another one, a parameter may begin before it (`start` < 0) or end after it.
     """
 
     start: int
     length: int
     row: int
     exact: bool = False
-    """It is in no block: it is sent as it is (exact.py)."""
+    """Whether the parameter is in no block, but is sent uncompressed (exact.py)."""
 
     @staticmethod
     def of(start: int, shape: Sequence[int], exact: bool = False) -> Span:
-        """A parameter of `shape`; its rows are what the first axis counts, one row for a vector."""
+        """Create the span of a parameter of `shape`; its first axis counts rows, and a vector is one row."""
         length = row = 1
         for axis, size in enumerate(shape):
             length *= size
@@ -63,16 +63,16 @@ class Span:
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of an exchanged tensor: `numel` elements, and where the parameters lie in them.
+    """The contents of an exchanged tensor: `numel` elements, and the places of its parameters.
 
-    If `spans` is None, the parameters are unknown: blocks are counted from each shard's beginning.
+    If `spans` is None, the parameters are unknown, and blocks are counted from each shard's beginning.
     """
 
     numel: int
     spans: tuple[Span, ...] | None = None
 
     def part(self, start: int, numel: int) -> Contents:
-        """`numel` elements from `start` on; blocks lie where they do in the whole."""
+        """Return the contents of `numel` elements from `start` on, in which blocks lie as in the whole."""
         if self.spans is None:
             return Contents(numel)
         inside = [
@@ -83,9 +83,10 @@ class Contents:
 
 @dataclass(frozen=True)
 class Run:
-    """`rows` stretches of `length` elements, end to end from element `place` of a shard on.
+    """`rows` rows, or parts of rows, of `length` elements, end to end from element `place` of a shard on.
 
-    Blocks are counted from `lead` elements before each stretch, which are in another shard.
+    If a row begins in another shard, the last block that it has there has `lead` elements, by which the first
+    block here is shorter; if it ends there with a whole block, `lead` is 0.
     """
 
     place: int
@@ -94,26 +95,26 @@ class Run:
     rows: int = 1
 
     def row_blocks(self, block: int) -> list[tuple[int, int]]:
-        """(elements, how many) of the blocks of one stretch, in their order."""
+        """Return (elements of a block, number of such blocks) for the blocks of one row, in their order."""
         first = min(block - self.lead, self.length)
         whole, last = divmod(self.length - first, block)
         return [(first, 1), (block, whole), (last, 1 if last else 0)]
 
     def blocks(self, block: int) -> int:
-        """How many there are in all stretches."""
+        """Return the number of blocks in all rows."""
         return self.rows * sum(count for _, count in self.row_blocks(block))
 
     def words(self, block: int, bits: int) -> int:
-        """Words of all stretches' codes."""
+        """Return the number of words of all rows' codes."""
         return self.rows * sum(count * words_of(n, block, bits) for n, count in self.row_blocks(block))
 
     def multiples_of(self, number: int, block: int) -> bool:
-        """Whether all its blocks begin at multiples of `number`, and have such a number of elements."""
+        """Whether all blocks begin at, and have, a multiple of `number` elements."""
         places = [n for n, count in self.row_blocks(block) if count]
         return not any(n % number for n in (self.place, self.length, *places))
 
     def write(self, table: torch.Tensor, word: int, block: int, bits: int) -> None:
-        """Write its rows of BlockTable.on, int32 [blocks, 3] on CPU; its codes begin with number `word`."""
+        """Write this run's rows of `BlockTable.on`, int32 [blocks, 3] on CPU; codes begin at `word`."""
         begins = torch.arange(-self.lead, self.length, block, device="cpu")
         ends = (begins + block).clamp(max=self.length)
         begins = begins.clamp(min=0)
@@ -130,13 +131,13 @@ class BlockTable:
     """The blocks of N shards, in their order."""
 
     runs: tuple[tuple[Run, ...], ...]
-    """The runs of each shard."""
+    """For each shard its runs."""
     block: int
     bits: int
     blocks: int
-    """The number of blocks in the shard that has most of them."""
+    """The number of blocks of the shard that has most of them."""
     words: int
-    """Words of codes in one payload: as many as the shard with most of them needs."""
+    """The words of codes in a payload: as many as the shard that has most of them needs."""
     _copies: dict[torch.device, torch.Tensor] = field(default_factory=dict, repr=False)
     _source: tuple[BlockTable, slice] | None = field(default=None, repr=False)
 
@@ -144,12 +145,12 @@ class BlockTable:
     def of(
         spans: Sequence[Span], shards: Sequence[Sequence[Range]], block: int, bits: int, blocks: int = 1
     ) -> BlockTable:
-        """The table of shards, each of the tensor's elements in some ranges, one after the other.
+        """Create the table of shards, each given as the ranges of the tensor that it consists of.
 
-        `blocks` is the least number of blocks that every shard is given.
+        Every shard gets at least `blocks` blocks.
 
         Raises:
-            UserError: a shard has more elements than a table can tell apart.
+            UserError: a shard has more than 2^31 - 1 elements.
         """
         if (longest := max(sum(high - low for low, high in ranges) for ranges in shards)) > _MOST:
             raise UserError(
@@ -169,15 +170,18 @@ class BlockTable:
         )
 
     def shards(self, first: int, count: int, step: int) -> BlockTable:
-        """The table of `count` of the shards, each `step`-th."""
+        """Return the table of `count` shards, from `first` on and `step` apart."""
         chosen = slice(first, first + step * count, step)
-        source = (self, chosen) if step == 1 else None  # whose copies serve this one too
+        source = (self, chosen) if step == 1 else None  # A slice of its copies on devices is used then.
         return replace(self, runs=self.runs[chosen], _copies={}, _source=source)
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """int32 [N, blocks, 3] on a device: where in its shard a block begins, its number of elements, and
-        where in the shard's codes its own begin, in words. A shard with less blocks than others ends with
-        empty ones. Listed and copied there once, shard by shard: the host holds one of them at a time."""
+        """Return the list of blocks, int32 [N, blocks, 3], on a device.
+
+        The three numbers are the block's first element in its shard, its number of elements, and the word of
+        the shard's codes where its codes begin. A shard with fewer blocks than another one ends with empty
+        blocks. The list is made once, shard by shard, so that the host has one shard's at a time.
+        """
         if device not in self._copies:
             if self._source is None:
                 shape = len(self.runs), self.blocks, 3
@@ -204,32 +208,33 @@ class BlockTable:
 
     @property
     def places(self) -> torch.Tensor:
-        """`on` the CPU."""
         return self.on(torch.device("cpu"))
 
     @functools.cached_property
     def multiples_of_16(self) -> bool:
-        """Whether every block begins at a multiple of 16 elements of its shard, and has such a number."""
+        """Whether every block begins at, and has, a multiple of 16 elements."""
         if self._source is not None:
             return self._source[0].multiples_of_16
         return all(run.multiples_of(16, self.block) for runs in self.runs for run in runs)
 
     @functools.cached_property
     def whole(self) -> bool:
-        """Whether every block has all of its elements; a shard may have fewer blocks than others."""
+        """Whether every block has b elements; a shard may still have fewer blocks than another one."""
         if self._source is not None:
             return self._source[0].whole
         return all(run.lead == 0 and run.length % self.block == 0 for runs in self.runs for run in runs)
 
     def elements(self, block: int, size: int, device: torch.device) -> torch.Tensor:
-        """Which of its shard's `size` elements is each of a block's, int64 [N, blocks, b]; fill: `size`."""
+        """Return each block's elements as indices in their shard, int64 [N, blocks, b]; `size` for fill."""
         places = self.on(device).to(torch.int64)
         inside = torch.arange(block, device=device)
         return torch.where(inside < places[..., 1:2], places[..., :1] + inside, size)
 
     def code_bytes(self, block: int, bits: int, device: torch.device) -> torch.Tensor:
-        """Which byte of its shard's codes is each of a whole block's, int64 [N, blocks, b*p/8]; for those
-        that a block does not need the one behind them all."""
+        """Return each block's bytes of codes as indices in its shard's codes, int64 [N, blocks, b*p/8].
+
+        Bytes that a short block does not need have the index after all codes.
+        """
         places = self.on(device).to(torch.int64)
         width = word_bytes(block, bits)
         first, found = places[..., 2:], []
@@ -242,7 +247,7 @@ class BlockTable:
 
 
 def word_bytes(block: int, bits: int) -> int:
-    """Bytes of a word of codes: 4, or 2 where a plane of a block's (packing.py) has no more."""
+    """Return the bytes of a word of codes: 4, or 2 if a plane of a block's codes (packing.py) has only 2."""
     return min(4, block * min(width for _, width in planes(bits)) // 8)
 
 
@@ -255,7 +260,7 @@ def words_of(lengths: torch.Tensor, block: int, bits: int) -> torch.Tensor: ...
 
 
 def words_of(lengths: int | torch.Tensor, block: int, bits: int) -> int | torch.Tensor:
-    """How many words the codes of blocks of `lengths` elements take; each plane of them begins a word."""
+    """Return the number of words of the codes of blocks of `lengths` elements; each plane begins a word."""
     width = word_bytes(block, bits)
     return sum(_words(lengths, plane, width) for _, plane in planes(bits))
 
@@ -265,18 +270,21 @@ def _words(lengths: Any, bits: int, width: int) -> Any:
 
 
 Ordered = tuple[Sequence[Span], Sequence[int]]
-"""Spans in the order of their places, and where each ends."""
+"""Spans sorted by their start, and the end of each."""
 
 
 def in_order(spans: Iterable[Span]) -> Ordered:
-    """Sorted once for all shards: FSDP2's tensors have a span for each parameter of each rank."""
+    """Sort spans once for all shards: FSDP2's tensors have a span for each parameter of each rank."""
     found = sorted((span for span in spans if span.length), key=lambda span: span.start)
     return found, [span.start + span.length for span in found]
 
 
 def within(spans: Ordered, ranges: Sequence[Range]) -> Iterator[tuple[Span, int, int, int]]:
-    """The parts of spans that lie in a shard of some ranges, one after the other: (the span, the part's first
-    element and the one behind its last, counted from the span's, and where in the shard it begins)."""
+    """Yield the parts of spans that lie in a shard, which consists of `ranges`, one after the other.
+
+    Each is (span, first element, end, place): the first two are counted from the span's beginning, and
+    `place` is the first element's index in the shard.
+    """
     ordered, ends = spans
     before = 0
     for low, high in ranges:
@@ -290,7 +298,7 @@ def within(spans: Ordered, ranges: Sequence[Range]) -> Iterator[tuple[Span, int,
 
 
 def _runs(span: Span, first: int, last: int, place: int, block: int) -> Iterator[Run]:
-    """The elements of a span from `first` to before `last`, which begin at `place` of their shard."""
+    """Yield the runs of a span's elements `first` to `last` - 1, which begin at `place` in their shard."""
     inside = first % span.row
     if inside:
         length = min(span.row - inside, last - first)

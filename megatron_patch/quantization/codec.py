@@ -1,7 +1,7 @@
-"""What a codec is: it turns the numbers of blocks into a payload, and a payload into numbers.
+"""The interface of codecs: a codec turns the numbers of blocks into a payload, and a payload into numbers.
 
-A codec is one file that implements `Codec` and registers it (registry.py). The torch reference
-(loco.py) serves any codec; the fused kernels serve the package's own.
+A codec is a class that implements `Codec` and is registered in registry.py. The torch reference (loco.py)
+supports any codec; the fused kernels support the package's own.
 """
 
 from __future__ import annotations
@@ -25,45 +25,45 @@ class Encoded:
     """What the receivers of a payload will decode."""
 
     values: torch.Tensor
-    """fp32 [N, blocks, b]; 0 in the fill of short blocks, and in blocks that are not finite."""
+    """s*q, fp32 [N, blocks, b]; 0 in the fill of short blocks, and in blocks that are not finite."""
     finite: torch.Tensor
-    """bool [N, blocks]: whether a block was sent; one with a NaN or Inf decodes to NaN."""
+    """bool [N, blocks]; False for a block with a NaN or Inf, which decodes to NaN."""
 
 
 class Codec(Protocol):
-    """How h becomes codes of `bits` bits and scales; stateless, and equal on all ranks."""
+    """Turns h into codes of `bits` bits and scales. A codec is stateless, and equal on all ranks."""
 
     @property
     def name(self) -> str:
-        """The family of codes; with `bits`, what tells one codec from another."""
+        """The name in the registry."""
         ...
 
     @property
     def bits(self) -> int:
-        """Bits of one code: those of the layout that it is used with."""
+        """The bits of one code, the same as those of the layout that the codec is used with."""
         ...
 
     @property
     def rotation(self) -> Rotation:
-        """Whether the blocks that it codes are rotated ones. It is not the codec that rotates them, but who
-        uses it: a sum of what was sent is rotated back once."""
+        """Whether the codec's blocks are rotated ones. The codec's caller rotates them, and rotates back the
+        sum of what the senders sent."""
         ...
 
     def encode(self, h: torch.Tensor, layout: BlockLayout, payload: torch.Tensor) -> Encoded:
-        """Write h, fp32 [N, blocks, b], into `payload`, uint8 [N, payload_bytes], every byte of it.
+        """Encode h, fp32 [N, blocks, b], into every byte of `payload`, uint8 [N, layout.coded_bytes].
 
-        The fill of short blocks (`layout.lengths`) is 0 in h, and the codec's to keep out of scales and of
-        what it returns.
+        The fill of short blocks (`layout.lengths`) is 0 in h. It must not affect the scales, and must be 0 in
+        the result.
         """
         ...
 
     def decode(self, payload: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
-        """uint8 [n, payload_bytes] -> fp32 [n, blocks, b]; what fill decodes to is not defined."""
+        """Decode uint8 [n, payload_bytes] to fp32 [n, blocks, b]; the fill may decode to anything."""
         ...
 
 
 def codec_of(config: CompressionConfig, first: bool = True, last: bool = True) -> Codec:
-    """The codec of `config.codec`, `bits` and `rotation`, for an exchange's first hop, its last, or both."""
+    """Create the codec that `config` names, for the first hop of an exchange, its last hop, or both."""
     rotation = HADAMARD if config.rotates else NONE
     codec: Codec = codecs()[config.code].make(config.bits, rotation.hop(first, last))
     return codec
@@ -71,11 +71,13 @@ def codec_of(config: CompressionConfig, first: bool = True, last: bool = True) -
 
 @functools.cache
 def check_codec(entry: CodecEntry, bits: int, block_size: int | str, device: torch.device) -> None:
-    """Compare what `encode` of a registered codec returns with what its `decode` reads. The error state is
-    made of the former and the gradient of the latter: where they differ training goes wrong without a word.
+    """Check that a registered codec's `decode` gives what its `encode` has returned.
+
+    The error state is computed from the result of `encode`, and the gradient by `decode`: if they differed,
+    training would go wrong silently.
 
     Raises:
-        UserError: they differ; the message has the first number where they do.
+        UserError: they differ; the message has the first number that does.
     """
     codec, name = entry.make(bits, NONE), entry.name
     block = 64 if block_size == "shard" else int(block_size)

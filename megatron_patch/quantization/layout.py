@@ -1,17 +1,17 @@
 """How a tensor is cut into shards and blocks, and how a shard's payload is laid out.
 
-A tensor of B elements (a bucket, or part of one) belongs to N ranks: shard j = elements [j*S, (j+1)*S), S =
-ceil(B/N). Megatron pads the buckets of its distributed optimizer so that N divides B; elsewhere the last
-shards are short, or empty. Each shard is cut into blocks of up to b elements that share one scale. No block
-crosses a shard. Where the parameters are known, blocks are counted from each one's beginning (blocks.py),
-else from the shard's. A shard's payload is its packed codes, then its scales, contiguous:
+A tensor of B elements (a bucket, or part of one) is cut into N shards: shard j is elements [j*S, (j+1)*S),
+S = ceil(B/N). Megatron pads the buckets of its distributed optimizer so that N divides B; elsewhere the last
+shards are short, or empty. Each shard is cut into blocks of up to b elements that share one scale; no block
+crosses a shard. If the parameters are known, blocks are counted from the beginning of their rows (blocks.py),
+else from the beginning of the shard. A shard's payload is contiguous, with parts aligned for vector loads:
 
     | codes | zeros to a multiple of 16 | scales: bf16 | zeros to 16 | exact elements: fp32 | zeros to 16 |
 
-so that every shard's payload and its scales start at an address that vector loads like. Codes lie block by
-block, each block's from a whole word on (codes of several planes, packing.py: each plane of each block). All
-payloads have the codes and scales of the shard which needs most of them, and exact elements of their own.
-At p = 4, b = 128 and whole blocks that is 4 + 16/128 = 4.125 bits an element.
+Codes lie block by block, and the codes of each block (with several planes, packing.py: each plane of each
+block) begin at a whole word. All payloads have as many bytes of codes and scales as the shard that needs most
+of them, and their own number of exact elements. At p = 4, b = 128 and whole blocks a payload has 4 + 16/128 =
+4.125 bits per element.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def _round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """The cut of `numel` (B) elements: `shards` (N) shards of `shard_size` (S) elements, `bits` (p) each.
+    """How `numel` (B) elements are cut: `shards` (N) shards of `shard_size` (S) elements, `bits` (p) each.
 
-    `block` is the largest number of elements that share a scale (b); for `block_size: shard` it is S, rounded
-    up to a multiple of 32. `table` lists the blocks, `exact` the elements that are sent as they are.
-    `by_shard` says that blocks are counted from each shard's beginning, and not from the parameters'.
+    `block` (b) is the most elements that share a scale; with `block_size: shard` it is S, rounded up to a
+    multiple of 32. `table` lists the blocks, `exact` the elements that are sent uncompressed. `by_shard` says
+    that blocks are counted from the beginning of each shard, not of each parameter's rows.
     """
 
     numel: int
@@ -62,13 +62,13 @@ class BlockLayout:
         pieces: int = 1,
         in_order: bool = False,
     ) -> BlockLayout:
-        """The layout of `numel` elements that `shards` ranks share.
+        """Create the layout of `numel` elements in `shards` shards.
 
-        With `whole_blocks` shards are multiples of the block, so that few blocks are cut where one ends.
-        `spans` are the parameters that blocks follow (None: blocks are counted from each shard's
-        beginning). With `pieces` M > 1 blocks are cut where any of M*N stretches of one length ends. Shard
-        j has numbers j*M to j*M + M - 1 of them where they are `in_order`; else the tensor was put in
-        another order after `spans` were computed, and it has j, N + j, 2*N + j, ..., one after the other.
+        With `whole_blocks` S is a multiple of the block size, so that fewer blocks are cut at shards' ends.
+        `spans` are the parameters that blocks follow; None: blocks are counted from each shard's beginning.
+        With `pieces` M > 1 the tensor has M*N pieces of equal length, at whose ends blocks are cut, too. With
+        `in_order` shard j is pieces j*M to j*M + M - 1. Else the tensor was reordered after `spans` were
+        computed: shard j is pieces j, N + j, 2*N + j, ..., one after the other.
         """
         size = -(-numel // shards)
         if whole_blocks and block_size != "shard":
@@ -85,7 +85,7 @@ class BlockLayout:
 
     @staticmethod
     def by_shards(numel: int, shards: int, size: int, bits: int, block_size: int | str) -> BlockLayout:
-        """The layout of shards of `size` elements whose blocks are counted from each one's beginning."""
+        """Create the layout of shards of `size` elements, with blocks counted from each shard's beginning."""
         ends = [min((j + 1) * size, numel) for j in range(shards)]
         spans = [Span(j * size, max(end - j * size, 0), size) for j, end in enumerate(ends)]
         ranges = [[(span.start, span.start + span.length)] for span in spans]
@@ -94,7 +94,7 @@ class BlockLayout:
         return BlockLayout(numel, shards, size, bits, block, table, by_shard=True)
 
     def part(self, first: int, count: int = 1, step: int = 1) -> BlockLayout:
-        """The layout of `count` of the shards, each `step`-th: the same blocks, and payloads of that size."""
+        """Return the layout of `count` shards, from `first` on and `step` apart; payloads are the same."""
         chosen = range(self.shards)[first::step][:count]
         numel = sum(min(max(self.numel - at * self.shard_size, 0), self.shard_size) for at in chosen)
         exact = None if self.exact is None else self.exact.shards(first, count, step)
@@ -103,38 +103,38 @@ class BlockLayout:
 
     @property
     def blocks(self) -> int:
-        """Blocks, and so scales, of one shard."""
+        """The number of blocks, and so of scales, of one shard."""
         return self.table.blocks
 
     @functools.cached_property
     def code_bytes(self) -> int:
-        """Bytes of one shard's packed codes, alignment included."""
+        """The bytes of one shard's packed codes, padding included."""
         return _round_up(self.table.words * word_bytes(self.block, self.bits), _ALIGNMENT)
 
     @functools.cached_property
     def coded_bytes(self) -> int:
-        """Bytes of one shard's codes and scales: where in a payload its exact elements begin."""
+        """The bytes of one shard's codes and scales, after which its exact elements begin."""
         return _round_up(self.code_bytes + 2 * self.blocks, _ALIGNMENT)
 
     @functools.cached_property
     def payload_sizes(self) -> list[int]:
-        """Bytes of each shard's payload: as many codes and scales in all, and its own exact elements."""
+        """The bytes of each shard's payload."""
         exact = [0] * self.shards if self.exact is None else self.exact.nbytes
         return [self.coded_bytes + _round_up(nbytes, _ALIGNMENT) for nbytes in exact]
 
     @functools.cached_property
     def payload_bytes(self) -> int:
-        """Bytes of the longest payload."""
+        """The bytes of the longest payload."""
         return max(self.payload_sizes)
 
     @functools.cached_property
     def payload_starts(self) -> torch.Tensor:
-        """Where each shard's payload begins among those of all shards, end to end, and where the last one
-        ends: in bytes, int64 [N + 1], on CPU."""
+        """The byte where each shard's payload begins, if all lie end to end, and where the last one ends;
+        int64 [N + 1] on CPU."""
         return torch.tensor([0, *self.payload_sizes], device="cpu").cumsum(0)
 
     def payload_starts_on(self, device: torch.device) -> torch.Tensor:
-        """`payload_starts` on a device, in units of 16 bytes, int32; copied there once."""
+        """Return `payload_starts` in units of 16 bytes, int32, on a device; it is copied there only once."""
         if device not in self._starts:
             self._starts[device] = (self.payload_starts // _ALIGNMENT).to(torch.int32).to(device)
         return self._starts[device]
@@ -145,9 +145,11 @@ class BlockLayout:
 
     @functools.cached_property
     def by_width(self) -> list[tuple[torch.Tensor, BlockLayout]]:
-        """The blocks, those of about one length together: which of all shards' blocks they are, int64 [n] on
-        CPU, and a layout of them alone. Where rows are far shorter than b, [N, blocks, b] is fill nearly
-        everywhere; here at most every second element is."""
+        """The blocks in groups of similar length: the indices of the group's blocks among all shards' blocks,
+        int64 [n] on CPU, and a layout of these blocks alone.
+
+        If rows are far shorter than b, [N, blocks, b] is mostly fill; within a group at most half of it is.
+        """
         lengths = self.lengths(torch.device("cpu")).flatten()
         firsts = self.table.places[..., 0].to(torch.int64)
         starts = (firsts + torch.arange(self.shards, device="cpu")[:, None] * self.shard_size).flatten()
@@ -163,16 +165,16 @@ class BlockLayout:
         return found
 
     def cut(self, flat: torch.Tensor) -> torch.Tensor:
-        """[B] of any float dtype -> fp32 [N, blocks, b], short shards and blocks filled with zeros."""
+        """Cut [B] of any float dtype into fp32 [N, blocks, b], with zeros in short shards and blocks."""
         whole = F.pad(flat.to(torch.float32), (0, self.shards * self.shard_size - flat.numel()))
         places = self.table.elements(self.block, self.shard_size, flat.device)
         rows = F.pad(whole.view(self.shards, -1), (0, 1))
         return rows.gather(1, places.view(self.shards, -1)).view(places.shape)
 
     def join(self, blocks: torch.Tensor) -> torch.Tensor:
-        """[n, blocks, b] -> [n, S], without the fill of blocks; 0 for what is in no block.
+        """Join [n, blocks, b] to [n, S], without the fill of blocks; elements in no block become 0.
 
-        Where n is not N, the n are of one and the same shard, the only one of this layout.
+        n is N; or this layout has one shard, of which there are n copies.
         """
         places = self.table.elements(self.block, self.shard_size, blocks.device).view(self.shards, -1)
         joined = blocks.new_zeros(blocks.shape[0], self.shard_size + 1)
@@ -180,9 +182,9 @@ class BlockLayout:
         return joined[:, : self.shard_size]
 
     def flat(self, blocks: torch.Tensor) -> torch.Tensor:
-        """[N, blocks, b] -> [B], without any fill: the inverse of `cut`."""
+        """Join [N, blocks, b] to [B], without any fill: the inverse of `cut`."""
         return self.join(blocks).reshape(-1)[: self.numel]
 
     def lengths(self, device: torch.device) -> torch.Tensor:
-        """Number of real elements of each block, int64 [N, blocks]; 0 in an empty one."""
+        """Return the number of elements of each block, without fill: int64 [N, blocks]."""
         return self.table.on(device)[..., 1].to(torch.int64)

@@ -1,17 +1,18 @@
-"""The levels codec: 2^p levels, close where numbers are dense, and a scale that a block's energy sets.
+"""The levels codec: 2^p levels that are closest where numbers are dense, and a scale from a block's energy.
 
     s = c * rms(h) rounded UP to bf16,   q = the level nearest to h / s,   h decodes to s*q
 
 The levels are whole numbers in the proportions of the Lloyd-Max quantizer of a Gaussian (Max, IRE Trans.
-Inf. Theory 6, 1960), which lose at most 0.25 % more than it. Of a Gaussian block 0.95, 3.5 and 11.7 % of
-the energy are lost with 4, 3 and 2 bits. A rotated block looks Gaussian whatever it was (rotation.py); of
-others, those with heavy tails above all, more is lost.
+Inf. Theory 6, 1960), and lose at most 0.25 % more than it. With 4, 3 and 2 bits a Gaussian block loses 0.95,
+3.5 and 11.7 % of its energy. A rotated block looks Gaussian whatever it was (rotation.py); other blocks,
+above all those with heavy tails, lose more.
 
-No level is zero: where one number of a block is not, none is sent as such. A block of zeros has s = 0.
+No level is zero: a zero in a block that is not all zeros is sent as the smallest level. A block of zeros has
+s = 0.
 
-The code is a sign, its highest bit (1: negative), and a level's number. A number in the middle of two
-levels gets the smaller magnitude; s*q and the middles times s are exact in fp32. rms(h) is that of whole
-numbers, so that any order of their sum gives the same bits:
+A code is a sign in the highest bit (1: negative) and the number of a level. A number in the middle of two
+levels gets the smaller one; s*q and s times the middles are exact in fp32. rms(h) is computed from whole
+numbers, so that their sum has the same bits in any order:
 
     v = round_half_even(64 * u * |h|)   with u the power of two for which 1 <= u * max|h| < 2
     rms = sqrt(sum of v^2 / n) / (64 * u)
@@ -36,15 +37,15 @@ LEVELS = {
     3: (3, 9, 16, 26),
     2: (3, 10),
 }
-"""The positive levels of each number of bits."""
+"""The positive levels by bits."""
 STEPS = {4: 0.0448032, 3: 0.0830666, 2: 0.151035}
-"""c: what 1 of a level is worth where rms(h) is 1; the least loss of a Gaussian."""
+"""The factor c by bits: it loses least of a Gaussian."""
 _WHOLE = 64.0
 
 
 @dataclass(frozen=True)
 class Levels:
-    """`bits` bits, 2 to 4."""
+    """The levels codec with 2 to 4 `bits`."""
 
     bits: int
     rotation: Rotation = NONE
@@ -52,23 +53,23 @@ class Levels:
 
     @property
     def largest(self) -> int:
-        """The largest level."""
         return LEVELS[self.bits][-1]
 
     def scales(self, h: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
-        """fp32 [n, blocks, b] -> fp32 [n, blocks], bf16 values; NaN for a non-finite block."""
+        """Compute s: fp32 [n, blocks, b] -> fp32 [n, blocks], exact in bf16; NaN for a non-finite block."""
         largest = h.abs().amax(dim=-1)
         unit, inverse = normalizing(largest)
         whole = (torch.where(torch.isfinite(h), h, 0.0) * unit[..., None] * _WHOLE).round_()
         energy = whole.square_().sum(dim=-1, dtype=torch.float64)
         mean = (energy / layout.lengths(h.device).clamp(min=1)).to(torch.float32)
         step = torch.tensor(STEPS[self.bits] / _WHOLE, dtype=torch.float32, device=h.device)
-        # In fp64 and rounded once: torch's fp32 root may be one ulp off on CPUs (MKL), the kernels' is not.
+        # The root is taken in fp64 and rounded once, as the kernels' is: torch's fp32 root may be off by one
+        # ulp on CPUs (MKL).
         root = mean.to(torch.float64).sqrt().to(torch.float32)
         return block_scales(root * step * inverse, largest, self.largest)
 
     def encode(self, h: torch.Tensor, layout: BlockLayout, payload: torch.Tensor) -> Encoded:
-        """Codec.encode. The fill of short blocks is sent as 0."""
+        """Codec.encode; the codes of fill are 0."""
         scales = self.scales(h, layout)
         finite = torch.isfinite(scales)
         used = torch.where(finite, scales, 0.0)
@@ -83,11 +84,10 @@ class Levels:
         return Encoded(torch.where(place < length, dequantize(self._levels(code), used), 0.0), finite)
 
     def decode(self, payload: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
-        """Codec.decode."""
         code, scales = read_payload(payload, layout)
         return dequantize(self._levels(code), scales)
 
     def _levels(self, code: torch.Tensor) -> torch.Tensor:
-        """The whole numbers q of codes, int8 of any shape."""
+        """Return the levels q of codes, int8 of any shape."""
         positive = torch.tensor(LEVELS[self.bits], dtype=torch.int8, device=code.device)
         return torch.cat([positive, -positive])[code.long()]

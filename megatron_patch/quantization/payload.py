@@ -1,4 +1,4 @@
-"""Codes and scales <-> the bytes of a payload, at the positions that layout.py computes."""
+"""Writes codes and scales into a payload, and reads them, at the positions that layout.py computes."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from megatron_patch.quantization.packing import BF16_NAN, pack, unpack
 def write_payload(
     codes: torch.Tensor, scales: torch.Tensor, layout: BlockLayout, payload: torch.Tensor
 ) -> None:
-    """Write codes, int8 [n, blocks, b], and scales, fp32 [n, blocks], into `payload`, uint8 [n,
-    payload_bytes].
+    """Write codes, int8 [n, blocks, b], and scales, fp32 [n, blocks], into uint8 [n, layout.coded_bytes].
 
-    Of a code its lowest `layout.bits` bits; every byte of the payload is written.
+    A code's lowest `layout.bits` bits are written. Every byte of the payload is written.
     """
     _write_codes(codes, layout, payload)
     end = layout.code_bytes + 2 * layout.blocks
     stored = scales.to(torch.bfloat16).view(torch.int16)
-    stored.masked_fill_(torch.isnan(scales), BF16_NAN)  # which of its bit patterns torch writes varies
+    stored.masked_fill_(torch.isnan(scales), BF16_NAN)  # The bit pattern that torch gives a NaN varies.
     payload[:, layout.code_bytes : end] = stored.view(torch.uint8)
     payload[:, end:] = 0
 
 
 def read_payload(payload: torch.Tensor, layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """uint8 [n, payload_bytes] -> (codes as they were packed, int8 [n, blocks, b]; scales, fp32 [n, blocks]).
+    """Read (codes, int8 [n, blocks, b]; scales, fp32 [n, blocks]) from uint8 [n, payload_bytes].
 
-    Codes are the whole numbers of their bits, without a sign; 8 bits wrap to int8.
+    Codes are unsigned numbers of `layout.bits` bits; 8 bits wrap to int8.
     """
     raw = payload[:, layout.code_bytes : layout.code_bytes + 2 * layout.blocks].contiguous()
     scales = raw.view(torch.bfloat16).to(torch.float32)
@@ -55,6 +54,6 @@ def _read_codes(payload: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
 
 
 def _places(layout: BlockLayout, device: torch.device) -> tuple[torch.Tensor, int]:
-    """Where each byte of each shard's codes lies, int64 [N, blocks*b*p/8]; and the byte behind them all."""
+    """Return the position of each byte of each shard's codes, int64 [N, blocks*b*p/8], and the codes' end."""
     places = layout.table.code_bytes(layout.block, layout.bits, device).view(layout.shards, -1)
     return places, layout.table.words * word_bytes(layout.block, layout.bits)

@@ -1,18 +1,18 @@
-"""Rotating a block before it is coded, so that whatever its distribution was, it looks Gaussian.
+"""Rotation of a block before it is coded, so that it looks Gaussian whatever its distribution was.
 
     y = H (d * x)        x = d * (H y)
 
-H is a Hadamard matrix of +-1, d holds fixed signs over the square root of H's length: y has x's energy, and
-the largest numbers of x are spread over all of y. The randomized Hadamard transform of QuIP# (arXiv
-2402.04396) and SDP4Bit (arXiv 2410.15526), whose signs here are the same for all ranks, blocks and steps:
-the owner of a shard adds what it was sent as it is, and rotates the sum back once.
+H is a Hadamard matrix of +-1, and d holds fixed signs divided by the square root of H's length. y has the
+energy of x, and the largest numbers of x are spread over all of y. This is the randomized Hadamard transform
+of QuIP# (arXiv 2402.04396) and SDP4Bit (arXiv 2410.15526). The signs are the same for all ranks, blocks and
+steps, so that the owner of a shard adds up rotated blocks and rotates the sum back once.
 
-A block of n elements, n not a power of two, is rotated in parts whose lengths are the powers of two that n is
-made of, the largest first: 96 = 64 + 32. So no energy leaves a block, and a block of zeros stays one.
+If n is not a power of two, a block of n elements is rotated in parts whose lengths are the powers of two that
+add up to n, the largest first: 96 = 64 + 32. So no energy leaves a block, and a block of zeros stays one.
 
-H is applied in log2 of its length stages, neighbours first: stage j puts a + b and a - b for the numbers a
-and b that are 2^j apart. All arithmetic is fp32, in that order, and so all backends get the same bits. The
-sums pass fp32's range where a gradient passes 2^120: such a block is not finite.
+H is applied in log2 of its length stages, neighbours first: stage j replaces the numbers a and b that are 2^j
+apart by a + b and a - b. All arithmetic is fp32, in this order, so that all backends get the same bits. If a
+gradient is above 2^120, the sums may leave fp32's range; such a block is not finite.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from megatron_patch.quantization.layout import BlockLayout
 
 @dataclass(frozen=True)
 class Rotation:
-    """Whether what is coded, and the errors of it, are rotated blocks; and who rotates them."""
+    """Whether the blocks that are coded, and their errors, are rotated; and who rotates them."""
 
     rotated: bool
     sender: bool
-    """The sender rotates its tensor before it codes it; else it is given a rotated one."""
+    """Whether the sender rotates the blocks; else it is given rotated ones, or none are rotated."""
     owner: bool
-    """The owner rotates the sum of what was sent back; else it is handed on as it is."""
+    """Whether the owner rotates the sum back."""
 
     def hop(self, first: bool = False, last: bool = False) -> Rotation:
-        """The same for one level of a hierarchical exchange, between whose levels sums stay rotated."""
+        """Return the rotation for one hop: only the first hop rotates, and only the last rotates back."""
         return Rotation(self.rotated, self.rotated and first, self.rotated and last)
 
 
@@ -46,8 +46,7 @@ HADAMARD = Rotation(True, True, True)
 
 @functools.cache
 def signs(block: int) -> torch.Tensor:
-    """The signs of d for a block's elements, fp32 [b] of +1 and -1 (Murmur's hash of the place, its top
-    bit)."""
+    """Return the signs of d, fp32 [b] of +1 and -1: the top bit of Murmur's hash of an element's index."""
     hashed = torch.arange(block, dtype=torch.int64, device="cpu") * 0x9E3779B1 & 0xFFFFFFFF
     hashed ^= hashed >> 15
     hashed = hashed * 0x85EBCA6B & 0xFFFFFFFF
@@ -57,24 +56,24 @@ def signs(block: int) -> torch.Tensor:
 
 
 def rotate(blocks: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
-    """fp32 [n, blocks, b] -> the same shape; what is behind a block's length stays as it is.
+    """Rotate fp32 [n, blocks, b]; the fill of short blocks is unchanged.
 
-    n is N, or what was sent by n ranks of the one shard of `layout`.
+    n is `layout.shards`; or `layout` has one shard, and n ranks have sent it.
     """
     parts = _parts(layout, blocks.device)
     return _hadamard(blocks * _diagonal(parts, layout.block), parts)
 
 
 def rotate_back(blocks: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
-    """The inverse of `rotate`, but for fp32's roundings."""
+    """Undo `rotate`, up to fp32 rounding."""
     parts = _parts(layout, blocks.device)
     return _hadamard(blocks, parts) * _diagonal(parts, layout.block)
 
 
 def _parts(layout: BlockLayout, device: torch.device) -> torch.Tensor:
-    """log2 of the length of each element's part, int64 [N, blocks, b]; 0 behind a block's length."""
+    """Return log2 of the length of each element's part, int64 [N, blocks, b]; 0 in the fill."""
     place, length = torch.arange(layout.block, device=device), layout.lengths(device)[..., None]
-    # The highest bit in which n has a 1 and the place a 0 is the part's: those above it are its beginning.
+    # The value of the highest bit in which place and length differ is the length of the place's part.
     exponent = (place ^ length).to(torch.float64).frexp().exponent.to(torch.int64) - 1
     return torch.where(place < length, exponent, 0)
 

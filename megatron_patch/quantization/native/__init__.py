@@ -1,8 +1,8 @@
 """The CPU kernels: kernels.cpp, compiled when the package is built (hatch_build.py), called through ctypes.
 
 `compress` and `decompress_reduce` do in one pass over memory what loco.py does in some twenty, bit for bit.
-The library has one variant of the code per instruction set (baseline, AVX2, AVX-512) and runs the widest that
-the processor has.
+The library has a variant of the code for each instruction set (baseline, AVX2, AVX-512); the widest that the
+processor supports runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIBRARY = Path(__file__).with_name("libmegatron_loco.so")
 _FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ERRORS = {torch.int8: 1, torch.bfloat16: 2, torch.float32: 3}
 _NAMES = {name: number for number, name in enumerate(OWN_CODECS)}
-"""As codes.h numbers them; each has all of its bits there, with and without rotation."""
+"""The numbers of the codecs in kernels.h (CodecName). The kernels have all bits of each, rotated or not."""
 
 
 _LAYOUT = ("numel", "shards", "shard_size", "bits", "block", "blocks", "code_bytes", "payload_bytes")
@@ -84,7 +84,7 @@ _WEIGHT_CALLS = {
 
 @functools.cache
 def variants() -> tuple[str, ...]:
-    """The instruction sets this processor can run, the fastest last; empty where nothing was compiled."""
+    """Return the instruction sets that this processor can run, the fastest last; none without a library."""
     library = _library()
     if library is None:
         return ()
@@ -93,7 +93,7 @@ def variants() -> tuple[str, ...]:
 
 
 def supports(codec: Codec, layout: BlockLayout) -> bool:
-    """Whether the kernels serve a codec."""
+    """Whether the kernels support a codec; every layout is supported."""
     return codec.name in _NAMES
 
 
@@ -106,17 +106,17 @@ def compress(
     beta: float,
     statistics: torch.Tensor | None,
 ) -> None:
-    """Compensate, quantize, and keep what was lost, for one bucket, in place (docs/numerics.md).
+    """Compress one bucket and update its error state, as loco.compress.
 
     Args:
         gradient: [B] of fp32, bf16 or fp16.
-        payload: uint8, contiguous: the payloads of all shards, end to end, as `layout.payload_starts` tells.
-            Codes and scales are written; what is sent as it is (exact.py) is not.
-        codec: one that `supports` knows.
-        layout: the bucket's cut.
-        error: MovingAverageError.tensors(); empty for none. Updated.
-        beta: weight of the old error.
-        statistics: fp64 [5], written as loco.STATISTICS; None: they are not asked for.
+        payload: uint8, contiguous: the payloads of all shards, end to end (`layout.payload_starts`). Codes
+            and scales are written; exact elements (exact.py) are not.
+        codec: a codec for which `supports` is true.
+        layout: the bucket's layout.
+        error: MovingAverageError.tensors(), updated in place; empty without error feedback.
+        beta: the weight of the old error.
+        statistics: fp64 [5], into which loco.STATISTICS are written; None if they are not needed.
     """
     values = error.get("codes", error.get("values"))
     scales = error.get("scales")
@@ -141,7 +141,7 @@ def compress(
 def decompress_reduce(
     payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor, divisor: int = 1
 ) -> None:
-    """loco.decompress_reduce."""
+    """Sum the senders' payloads of one shard, as loco.decompress_reduce."""
     arguments = _DecompressArguments(
         layout=_layout(layout),
         codec=_NAMES[codec.name],
@@ -158,7 +158,7 @@ def decompress_reduce(
 
 @contextmanager
 def using(index: int) -> Iterator[None]:
-    """Run `variants()[index]` instead of the fastest: for tests and benchmarks."""
+    """Run `variants()[index]` instead of the fastest variant, for tests and benchmarks."""
     global _chosen
     before, _chosen = _chosen, index
     try:
@@ -171,7 +171,7 @@ _chosen: int | None = None
 
 
 def variant() -> int:
-    """Which of `variants()` runs."""
+    """Return the index in `variants()` of the variant that runs."""
     return len(variants()) - 1 if _chosen is None else _chosen
 
 
@@ -181,7 +181,7 @@ def _library() -> ctypes.CDLL | None:
         return None
     try:
         library = ctypes.CDLL(str(LIBRARY))
-    except OSError:  # compiled for another kind of machine
+    except OSError:  # It was compiled for another kind of machine.
         return None
     library.megatron_loco_variant_name.restype = ctypes.c_char_p
     for name, arguments in _WEIGHT_CALLS.items():
@@ -191,7 +191,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def loaded() -> ctypes.CDLL:
-    """The library, where `variants()` has any."""
+    """Return the library, which must exist: `variants()` is not empty."""
     library = _library()
     assert library is not None, "ask variants() first"
     return library
@@ -203,6 +203,6 @@ def _layout(layout: BlockLayout) -> _Layout:
 
 
 def pointer(tensor: torch.Tensor) -> int:
-    """Where a contiguous tensor begins."""
+    """Return the address of a contiguous tensor."""
     assert tensor.is_contiguous()
     return tensor.data_ptr()
