@@ -1,6 +1,6 @@
-"""Flags: the --compression-* ones, made from CompressionConfig, and those of Megatron's own training loop.
+"""The --compression-* flags, made from CompressionConfig, and access to the parsed flags of Megatron.
 
-Other loops have none of the latter.
+Only Megatron's own training loop has parsed flags; in other loops they are not known.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def add_compression_arguments(parser: argparse.ArgumentParser) -> argparse.Argum
 
 
 def config_from_arguments(args: argparse.Namespace) -> CompressionConfig:
-    """The CompressionConfig that the parsed flags ask for.
+    """Return the CompressionConfig of the parsed flags.
 
     Raises:
-        UserError: an impossible value, naming the field.
+        UserError: a value is not allowed; the message names the field.
     """
     names = [option.name for option in dataclasses.fields(CompressionConfig)]
     options = {name: getattr(args, PREFIX + name) for name in names}
@@ -72,12 +72,11 @@ def after_parsing(
     then: Callable[[argparse.Namespace], None],
     defaults: Mapping[str, Any],
 ) -> Callable[[argparse.ArgumentParser], argparse.ArgumentParser]:
-    """Wrap Megatron's `add_megatron_arguments`: our flags are added, and `then` sees what was parsed.
+    """Wrap Megatron's `add_megatron_arguments`: add the --compression-* flags and call `then` after parsing.
 
-    `defaults` are flags of Megatron that are set where the command line does not say otherwise, by their
-    names without dashes; one that this release does not have is left out.
-    Scripts import the function that parses by name and at different times from release to release; every
-    one of them builds its parser with add_megatron_arguments, so the parser itself carries the hook.
+    `defaults` gives new defaults to flags of Megatron, by their names without dashes; names that this
+    release does not have are ignored. The parser itself calls `then`, because the function that parses
+    differs between releases, while every script builds its parser with add_megatron_arguments.
     """
 
     @functools.wraps(add_arguments)
@@ -101,7 +100,7 @@ def after_parsing(
 
 
 def _with_printable_help(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Mend help texts with a lone `%`, on which `--help` raises: Megatron's 0.18 and 0.19 have one."""
+    """Escape help texts with a lone `%`, on which `--help` raises: Megatron 0.18 and 0.19 have one."""
     formatter = parser._get_formatter()
     for action in filter(lambda action: action.help, parser._actions):
         try:
@@ -120,7 +119,7 @@ def _parser_of(option: dataclasses.Field[Any]) -> Callable[[str], Any]:
                 continue
         return text
 
-    # The config itself says what is allowed; here a text only becomes the value that it spells.
+    # CompressionConfig checks the value; here the text is only converted to a number where it is one.
     return str if option.type == "str" else number_or_text
 
 
@@ -128,9 +127,9 @@ _STEPS_LOOKED_AHEAD = 1_000_000
 
 
 def all_flags() -> Mapping[str, Any]:
-    """Megatron's parsed flags by name; empty in a job of another loop.
+    """Return Megatron's parsed flags by name; empty in a job that does not run Megatron's training loop.
 
-    `megatron.training.get_args` would raise there, and importing it costs seconds.
+    `megatron.training.get_args` would raise in such a job, and importing it takes seconds.
     """
     variables = sys.modules.get("megatron.training.global_vars")
     flags = getattr(variables, "_GLOBAL_ARGS", None)
@@ -138,15 +137,15 @@ def all_flags() -> Mapping[str, Any]:
 
 
 def megatron_flag(name: str) -> Any:
-    """One flag; None where it is not known."""
+    """Return the value of one of Megatron's flags; None if it is not known."""
     return all_flags().get(name)
 
 
 def lr_warmup_steps() -> int:
-    """Optimizer steps of the learning rate's warm-up, as the flags of this job say; 0 without one.
+    """Return the optimizer steps of the learning rate's warm-up that the flags ask for; 0 without one.
 
-    Megatron's scheduler counts samples. Its calculator of microbatches knows how many each step has, with
-    batch ramp-ups and schedules of batch sizes: a copy of it is stepped through the warm-up.
+    Megatron's scheduler counts samples. A copy of its calculator of microbatches, which follows ramp-ups and
+    schedules of the batch size, says how many samples each step of the warm-up has.
     """
     samples = _lr_warmup_samples(all_flags())
     module = sys.modules.get("megatron.core.num_microbatches_calculator")
@@ -162,7 +161,7 @@ def lr_warmup_steps() -> int:
 
 
 def _lr_warmup_samples(flags: Mapping[str, Any]) -> float:
-    """As Megatron's get_optimizer_param_scheduler counts them."""
+    """Count the warm-up's samples as Megatron's get_optimizer_param_scheduler does."""
     fraction, batch = _number("lr_warmup_fraction"), _number("global_batch_size")
     decay = batch * (_number("lr_decay_iters") or _number("train_iters"))
     decay = decay or _number("lr_decay_samples") or _number("train_samples")
@@ -171,7 +170,7 @@ def _lr_warmup_samples(flags: Mapping[str, Any]) -> float:
 
 
 def _number(name: str) -> float:
-    """A positive flag; 0 where it is not given."""
+    """Return a flag that is a positive number; 0 if it is not given."""
     value = megatron_flag(name)
     known = isinstance(value, int | float) and math.isfinite(value) and value > 0
     return float(value) if known and value is not None else 0.0

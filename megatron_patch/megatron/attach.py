@@ -1,16 +1,13 @@
-"""What is attached: Megatron's DistributedDataParallel with the seams of its bucket groups.
+"""Attaches compression to Megatron's DistributedDataParallel, and keeps track of what is attached.
 
 `attach` walks a wrapped model's bucket groups and overrides their gradient exchange (seams/gradients.py)
-and their weight gather (seams/weights.py). What is attached, and what is not and why, is logged once. What
-the seam cannot serve is refused (unsupported.py), never silently off. Users come in by doors.py.
+and their weight gather (seams/weights.py). It logs once what is compressed, and what is not and why. A
+configuration that cannot be served raises an error (unsupported.py). The public functions are in doors.py.
 
-Unsplit parameters of tensor-parallel ranks are kept equal by a mark that Megatron acts on
-(seams/gradients.py).
-
-Torch's FSDP2 and Megatron-FSDP, which do not pass these seams, are attached by fsdp/.
-
-Left unpatched: the embedding and layer-norm all-reduces of finalize_model_grads (tiny, within a
-model-parallel group).
+Parameters that tensor-parallel ranks do not split are kept equal by an attribute that makes Megatron average
+their gradients (`mark` in seams/gradients.py). Torch's FSDP2 and Megatron-FSDP have no bucket groups and are
+attached by fsdp/. The embedding and layer-norm all-reduces of finalize_model_grads are not patched: they are
+tiny and run within a model-parallel group.
 """
 
 from __future__ import annotations
@@ -54,14 +51,14 @@ logger = logging.getLogger(__name__)
 
 
 class Attachment:
-    """One attached DDP instance: its state and the seams of its bucket groups, dense before expert."""
+    """One attached DDP instance: its session and the seams of its bucket groups, dense ones first."""
 
     def __init__(self, chunk: Any, config: CompressionConfig) -> None:
         groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
         buckets = [bucket for group in groups for bucket in group.buckets]
         device = buckets[0].grad_data.device if buckets else torch.device("cpu")
         self.asked = config
-        """The options as given; the state's method may be another with Muon."""
+        """The options as the caller gave them; with Muon, the session may use another method."""
         ranks = [chunk.dp_cp_group, *([chunk.tp_group] if chunk.expert_parallel_bucket_groups else [])]
         self.state = Session(config.for_optimizer(arguments.megatron_flag("optimizer")), device, ranks)
         self.seams = [
@@ -73,7 +70,6 @@ class Attachment:
         self._marked = replicated_params.mark(chunk, chunk.tp_group) if config.compresses else []
 
     def _kept(self) -> Iterator[torch.Tensor]:
-        """What the weight gather and 1-bit Adam keep on the device."""
         for seam in self.weights.seams:
             for gather in seam.gathers:
                 yield from gather.kept
@@ -84,18 +80,18 @@ class Attachment:
     def detach(self) -> None:
         for seam in self.seams:
             if self.state.unreduced and seam.momentum is not None:
-                seam.momentum.reduce_gradients()  # for a step that will be Megatron's own
+                seam.momentum.reduce_gradients()  # the next step is Megatron's own and needs them reduced
             seam.detach()
         self.weights.detach()
         replicated_params.unmark(self._marked)
 
 
 def _attached(chunk: Any, config: CompressionConfig) -> Any:
-    """The attachment of a chunk, by what wraps it; all have an Attachment's attributes but for its seams."""
+    """Attach a chunk according to the class that wraps it; every result has an Attachment's attributes."""
     kind = fsdp_of(chunk)
     if kind is None:
         return Attachment(chunk, config)
-    # FSDPs need what DDP does not: newer releases of torch, einops.
+    # Imported here, because the FSDPs need a newer torch, and einops, which DDP does not.
     if kind == TORCH_FSDP2:
         from megatron_patch.megatron.fsdp.torch_fsdp2 import TorchFsdp2
 
@@ -107,43 +103,41 @@ def _attached(chunk: Any, config: CompressionConfig) -> Any:
 
 _attachments: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _detached: WeakKeyDictionary[Any, tuple[int, int, Onset]] = WeakKeyDictionary()
-"""`steps`, `steps_seen` and `onset` of chunks that were attached before."""
+"""The `steps`, `steps_seen` and `onset` of chunks that were attached before and are detached now."""
 _ONEBIT = "_megatron_loco_onebit_adam"
-"""The attribute of a Megatron optimizer that holds its OneBitAdam; a dictionary would free neither."""
+"""The attribute of a Megatron optimizer that holds its OneBitAdam; a dictionary would keep both alive."""
 _onebit_optimizers: WeakSet[Any] = WeakSet()
 
 
 def attachment_of(chunk: Any) -> Any:
-    """What is attached to a wrapped model chunk: an Attachment, or one of fsdp/; None where nothing is."""
+    """Return the Attachment of a wrapped model chunk, or its counterpart of fsdp/; None if not attached."""
     return _attachments.get(chunk)
 
 
 def session_of(chunk: Any) -> Session | None:
-    """The compression state of an attached chunk; None where nothing is attached."""
+    """Return the session of a wrapped model chunk; None if it is not attached."""
     attachment = attachment_of(chunk)
     return None if attachment is None else attachment.state
 
 
 def attached_chunks() -> list[Any]:
-    """All attached DDP instances."""
     return list(_attachments)
 
 
 def attached_states() -> list[Session]:
-    """The compression states of all attached DDP instances."""
     return [attachment.state for attachment in _attachments.values()]
 
 
 def onebit_of(optimizer: Any) -> OneBitAdam | None:
-    """1-bit Adam's part of a Megatron optimizer; None before its first step, or where it is not attached."""
+    """Return the OneBitAdam of a Megatron optimizer; None before its first step or with another method."""
     return getattr(optimizer, _ONEBIT, None)
 
 
 def chunks_of(model: Any, caller: str) -> list[Any]:
-    """The DDP-wrapped chunks of a model, which is a list of them, or one.
+    """Return the wrapped chunks of a model, which is a list of them or a single one.
 
     Raises:
-        UserError: something else; the message names the function of ours that was called.
+        UserError: an element is not wrapped by Megatron; the message names `caller`, the public function.
     """
     chunks = list(model) if isinstance(model, list | tuple) else [model]
     for chunk in chunks:
@@ -163,7 +157,7 @@ def attach(chunks: Sequence[Any], config: CompressionConfig) -> None:
     (`disable`). Call it before the optimizer's first step.
 
     Raises:
-        UserError: a configuration that the seam cannot serve.
+        UserError: the configuration cannot be served, or a chunk is attached with other options.
     """
     _warn_of_unknown_release()
     new = []
@@ -197,7 +191,7 @@ def attach(chunks: Sequence[Any], config: CompressionConfig) -> None:
 
 
 def _count_on(state: Session, steps: int, steps_seen: int, onset: Onset) -> None:
-    """The chunk was attached before: its steps count, and what had started stays started."""
+    """Carry the step counters and the started onset of an earlier attachment over to the new session."""
     state.restart(steps)
     state.steps_seen = steps_seen
     state.onset.started |= onset.started and state.config.compresses and not state.config.is_onebit_adam
@@ -206,7 +200,7 @@ def _count_on(state: Session, steps: int, steps_seen: int, onset: Onset) -> None
 
 
 def detach_all() -> None:
-    """Give every attached model Megatron's own exchange back, from the next step on."""
+    """Detach every model: from the next step on, Megatron's own exchanges run again."""
     for chunk, attachment in list(_attachments.items()):
         state = attachment.state
         _detached[chunk] = state.steps, state.steps_seen, state.onset
@@ -220,7 +214,7 @@ def detach_all() -> None:
 
 
 class _Steps:
-    """The steps of the optimizers that update attached chunks (optimizer_step.Stepper)."""
+    """Makes the steps of the optimizers that update attached chunks (optimizer_step.Stepper)."""
 
     def step(self, optimizer: Any, original: Callable[[], Any]) -> Any:
         _look_at(optimizer)
@@ -267,13 +261,13 @@ def _updated_by(optimizer: Any) -> list[Any]:
 
 
 def _look_at(optimizer: Any) -> None:
-    """Refuse what a Megatron optimizer shows at its step only, and take the default method for it."""
+    """Refuse optimizer settings that only the step shows, and choose the optimizer's default method."""
     states = [attachment.state for attachment in _updated_by(optimizer)]
     for part in optimizer_step.leaves_of(optimizer) if states else ():
         refuse_graphed(part.config)
         if any(state.config.compresses for state in states):
             refuse_stepping(part)
-        # Where no method was given, the default depends on the optimizer.
+        # If the user gave no method, the default depends on the optimizer.
         name = getattr(part.config, "optimizer", None)
         changed = [state for state in states if state.use_default_method_of(name)]
         if changed and dist.get_rank() == 0:
@@ -281,15 +275,15 @@ def _look_at(optimizer: Any) -> None:
 
 
 def _and_gathered(optimizer: Any, update: Callable[[], Any]) -> Any:
-    """An update of weights, and the gather of what it updated."""
+    """Run an update of weights, and the exact gather of the weights that it changed."""
     return gathered_after([attachment.weights for attachment in _updated_by(optimizer)], update)
 
 
 def _onebit_for(optimizer: Any) -> OneBitAdam | None:
-    """1-bit Adam's part of an optimizer, made at its first step; None where it is not attached.
+    """Return the OneBitAdam of an optimizer, created at its first step; None with another method.
 
     Raises:
-        UserError: the optimizer's step cannot be 1-bit Adam's.
+        UserError: 1-bit Adam cannot make this optimizer's step.
     """
     onebit = onebit_of(optimizer)
     attached = [

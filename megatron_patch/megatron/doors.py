@@ -1,7 +1,7 @@
-"""The ways in for Megatron: `enable`, which `launch` calls too, and `attach`, also as a post-wrap hook.
+"""The public functions for Megatron: `enable`, which `launch` also calls, `attach` and `disable`.
 
-All install the same things: the seams of what is attached (attach.py), the hooks that keep error states in
-checkpoints (checkpoint/), and metrics in Megatron's own training loop (metrics.py).
+They install the seams of attached models (attach.py), the hooks that keep error states in checkpoints
+(checkpoint/), and metrics in Megatron's training loop (metrics.py). `attach` may serve as post-wrap hook.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megatron_patch.session.session import Session
 
 
 def enable(config: CompressionConfig | None = None) -> None:
-    """Attach every Megatron DistributedDataParallel, and FSDP, that is built from now on.
+    """Attach every DistributedDataParallel and FSDP that Megatron builds from now on.
 
-    Enabling again replaces the options for models built later.
+    A second call replaces the options for models that are built later.
 
     Raises:
-        UserError: `config` is no CompressionConfig.
+        UserError: `config` is not a CompressionConfig.
     """
     options = _options(config, "enable")
 
@@ -47,7 +47,7 @@ def enable(config: CompressionConfig | None = None) -> None:
             if options.compresses or options.codes_weights:
                 refuse_wrapper(self)
             original(self, *args, **kwargs)
-            if fsdp_of(self) == MEGATRON_FSDP:  # whose class has another name in each release
+            if fsdp_of(self) == MEGATRON_FSDP:  # The name of its class differs between releases.
                 attach(self, options)
 
         return __init__
@@ -61,10 +61,11 @@ def enable(config: CompressionConfig | None = None) -> None:
 
 
 def attach(chunks: Any, config: CompressionConfig | None = None) -> None:
-    """Compress the gradient exchange of DDP-wrapped model chunks: a list of them, or one.
+    """Compress the gradient exchange of wrapped model chunks: a list of them, or a single one.
 
     Raises:
-        UserError: no such chunks, no CompressionConfig, or a configuration that cannot be served.
+        UserError: `chunks` are not wrapped by Megatron, `config` is not a CompressionConfig, or the
+            configuration cannot be served.
     """
     options, found = _options(config, "attach"), attachments.chunks_of(chunks, "attach")
     show_log()
@@ -74,7 +75,7 @@ def attach(chunks: Any, config: CompressionConfig | None = None) -> None:
 
 
 def disable() -> None:
-    """Undo `enable` and detach every model: Megatron's own exchange from the next step on."""
+    """Undo `enable` and detach every model: from the next step on, Megatron's own exchanges run again."""
     patching.restore(*symbols.INITS, symbols.BASE_INIT)
     attachments.detach_all()
     checkpoint.uninstall()
@@ -83,11 +84,11 @@ def disable() -> None:
 
 
 _undo: list[Callable[[], None]] = []
-"""What `disable` calls. What `launch` has installed before stays."""
+"""The functions that `disable` calls to uninstall; what `launch` installed before is not among them."""
 
 
 def _install_helpers() -> None:
-    """The repairs of torch's Adam, and metrics where the job has loaded Megatron's own training loop."""
+    """Install the repairs of torch's Adam, and metrics if the job has loaded Megatron's training loop."""
     if not patching.is_replaced(symbols.STATE_DICT):
         torch_adam.install()
         _undo.append(torch_adam.uninstall)
@@ -99,7 +100,7 @@ def _install_helpers() -> None:
 
 
 def sessions(model: Any = None) -> tuple[list[Session], Traffic]:
-    """The sessions of attached chunks (all of them if None), and what gathered their weights in a step."""
+    """Return the sessions of a model's attached chunks (None: of all), and their weight gathers' traffic."""
     chunks = attachments.attached_chunks() if model is None else attachments.chunks_of(model, "report")
     found = [attachments.session_of(chunk) for chunk in chunks]
     states = [session for session in found if session is not None]

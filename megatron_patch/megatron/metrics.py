@@ -1,12 +1,12 @@
-"""metrics.jsonl, summary.json, TensorBoard and W&B, from inside Megatron's own training loop.
+"""Writes metrics.jsonl, summary.json, TensorBoard and W&B from inside Megatron's own training loop.
 
-Three functions of megatron.training.training are wrapped, by name in their module: `train_step` (when a step
-begins, and with which model), `training_log` (called on every rank after every step) and
-`evaluate_and_print_results` with its `evaluate` (the validation loss). Nothing they compute is changed.
+Four functions of megatron.training.training are wrapped: `train_step` shows when a step begins and with
+which model, `training_log` is called on every rank after every step, and `evaluate_and_print_results` with
+its `evaluate` gives the validation loss. Their results are not changed.
 
-The last rank writes: it is the one with the loss and with Megatron's TensorBoard writer. Compression
-statistics are sums over ranks, reduced in one small all-reduce per LOGGED step. A run that resumes from a
-checkpoint logs again what the attempt that died had logged after it: those lines go when the first one comes.
+The last rank writes, because it has the loss and Megatron's TensorBoard writer. Compression statistics are
+summed over ranks by one small all-reduce per logged step. A run that resumes from a checkpoint repeats steps
+that an earlier attempt had logged: the old lines of these steps are removed before the first new one.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from megatron_patch.session.session import Session
 _WRAPPED = (symbols.TRAIN_STEP, symbols.TRAINING_LOG, symbols.EVALUATE_AND_PRINT, symbols.EVALUATE)
 _OF_CODED_WEIGHTS = ("weight_unchanged_share", "weight_bits_by_bucket", "raw_weight_gathers")
 _WARM_UP_STEPS = 3
-"""Steps left out of the median step time: allocation and first-use costs."""
+"""The median step time leaves out this many first steps, which include allocation and first-use costs."""
 
 
 class RunMetrics:
-    """Collects what a run shows; `install` hooks it in, `finish` writes summary.json.
+    """Collects a run's metrics; `install` wraps Megatron's functions, `finish` writes summary.json.
 
-    What is attached, and with which options, it sees in the model of each step.
+    Each step's model shows whether compression is attached, and with which options.
 
     Args:
-        output: folder of metrics.jsonl and summary.json; None: TensorBoard and W&B only.
+        output: the folder of metrics.jsonl and summary.json; None writes to TensorBoard and W&B only.
     """
 
     def __init__(self, output: Path | None = None) -> None:
@@ -69,7 +69,7 @@ class RunMetrics:
         self._steps = 0
 
     def install(self) -> None:
-        """Wrap the functions of megatron.training.training, until `uninstall`, or another run's `install`."""
+        """Wrap the functions of megatron.training.training until `uninstall` or the next `install`."""
         self.uninstall()
         self._wrap(symbols.TRAIN_STEP, before=self._before_step)
         self._wrap(symbols.TRAINING_LOG, before=self._log_step)
@@ -78,7 +78,7 @@ class RunMetrics:
 
     @staticmethod
     def uninstall() -> None:
-        """Give Megatron its own functions back."""
+        """Restore Megatron's own functions."""
         patching.restore(*_WRAPPED)
 
     def _wrap(self, path: str, before: Any = None, after: Any = None) -> None:
@@ -101,7 +101,7 @@ class RunMetrics:
     def _before_step(self, arguments: dict[str, Any]) -> None:
         self._model = arguments["model"]
         args = get_args()
-        iteration = getattr(args, "curr_iteration", None)  # of the step before
+        iteration = getattr(args, "curr_iteration", None)  # the previous step's
         for state in self._states():
             state.measures = iteration is None or self._logs(args, iteration + 1)
         self._started = time.perf_counter()
@@ -111,7 +111,7 @@ class RunMetrics:
         return step % args.log_interval == 0 or step == args.train_iters
 
     def _before_evaluation(self, arguments: dict[str, Any]) -> None:
-        self._model = arguments["model"]  # a run that was ended after its last step makes none
+        self._model = arguments["model"]  # a run that resumes after its last step makes no further step
         self._evaluating = "test_loss" if "test set" in str(arguments["prefix"]) else "valid_loss"
 
     def _after_evaluation(self, result: Any) -> None:
@@ -127,7 +127,7 @@ class RunMetrics:
         self._steps = step
         seconds = time.perf_counter() - self._started
         self._seconds.append(seconds)
-        # Ramp-ups and schedules change the batch, and args.global_batch_size is the last one, or none.
+        # Ramp-ups and schedules change the batch size; args.global_batch_size is then the last one, or None.
         calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
         batch = calculator.get_current_running_global_batch_size() if calculator else args.global_batch_size
         self._rates.append(batch * args.seq_length / seconds)
@@ -156,7 +156,6 @@ class RunMetrics:
 
     @property
     def _config(self) -> CompressionConfig | None:
-        """The options of what is attached; None where nothing is."""
         return next((state.config for state in self._states()), None)
 
     def _compression_record(self) -> dict[str, Any]:
@@ -191,7 +190,7 @@ class RunMetrics:
         }
 
     def _coded_weights(self, sums: list[float]) -> dict[str, Any]:
-        """The exact weight gather's numbers, from sums over ranks as weight_metrics.coded; {} without it."""
+        """Return the exact weight gather's metrics; `sums` is weight_metrics.coded summed over ranks."""
         config = self._config
         if config is None or not config.codes_weights:
             return {}
@@ -228,7 +227,7 @@ class RunMetrics:
             wandb.log(shown, step)
 
     def _warm_up(self) -> dict[str, int | None]:
-        """Steps after which 1-bit Adam's variance was frozen (None: not yet); nothing for other methods."""
+        """Return how many steps made 1-bit Adam's frozen variance (None: it is not frozen yet)."""
         if self._config is None or not self._config.is_onebit_adam:
             return {}
         return {"warmup_steps": next((c.phase.variance_steps for c in self._states()), None)}
@@ -237,7 +236,7 @@ class RunMetrics:
         return dist.get_rank() == dist.get_world_size() - 1
 
     def finish(self) -> None:
-        """Write summary.json; every rank must call it: memory is reduced over ranks."""
+        """Write summary.json. Every rank must call this, because memory is reduced over ranks."""
         if not dist.is_initialized():
             return
         memory = torch.tensor(
@@ -301,13 +300,13 @@ class RunMetrics:
 
 
 def _continue(path: Path, step: int) -> TextIO:
-    """Open metrics.jsonl for the lines of `step` on: what an attempt that died logged from there on goes."""
+    """Remove the lines of `step` and later steps from metrics.jsonl, and open it for appending."""
     write_whole(path, "".join(line + "\n" for record, line in _read(path) if record["step"] < step))
     return path.open("a", encoding="utf-8")
 
 
 def _read(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    """The records of metrics.jsonl and their lines; not the last one, if a kill tore it."""
+    """Yield the records of metrics.jsonl with their lines, up to a line that a kill left incomplete."""
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             yield json.loads(line), line
@@ -316,7 +315,7 @@ def _read(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _median(values: list[float]) -> float:
-    """Over all steps but the first ones."""
+    """Return the median over all steps but the first _WARM_UP_STEPS."""
     return stats.median(values[_WARM_UP_STEPS:] or values)
 
 
@@ -325,7 +324,7 @@ def _number(value: Any) -> float | None:
 
 
 def _peak_memory() -> int:
-    """Bytes: the device allocator's peak on a GPU, the process's peak resident set on CPU."""
+    """Return the peak in bytes: of the device allocator on a GPU, of the resident set on CPU."""
     allocated = torch.cuda.max_memory_allocated()
     return allocated or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 

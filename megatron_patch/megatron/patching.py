@@ -1,6 +1,6 @@
-"""Replacing a symbol: once, with a way back, and with one error that names it where it is missing.
+"""Replaces symbols of other packages and restores them; a missing symbol raises an error that names it.
 
-Paths are those of symbols.py, where all of Megatron's that may be replaced are listed.
+A symbol is given by its path, as in symbols.py, which lists every symbol of Megatron that may be replaced.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class _Replaced:
     owner: Any
     name: str
     before: Any
-    """What stood in the owner's own namespace; _MISSING where it was inherited, or nowhere."""
+    """The value in the owner's own namespace; _MISSING if the owner inherited the name or did not have it."""
     after: Any
     also: tuple[tuple[Any, Any], ...]
-    """Modules that had bound it by name, each with what it had."""
+    """The modules that had imported the symbol by name, each with the value that it had."""
 
 
 _replaced: dict[str, _Replaced] = {}
@@ -44,12 +44,12 @@ class View:
 
 
 def replace(path: str, wrap: Callable[[Any], Any], *, may_be_missing: bool = False) -> None:
-    """Put `wrap(original)` in the place of a symbol, until `restore`. Nothing, where it is replaced already.
+    """Replace a symbol by `wrap(original)` until `restore`; a symbol that is replaced already is left alone.
 
-    With `may_be_missing` the original is None where there is none.
+    With `may_be_missing`, a symbol that does not exist is created, and `wrap` gets None.
 
     Raises:
-        RuntimeError: there is no such symbol in this release; the message has its full path.
+        RuntimeError: the installed release has no such symbol; the message has its full path.
     """
     if path in _replaced:
         return
@@ -67,19 +67,19 @@ def replace(path: str, wrap: Callable[[Any], Any], *, may_be_missing: bool = Fal
 
 
 def wrap(path: str, wrapper: Callable[..., Any]) -> None:
-    """Have `wrapper(original, ...)` called in the place of a function, until `restore`."""
+    """Replace a function by `wrapper`, which gets the original as its first argument, until `restore`."""
     replace(path, lambda original: functools.wraps(original)(functools.partial(wrapper, original)))
 
 
 def is_replaced(path: str) -> bool:
-    """Whether a symbol is replaced, by us."""
+    """Whether this module has replaced a symbol."""
     return path in _replaced
 
 
 def restore(*paths: str) -> None:
-    """Put the originals back; nothing for symbols that are not replaced.
+    """Restore the original symbols; paths that are not replaced are ignored.
 
-    What somebody else has put over a replacement since is left alone.
+    A symbol that other code has replaced since then is left alone.
     """
     for path in paths:
         done = _replaced.pop(path, None)
@@ -97,16 +97,16 @@ def restore(*paths: str) -> None:
 
 @dataclass(frozen=True)
 class Override:
-    """A method that stands on an instance, before its class's."""
+    """A method that was set on an instance and hides the method of its class."""
 
     instance: Any
     name: str
     before: Any
-    """What stood on the instance; _MISSING where nothing did."""
+    """The instance's own attribute of that name; _MISSING if it had none."""
     after: Any
 
     def undo(self) -> None:
-        """Put back what stood there before; nothing, where somebody has overridden it since."""
+        """Restore the previous attribute, unless other code has overridden the method since."""
         if vars(self.instance).get(self.name, _MISSING) is not self.after:
             return
         if self.before is _MISSING:
@@ -116,7 +116,7 @@ class Override:
 
 
 def override(instance: Any, name: str, method: Any) -> Override:
-    """Put a method on an instance, until `undo`."""
+    """Set a method on an instance; `undo` of the returned Override restores what was there."""
     before = vars(instance).get(name, _MISSING)
     setattr(instance, name, method)
     return Override(instance, name, before, method)
@@ -124,7 +124,7 @@ def override(instance: Any, name: str, method: Any) -> Override:
 
 @contextlib.contextmanager
 def swapped(values: Mapping[str, Any]) -> Iterator[None]:
-    """Within the block symbols have other values, by path; after it, those that stood there before."""
+    """Set symbols, given by path, to other values within the block, and restore them after it."""
     places = [(*_place(path), value) for path, value in values.items()]
     before = [getattr(owner, name) for owner, name, _ in places]
     for owner, name, value in places:
@@ -138,7 +138,7 @@ def swapped(values: Mapping[str, Any]) -> Iterator[None]:
 
 @functools.cache  # `swapped` runs in every bucket's exchange
 def _place(path: str) -> tuple[Any, str]:
-    """The module or class that a path's last name belongs to, and that name."""
+    """Return the module or class that holds the last name of a path, and that name."""
     assert path in SYMBOLS or not path.startswith("megatron"), f"{path} is not listed in symbols.py"
     module, _, names = path.partition(":")
     *owners, name = names.split(".")

@@ -1,10 +1,10 @@
-"""Runs a Megatron training script with compression switched on: one rank's side of a launch.
+"""Runs a Megatron training script with compression, as one rank of a distributed launch.
 
     torchrun --nproc-per-node 8 -m megatron_patch.launch pretrain_gpt.py <Megatron's flags> \
         --compression-method loco --compression-bits 4
 
-The script is untouched: the --compression-* flags are added to Megatron's own parser, and when it has parsed
-them, compression is enabled for every DistributedDataParallel it builds.
+The script is not changed. The --compression-* flags are added to Megatron's own parser; after parsing,
+compression is enabled for every DistributedDataParallel that Megatron builds.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ USAGE = "usage: torchrun [...] -m megatron_patch.launch SCRIPT.py [its own flags
 
 
 def _wants_cpu(argv: list[str]) -> bool:
-    """Whether --compression-device cpu stands in argv: it must be known before Megatron is imported."""
+    """Whether argv has --compression-device cpu, which must be known before Megatron is imported."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--compression-device", default="cuda")
     return parser.parse_known_args(argv)[0].compression_device == "cpu"
 
 
 def main(argv: list[str]) -> int:
-    """Run argv[0], a training script, with argv[1:]. Returns the exit status."""
+    """Run the training script argv[0] with the arguments argv[1:], and return the exit status."""
     if not argv or argv[0].startswith("-"):
         print(USAGE, file=sys.stderr)
         return 2
@@ -51,11 +51,11 @@ def main(argv: list[str]) -> int:
 
 
 def _run(script: str, flags: list[str]) -> None:
-    # Before Megatron is imported: a script in a checkout of Megatron-LM brings its own.
+    # This precedes Megatron's import, because a script in a checkout of Megatron-LM uses that Megatron.
     sys.path.insert(0, str(Path(script).resolve().parent))
     defaults: dict[str, Any] = {}
     if _wants_cpu(flags):
-        # What is missing here, and is for GPUs: twenty lines of every rank, before its first own one.
+        # Megatron warns of missing GPU packages in twenty lines, on every rank.
         warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
         from megatron_patch.megatron.cpu import device as cpu_device
 
@@ -102,7 +102,6 @@ def _run(script: str, flags: list[str]) -> None:
 
 
 def _tell(error: UserError) -> int:
-    """The user's mistake as one line, from the first rank alone."""
     _leave_failure(error, user=True)
     if os.environ.get("RANK", "0") == "0":
         print(f"megatron-loco: error: {error}", file=sys.stderr, flush=True)
@@ -110,7 +109,7 @@ def _tell(error: UserError) -> int:
 
 
 def _told(error: Exception) -> str:
-    """An error in one line; of an assert without a message its place and its source."""
+    """Describe an error in one line; an assert without a message is shown by its place and source line."""
     text = str(error)
     if isinstance(error, AssertionError) and not text.strip():
         text = ": ".join(failed_assert(error))
@@ -118,7 +117,7 @@ def _told(error: Exception) -> str:
 
 
 def _leave_failure(error: Exception, user: bool) -> None:
-    """Leave this rank's error where the launcher looks for the first one (workflows/run/launcher.py)."""
+    """Write this rank's error to the folder where the launcher looks for it (workflows/run/launcher.py)."""
     folder = os.environ.get("MEGATRON_LOCO_FAILURES")
     if not folder:
         return

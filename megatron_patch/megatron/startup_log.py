@@ -1,4 +1,4 @@
-"""The log of what is on: method and bits, groups of ranks and their sizes, what stays as it is and why."""
+"""Logs at start what is compressed: the method, the groups and their sizes, and what is not, and why."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_patch.session.session import Session
 logger = logging.getLogger(__name__)
 
 _COSTS_BELOW_BITS = 4
-"""Bits. With fewer, error feedback from the first step on costs loss in short runs (docs/ablations.md)."""
+"""With fewer bits, error feedback from the first step on costs loss in short runs (docs/ablations.md)."""
 
 
 def log_startup(
@@ -30,9 +30,9 @@ def log_startup(
     seams: Sequence[BucketGroupSeam],
     weight_seams: Sequence[WeightSeam],
 ) -> None:
-    """Log the seams of one rank's model chunks, on one rank of each pipeline stage.
+    """Log the seams of this rank's model chunks, on one rank of each pipeline stage.
 
-    `chunk` is one of the chunks: its groups say where this rank is. `state` is its state.
+    `chunk` is any of the chunks, whose groups give this rank's place; `state` is its session.
     """
     config = state.config
     if chunk.dp_cp_group.rank() != 0 or chunk.tp_group.rank() != 0:
@@ -81,7 +81,7 @@ def _start_line(config: CompressionConfig) -> str:
     line = "compression starts when the learning rate has stopped rising"
     if arguments.megatron_flag("optimizer") is None:
         return line
-    # The rate of step 1 has no warm-up behind it, and the first that is not higher tells it.
+    # Without a warm-up the rate of step 1 is the highest, and the first rate that is not higher shows this.
     steps = arguments.lr_warmup_steps()
     if not steps and arguments.megatron_flag("lr_decay_style") == "constant":
         steps = FIRST_STAIR - 1
@@ -89,7 +89,7 @@ def _start_line(config: CompressionConfig) -> str:
 
 
 def _early_lines(config: CompressionConfig) -> Iterator[tuple[int, str]]:
-    """What compression in the first steps costs Adam, whose second moment is young then."""
+    """Warn where compression begins in the first steps, while Adam's second moment is young."""
     if config.is_onebit_adam or config.start_step == AUTO:
         return
     warmup = arguments.lr_warmup_steps()
@@ -125,7 +125,7 @@ def _fp32_accumulation_lines(
 
 
 def weight_lines(config: CompressionConfig, seams: Sequence[WeightSeam]) -> Iterator[tuple[int, str]]:
-    """What the log says of the weight gathers: (level, line)."""
+    """Yield the log's lines on the weight gathers, each with its logging level."""
     if not config.codes_weights:
         return
     if not seams:

@@ -1,6 +1,6 @@
 """The symbols of Megatron that this package replaces; docs/architecture.md says by what, when, and why these.
 
-A path is MODULE:NAME or MODULE:CLASS.NAME. What is not listed is not replaced (patching.py sees to it).
+A path is MODULE:NAME or MODULE:CLASS.NAME. patching.py refuses to replace a symbol that is not listed here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 TESTED = ("0.17", "0.21")
-"""Releases of megatron-core on which the tests run: from the first, below the second."""
+"""The tests run on releases of megatron-core from the first of these up to, but without, the second."""
 
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
@@ -75,7 +75,7 @@ TE_GEMM = "megatron.core.transformer.moe.moe_utils:te_general_gemm"
 
 
 BOUND_IN = {SAVE_CHECKPOINT: (_TRAINING,), LOAD_CHECKPOINT: (_TRAINING,)}
-"""Modules of Megatron that import a symbol by name, and get its replacement too."""
+"""The modules of Megatron that import a symbol by name, so that the replacement must be set there too."""
 
 SYMBOLS = {
     **dict.fromkeys(
@@ -108,11 +108,11 @@ SYMBOLS = {
         "",
     ),
 }
-"""Every symbol of Megatron that this package replaces, and the parameters that the replacement reads."""
+"""Every symbol of Megatron that this package replaces, with the parameters that its replacement reads."""
 
 
 def unmet() -> Iterator[str]:
-    """What the installed Megatron lacks of what is replaced here, a line for each symbol."""
+    """Yield one line for each symbol, or parameter of it, that the installed Megatron lacks."""
     for path, takes in SYMBOLS.items():
         module, _, names = path.partition(":")
         if importlib.util.find_spec(module.rpartition(".")[0]) is None:

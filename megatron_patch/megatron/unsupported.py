@@ -1,7 +1,7 @@
-"""Configurations that the seam cannot serve, and what to change: refused with one line, never silently off.
+"""Refuses configurations that cannot be served, with an error of one line that says what to change.
 
-The command line asks before it spawns a process, from Megatron's parsed flags; `attach` asks again, from the
-wrapped model itself.
+The command line checks Megatron's parsed flags before it spawns a process; `attach` checks the wrapped model
+again.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ def _refuse(flag: str, value: object, why: str, what: str = "gradient compressio
 
 
 def fsdp_of(chunk: Any) -> str | None:
-    """Which of Megatron's own FSDPs wraps a model, by the flag that asks for it; None: another wrapper.
+    """Return the flag of the Megatron FSDP that wraps a model (TORCH_FSDP2, MEGATRON_FSDP); None without one.
 
-    Their classes are asked for by name: on upstream's main Megatron-FSDP's is a function that chooses one.
+    The classes are compared by name, because on Megatron's main branch the name FullyShardedDataParallel is
+    a function that chooses a class.
     """
     kinds = {kind.__name__ for kind in type(chunk).__mro__}
     if "TorchFullyShardedDataParallel" in kinds:
@@ -37,15 +38,15 @@ def fsdp_of(chunk: Any) -> str | None:
 
 
 def refuse_flags(args: Any) -> None:
-    """Refuse a namespace of Megatron's parsed flags.
+    """Check a namespace of Megatron's parsed flags.
 
     Raises:
-        UserError: naming the flag, its value and what to change.
+        UserError: a flag cannot be served; the message names it, its value and what to change.
     """
     method = getattr(args, "compression_method", None)
     exact = getattr(args, "compression_weight_gather", None) == "exact"
     if method == "none" and not exact:
-        return  # all is Megatron's own
+        return  # Nothing of Megatron's is replaced.
     if getattr(args, TORCH_FSDP2, False):
         _refuse_for_torch_fsdp2(method, exact)
     if getattr(args, MEGATRON_FSDP, False):
@@ -72,10 +73,10 @@ def refuse_flags(args: Any) -> None:
 
 
 def refuse_chunk(chunk: Any, config: CompressionConfig) -> None:
-    """Refuse a wrapped model chunk.
+    """Check a wrapped model chunk.
 
     Raises:
-        UserError: naming the option and what to change.
+        UserError: the chunk cannot be served; the message names the option and what to change.
     """
     refuse_wrapper(chunk)
     _refuse_settings(chunk.config)
@@ -108,10 +109,10 @@ def _refuse_gradients(chunk: Any) -> None:
 
 
 def refuse_wrapper(chunk: Any) -> None:
-    """Refuse what Megatron wraps a model in, unless it is its DistributedDataParallel or an FSDP.
+    """Check that a model's wrapper is Megatron's DistributedDataParallel or one of its FSDPs.
 
     Raises:
-        UserError: naming the wrapper and what to change.
+        UserError: it is another wrapper, which the message names.
     """
     from megatron.core.distributed import DistributedDataParallel
 
@@ -124,10 +125,10 @@ def refuse_wrapper(chunk: Any) -> None:
 
 
 def refuse_graphed(settings: Any) -> None:
-    """Refuse Megatron's flags, or an optimizer's configuration, where steps are replayed from a CUDA graph.
+    """Refuse Megatron's flags, or an optimizer's configuration, if steps are replayed from a CUDA graph.
 
     Raises:
-        UserError: naming the option, its value and what to change.
+        UserError: `optimizer_cuda_graph` is set.
     """
     if getattr(settings, "optimizer_cuda_graph", False):
         why = "steps that are replayed from a graph are not seen; leave it out"
@@ -135,10 +136,10 @@ def refuse_graphed(settings: Any) -> None:
 
 
 def refuse_one_by_one(states: Sequence[Any], optimizers: Sequence[Any]) -> None:
-    """Refuse 1-bit Adam where a loop steps the optimizers of one model one by one.
+    """Refuse 1-bit Adam if the training loop steps the optimizers of one model one by one.
 
     Raises:
-        UserError: saying what to call.
+        UserError: it does; the message says what to call instead.
     """
     if any(state.continues_step(optimizers) for state in states):
         raise UserError(
@@ -148,10 +149,10 @@ def refuse_one_by_one(states: Sequence[Any], optimizers: Sequence[Any]) -> None:
 
 
 def refuse_other_optimizer(optimizer: Any, states: Sequence[Any]) -> None:
-    """Refuse 1-bit Adam, attached with these states, where an optimizer that is not Megatron's steps.
+    """Refuse the step of an optimizer that is not Megatron's if `states`, the 1-bit Adam sessions, has any.
 
     Raises:
-        UserError: naming the optimizer and what to change.
+        UserError: it has; the message names the optimizer and what to change.
     """
     if states:
         kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
@@ -162,15 +163,15 @@ def refuse_other_optimizer(optimizer: Any, states: Sequence[Any]) -> None:
 
 
 def refuse_unattached(parts: Sequence[Any], chunks: Sequence[Any], parameters: Iterable[Any]) -> None:
-    """Refuse 1-bit Adam where its optimizer updates other models, too, whose gradients it would not exchange.
+    """Refuse 1-bit Adam if its optimizer also updates models that are not attached.
 
     Args:
-        parts: Megatron's optimizers, chaining no others.
+        parts: Megatron's optimizers, none of which chains others.
         chunks: the attached chunks that they update.
-        parameters: of the model, that they update.
+        parameters: the model parameters that they update.
 
     Raises:
-        UserError: saying what to attach.
+        UserError: they do; the message says what to attach.
     """
     known = {id(chunk) for chunk in chunks}
     others = any(id(chunk) not in known for part in parts for chunk in getattr(part, "model_chunks", ()))
@@ -182,10 +183,10 @@ def refuse_unattached(parts: Sequence[Any], chunks: Sequence[Any], parameters: I
 
 
 def refuse_stepping(part: Any) -> None:
-    """Refuse one of Megatron's optimizers, chaining no others, whose gradients are compressed.
+    """Check one of Megatron's optimizers, which chains no others, whose gradients are compressed.
 
     Raises:
-        UserError: naming the option, its value and what to change.
+        UserError: it is a Muon of a release that is not served.
     """
     kinds = {kind.__name__ for kind in type(getattr(part, "optimizer", None)).__mro__}
     if "TensorParallelMuon" in kinds:
@@ -201,10 +202,10 @@ def _refuse_old_muon(optimizer: str) -> None:
 
 
 def refuse_optimizer(part: Any) -> None:
-    """Refuse one of Megatron's optimizers for 1-bit Adam.
+    """Check that 1-bit Adam can serve one of Megatron's optimizers.
 
     Raises:
-        UserError: naming the option, its value and what to change.
+        UserError: it cannot; the message names the option, its value and what to change.
     """
     if not {"betas", "eps"} <= part.optimizer.defaults.keys():
         _refuse("optimizer", type(part.optimizer).__name__, "onebit_adam is Adam; use adam")
@@ -220,7 +221,7 @@ def _refuse_for_torch_fsdp2(method: str | None, exact: bool) -> None:
 
 
 def _refuse_for_megatron_fsdp(settings: Any, flags: Any, method: str | None, exact: bool) -> None:
-    """`settings` are Megatron's flags, or a model's DistributedDataParallelConfig, where one is changed."""
+    """Check `settings`: Megatron's flags, or the DistributedDataParallelConfig of a wrapped model."""
     if method == "none" and not exact:
         return
     what = "weight_gather exact" if method == "none" else "gradient compression"
@@ -252,7 +253,7 @@ def _refuse_for_exact_gather(settings: Any, overlaps: bool) -> None:
 
 
 def _refuse_for_onebit_adam(settings: Any) -> None:
-    """Flags or a configuration of Megatron's, whichever of these settings it has."""
+    """Check Megatron's flags or one of its configurations; settings that it does not have are skipped."""
 
     def found(name: str) -> Any:
         return getattr(settings, name, None)
@@ -276,19 +277,19 @@ def _refuse_for_onebit_adam(settings: Any) -> None:
 
 
 def _refuse_settings(settings: Any) -> None:
-    """Megatron's flags, or the configuration of a model."""
+    """Refuse CUDA graphs of the full iteration in Megatron's flags or a model's configuration."""
     graph = "full_iteration"
     why = "it would freeze the step counter; graph layers instead, or none"
     if getattr(settings, "cuda_graph_impl", None) == graph:
         _refuse("cuda_graph_impl", graph, why)
-    scopes = getattr(settings, "cuda_graph_scope", None) or []  # where 0.17 has it: a list of enums
+    scopes = getattr(settings, "cuda_graph_scope", None) or []  # Megatron 0.17 has a list of enums here.
     if any(getattr(scope, "name", scope) == graph for scope in scopes):
         _refuse("cuda_graph_scope", graph, why)
 
 
 def _refuse_weight_shards(settings: Any) -> None:
-    """megatron-core 0.19 can cut weights in more shards than tensor-parallel ranks (GTP), and reduces their
-    gradients in the backward pass, before DDP sees them."""
+    """Refuse GTP: megatron-core 0.19 can cut weights into more shards than tensor-parallel ranks, and then
+    reduces their gradients in the backward pass, before DDP sees them."""
     tensor = getattr(settings, "tensor_model_parallel_size", None) or 1
     experts = getattr(settings, "expert_tensor_parallel_size", None) or tensor
     for name, ranks in (("", tensor), ("expert_", experts)):

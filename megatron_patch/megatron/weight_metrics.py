@@ -1,4 +1,4 @@
-"""What the weight gathers of a run sent, as numbers for its metrics."""
+"""Metrics of a run's weight gathers: bytes sent, coded weights, and gathers in full."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_patch.megatron.seams.weights import ChunkWeights
 
 
 def bucket_groups(model: Sequence[Any]) -> list[Any]:
-    """Those of a model's chunks, dense before expert by chunk; FSDP has none."""
+    """Return the bucket groups of a model's chunks, each chunk's dense ones first; FSDP has none."""
     return [
         group
         for chunk in model
@@ -23,19 +23,19 @@ def bucket_groups(model: Sequence[Any]) -> list[Any]:
 
 
 def gathers_of(model: Sequence[Any]) -> list[ChunkWeights]:
-    """The weight gathers of the attached ones of a model's chunks."""
+    """Return the weight gathers of those of a model's chunks that are attached."""
     return [found.weights for chunk in model if (found := attachment_of(chunk)) is not None]
 
 
 def sent(model: Sequence[Any]) -> Traffic:
-    """What this rank sent since the last step but one; where nothing is attached, Megatron's own gather."""
+    """Return this rank's traffic of the last step's weight gathers; Megatron's own if nothing is attached."""
     if chunks := gathers_of(model):
         return sum((bucket.traffic for chunk in chunks for bucket in chunk.report), start=Traffic())
     return sum((traffic.stock_weights(group) for group in bucket_groups(model)), start=Traffic())
 
 
 def coded(model: Sequence[Any]) -> list[float]:
-    """This rank's coded weights in the last step, how many did not change, and bytes of its messages."""
+    """Return this rank's number of coded weights in the last step, how many were unchanged, and the bytes."""
     totals = [0.0, 0.0, 0.0]
     for bucket in (bucket for chunk in gathers_of(model) for bucket in chunk.report):
         if bucket.unchanged is not None:
@@ -46,7 +46,7 @@ def coded(model: Sequence[Any]) -> list[float]:
 
 
 def by_bucket(model: Sequence[Any]) -> dict[str, float]:
-    """Bits a weight of every bucket on this rank."""
+    """Return the bits per weight that each bucket's gather took on this rank, by the bucket's name."""
     chunks = gathers_of(model)
     return {
         (f"chunk {number} " if len(chunks) > 1 else "") + bucket.name: bucket.traffic.bits_per_element
@@ -57,12 +57,12 @@ def by_bucket(model: Sequence[Any]) -> dict[str, float]:
 
 
 def raw_gathers(model: Sequence[Any]) -> dict[str, int]:
-    """Coded bucket groups that were gathered in full since the start, by reason (seams/weights.py)."""
+    """Count the gathers in full of coded bucket groups since the start, by reason (traffic.RAW_REASONS)."""
     return dict(sum((chunk.raw_gathers for chunk in gathers_of(model)), start=Counter()))
 
 
 def mean(records: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The mean of a run's records: the code's size changes with the learning rate."""
+    """Average the weight traffic over a run's records, because its size changes with the learning rate."""
     total = Traffic()
     for record in records:
         nbytes, bits = record["weight_wire_bytes"], record["weight_wire_bits_per_element"]

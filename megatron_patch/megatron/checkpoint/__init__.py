@@ -1,1 +1,1 @@
-"""The error states in Megatron's checkpoints."""
+"""Saves error states in Megatron's checkpoints and loads them."""

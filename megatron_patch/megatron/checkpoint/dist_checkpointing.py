@@ -1,14 +1,14 @@
-"""Error states inside the checkpoints of megatron.core.dist_checkpointing, whoever writes them.
+"""Keeps error states in the checkpoints of megatron.core.dist_checkpointing, whichever loop writes them.
 
-    sharded_state_dict of an optimizer   marks what it returns with the optimizer
-    save                                 looks for marked dictionaries, and adds the states of the chunks
-                                         that their optimizers update to what it writes
-    load                                 after it, reads those states from the same folder
+    sharded_state_dict of an optimizer   returns a dictionary that remembers the optimizer
+    save                                 looks for these dictionaries, and also writes the error states of
+                                         the chunks that their optimizers update
+    load                                 runs Megatron's load, then reads those states from the same folder
 
 A rank writes a tensor of bytes, PREFIXmegatron_loco.rank_R, and an object, its manifest (session/packed.py).
-PREFIX is what has been put before the optimizer's own keys since, which tells models of one checkpoint apart.
-Neither function asks other ranks: some loops load on some ranks only. What is loaded without an optimizer, as
-the weights of a reference model, leaves all states alone.
+PREFIX is what the caller has put before the optimizer's own keys, which distinguishes the models of one
+checkpoint. Neither function communicates with other ranks, because some loops load on some ranks only. If a
+model is loaded without an optimizer, as a reference model is, its error states are left alone.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ logger = logging.getLogger(__name__)
 _NAME = "megatron_loco"
 _OURS = re.compile(rf"{_NAME}(_\d+)?\.rank_\d+")
 _DEPTH = 4
-"""Levels of a trainer's dictionary below which no optimizer's is looked for."""
+"""How many levels of a trainer's dictionary are searched for optimizers' dictionaries."""
 
 
 class _OfOptimizer(dict[Any, Any]):
-    """What an optimizer's sharded_state_dict has returned; its copies and pickles are plain dictionaries."""
+    """The result of an optimizer's sharded_state_dict; its copies and pickles are plain dictionaries."""
 
     optimizer: Any
     first: tuple[Any, str] | None = None
-    """One of its entries, and the key that it had."""
+    """One of the dictionary's entries, and the key that it had when the optimizer returned it."""
 
     @property
     def prefix(self) -> str:
@@ -67,16 +67,16 @@ class _OfOptimizer(dict[Any, Any]):
 
 
 def install() -> None:
-    """Replace `save`, `load` and the optimizers' sharded_state_dict; idempotent."""
+    """Replace `save`, `load` and the optimizers' sharded_state_dict; a second call does nothing."""
     for path in symbols.SHARDED_STATES:
-        patching.replace(path, _marking)  # a method: a partial would not be bound to its optimizer
+        patching.replace(path, _marking)  # A partial, as `wrap` sets, would not be bound to its optimizer.
     patching.wrap(symbols.CORE_SAVE, _save)
     patching.wrap(symbols.CORE_LOAD, _load)
     patching.wrap(symbols.SHARDED_METADATA, _without_ours)
 
 
 def uninstall() -> None:
-    """Give Megatron its own functions back."""
+    """Restore Megatron's own functions."""
     paths = (*symbols.SHARDED_STATES, symbols.CORE_SAVE, symbols.CORE_LOAD, symbols.SHARDED_METADATA)
     patching.restore(*paths)
 
@@ -105,13 +105,13 @@ def _marking(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_ours(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a checkpoint holds, for comparisons with what is asked for."""
+    """Hide our entries from load_sharded_metadata, which Megatron compares with the requested entries."""
     found = original(*args, **kwargs)
     return {name: entry for name, entry in found.items() if not _OURS.search(str(entry.key))}
 
 
 def _models(state: Any) -> Iterator[tuple[str, list[Any], _OfOptimizer, list[Any]]]:
-    """For each model in a checkpoint: what its keys begin with, its chunks, the dictionary, and its place."""
+    """Yield, for each model in a checkpoint, its keys' prefix, its chunks, its dictionary and its place."""
     seen: set[int] = set()
     prefixes: dict[str, int] = {}
     for place, marked in _marked(state, []):
@@ -163,14 +163,14 @@ def _load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _steps_of(loaded: dict[str, Any], folder: Path) -> int:
-    """The steps that a checkpoint without our states is from."""
+    """Return the optimizer step of a checkpoint: its iteration, or the last number in its folder's name."""
     numbers = re.findall(r"\d+", folder.name)
     known = loaded.get("iteration", numbers[-1] if numbers else 0)
     return int(known) if isinstance(known, int | str) else 0
 
 
 def _scale(state: Any, marked: _OfOptimizer) -> float:
-    """The loss scale that has just been loaded: the optimizer takes it over later."""
+    """Return the loss scale that was loaded, which the optimizer itself takes over later."""
     parts = [state, *state.values()] if isinstance(state, dict) else []
     for part in parts:
         scale = part.get("grad_scaler") if isinstance(part, dict) else None
@@ -182,26 +182,26 @@ def _scale(state: Any, marked: _OfOptimizer) -> float:
 def restore(
     rank: RankState, folder: Path, read: Callable[[], Reader | None], steps: int, scale: float
 ) -> None:
-    """Put back what a checkpoint has of a model's states; says in one line how it went.
+    """Restore a model's error states from a checkpoint, and log the outcome in one line.
 
     Args:
         rank: the states of this rank.
-        folder: the checkpoint's.
-        read: what reads the states of this release; None where there are none.
-        steps: the optimizer steps that a checkpoint without states is from.
+        folder: the folder of the checkpoint.
+        read: returns the reader of states in this release's format; None if the checkpoint has none.
+        steps: the optimizer step at which a checkpoint without states was written.
         scale: the loss scale that has been loaded.
 
     Raises:
-        UserError: a damaged state with `strict_load`.
+        UserError: the states are damaged, and `strict_load` is set.
     """
-    rank.start_from_zero(steps)  # whatever is not found
+    rank.start_from_zero(steps)  # States that are not found remain zero.
     level = logging.INFO
     try:
         reader = old_folder.reader(rank, folder) or read()
         line = "errors start from zero: the checkpoint has none" if reader is None else reader.apply(scale)
     except Damaged as problem:
         for state in rank.states:
-            state.clear_errors()  # of a part that was read; counters stay as those of the other ranks
+            state.clear_errors()  # A part may have been read. Counters stay equal to the other ranks'.
         level, line = logging.WARNING, f"errors start from zero: {folder}: {problem}"
         if rank.config.strict_load:
             raise UserError(
@@ -212,11 +212,11 @@ def restore(
 
 
 def _reader(rank: RankState, where: str | Path, name: str) -> PackedReader | None:
-    """What reads a model's states; `where` is what Megatron was given: a folder or an object store."""
+    """Return the reader of a model's states; None without states. `where` is a folder or an object store."""
     storage = _get_filesystem_reader(where)
     try:
         keys = storage.read_metadata().state_dict_metadata
-    except OSError:  # another format than torch_dist, which earlier releases of Megatron wrote
+    except OSError:  # Earlier releases of Megatron wrote other formats than torch_dist.
         return None
 
     def of(saved: int) -> str:
@@ -241,7 +241,7 @@ def _reader(rank: RankState, where: str | Path, name: str) -> PackedReader | Non
     def _read(state: dict[str, Any]) -> None:
         try:
             dcp.load(state, storage_reader=storage, no_dist=True)
-        except (Exception, CheckpointException) as error:  # torch's own is no Exception
+        except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception.
             cause = next((one for one, _ in getattr(error, "failures", {}).values()), error)
             first = str(cause).strip().partition("\n")[0].partition(". This is")[0]
             raise Damaged(f"its error states cannot be read: {first}") from error
@@ -255,7 +255,7 @@ def _reader(rank: RankState, where: str | Path, name: str) -> PackedReader | Non
 
 
 def _unpickled(value: Any) -> Any:
-    """What a ShardedObject was saved as: a list of one, in a buffer where torch has not read it."""
+    """Return the value of a ShardedObject, which is saved as a list of one and may still be pickled."""
     if isinstance(value, io.BytesIO):
         value.seek(0)
         value = torch.load(value, weights_only=True)

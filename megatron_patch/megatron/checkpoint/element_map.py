@@ -1,8 +1,8 @@
-"""Which elements of the model each error state of a rank is of; state_dict and load_state_dict with that.
+"""Maps each error state of a rank to elements of the whole model; state_dict and load_state_dict use it.
 
 A checkpoint may be loaded under another parallelism or bucket size, so a saved error must say where its
-elements lie in the whole model. Megatron knows: `sharded_state_dict` of a module tells of every parameter
-which box of which global tensor this rank holds (megatron.core.dist_checkpointing.mapping.ShardedTensor).
+elements lie in the whole model. A module's `sharded_state_dict` says for every parameter which box of which
+global tensor this rank holds (megatron.core.dist_checkpointing.mapping.ShardedTensor).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_patch.session.sharded_state import RankOf
 
 
 def rank_state_of(chunks: Sequence[Any]) -> RankState:
-    """What this rank's attached chunks remember, one chunk at least."""
+    """Return the error states and counters of this rank's attached chunks, of which there must be one."""
     attached = [(chunk, attachment) for chunk in chunks if (attachment := attachment_of(chunk)) is not None]
     chunk, attachment = attached[0]
     groups = _groups(chunk) if isinstance(attachment, Attachment) else attachment.ranks()
@@ -35,7 +35,7 @@ def rank_state_of(chunks: Sequence[Any]) -> RankState:
     def forget() -> None:
         for seam in (seam for _, attachment in attached for seam in attachment.seams):
             if seam.momentum is not None:
-                seam.momentum.held = None  # it begins from Adam's state
+                seam.momentum.held = None  # The next step takes it from Adam's state.
 
     found = [pair for chunk, attachment in attached for pair in parts_of(chunk, attachment)]
     return RankState(found, [attachment.state for _, attachment in attached], groups, forget)
@@ -53,7 +53,7 @@ def _groups(chunk: Any) -> dict[str, int]:
 
 
 def parts_of(chunk: Any, attachment: Any) -> list[tuple[Sender, Part]]:
-    """Every sender of an attached chunk, and what its error state is of."""
+    """Return every sender of an attached chunk, and which elements its error state is for."""
     if not isinstance(attachment, Attachment):
         return list(attachment.parts())
     pieces = _pieces_of_parameters(chunk)
@@ -91,7 +91,7 @@ def _parts_of_group(
 
 
 def _pieces_of_parameters(chunk: Any) -> dict[torch.nn.Parameter, tuple[Piece, ...]]:
-    """For every parameter its pieces, with `start` counted from the parameter's first element."""
+    """Return each parameter's pieces, whose `start` is counted from the parameter's first element."""
     names = {parameter: name for name, parameter in chunk.module.named_parameters()}
     parameters = {id(parameter): parameter for parameter in names}
     pieces: dict[torch.nn.Parameter, tuple[Piece, ...]] = {}
@@ -117,8 +117,8 @@ def _pieces(
     if isinstance(entry, ShardedTensor):
         yield _piece(name, entry, 0, parameter.stride())
         return
-    # A factory cuts a parameter in several tensors (SwiGLU's gate and up projections, say). Given the
-    # elements' numbers in place of their values, what it builds tells where every element went.
+    # A factory cuts a parameter into several tensors (for example SwiGLU's gate and up projections). It is
+    # given the indices of the elements in place of their values, so its tensors show where each element went.
     numbers = torch.arange(parameter.numel(), device="cpu").view(parameter.shape)
     for built in nested_values(dataclasses.replace(entry, data=numbers).build()):
         if isinstance(built, ShardedTensor) and built.data is not None and built.data.numel():
@@ -144,7 +144,7 @@ def _piece(name: str, tensor: ShardedTensor, start: int, strides: tuple[int, ...
 
 
 def _local_piece(chunk: Any, name: str, parameter: torch.nn.Parameter) -> Piece:
-    """A parameter that Megatron tells nothing of: a tensor of its own for each model-parallel rank."""
+    """Return the Piece of a parameter without a ShardedTensor, as a tensor of this model-parallel rank."""
     groups = (chunk.tp_group, chunk.pp_group, chunk.ep_group)
     ranks = (group[0].rank() if isinstance(group, list) else group.rank() for group in groups)
     key = f"{name}@" + ".".join(map(str, ranks))
@@ -154,7 +154,7 @@ def _local_piece(chunk: Any, name: str, parameter: torch.nn.Parameter) -> Piece:
 
 
 def compressed(chunks: Any) -> list[Any]:
-    """The DDP-wrapped chunks whose gradients leave in low bits."""
+    """Return those of the wrapped chunks whose gradients are compressed."""
     found = []
     for chunk in chunks if isinstance(chunks, list | tuple) else [chunks]:
         state = session_of(chunk)
@@ -166,13 +166,13 @@ def compressed(chunks: Any) -> list[Any]:
 def state_dict(
     model: Any, optimizer: Any = None, reader: Any = None, path: str | None = None
 ) -> dict[str, Any]:
-    """session.sharded_state.state_dict. With fp16 `optimizer` is needed: errors carry its loss scale."""
+    """Call session.sharded_state.state_dict. fp16 needs `optimizer`, because errors carry its loss scale."""
     rank_of = _rank_of(model, optimizer, "state_dict")
     return sharded_state.state_dict(rank_of, loss_scale(optimizer), reader, path)
 
 
 def load_state_dict(model: Any, state: dict[str, Any], optimizer: Any = None) -> None:
-    """session.sharded_state.load_state_dict."""
+    """Call session.sharded_state.load_state_dict; `optimizer` is needed as in `state_dict`."""
     sharded_state.load_state_dict(_rank_of(model, optimizer, "load_state_dict"), state, loss_scale(optimizer))
 
 

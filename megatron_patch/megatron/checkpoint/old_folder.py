@@ -1,9 +1,9 @@
-"""Checkpoints of releases 0.1 and 0.2, which had error states in a folder beside Megatron's files.
+"""Reads checkpoints of releases 0.1 and 0.2, which kept error states in a folder beside Megatron's files.
 
     iter_0000020/compression/rank-00003.safetensors   the tensors of rank 3: "2.codes" is of its third sender
-    iter_0000020/compression/manifest.json            what they are of, checksums of all files and its own
+    iter_0000020/compression/manifest.json            their layouts, checksums of all files and its own
 
-They are read and no longer written.
+This format is no longer written.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _DTYPES = {
 
 
 def reader(rank: RankState, checkpoint: Path) -> Reader | None:
-    """What reads a checkpoint's folder; None where it has none.
+    """Return the reader of a checkpoint's `compression` folder; None if there is no such folder.
 
     Raises:
-        Damaged: the manifest is not as these releases wrote it.
+        Damaged: the manifest cannot be read, or is not as these releases wrote it.
     """
     path = checkpoint / FOLDER / _MANIFEST
     if not path.exists():
@@ -70,7 +70,7 @@ class _FolderReader(Reader):
 
 
 class _RankFile:
-    """A file of safetensors' format: its header's length, 8 bytes; the header, JSON; the tensors' bytes."""
+    """A safetensors file: 8 bytes with the length of the header, the header in JSON, the tensors' bytes."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:

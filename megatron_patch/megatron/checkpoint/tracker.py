@@ -1,7 +1,7 @@
-"""Megatron's tracker file, latest_checkpointed_iteration.txt: the number of the checkpoint to load.
+"""Reads and repairs Megatron's tracker file, latest_checkpointed_iteration.txt.
 
-Megatron writes a checkpoint's files, then its number into the tracker, and loads the one named there: what a
-killed save has left is never loaded, and overwritten when the run gets there again.
+Megatron writes a checkpoint's files, then its number to the tracker file, and loads the checkpoint with that
+number. So the files of a killed save are never loaded, and are overwritten when the run reaches that step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FOLDER = re.compile(r"iter_[0-9]+")
 
 
 def latest(checkpoints: Path) -> int | None:
-    """The iteration that Megatron would load from a folder of checkpoints; None if there is none."""
+    """Return the iteration that Megatron would load from a folder of checkpoints; None without one."""
     try:
         return int((checkpoints / NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -25,11 +25,12 @@ def latest(checkpoints: Path) -> int | None:
 
 
 def repair(checkpoints: Path) -> None:
-    """Write the number that a kill took away: Megatron opens the tracker file, which empties it, then writes.
+    """Write the newest checkpoint's number to a tracker file that a kill has left empty.
 
-    Every file of that checkpoint, the last one written, is complete by then. Left alone, the empty file has
-    every rank end without an error. It never raises, since other ranks wait for the one that repairs: what
-    cannot be repaired is logged, and is then every rank's own error.
+    Megatron empties the tracker file when it opens it for writing; all files of the newest checkpoint are
+    complete by then. With an empty tracker file every rank would end without an error. This function never
+    raises, because other ranks wait for the one that repairs: a failure is logged, and every rank then raises
+    its own error.
     """
     tracker = checkpoints / NAME
     try:

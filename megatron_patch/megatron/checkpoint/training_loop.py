@@ -1,9 +1,9 @@
-"""What Megatron's own training loop needs beside dist_checkpointing.py.
+"""Wraps `save_checkpoint` and `load_checkpoint` of Megatron's own training loop.
 
-`load_checkpoint` repairs a torn tracker file first. The formats `torch`, `torch_dcp` and `fsdp_dtensor` pass
-dist_checkpointing by: with them `save_checkpoint` has every rank write its error states to
-megatron_loco/rank-00003.pt in the checkpoint's folder, before Megatron writes its own files and announces
-them, and `load_checkpoint` puts them back.
+`load_checkpoint` first repairs an empty tracker file. The formats `torch`, `torch_dcp` and `fsdp_dtensor` do
+not use dist_checkpointing: with them, `save_checkpoint` has every rank write its error states to
+megatron_loco/rank-00003.pt in the checkpoint's folder, before Megatron writes its own files and the tracker
+file, and `load_checkpoint` restores them.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ from megatron_patch.session.packed import PackedReader, pack
 _MODULE = "megatron.training.checkpointing"
 _FOLDER = "megatron_loco"
 _FORMATS = ("torch", "torch_dcp", "fsdp_dtensor")
-"""What does not pass dist_checkpointing."""
+"""The checkpoint formats that do not use dist_checkpointing."""
 
 
 def install(loaded_only: bool = False) -> None:
-    """Replace what of Megatron writes and reads checkpoints; `loaded_only`: of modules that are imported."""
+    """Replace the functions of Megatron that save and load checkpoints.
+
+    With `loaded_only`, those of megatron.training are replaced only if the process has imported them.
+    """
     dist_checkpointing.install()
     if _MODULE in sys.modules or (not loaded_only and importlib.util.find_spec("megatron.training")):
         for path, wrapper in _WRAPPERS.items():
@@ -44,7 +47,7 @@ def install(loaded_only: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Give Megatron its own functions back."""
+    """Restore Megatron's own functions."""
     dist_checkpointing.uninstall()
     patching.restore(*_WRAPPERS)
 
@@ -66,7 +69,7 @@ def _save_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save({"manifest": manifest, "data": data}, path)
-        except (OSError, RuntimeError) as error:  # of torch: a full disk
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError when the disk is full.
             raise UserError(
                 f"the error states could not be saved to {path}: {error}; the last complete checkpoint is "
                 "still the latest"
@@ -112,7 +115,7 @@ def _reader(rank: RankState, folder: Path) -> PackedReader | None:
         try:
             found = torch.load(_file(folder, saved), map_location="cpu", weights_only=True)
             assert isinstance(found, dict)
-        except Exception as error:  # of torch: their kinds differ between releases
+        except Exception as error:  # torch's errors differ between releases.
             raise Damaged(f"{_file(folder, saved).name} cannot be read: {error}") from error
         return found
 

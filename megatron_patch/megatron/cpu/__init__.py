@@ -1,1 +1,1 @@
-"""Megatron's engine on CPU over gloo, for trials, tests and CI."""
+"""Runs Megatron's engine on CPU over gloo, for trials, tests and CI."""

@@ -1,7 +1,7 @@
-"""bf16 matrix products where the processor has no instructions for them: computed in fp32, rounded to bf16.
+"""Computes bf16 matrix products in fp32, and rounds them to bf16, on processors without bf16 instructions.
 
-A bf16 product is a sum in fp32, rounded once, on every device; only the order of the sum differs here.
-oneDNN's own, without AVX512_BF16 or AMX, takes 4 to 28 times as long as the fp32 product.
+On every device a bf16 product is a sum in fp32 that is rounded once; only the order of the sum differs here.
+Without AVX512_BF16 or AMX, oneDNN's own bf16 product takes 4 to 28 times as long as the fp32 product.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _installed: list[Any] = []
 
 
 def needed() -> bool:
-    """Whether this processor computes bf16 products slowly, and this torch lets them be replaced."""
+    """Whether this processor computes bf16 products slowly and the installed torch can replace them."""
     fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return not fast and hasattr(torch.library, "get_kernel")
 
@@ -33,7 +33,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give torch its own products back."""
+    """Restore torch's own products."""
     for library in _installed:
         library._destroy()
     _installed.clear()

@@ -1,6 +1,6 @@
-"""What stands in for torch.cuda's calls on CPU: streams, events, generators, memory counters.
+"""Replacements of torch.cuda's functions on CPU: streams, events, generators, memory counters.
 
-`STAND_INS` names, beside each, the call of Megatron that needs it.
+`STAND_INS` names, with each replacement, the call of Megatron that needs it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Event(Stream):
 
 
 class _Generators:
-    """`torch.cuda.default_generators[i]`: the CPU's generator for every index."""
+    """Replaces `torch.cuda.default_generators`: every index gives the CPU's generator."""
 
     def __getitem__(self, index: object) -> torch.Generator:
         return torch.default_generator
@@ -63,7 +63,7 @@ class _Generators:
 
 
 class _Properties:
-    """`torch.cuda.get_device_properties`: no Tensor Cores, so no path that asks for them."""
+    """Replaces the result of `torch.cuda.get_device_properties`: a device without Tensor Cores."""
 
     name = "cpu"
     major = minor = 0
@@ -72,7 +72,7 @@ class _Properties:
 
 
 def answer(value: Any) -> Callable[..., Any]:
-    """A function of its own for every call that it stands in for: torch._dynamo refuses one in two places."""
+    """Return a new function that returns `value`; torch._dynamo refuses one function in two places."""
     return lambda *args, **kwargs: value
 
 
@@ -81,7 +81,7 @@ def nothing() -> Callable[..., None]:
 
 
 def _null_context(*args: object, **kwargs: object) -> contextlib.nullcontext[None]:
-    # Not a generator's context: several optimizer instances enter one torch.cuda.stream(...) twice.
+    # A context made of a generator would not do: optimizer instances enter one torch.cuda.stream(...) twice.
     return contextlib.nullcontext()
 
 

@@ -1,12 +1,12 @@
 """Lets Megatron's own training engine run on CPU over gloo, for trials, tests and CI.
 
 megatron-core calls CUDA in many places that have nothing to do with its arithmetic: streams, memory
-counters, device names, a random generator per device. `install()` replaces exactly those calls, for
-this process, when a run asks for `launch.device: cpu`; nothing here is touched otherwise. Every
-stand-in stands beside the call of Megatron that needs it. The arithmetic is Megatron's and torch's own.
+counters, device names, a random generator per device. When a run asks for `launch.device: cpu`, `install()`
+replaces exactly those calls in this process; a comment at each replacement names the call of Megatron that
+needs it. The arithmetic remains Megatron's and torch's own.
 
-Requirements on the run: `--transformer-impl local`, `--distributed-backend gloo`, fusions that need
-Apex or Transformer Engine off (`CPU_FLAGS`), and TORCHDYNAMO_DISABLE=1 before torch is imported.
+The run must have `--transformer-impl local`, `--distributed-backend gloo`, no fusions that need Apex or
+Transformer Engine (`CPU_FLAGS`), and TORCHDYNAMO_DISABLE=1 before torch is imported.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CPU_ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # asserted by Megatron's argument validation with TP on CUDA
     "GLOO_SOCKET_IFNAME": "lo",  # one machine: no look-up of the host's name
 }
-"""Environment variables of a single-node run on CPU; set before torch is imported."""
+"""Environment variables that a single-node run on CPU needs before torch is imported."""
 
 _RANDOM = "megatron.core.tensor_parallel.random"
 
@@ -59,7 +59,7 @@ _FACTORIES = (
 
 
 def _without_cuda_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`device="cuda"` in tensor factories, e.g. training.training.training_log's torch.tensor."""
+    """Wrap a tensor factory so that `device="cuda"` means the CPU, as in training_log's torch.tensor."""
 
     @functools.wraps(function)
     def factory(*args: Any, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ def _stand_in_for_tensor_methods() -> None:
 
 
 class Done:
-    """The handle of a collective that is over."""
+    """The handle of a collective that has finished."""
 
     def wait(self) -> bool:
         return True
@@ -149,9 +149,9 @@ def _stand_in_for_distributed() -> None:
     def all_gather(
         tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
     ) -> Any:
-        # Parts of different sizes, which gloo refuses: the tokens of each expert-tensor-parallel rank in
+        # gloo refuses parts of different sizes. These are the tokens of each expert-tensor-parallel rank in
         # tensor_parallel.mappings._gather_along_first_dim, and the weights that each rank's layer-wise
-        # optimizer updates (param_and_grad_buffer, overlapped).
+        # optimizer updates (in param_and_grad_buffer, with overlap).
         sizes = [part.numel() for part in tensor_list]
         if len(set(sizes)) == 1:
             return original_gather(tensor_list, tensor, group=group, async_op=async_op)
@@ -177,10 +177,10 @@ def _stand_in_for_distributed() -> None:
 def _sequence_parallel_norm(
     cls: type, config: Any, hidden_size: int, eps: float = 1e-5, *args: object, **kwargs: object
 ) -> torch.nn.Module:
-    """transformer.torch_norm.WrappedTorchNorm, which asserts sequence parallelism off; it only needs marks.
+    """Replaces transformer.torch_norm.WrappedTorchNorm, which refuses sequence parallelism.
 
-    Megatron all-reduces gradients of parameters marked `sequence_parallel` over the tensor-parallel
-    group (finalize_model_grads), which is all that a norm needs there.
+    The parameters only need the attribute `sequence_parallel`, by which Megatron all-reduces their gradients
+    over the tensor-parallel group (finalize_model_grads).
     """
     norm_class = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}[config.normalization]
     norm = norm_class(normalized_shape=hidden_size, eps=eps)
@@ -205,7 +205,7 @@ def _stand_in_for_megatron() -> None:
 
 
 def _on_cpu(upstream: Any) -> Any:
-    """torch, as Megatron-FSDP's modules see it: a device that they build by name is the CPU."""
+    """Return the `torch` that Megatron-FSDP's modules use: a CUDA device that they construct is the CPU."""
 
     def device(*args: Any) -> torch.device:
         return CPU if is_cuda(str(args[0])) else torch.device(*args)
@@ -214,16 +214,15 @@ def _on_cpu(upstream: Any) -> Any:
 
 
 def _not_of_generators(record: logging.LogRecord) -> bool:
-    """Not the line on dropout that drew from the CPU's generator: here it is the GPU's too."""
+    """Filter out the warning that dropout drew from the CPU's generator, which is the only one here."""
     return "CPU RNG state changed" not in str(record.msg)
 
 
 def _queue_of_this_process(spawned: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's own is in a process that is spawned.
+    """Replace get_write_results_queue, whose queue is in a spawned process, unless async_save is on.
 
-    With a script in the place of __main__ that imports Megatron once more, that takes 5 seconds and 700 MB
-    for every rank at its first save, and outlives a killed rank. Without async_save, queue and writer are
-    in this very process.
+    The spawned process imports Megatron once more: for every rank it takes 5 seconds and 700 MB at the first
+    save, and it survives a killed rank. Without async_save, queue and writer are in this process.
     """
     here: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
@@ -237,7 +236,7 @@ def _queue_of_this_process(spawned: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _stood_in: list[str] = []
-"""Paths of what is replaced, but for Megatron's."""
+"""The paths of the symbols that `_put` has replaced."""
 
 
 def _put(path: str, value: Any) -> None:
@@ -246,14 +245,17 @@ def _put(path: str, value: Any) -> None:
 
 
 def installed() -> bool:
-    """Whether this process runs Megatron on CPU by these stand-ins."""
+    """Whether `install` has replaced the calls in this process."""
     return bool(_stood_in)
 
 
 def install() -> None:
-    """Stand in for the CUDA calls of Megatron in this process, until `uninstall`. Idempotent.
+    """Replace Megatron's CUDA calls in this process until `uninstall`; a second call does nothing.
 
-    Call it before Megatron's modules are imported: some bind torch.cuda's functions on import.
+    Call it before Megatron's modules are imported, because some bind torch.cuda's functions on import.
+
+    Raises:
+        RuntimeError: one of these modules is imported already.
     """
     if installed():
         return
@@ -282,7 +284,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give torch and Megatron their own calls back; what modules bound on import keeps the stand-ins."""
+    """Restore the calls of torch and Megatron, except those that a module has bound on import."""
     patching.restore(*_stood_in, symbols.RESULTS_QUEUE, symbols.TE_GEMM, *symbols.FSDP_DEVICES)
     torch_adam.uninstall()
     logging.getLogger(_RANDOM).removeFilter(_not_of_generators)

@@ -1,15 +1,16 @@
-"""Lets Megatron's distributed optimizer load a checkpoint where torch's own Adam is inside it.
+"""Lets Megatron's distributed optimizer load a checkpoint when it uses torch's own Adam.
 
-That is so where neither Transformer Engine nor Apex is installed. Upstream (0.17 to 0.19) fails there:
+It uses torch's Adam if neither Transformer Engine nor Apex is installed. Then megatron-core 0.17 to 0.19
+cannot load a checkpoint correctly:
 
-- `state_dict`, with which loading begins, asserts that parameters have a step count; before its first step
-  Adam has none.
-- `load_state_dict` gives all parameters one and the same tensor as step count, which each of them increments,
-  and then overwrites it with the 0 that loading began with: Adam corrects its bias as in a first step, and a
-  resumed run goes other ways than one that was never ended. The right count is in the parameter groups.
+- `state_dict`, with which loading begins, asserts that parameters have a step count, which Adam does not
+  create before its first step.
+- `load_state_dict` gives all parameters the same tensor as step count, which each of them increments, and
+  then overwrites it with the 0 with which loading began. So Adam corrects its bias as in a first step, and a
+  resumed run differs from one that was not interrupted. The right count is in the parameter groups.
 - In fp32 the optimizer's shards are views of the model's parameters, and are written to without `no_grad`.
 
-What is saved is left alone.
+Saved checkpoints are not changed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron_patch.megatron import patching, symbols
 
 
 def install() -> None:
-    """Repair DistributedOptimizer, until `uninstall`. Idempotent; with Apex or TE it changes nothing."""
+    """Repair DistributedOptimizer until `uninstall`; with Apex or Transformer Engine this does nothing."""
     from megatron.core.optimizer import distrib_optimizer
 
     if not distrib_optimizer.HAVE_APEX_OR_TE:
@@ -33,7 +34,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give DistributedOptimizer its own methods back."""
+    """Restore DistributedOptimizer's own methods."""
     patching.restore(symbols.STATE_DICT, symbols.LOAD_STATE_DICT)
 
 

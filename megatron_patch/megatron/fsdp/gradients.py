@@ -1,16 +1,17 @@
 """Seam: reduces Megatron-FSDP's gradients in low bits.
 
 `GradReducePipeline._bucket_group_gradient_reduce` (megatron.core.distributed.fsdp...param_and_grad_buffer)
-is called for each group of buckets in each backward pass. It asks for two kinds of collectives, each kind
-within a `_coalescing_manager`, and adds up what they give right after the manager's end:
+is called for each group of buckets in each backward pass. It calls two kinds of collectives, each kind
+within a `_coalescing_manager`, and adds up their results right after the manager's end:
 
     DP-shard   a reduce-scatter of every bucket
-    DP-outer   with several optimizer instances (HSDP), after a step's last one: an all-reduce of the shard
+    DP-outer   with several optimizer instances (HSDP): an all-reduce of the shard after a step's last
+               reduce-scatter
 
-So the method is overridden on the INSTANCE. For the length of the original call the module's `torch` and
-`_coalescing_manager` are ours: they record what is asked for, and run it in low bits where upstream's
-manager would have ended. One kind goes in low bits, the other stays Megatron's own: without instances the
-reduce-scatter, with them the all-reduce between instances, which is between nodes.
+The method is overridden on the INSTANCE. While the original runs, the module's `torch` and
+`_coalescing_manager` are replaced by objects that record the collectives and run them in low bits where
+Megatron's manager would have ended. Only one kind is compressed: the reduce-scatter, or with several
+instances the all-reduce between them, which crosses nodes. The other kind stays Megatron's own.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from megatron_patch.session.session import Session
 
 
 def contents_of(buffer: Any) -> Contents:
-    """What a bucket of Megatron-FSDP is made of: its parameters, with padding between and behind them.
+    """Return where the parameters lie in a bucket of Megatron-FSDP; `buffer` is its DataParallelBuffer.
 
-    Padding is memory that nobody has written: it is in no block. `buffer` is a DataParallelBuffer.
+    The padding between and after the parameters is uninitialized memory and belongs to no block.
     """
     items = sorted(buffer.item_index_map.values(), key=lambda item: item.global_data_index)
     spans = [Span.of(i.global_data_index, tuple(i.shape), exact=len(i.shape) < 2) for i in items if i.size]
@@ -46,9 +47,9 @@ class GradientReductions:
     """Overrides `_bucket_group_gradient_reduce` of one model's pipeline until `detach`.
 
     Args:
-        pipeline: Megatron-FSDP's GradReducePipeline.
-        state: the model's, in which the exchanges are allocated.
-        outer: the ranks that hold the same shards, in other optimizer instances; None: there are none.
+        pipeline: the GradReducePipeline of Megatron-FSDP.
+        state: the model's session, in which the exchanges are allocated.
+        outer: the group of ranks that hold the same shards in the optimizer instances; None if there is one.
     """
 
     def __init__(self, pipeline: Any, state: Session, outer: dist.ProcessGroup | None) -> None:
@@ -58,9 +59,9 @@ class GradientReductions:
         self.buffers = {
             n: group.main_grad_buffer for n, group in groups if group.main_grad_buffer is not None
         }
-        """The gradients by the numbers of their buckets; none of what is frozen."""
+        """The gradient buffers by the numbers of their buckets; frozen parameters have none."""
         self.exchanges: dict[int, Exchange] = {}
-        """Likewise; none over a single rank, nor with method none."""
+        """The exchanges by the numbers of their buckets; empty over a single rank and with method none."""
         self.flat_because: str | None = None
         for number, buffer in self.buffers.items() if state.config.compresses else ():
             self._make(number, buffer)
@@ -76,14 +77,13 @@ class GradientReductions:
             size = contents.numel // shards.size()
             part = contents.part(shards.rank() * size, size)
             made = make_all_reduces([part], self._outer, self._state.setup)
-        for exchange in made.exchanges:  # one at most
+        for exchange in made.exchanges:  # There is at most one.
             self.exchanges[number] = exchange
         self.flat_because = self.flat_because or made.flat_because
 
     def detach(self) -> None:
-        """Restore the pipeline's original method."""
         self._override.undo()
-        self.exchanges = {}  # where somebody's override still calls this one
+        self.exchanges = {}  # Another override may still call this one.
 
     def _reduce(self, bucket_group: list[int], *args: Any, **kwargs: Any) -> Any:
         self._state.exchange_begins(1, rerun=False)
@@ -92,7 +92,7 @@ class GradientReductions:
 
     @contextmanager
     def _ours(self, bucket_group: list[int]) -> Iterator[None]:
-        """Within the block the collectives of a group of buckets are counted, and run in low bits."""
+        """Within the block, count the collectives of a group of buckets, and run the compressed kind."""
         upstream: Any = param_and_grad_buffer.torch
         manager: Any = param_and_grad_buffer._coalescing_manager
         scale: Any = param_and_grad_buffer.gradient_reduce_preprocessing
@@ -127,7 +127,7 @@ class GradientReductions:
             self._run(bucket_group, recorded)
 
         def scaled(gradient: torch.Tensor, factor: Any, config: Any) -> Any:
-            # It may put the factor into a ReduceOp of NCCL's, from which it cannot be read.
+            # The original may put the factor into a ReduceOp of NCCL, from which it cannot be read.
             plain = View(config, gradient_reduce_div_fusion=False)
             return scale(gradient, factor, plain if low and self._outer is None else config)
 
@@ -147,7 +147,6 @@ class GradientReductions:
             raise self._unsupported()
 
     def _run(self, buckets: list[int], recorded: list[Any]) -> None:
-        """Run what was asked for of these buckets, one after the other, to its end."""
         calls = recorded.copy()
         recorded.clear()
         if len(calls) != len(buckets):

@@ -1,11 +1,11 @@
-"""Megatron-FSDP (`--use-megatron-fsdp`) as it is attached: its gradients, and with `optim_grads` its weights.
+"""Attaches Megatron-FSDP (`--use-megatron-fsdp`): its gradients, and with `optim_grads` its weights.
 
-optim_grads          weights whole on every rank, gathered once a step; gradients reduce-scattered in
-                     each microbatch. LoCo's errors are as large as with Megatron's DDP.
-optim_grads_params   weights in shards, gathered twice a microbatch: `naive` is the default, since errors
-                     are of the whole model on every rank.
-HSDP                 either of them inside an optimizer instance, in full; the all-reduce of a step's
-                     reduced shard between instances is in low bits.
+optim_grads          Every rank has the whole weights, which are gathered once a step; gradients are
+                     reduce-scattered in each microbatch. LoCo's errors are as large as with Megatron's DDP.
+optim_grads_params   Weights are sharded, and gathered twice a microbatch. The default method is `naive`,
+                     because LoCo's errors would have the size of the whole model on every rank.
+HSDP                 Inside an optimizer instance either strategy runs uncompressed; only the all-reduce of
+                     the reduced shard between instances, once a step, is in low bits.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from megatron_patch.session.session import Session
 
 
 class MegatronFsdp:
-    """An attached FullyShardedDataParallel of megatron.core.distributed.fsdp; its attributes are those of
-    attach.py's Attachment."""
+    """An attached model of Megatron-FSDP (FullyShardedDataParallel), with the attributes of Attachment."""
 
     def __init__(self, chunk: Any, config: CompressionConfig) -> None:
         self.asked = config
@@ -52,13 +51,13 @@ class MegatronFsdp:
         self._marked = replicated_params.mark(chunk, chunk.tp_group) if config.compresses else []
 
     def detach(self) -> None:
-        """Megatron-FSDP's own exchange from the next backward pass on."""
+        """Restore Megatron-FSDP's own exchanges from the next backward pass on."""
         self._reductions.detach()
         self._gathers.detach()
         replicated_params.unmark(self._marked)
 
     def lines(self) -> Iterator[str]:
-        """What is on, for the log."""
+        """Yield the lines of the log that say what is compressed."""
         config, buffers = self.state.config, self._reductions.buffers
         elements = sum(buffer.bucket_index.size for buffer in buffers.values())
         if not config.compresses:
@@ -77,12 +76,12 @@ class MegatronFsdp:
         yield from (line for _, line in weight_lines(config, self.weights.seams))
 
     def ranks(self) -> dict[str, int]:
-        """Sizes of the groups, for checkpoints."""
+        """Return the sizes of the process groups, by name, for checkpoints."""
         outer = 1 if self._outer is None else self._outer.size()
         return {"data": self._fsdp.dist_index.get_fsdp_group().size(), "instances": outer}
 
     def parts(self) -> Iterator[tuple[Sender, Part]]:
-        """Every sender, and what its error state is of: of tensors that are this model-parallel rank's."""
+        """Yield every sender, and which elements of this model-parallel rank's tensors its error is for."""
         which = ("tensor_model", "pipeline_model", "expert_model")
         here = ".".join(str(getattr(parallel_state, f"get_{name}_parallel_rank")()) for name in which)
         names = self._fsdp.param_and_grad_buffer.param_to_name
@@ -101,7 +100,7 @@ class MegatronFsdp:
 
 
 def _piece(name: str, key: str, item: Any) -> Piece:
-    """A whole parameter; `item` is upstream's TensorItemIndex."""
+    """Return the Piece of a whole parameter; `item` is its TensorItemIndex of Megatron-FSDP."""
     shape = tuple(item.shape)
     strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
     return Piece(name, key, (0,) * len(shape), shape, item.global_data_index, strides)

@@ -1,9 +1,9 @@
-"""`--use-torch-fsdp2`: torch's FSDP2 inside Megatron's engine, by the adapter of pytorch/.
+"""Attaches torch's FSDP2 inside Megatron (`--use-torch-fsdp2`) by the adapter of pytorch/.
 
-Megatron's TorchFullyShardedDataParallel applies `fully_shard` to a model. The gradients are exchanged by
-pytorch/fsdp2.py, as without Megatron: once a microbatch, in the gradients' own dtype (bf16 in bf16 training).
-Optimizer steps are heard of Megatron's own step: in bf16 its optimizer holds fp32 copies, so that torch's
-hooks would see no parameter of the model. This is the one file of megatron/ that imports pytorch/.
+Megatron's TorchFullyShardedDataParallel applies `fully_shard` to a model. pytorch/fsdp2.py exchanges the
+gradients, as without Megatron: once a microbatch, in the gradients' own dtype (bf16 in bf16 training).
+Optimizer steps are observed through Megatron's own step: in bf16 its optimizer holds fp32 copies, so that
+torch's hooks would see no parameter of the model. No other file of megatron/ imports pytorch/.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TorchFsdp2:
     """An attached TorchFullyShardedDataParallel, with the attributes of attach.py's Attachment.
 
     Raises:
-        UserError: what pytorch/ cannot serve.
+        UserError: pytorch/ cannot serve the model or the configuration.
     """
 
     def __init__(self, chunk: Any, config: CompressionConfig) -> None:
@@ -40,26 +40,28 @@ class TorchFsdp2:
         self._marked = replicated_params.mark(chunk, self._tensor) if self.state.config.compresses else []
 
     def detach(self) -> None:
-        """FSDP2's own exchange from the next backward pass on."""
+        """Restore FSDP2's own exchange from the next backward pass on."""
         self._fsdp2.detach()
         replicated_params.unmark(self._marked)
 
     def lines(self) -> Iterator[str]:
-        """What is on, for the log."""
+        """Return the lines of the log that say what is compressed."""
         return lines(self._fsdp2)
 
     def ranks(self) -> dict[str, int]:
-        """Sizes of the groups, for checkpoints."""
+        """Return the sizes of the process groups, by name, for checkpoints."""
         return {**self._fsdp2.ranks(), "tensor": self._tensor.size()}
 
     def parts(self) -> Iterator[tuple[Sender, Part]]:
-        """Every sender, and what its error state is of; exchanges that were not needed yet are made. All
-        ranks must call it."""
+        """Yield every sender, and which elements its error is for. All ranks must call this.
+
+        Exchanges that no backward pass has needed yet are created first.
+        """
         for part in self._fsdp2.parts:
             trained = tuple(n for n, parameter in enumerate(part.group.tensors) if parameter.requires_grad)
             if trained and not part.made:
                 part.make(trained)
         for sender, found in self._fsdp2.senders():
-            # Tensor-parallel ranks hold unlike tensors of one name.
+            # Tensor-parallel ranks hold different tensors under the same name.
             pieces = [dataclasses.replace(p, key=f"{p.key}@{self._tensor.rank()}") for p in found.pieces]
             yield sender, dataclasses.replace(found, pieces=tuple(pieces))

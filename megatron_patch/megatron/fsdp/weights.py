@@ -2,9 +2,10 @@
 
 `AllGatherPipeline` gathers a bucket of weights in `async_bucket_gather`: with `optim_grads` once a step,
 inside the optimizer's step, or with `overlap_param_gather` from there on and in the next forward pass. Here
-a bucket stands for a bucket group of DDP's, with the states of seams/weights.py: what is asked for inside the
-step follows the step. What is asked for after it goes when upstream has asked for all that it wants now,
-since nothing travels within its `_coalescing_manager`. With `optim_grads_params` gathers are counted only.
+each bucket takes the role of a DDP bucket group, with the states of seams/weights.py: a gather that Megatron
+asks for inside the step runs after the step. The messages of later gathers are sent when Megatron has asked
+for all buckets, because nothing is sent within its `_coalescing_manager`. With `optim_grads_params` gathers
+are counted only.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron_patch.session.session import Session
 
 
 class _BucketGroup:
-    """A bucket of Megatron-FSDP's weights, as seams/weights.py knows a bucket group of DDP's."""
+    """A bucket of Megatron-FSDP's weights with the attributes of a DDP bucket group that WeightSeam reads."""
 
     param_gather_handle = None
 
@@ -40,17 +41,17 @@ class _BucketGroup:
         self.intra_distributed_optimizer_instance_group: dist.ProcessGroup = buffer.data_parallel_group
         self.intra_distributed_optimizer_instance_size = buffer.data_parallel_group.size()
         self.asked = asked
-        """The seams whose messages go next."""
+        """The seams whose messages are sent next; all buckets of a model share this list."""
         self.gather: Callable[[], Any] | None = None
-        """Upstream's last all-gather of this bucket."""
+        """A call that runs the all-gather of this bucket for which Megatron-FSDP has asked last."""
         self.handle: Any = None
         self.within_upstream = False
 
     def wait(self) -> None:
-        """Upstream waits for a gather that goes another way, and ends in `wait_bucket_ready`."""
+        """Do nothing: Megatron-FSDP waits for this handle, but the gather ends in `wait_bucket_ready`."""
 
     def start_param_sync(self, force_sync: bool = False) -> None:
-        """Gather the bucket in full, as upstream has asked."""
+        """Gather the bucket in full, by the all-gather for which Megatron-FSDP has asked."""
         assert self.gather is not None
         self.handle = self.gather()
         if not self.within_upstream:
@@ -58,8 +59,6 @@ class _BucketGroup:
 
 
 class _Seam(WeightSeam):
-    """One bucket's gather."""
-
     @property
     def _defers(self) -> bool:
         return True
@@ -72,16 +71,16 @@ class _Seam(WeightSeam):
             super()._start_param_sync(force_sync)
 
     def _call_upstream(self) -> None:
-        self._state = State.IN_FULL  # upstream has made its own bookkeeping already
+        self._state = State.IN_FULL  # Megatron-FSDP has done its own bookkeeping already.
 
 
 class WeightGathers:
-    """Overrides an AllGatherPipeline until `detach`; `weights` are its seams.
+    """Overrides an AllGatherPipeline until `detach`; `weights` has the seams of its buckets.
 
     Args:
-        pipeline: Megatron-FSDP's.
-        config: its DistributedDataParallelConfig.
-        state: the model's.
+        pipeline: the AllGatherPipeline of Megatron-FSDP.
+        config: the model's DistributedDataParallelConfig.
+        state: the model's session.
     """
 
     def __init__(self, pipeline: Any, config: Any, state: Session) -> None:
@@ -103,8 +102,8 @@ class WeightGathers:
         self._overrides = [patching.override(pipeline, *pair) for pair in zip(names, methods, strict=True)]
 
     def detach(self) -> None:
-        """Restore the pipeline's original methods; what is under way ends first."""
-        self._groups = {}  # where somebody's override still calls this one
+        """Wait for the messages under way, and restore the pipeline's original methods."""
+        self._groups = {}  # Another override may still call this one.
         while self._under_way:
             self._under_way.popitem()[1].wait()
         for override in self._overrides:
@@ -142,7 +141,7 @@ class WeightGathers:
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """Upstream asks for gathers; at the end the messages of those that are coded are sent."""
+        """Within the block Megatron-FSDP asks for gathers; at its end the messages of coded ones are sent."""
         self._depth += 1
         try:
             yield

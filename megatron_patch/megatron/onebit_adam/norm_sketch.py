@@ -1,17 +1,18 @@
-"""The norm of a mean that no rank has: of the ranks' gradients, before they are exchanged.
+"""Estimates the norm of the mean of the ranks' gradients, although no rank has this mean.
 
-Clipping wants |mean of g_i|, and the ranks' own norms do not tell it: noise that differs between ranks counts
-fully in each |g_i|, and 1/N in the mean. So every rank folds its gradient into K numbers,
+Clipping needs |mean of g_i|, which the norms of the ranks' own gradients do not give: noise that differs
+between ranks counts fully in each |g_i|, but only 1/N in the mean. So every rank folds its gradient into K
+numbers,
 
     S_i[k] = sum over elements j with column(j) = k of sign(j) * g_i[j]          (a count sketch)
 
 with signs and columns that all ranks share. Folding is linear, so the mean of the S_i is the sketch of the
-mean gradient; and |S|^2 is an unbiased estimate of the squared norm, with a standard deviation of sqrt(2/K)
-of it: 2.2 % of the norm for K of about a thousand. It costs one pass over the gradient and an all-reduce of 4
-KiB. NaN and Inf stay what they are.
+mean gradient. |S|^2 is an unbiased estimate of the squared norm, with a relative standard deviation of
+sqrt(2/K): for K of about a thousand, 2.2 % of the norm. It costs one pass over the gradient and an all-reduce
+of 4 KiB. NaN and Inf are preserved.
 
-Signs come from a table, entered at a random place for each stretch of a gradient, anew in every step. K is a
-prime: no column of a weight matrix stays in one column of the sketch.
+The signs come from one table. Each stretch of a gradient reads them from a place in it that is drawn anew in
+every step. K is a prime, so that no column of a weight matrix stays in one column of the sketch.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ import torch
 import torch.distributed as dist
 
 COLUMNS = 1021
-"""K, the numbers of a sketch."""
+"""K, the length of a sketch."""
 STRETCH = 256 * COLUMNS
-"""Elements of a gradient that take their signs from one place of the table."""
+"""A stretch is this many consecutive elements of a gradient, whose signs are consecutive in the table."""
 _TABLE = 16 * STRETCH
 
 
 @dataclass(frozen=True)
 class ScaledValues:
-    """Elements that follow each other: `values`, of any float dtype, times `factor`.
+    """Consecutive elements of a gradient: `values`, of any float dtype, times `factor`.
 
-    The k-th stretch of them takes its signs from the table's `starts`[k]-th on.
+    The signs of the k-th stretch begin at index `starts[k]` of the table.
     """
 
     values: torch.Tensor
@@ -48,8 +49,8 @@ class NormSketch:
     """The sketch of a vector that is added piece by piece; all ranks add pieces of the same lengths.
 
     Args:
-        seed: equal on all ranks, another in every step.
-        device: of the pieces.
+        seed: the same on all ranks, and a different one in every step.
+        device: the device of the pieces.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -58,7 +59,7 @@ class NormSketch:
         self._pieces: list[ScaledValues] = []
 
     def add(self, piece: torch.Tensor, factor: float) -> None:
-        """Add the next elements, `factor` times `piece` of any float dtype and shape; they are read later."""
+        """Add the next elements, `factor` times `piece` (any float dtype and shape), which is read later."""
         values = piece.reshape(-1)
         if not values.numel():
             return
@@ -67,13 +68,13 @@ class NormSketch:
         self._pieces.append(ScaledValues(values, factor, starts))
 
     def squared_norm_of_mean(self, group: dist.ProcessGroup) -> torch.Tensor:
-        """An estimate of |mean over the group's ranks|^2, fp64 []; every rank of it must call this once."""
+        """Estimate |mean over the group's ranks|^2, fp64 []; all ranks of the group must call this once."""
         values = self._folded()
         dist.all_reduce(values, group=group)
         return (values.double() / group.size()).square().sum()
 
     def _folded(self) -> torch.Tensor:
-        if self._device.type == "cuda":  # Triton is imported where a GPU is used only
+        if self._device.type == "cuda":  # Triton is imported only if a GPU is used.
             kernel = importlib.import_module("megatron_patch.megatron.onebit_adam.sketch_kernel")
             folded: torch.Tensor = kernel.fold(rows_of(self._pieces), signs(self._device), COLUMNS)
             return folded
@@ -81,7 +82,7 @@ class NormSketch:
 
 
 def fold(pieces: list[ScaledValues], table: torch.Tensor) -> torch.Tensor:
-    """The sketch of pieces, fp32 [COLUMNS]."""
+    """Return the sketch of the pieces, fp32 [COLUMNS]; `table` is `signs`."""
     values = torch.zeros(COLUMNS, dtype=torch.float32, device=table.device)
     for part, factor, start in _stretches(pieces):
         signed = part * table[start : start + part.numel()]
@@ -92,8 +93,10 @@ def fold(pieces: list[ScaledValues], table: torch.Tensor) -> torch.Tensor:
 
 
 def rows_of(pieces: list[ScaledValues]) -> dict[torch.dtype, torch.Tensor]:
-    """What the kernel reads of pieces, by their dtypes, int64 [stretches, 4]: a stretch's address, its number
-    of elements, where its signs begin, and the bits of its factor."""
+    """Return the kernel's table of stretches, int64 [stretches, 4], for each dtype of the pieces.
+
+    A row has the address of a stretch, its number of elements, where its signs begin, and its factor's bits.
+    """
     rows: dict[torch.dtype, list[torch.Tensor]] = {}
     for piece in pieces:
         at = torch.arange(len(piece.starts), device="cpu") * STRETCH
@@ -114,7 +117,7 @@ def _stretches(pieces: list[ScaledValues]) -> Iterator[tuple[torch.Tensor, float
 
 @functools.cache
 def signs(device: torch.device) -> torch.Tensor:
-    """Random +1 and -1, int8 [_TABLE]."""
+    """Return the table of random signs, +1 and -1, int8 [_TABLE]."""
     generator = torch.Generator("cpu").manual_seed(20_210_202)
     drawn = torch.randint(2, (_TABLE,), generator=generator, dtype=torch.int8, device="cpu")
     return drawn.mul_(2).sub_(1).to(device)

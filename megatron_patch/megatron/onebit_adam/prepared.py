@@ -1,4 +1,4 @@
-"""What a compressed step of 1-bit Adam begins with, and what a loop may do between its halves."""
+"""The state of a compressed step of 1-bit Adam between `prepare_grads` and `step_with_ready_grads`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron_patch.megatron import patching
 
 @dataclass(frozen=True)
 class Found:
-    """What all ranks of the model agree on before a compressed step."""
+    """The values on which all ranks of the model agree before a compressed step."""
 
     norm: float
     """The norm of the mean gradient; NaN after an overflow."""
     unlike: bool
-    """Whether Adam's momentum is not what was exchanged last."""
+    """Whether Adam's momentum differs from the momentum that was exchanged last."""
     scale: float
-    """fp16's loss scale that the gradients carry."""
+    """The loss scale by which the gradients are multiplied with fp16."""
 
     @property
     def overflows(self) -> bool:
@@ -31,10 +31,10 @@ class Found:
 
 
 class Prepared:
-    """A compressed step between its halves: the loop may read gradients and their norm, and clip them.
+    """A compressed step between its halves, where the loop may read the gradients and their norm, and clip.
 
-    The gradients are copies of what this rank's own backward passes left. By how much the loop has scaled
-    them is read from one element of each optimizer.
+    The gradients are copies of this rank's own, unreduced ones. By how much the loop has scaled them is read
+    from one element of each optimizer.
     """
 
     def __init__(self, optimizer: Any, parts: Sequence[Any], found: Found) -> None:
@@ -43,7 +43,7 @@ class Prepared:
         self._probes: list[tuple[torch.Tensor, float]] = []
         for part in parts:
             for parameter, _ in own(part):
-                parameter.grad = parameter.grad / found.scale  # a copy: it may lie in the gradient buffer
+                parameter.grad = parameter.grad / found.scale  # not in place: it may be the gradient buffer
             largest = ((p.grad.view(-1)[p.grad.abs().argmax()], p) for p, _ in own(part))
             probe = next((element for element, _ in largest if element), None)
             if probe is not None:
@@ -61,14 +61,14 @@ class Prepared:
         ]
 
     def clipped_by(self) -> float:
-        """The factor; ends what the loop sees."""
+        """Return the factor by which the loop has scaled the gradients, and undo the overrides."""
         for override in self._overrides:
             override.undo()
         return min((float(element) / before for element, before in self._probes), default=1.0)
 
 
 def own(part: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The parameters of one of Megatron's optimizers that have gradients, each with Adam's state."""
+    """Yield the parameters of a Megatron optimizer that have gradients, each with its state of Adam."""
     for group in part.optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None and parameter.numel():
@@ -76,7 +76,7 @@ def own(part: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def copy_gradients(parts: Sequence[Any]) -> None:
-    """Give the optimizers' parameters the `main_grad` of the model's."""
+    """Copy the `main_grad` of the model's parameters to the `grad` of the optimizers' parameters."""
     for part in parts:
         if isinstance(part, FP32Optimizer):
             part.prepare_grads()
@@ -85,5 +85,5 @@ def copy_gradients(parts: Sequence[Any]) -> None:
 
 
 def magnitudes(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The L1 norm of each tensor, fp64 [n]."""
+    """Return the L1 norm of each of n tensors, fp64 [n]."""
     return torch.stack(torch._foreach_norm(tensors, 1)).double()

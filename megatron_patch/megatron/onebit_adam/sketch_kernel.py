@@ -1,6 +1,6 @@
-"""The norm's sketch on a GPU: all pieces in one launch, where torch takes four for each stretch.
+"""Computes the norm's sketch on a GPU in one launch per dtype, where torch needs four for each stretch.
 
-The sums are norm_sketch.fold's but for the order of fp32 additions, which is the same in every run.
+The sums are those of norm_sketch.fold except for the order of fp32 additions, which is the same in every run.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import triton.language as tl
 
 from megatron_patch.quantization.triton_kernels.float_bits import from_bf16
 
-_ROWS = 4  # of a stretch at a time
-_PROGRAMS = 1024  # at most: enough for any GPU
+_ROWS = 4  # A program reads this many rows of a stretch at a time.
+_PROGRAMS = 1024  # The largest number of programs, which is enough for any GPU.
 _POINTED_AT = {torch.float32: tl.float32, torch.bfloat16: tl.int16, torch.float16: tl.float16}
 
 
 def fold(rows: dict[torch.dtype, torch.Tensor], signs: torch.Tensor, columns: int) -> torch.Tensor:
-    """norm_sketch.fold, fp32 [columns], of rows_of contiguous pieces on the GPU that is current."""
+    """Return norm_sketch.fold, fp32 [columns], of contiguous pieces on the current GPU; `rows` is rows_of."""
     found = torch.zeros(columns, dtype=torch.float32, device=signs.device)
     for dtype, of_dtype in rows.items():
         programs = min(len(of_dtype), _PROGRAMS)

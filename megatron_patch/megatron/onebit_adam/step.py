@@ -1,21 +1,21 @@
-"""1-bit Adam inside Megatron's optimizers: their step, once the warm-up is over.
+"""The step of 1-bit Adam, which takes the place of the step of Megatron's optimizers after the warm-up.
 
-    warm-up       Megatron's own step on reduced gradients; warm_up.py says which was the last
+    warm-up       Megatron's own step runs on reduced gradients; warm_up.py decides when it ends
     from then on  bucket groups leave gradients unreduced (seams/gradients.py), finalize_model_grads works on
-                  them as they are (it is linear), and `step` stands for the optimizer's:
+                  the unreduced ones (it is linear), and `step` replaces the optimizer's:
 
-      1  the norm of the mean gradient, over the whole model; NaN or Inf anywhere: nothing changes
-      2  m_i = b1*m + (1-b1)*g_i, clipped by one factor; the low-bit all-reduce makes of them the shared m
-      3  x <- x - lr*(m^/(sqrt(v^)+eps) + wd*x) where the inner Adam would step; Megatron's own
+      1  estimate the norm of the mean gradient of the whole model; with a NaN or Inf the step is skipped
+      2  m_i = b1*m + (1-b1)*g_i, with g_i clipped by one factor; the low-bit all-reduce averages the m_i to m
+      3  x <- x - lr*(m^/(sqrt(v^)+eps) + wd*x) in place of the inner Adam's step; Megatron's own
          `step_with_ready_grads` does the rest: copies to bf16, gathers of sharded weights
 
-m is held whole on every rank, fp32, in the order of the gradient buffers. Adam's state stays Megatron's: v
-is `exp_avg_sq`, and `exp_avg` is given its part of m in every step, so checkpoints, schedules and groups of
-weight decay work as ever. Before each step all ranks of the model agree on what they find there: where
-somebody has changed `exp_avg` (a rollback), m is taken from it; where v is missing, all zero or younger than
-it was (another optimizer, zeroed moments), the gradients are reduced in full and a new warm-up begins. Which
-part of m is whose, the optimizers say themselves: they "copy gradients" as always while every parameter's
-`main_grad` is a view of m.
+Every rank holds all of m in fp32, in the order of the gradient buffers. Adam's state stays Megatron's: v is
+`exp_avg_sq`, and every step copies its part of m to `exp_avg`, so that checkpoints, schedules and groups of
+weight decay work unchanged. Before each step all ranks of the model compare this state with what it should
+be. If other code has changed `exp_avg` (a rollback), m is taken from it. If v is missing, all zero or of
+fewer steps than before (another optimizer, zeroed moments), the gradients are reduced in full and a new
+warm-up begins. The optimizers find their own parts of m: each parameter's `main_grad` is made a view of m
+while they copy gradients.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ logger = logging.getLogger(__name__)
 
 StepResult = tuple[bool, float | None, int | None]
 _NORM_EPS = 1e-6
-"""Megatron's own, in clip_grad_by_total_norm_fp32."""
+"""The epsilon that Megatron adds to the norm in clip_grad_by_total_norm_fp32."""
 _COUNTED_STEPS = (1, 10, 100, 1_000, 10_000, 100_000)
-"""After the warm-up: the elements that are held are counted in these, since counting costs a pass."""
+"""Steps after the warm-up in which the clamped elements are counted; counting takes a pass over them all."""
 _UNLIKE = 1e-4
-"""Relative: by more, sums of magnitudes are those of other momenta, not of other orders of summation."""
+"""If the L1 norms of two momenta differ by a larger part, it is not because of the order of summation."""
 
 
 class OneBitAdam:
-    """The momentum of the attached chunks that one Megatron optimizer updates.
+    """Makes the steps of one Megatron optimizer, whose attached chunks exchange momentum.
 
     Args:
-        optimizer: Megatron's, chained or not.
-        attached: each DDP-wrapped chunk with its state and seams.
+        optimizer: the Megatron optimizer, chained or not.
+        attached: the DDP-wrapped chunks that it updates, each with its session and seams.
 
     Raises:
-        UserError: an optimizer that is no Adam, keeps its state where 1-bit Adam cannot go, or updates models
-            that are not attached.
+        UserError: the optimizer is not Adam, keeps its state where 1-bit Adam cannot read it, or updates
+            models that are not attached.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class OneBitAdam:
         self._model = warm_up.ModelRanks(self._chunks[0])
         self._ready: Prepared | None = None
         devices = [bucket.grad_data.device for _, seam in self._seams for bucket in seam.group.buckets]
-        self._device = next(iter(devices), torch.device("cpu"))  # a chunk that is frozen whole has none
+        self._device = next(iter(devices), torch.device("cpu"))  # A fully frozen chunk has no buckets.
         self._held = torch.zeros(2, dtype=torch.int64)
-        """Elements that are held in this step, on this rank (update.held)."""
+        """This step's clamped elements, and those without variance, on this rank (update.held)."""
 
     @torch.no_grad()
     def step(self, original: Callable[[], StepResult]) -> StepResult:
-        """The optimizer's step in either phase; `original` is Megatron's own."""
+        """Make the optimizer's step in either phase; `original` is Megatron's own step."""
         if self._states[0].active:
             with self._momentum_as_gradients():
                 found = self._look()
@@ -109,9 +109,10 @@ class OneBitAdam:
 
     @torch.no_grad()
     def prepare(self, original: Callable[[], bool]) -> bool:
-        """The first half of a step, where a loop clips between the halves; whether there was an overflow.
+        """Make the first half of a step, `prepare_grads`, and return whether gradients overflowed.
 
-        In the compressed phase the loop gets copies of this rank's own gradients, and the norm of their mean.
+        In the compressed phase the loop gets copies of this rank's own gradients, and the norm of their mean,
+        so that it can clip between the halves.
         """
         self._ready = None
         if self._states[0].active:
@@ -126,7 +127,7 @@ class OneBitAdam:
 
     @torch.no_grad()
     def update(self, original: Callable[[], bool]) -> bool:
-        """The second half of a step; whether parameters were updated."""
+        """Make the second half, `step_with_ready_grads`, and return whether parameters were updated."""
         ready, self._ready = self._ready, None
         if ready is None:
             successful = original()
@@ -137,9 +138,9 @@ class OneBitAdam:
             return self._compressed_step(ready.found, clip)
 
     def _look(self) -> Found | None:
-        """What all ranks find before a compressed step; None where the variance is not what was frozen.
+        """Collect over all ranks what a compressed step needs; None if the variance is not the frozen one.
 
-        Within `_momentum_as_gradients`. Tells fp16's scalers whether gradients overflowed.
+        Call it within `_momentum_as_gradients`. It tells fp16's scalers whether gradients overflowed.
         """
         mine = [found for part in self._parts for found in own(part)]
         known = [state for _, state in mine if {"exp_avg", "exp_avg_sq"} <= state.keys()]
@@ -171,9 +172,10 @@ class OneBitAdam:
         return self._update()
 
     def _squared_norm(self) -> torch.Tensor:
-        """This rank's share of the mean gradient's squared norm, estimated to 4 % (norm_sketch.py), fp64 [].
+        """Return this rank's share of the mean gradient's squared norm, fp64 [], estimated to 4 %.
 
-        NaN where a gradient of any rank is not finite. What several ranks of the model hold counts once.
+        It is NaN if a gradient of any rank is not finite. Parameters that several ranks of the model hold
+        count once.
         """
         first = self._states[0]
         sketches: dict[dist.ProcessGroup, NormSketch] = {}
@@ -193,7 +195,7 @@ class OneBitAdam:
         return total
 
     def _exchange(self, factor: float) -> None:
-        """Form every rank's own momentum, and make it the shared one."""
+        """Form this rank's momentum, and average it over the ranks by the low-bit all-reduce."""
         beta1 = self._optimizer.config.adam_beta1
         for state, seam in self._seams:
             assert seam.momentum is not None
@@ -212,7 +214,7 @@ class OneBitAdam:
             shared.average()
 
     def _update(self) -> bool:
-        """Megatron's `step_with_ready_grads`, with ours where the inner Adam's step would be."""
+        """Call Megatron's `step_with_ready_grads` with `_inner_step` in place of the inner Adam's step."""
         for part in self._parts:
             part.optimizer.step = functools.partial(self._inner_step, part)
         self._held = torch.zeros(2, dtype=torch.int64, device=self._device)
@@ -224,7 +226,7 @@ class OneBitAdam:
             self._say_what_is_held()
 
     def _say_what_is_held(self) -> None:
-        """A line at some steps: how many elements the frozen variance does not serve."""
+        """Log, at some steps, how many elements are clamped or have no variance."""
         state = self._states[0]
         compressed_steps = state.steps + 1 - (state.phase.switch_step or 0)
         if compressed_steps not in _COUNTED_STEPS:
@@ -271,7 +273,7 @@ class OneBitAdam:
 
     @contextmanager
     def _momentum_as_gradients(self) -> Iterator[None]:
-        """Within the block, each parameter of the optimizers has its part of m as its gradient."""
+        """Within the block, the gradient of each of the optimizers' parameters is its part of m."""
         new = any(momentum.held is None for momentum in self._momentum)
         gradients: dict[Any, torch.Tensor] = {}
         views: dict[Any, torch.Tensor] = {}
@@ -291,7 +293,7 @@ class OneBitAdam:
                 part.zero_grad()
 
     def _take_moments(self) -> None:
-        """m is what Adam holds: in the first step since the warm-up or a checkpoint, or after a rollback."""
+        """Copy Adam's momentum to m: after the warm-up, a loaded checkpoint or a rollback they differ."""
         for part in self._parts:
             for parameter, state in own(part):
                 parameter.grad.copy_(state["exp_avg"])
@@ -302,7 +304,7 @@ class OneBitAdam:
         first = self._states[0]
         if not successful or first.phase.switch_step is not None or self._model.alone:
             return
-        steps = first.steps + 1  # this one is not counted yet
+        steps = first.steps + 1  # The current step is not counted yet.
         variance_steps = warm_up.over(first.phase, steps, first.config.warmup_steps, self._parts, self._model)
         if variance_steps is None:
             return
@@ -317,7 +319,6 @@ class OneBitAdam:
             )
 
     def _begin_warm_up_again(self) -> None:
-        """Reduce the gradients of this step, and those of the next ones, until there is a variance again."""
         counted = max(map(warm_up.adam_steps, self._parts), default=0)
         (steps,) = self._model.reduce([counted], dist.ReduceOp.MAX)
         for state in self._states:
@@ -334,5 +335,5 @@ class OneBitAdam:
 
 
 def _counts(parameter: torch.nn.Parameter) -> bool:
-    """Whether this rank's copy of a parameter is the one that counts in norms: Megatron's own conditions."""
+    """Whether this rank's copy of a parameter counts in norms, by Megatron's own conditions."""
     return bool(param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter))

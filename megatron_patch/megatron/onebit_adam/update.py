@@ -1,6 +1,6 @@
-"""1-bit Adam's arithmetic (arXiv 2102.02888, algorithm 1), on tensors alone.
+"""The arithmetic of 1-bit Adam (arXiv 2102.02888, algorithm 1), as functions of tensors.
 
-After the warm-up the variance v is frozen, and m, the momentum, is what travels. Per step, on worker i of n:
+After the warm-up the variance v is frozen, and the momentum m is exchanged. Per step, on worker i of n:
 
     m_i = b1*m + (1-b1)*g_i                     `form`
     m   = C(mean of C(m_i + d_i) + D)           the low-bit all-reduce (collectives/all_reduce.py): d_i and D
@@ -8,10 +8,10 @@ After the warm-up the variance v is frozen, and m, the momentum, is what travels
     x   = x - lr*(s + wd*x)                     `update`, s = m^ / (sqrt(v^) + eps) within +-most,
                                                 m^ = m / (1 - b1^t), v^ = v / (1 - b2^T)
 
-The paper leaves Adam's bias correction out; here it stays as in the warm-up: t counts all steps,
-T the steps of the warm-up, in which v was made. `most` comes from the bound of Adam's own steps (arXiv
-1412.6980, section 2.1), which a frozen v does not keep: an element that hardly had a gradient in the warm-up
-has next to no v, and every momentum of its block is as large as the block's mean.
+The paper leaves out Adam's bias correction; here it is kept: t counts all steps, and T the steps of the
+warm-up, which made v. `most` bounds the step, as Adam's own steps are bounded (arXiv 1412.6980, section 2.1).
+With a frozen v they would not be: an element with hardly any gradient in the warm-up has hardly any v, while
+a 1-bit code gives every element of a block a momentum as large as the block's mean.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from dataclasses import dataclass
 import torch
 
 _AT_ONCE = 1 << 26
-"""Elements."""
+"""How many elements are updated at a time."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the parameters of one group of an optimizer have in common in a step."""
+    """The scalars of one step that are the same for all parameters of an optimizer's group."""
 
     lr: float
     weight_decay: float
@@ -38,23 +38,23 @@ class Sizes:
     variance_bias: float
     """1 - b2^T."""
     most: float
-    """The bound of a step, in learning rates (update.most)."""
+    """The bound of a step, in units of the learning rate (`most`)."""
 
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""x, m, v, and where Adam keeps its m (`exp_avg`); of one shape."""
+"""The tensors x, m, v, and Adam's own m (`exp_avg`) of one parameter, all of the same shape."""
 
 
 def form(momentum: torch.Tensor, gradient: torch.Tensor, beta1: float, factor: float) -> None:
-    """m <- b1*m + (1-b1)*factor*g in place: fp32 [B], and fp32, bf16 or fp16 [B]."""
+    """Compute m <- b1*m + (1-b1)*factor*g in place; m is fp32 [B], g fp32, bf16 or fp16 [B]."""
     momentum.mul_(beta1).add_(gradient, alpha=(1 - beta1) * factor)
 
 
 def update(parameters: Sequence[Tensors], sizes: Sizes) -> None:
-    """x <- x - lr*(s + weight_decay*x), s = m^ / (sqrt(v^) + eps) within +-most, and exp_avg <- m, in fp32.
+    """Compute x <- x - lr*(s + weight_decay*x) and exp_avg <- m in fp32.
 
-    An element whose variance is 0 never had a gradient: what its momentum says is its block's rounding, and
-    it stays put (but for weight decay).
+    Here s = m^ / (sqrt(v^) + eps), clamped to +-most. An element whose variance is 0 never had a gradient, so
+    that its momentum is only its block's rounding: it gets weight decay and no step.
     """
     largest = sizes.most * sizes.momentum_bias
     for some in _batches(parameters):
@@ -73,7 +73,7 @@ def update(parameters: Sequence[Tensors], sizes: Sizes) -> None:
 
 
 def _batches(parameters: Sequence[Tensors]) -> Iterator[list[Tensors]]:
-    """Some parameters at a time: what is computed on the way takes twice their memory."""
+    """Yield some of the parameters at a time, because intermediate tensors take twice their memory."""
     some: list[Tensors] = []
     for tensors in parameters:
         some.append(tensors)
@@ -85,16 +85,17 @@ def _batches(parameters: Sequence[Tensors]) -> Iterator[list[Tensors]]:
 
 
 def most(beta1: float, beta2: float) -> float:
-    """The bound of a step, in learning rates: three times the largest that Adam makes.
+    """Return the bound of a step in units of the learning rate: three times Adam's largest step.
 
-    That is the step of the first gradient after many zeros. The code gives all of a block one size, so that
-    good steps are above it: with the bound itself mixtures ended 0.4 % worse, with three times it not.
+    Adam's largest step is that of the first gradient after many zeros. Since the code gives all elements of
+    a block one size, useful steps may be larger: bounded by Adam's largest step, mixtures of experts ended
+    with a loss 0.4 % worse; bounded by three times it, they did not.
     """
     return 3 * max(1.0, (1 - beta1) / math.sqrt(1 - beta2))
 
 
 def held(parameters: Sequence[Tensors], sizes: Sizes) -> torch.Tensor:
-    """How many elements' steps the bound holds, and how many have no variance: int64 [2]."""
+    """Count the elements whose steps are clamped to the bound, and those without variance: int64 [2]."""
     counts = torch.zeros(2, dtype=torch.int64, device=parameters[0][0].device if parameters else "cpu")
     for _, momentum, variance, _ in parameters:
         size = (variance / sizes.variance_bias).sqrt_().add_(sizes.eps)

@@ -1,11 +1,11 @@
-"""When 1-bit Adam's warm-up is over: after `warmup_steps`, or when Adam's variance has settled.
+"""Decides when 1-bit Adam's warm-up is over: after `warmup_steps`, or when Adam's variance has settled.
 
-`warmup: auto` compares the L1 norm of the variance v, its bias corrected, over all parameters of the model
-with what it was 1/(1-b2) steps ago, the time in which v forgets (arXiv 2102.02888, section 7.1). The warm-up
-is over when the smaller is at least `SETTLED` of the larger, and the learning rate has not risen in between:
-while it rises, the norm may turn, and pass its old value by chance.
+`warmup: auto` compares the L1 norm of the bias-corrected variance v, over all parameters of the model, with
+its value 1/(1-b2) steps ago, the time in which v forgets (arXiv 2102.02888, section 7.1). The warm-up is over
+when the smaller of the two is at least `SETTLED` times the larger, and the learning rate has not risen in
+between. While the rate rises, the norm may change direction and pass its old value by chance.
 
-Steps are those that made the variance, which Adam counts, not the job's.
+The steps that are compared are those that made the variance, as Adam counts them, not the job's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ModelRanks:
     """All ranks that hold a part or a copy of one model.
 
     Args:
-        chunk: Megatron's DDP instance, which knows its process groups.
+        chunk: the DDP instance of Megatron, which has the process groups.
     """
 
     def __init__(self, chunk: Any) -> None:
@@ -33,10 +33,10 @@ class ModelRanks:
         groups = [chunk.dp_cp_group, chunk.tp_group, pipeline]
         self._groups = [group for group in groups if group is not None and group.size() > 1]
         self.alone = chunk.dp_cp_group.size() == chunk.expt_dp_group.size() == 1
-        """Whether each parameter has a single rank, so that nothing is exchanged."""
+        """Whether every data-parallel group is a single rank, so that nothing is exchanged."""
 
     def reduce(self, values: Sequence[float | torch.Tensor], op: Any) -> list[float]:
-        """The values' sums, or largest or smallest ones, over the ranks; every one of them must call it."""
+        """Reduce scalars over the model's ranks, by sum, maximum or minimum; all of them must call this."""
         device = "cuda" if any("nccl" in dist.get_backend(group) for group in self._groups) else "cpu"
         scalars = [torch.as_tensor(value, dtype=torch.float64).to(device) for value in values]
         total = torch.stack(scalars)
@@ -47,16 +47,17 @@ class ModelRanks:
 
 
 def over(phase: Phase, steps: int, wanted: int | None, parts: Sequence[Any], model: ModelRanks) -> int | None:
-    """Look at a model's optimizers after a step of theirs: is the warm-up over? Call it on all of its ranks.
+    """Decide after a step whether the warm-up is over. All ranks of the model must call this.
 
     Args:
-        phase: is told what the step shows.
-        steps: the job's, this one included.
-        wanted: steps of a fixed warm-up; None: when the variance has settled.
-        parts: this rank's optimizers, chaining no others.
+        phase: the phase of 1-bit Adam, in which the norms and the learning rate are recorded.
+        steps: the optimizer steps of the job, including this one.
+        wanted: the steps of a fixed warm-up; None ends it when the variance has settled.
+        parts: this rank's optimizers, none of which chains others.
+        model: the model's ranks.
 
     Returns:
-        The steps that made the variance where the warm-up is over, else None.
+        The number of steps that made the variance if the warm-up is over, else None.
     """
     if wanted is not None and steps < wanted:
         return None
@@ -87,7 +88,7 @@ def over(phase: Phase, steps: int, wanted: int | None, parts: Sequence[Any], mod
 
 
 def adam_steps(part: Any) -> int:
-    """Steps that the Adam inside a Megatron optimizer has made; 0 where it holds no parameter."""
+    """Return how many steps the Adam inside a Megatron optimizer has made; 0 if it holds no parameter."""
     for group in part.optimizer.param_groups:
         for parameter in group["params"]:
             state = part.optimizer.state.get(parameter, {})

@@ -1,1 +1,1 @@
-"""How Megatron's own calls reach the exchanges: gradients, the optimizer's step."""
+"""The places where Megatron's calls are replaced: gradient exchange, weight gather, optimizer step."""

@@ -1,22 +1,22 @@
 """Seam: reduces the gradients of one Megatron bucket group in low bits.
 
 `_ParamAndGradBucketGroup.start_grad_sync` (megatron.core.distributed.param_and_grad_buffer) does much that
-must stay upstream's: draining predecessors, NaN checks, gradient_scaling_factor, streams, CUDA-graph events.
+must stay Megatron's: draining predecessors, NaN checks, gradient_scaling_factor, streams, CUDA-graph events.
 Then it calls a collective per bucket, in order:
 
     distributed optimizer                  `dist_reduce_scatter_func`, a global of that module
       with several instances of it         and `torch.distributed.all_reduce` of the shard, between instances
     replicated optimizer                   `torch.distributed.all_reduce` of the bucket
 
-So the method is overridden on the INSTANCE. For the length of the original call the module's two globals only
-record what they are asked for (intercept.py); after it, the same collectives run in low bits, each by its
-exchange (collectives/exchange.py), and where upstream left a handle it gets ours.
+The method is overridden on the INSTANCE. While the original runs, the module's two globals only record the
+collectives (intercept.py). After it, the same collectives run in low bits, each by its exchange
+(collectives/exchange.py), and the handle that Megatron has stored is replaced by ours.
 
-Why not one layer down (torch.distributed itself)? Other users of it would be hit. Why not one layer up (the
-whole method)? It differs between releases. Why after the call and not within? Upstream calls within
-`_coalescing_manager`, where an all-to-all runs at once while an all-gather waits for the manager's end.
+To replace torch.distributed itself, one layer down, would affect its other users; the whole method, one layer
+up, differs between releases. The exchanges run after the call, because within it Megatron's
+`_coalescing_manager` is open, in which an all-to-all runs at once but an all-gather waits for its end.
 
-The first batch is dispatched in `finish_grad_sync`, later ones from backward hooks: both go through here.
+The first batch is dispatched in `finish_grad_sync`, later ones from backward hooks: both call this method.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _REPLAYING = (RerunState.RERUNNING_IN_PLACE, RerunState.RERUNNING_FROM_CHECKPOIN
 
 
 class _AllHandles:
-    """Takes the place of upstream's single handle of a bucket group (`grad_reduce_handle`)."""
+    """Replaces the single handle of a bucket group of Megatron (`grad_reduce_handle`)."""
 
     def __init__(
         self,
@@ -64,31 +64,31 @@ class _AllHandles:
 
 @dataclass(frozen=True)
 class Stage:
-    """One of the collectives that reduce a bucket group's gradients, in their order."""
+    """One of the successive collectives that reduce a bucket group's gradients, for all of its buckets."""
 
     kind: str
-    """What Megatron calls it: "reduce-scatter" or "all-reduce"."""
+    """The kind of the collective: "reduce-scatter" or "all-reduce"."""
     of: str
-    """What is exchanged: "gradient" or "momentum"."""
+    """The tensor that is exchanged: "gradient" or "momentum"."""
     group: dist.ProcessGroup
     contents: Sequence[Contents]
-    """Each bucket's tensor."""
+    """For each bucket, where parameters lie in the tensor that this stage reduces."""
     averages: bool
     """Whether the sum is divided by the number of ranks."""
     made: Made
-    """An exchange for each bucket; none over a single rank, nor with method none."""
+    """It has an exchange for each bucket, but none over a single rank or with method none."""
     shard: int = 0
-    """The tensor is this one of its bucket's shards of that size."""
+    """The index of the shard of the bucket that this stage reduces; 0 if it reduces the whole bucket."""
     copies: int = 1
-    """How many groups reduce other gradients of the same elements; the next stage sums their results."""
+    """How many groups reduce these elements, each over its own ranks; the next stage sums their results."""
     copy: int = 0
-    """Which of them this rank's group is."""
+    """The index of this rank's group among these groups."""
 
 
 def contents_of(bucket: Any, momentum: bool = False) -> Contents:
-    """What a Megatron bucket is made of: its parameters, with padding between and after them.
+    """Return where the parameters lie in a Megatron bucket, which has padding between and after them.
 
-    Vectors (norms' weights, biases) are sent as they are; but 1-bit Adam sends their momentum in 1 bit too.
+    Vectors (norms' weights, biases) are sent exactly, but 1-bit Adam sends their momentum in 1 bit too.
     """
     spans = [
         Span.of(start, parameter.shape, exact=parameter.dim() < 2 and not momentum)
@@ -100,12 +100,11 @@ def contents_of(bucket: Any, momentum: bool = False) -> Contents:
 class BucketGroupSeam:
     """Overrides `start_grad_sync` of one bucket group until `detach`.
 
-    `group` is Megatron's `_ParamAndGradBucketGroup`; `stages` are its collectives in their order, with an
-    exchange for each bucket (none over a single rank, nor with method none).
+    `group` is the bucket group, and `stages` are its collectives in the order in which they run.
 
     Args:
-        bucket_group: Megatron's bucket group.
-        state: the chunk's, in which the senders are allocated.
+        bucket_group: the `_ParamAndGradBucketGroup` of Megatron.
+        state: the chunk's session, in which the senders are allocated.
         expert: whether the parameters are experts', reduced over the expert-data-parallel group.
     """
 
@@ -136,7 +135,7 @@ class BucketGroupSeam:
 
         @functools.wraps(self._original)
         def start_grad_sync(force_all_reduce: bool | None = False) -> None:
-            if self._detached:  # somebody's override still calls this one
+            if self._detached:  # Another override may still call this one.
                 self._original(force_all_reduce=force_all_reduce)
             else:
                 self._start_grad_sync(force_all_reduce)
@@ -147,7 +146,7 @@ class BucketGroupSeam:
         setup, average = self._state.setup, self.group.ddp_config.average_in_collective
         buckets = [contents_of(bucket, setup.config.is_onebit_adam) for bucket in self.group.buckets]
         compresses = setup.config.compresses
-        if self.momentum is not None:  # whole buckets, whoever holds Adam's state; always the mean
+        if self.momentum is not None:  # Momentum is always averaged in whole buckets.
             everyone = self.momentum.group
             made = make_all_reduces(buckets, everyone, setup)
             yield Stage("all-reduce", "momentum", everyone, buckets, True, made)
@@ -163,30 +162,29 @@ class BucketGroupSeam:
             shards, shard = (scatter.size(), scatter.rank()) if scatter is not None else (1, 0)
             sizes = [bucket.numel // shards for bucket in buckets]
             owned = [bucket.part(shard * size, size) for bucket, size in zip(buckets, sizes, strict=True)]
-            # Between instances of the distributed optimizer one hop.
+            # The all-reduce between instances of the distributed optimizer takes one hop.
             one_hop = scatter is not None
             made = make_all_reduces(owned, reduce, setup, one_hop) if compresses else Made()
             yield Stage("all-reduce", "gradient", reduce, owned, average, made, shard=shard)
 
     @property
     def exchanges(self) -> Iterator[Exchange]:
-        """The exchanges of all stages and buckets, in the order of their allocation."""
+        """The exchanges of all stages and buckets, in the order in which they were allocated."""
         return (exchange for stage in self.stages for exchange in stage.made.exchanges)
 
     @property
     def compresses(self) -> bool:
-        """Whether any of this group's gradients leave in low bits (not with method none)."""
+        """Whether any of this group's gradients, or their momentum, are sent in low bits."""
         return any(stage.made.exchanges for stage in self.stages)
 
     def detach(self) -> None:
-        """Restore the bucket group's original method."""
         self._detached = True
         self._override.undo()
 
     def _start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         group = self.group
         if group.is_first_batch and group.grad_reduce_handle is not None:
-            return  # upstream's own early return: this batch was dispatched already
+            return  # Megatron returns here too, because this batch was dispatched already.
         self._note_pass()
         if self.momentum is not None and self._state.active:
             self._leave_unreduced(force_all_reduce)
@@ -203,7 +201,7 @@ class BucketGroupSeam:
         self._check(calls)
         stream = self._stream()
         overlaps = group.grad_reduce_handle is not None
-        group.grad_reduce_handle = None  # as upstream leaves it where a collective fails
+        group.grad_reduce_handle = None  # Megatron leaves None if a collective fails.
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             handles = self._start(calls)
             if overlaps:
@@ -212,7 +210,7 @@ class BucketGroupSeam:
                 _AllHandles(handles).wait()
 
     def _leave_unreduced(self, force_all_reduce: bool | None) -> None:
-        """1-bit Adam after its warm-up: the optimizer's step will exchange momentum (onebit_adam/step.py)."""
+        """Leave gradients unreduced, because 1-bit Adam exchanges momentum after its warm-up."""
         assert self.momentum is not None
         if force_all_reduce:
             raise RuntimeError(
@@ -227,11 +225,11 @@ class BucketGroupSeam:
             self.group.grad_reduce_handle = _AllHandles([])
 
     def _start(self, calls: CollectiveCalls) -> Sequence[Handle]:
-        """Start the recorded collectives; the last one of each bucket may still be running on return."""
+        """Start the recorded collectives in low bits; those of the last stage may still run on return."""
         handles: list[Handle] = []
         for stage in self.stages:
             for handle in handles:
-                handle.wait()  # the next stage needs an earlier one's sum
+                handle.wait()  # This stage needs the sums of the one before.
             if stage.made.exchanges:
                 handles = [
                     self._state.start(exchange, tensor, output, calls.average, stage.group)
@@ -242,7 +240,7 @@ class BucketGroupSeam:
         return handles
 
     def _stream(self) -> torch.cuda.Stream | None:
-        """The CUDA stream on which this group's exchange runs, where it is not the current one.
+        """Return the side stream for this group's exchange; None without overlap and on CPU.
 
         With overlap, a side stream keeps compression, and waiting for buckets in flight, from blocking the
         backward pass.
@@ -251,7 +249,7 @@ class BucketGroupSeam:
         if not config.overlap_grad_reduce or self._state.device.type != "cuda":
             return None
         if config.num_distributed_optimizer_instances > 1:
-            upstreams: torch.cuda.Stream = self.group.communication_stream  # which has waited already
+            upstreams: torch.cuda.Stream = self.group.communication_stream  # It has waited already.
             return upstreams
         stream = self._state.workspace.pool.stream_of(self.stages[0].group)
         stream.wait_stream(torch.cuda.current_stream())
@@ -269,11 +267,11 @@ class BucketGroupSeam:
             )
 
     def _note_pass(self) -> None:
-        """Report to the chunk's state which backward pass of this optimizer step the exchange belongs to."""
+        """Tell the chunk's session to which backward pass of this optimizer step the exchange belongs."""
         state = self._state
         self._passes = self._passes + 1 if self._step == state.ended_steps else 1
         state.exchange_begins(self._passes, get_rerun_state_machine().state in _REPLAYING)
-        if self._step != state.ended_steps:  # also where the exchange itself has ended a step
+        if self._step != state.ended_steps:  # This is also so if the call above has ended a step.
             self._step, self._passes = state.ended_steps, 1
 
 
@@ -282,13 +280,13 @@ _MARK = "average_gradients_across_tp_domain"
 
 # Norms, biases, routers and the like are not split among tensor-parallel ranks. Without sequence parallelism
 # each rank computes the same gradient for its copy, and stock Megatron needs no exchange to keep the copies
-# equal. Compression rounds them differently: a block's scale depends on its neighbours in the bucket, which
-# are other parts of the split weights on every rank, and the copies would drift apart, silently. Megatron's
-# finalize_model_grads averages the gradients of parameters with this mark over the tensor-parallel group.
+# equal. Compression rounds them differently, because a block's scale depends on neighbours in the bucket that
+# differ between ranks, and the copies would silently drift apart. Megatron's finalize_model_grads averages
+# the gradients of parameters that have this attribute over the tensor-parallel group.
 
 
 def mark(chunk: Any, tensor_group: dist.ProcessGroup) -> list[torch.nn.Parameter]:
-    """Have Megatron average a wrapped chunk's copies over tensor-parallel ranks; returns those marked."""
+    """Mark a chunk's unsplit parameters, so that Megatron averages their gradients; return them."""
     found = list(_copies(chunk)) if tensor_group.size() > 1 else []
     for parameter in found:
         setattr(parameter, _MARK, True)
@@ -296,7 +294,7 @@ def mark(chunk: Any, tensor_group: dist.ProcessGroup) -> list[torch.nn.Parameter
 
 
 def unmark(parameters: list[torch.nn.Parameter]) -> None:
-    """Undo `mark`."""
+    """Remove the attribute that `mark` has set."""
     for parameter in parameters:
         delattr(parameter, _MARK)
 
@@ -304,13 +302,13 @@ def unmark(parameters: list[torch.nn.Parameter]) -> None:
 def _copies(chunk: Any) -> Iterator[torch.nn.Parameter]:
     config = chunk.config
     for name, parameter in chunk.module.named_parameters():
-        plain = getattr(parameter, "orig_param", parameter)  # Megatron-FSDP's lack an attribute of experts'
-        # Megatron sums these after the exchange: finalize_model_grads' own conditions.
+        plain = getattr(parameter, "orig_param", parameter)  # Megatron-FSDP's own lack `allreduce`.
+        # finalize_model_grads sums the gradients of these parameters after the exchange, by these conditions.
         summed = (config.sequence_parallel and getattr(parameter, "sequence_parallel", False)) or (
             config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
         )
         split = getattr(parameter, "tensor_model_parallel", False)
-        expert = not getattr(plain, "allreduce", True)  # of another tensor-parallel group
+        expert = not getattr(plain, "allreduce", True)  # Experts have another tensor-parallel group.
         marked = hasattr(parameter, _MARK)
         if parameter.requires_grad and not (summed or split or expert or marked):
             yield parameter

@@ -1,8 +1,8 @@
-"""Megatron's collectives, recorded instead of run.
+"""Records the collectives for which Megatron asks, instead of running them.
 
 `start_grad_sync` asks for them through two globals of megatron.core.distributed.param_and_grad_buffer,
-`dist_reduce_scatter_func` and `torch`, and `start_param_sync` through `dist_all_gather_func`; for a while
-they are ours, for the thread that asked.
+`dist_reduce_scatter_func` and `torch`, and `start_param_sync` through `dist_all_gather_func`. Within a block
+these globals are replaced; calls of other threads still reach the originals.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from megatron_patch.megatron.patching import View
 
 @dataclass
 class CollectiveCalls:
-    """The collectives that upstream asked for, one for each bucket, as (output, input); not run."""
+    """The recorded collectives, one for each bucket, as (output, input)."""
 
     reduce_scatter: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     all_reduce: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     average: bool = False
 
     def of(self, kind: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Those of a kind: "reduce-scatter" or "all-reduce"."""
+        """Return the collectives of one kind: "reduce-scatter" or "all-reduce"."""
         return {"reduce-scatter": self.reduce_scatter, "all-reduce": self.all_reduce}[kind]
 
 
 one_thread = threading.RLock()
-"""Two threads that put their own in place would take each other's for upstream's."""
+"""Only one thread replaces globals at a time: a second one would take the first one's for Megatron's."""
 
 
 def for_this_thread(ours: Callable[..., Any], upstreams: Callable[..., Any]) -> Callable[..., Any]:
-    """`ours` where this thread calls; another thread's exchange, of a model without compression, goes on."""
+    """Return a function that calls `ours` in this thread, and `upstreams` in all other threads."""
     thread = threading.get_ident()
 
     def either(*args: Any, **kwargs: Any) -> Any:
@@ -50,13 +50,13 @@ def for_this_thread(ours: Callable[..., Any], upstreams: Callable[..., Any]) -> 
 
 @contextmanager
 def intercepted() -> Iterator[CollectiveCalls]:
-    """Within the block, upstream's gradient collectives are recorded instead of run."""
+    """Within the block, record Megatron's gradient collectives instead of running them."""
     calls = CollectiveCalls()
 
     def reduce_scatter(output: torch.Tensor, input: torch.Tensor, op: Any = None, **_: Any) -> object:
         calls.reduce_scatter.append((output, input))
         calls.average = op == dist.ReduceOp.AVG
-        # With reduce_scatter_with_fp32_accumulation and overlap this is the handle, and must not be None.
+        # With reduce_scatter_with_fp32_accumulation and overlap the result is the handle, and not None.
         return calls
 
     def all_reduce(tensor: torch.Tensor, op: Any = None, **_: Any) -> None:
@@ -74,7 +74,7 @@ def intercepted() -> Iterator[CollectiveCalls]:
 
 @contextmanager
 def intercepted_all_gathers() -> Iterator[list[torch.Tensor]]:
-    """Within the block, upstream's all-gathers of weights are recorded instead of run: their outputs."""
+    """Within the block, record the outputs of Megatron's all-gathers of weights instead of running them."""
     outputs: list[torch.Tensor] = []
 
     def all_gather(output: torch.Tensor, input: torch.Tensor, **_: Any) -> None:

@@ -1,9 +1,9 @@
-"""1-bit Adam's momentum m of one bucket group: whole on every rank, fp32, in the gradient buffers' order.
+"""Holds 1-bit Adam's momentum m of a bucket group: all of it on every rank, fp32, as in the gradient buffer.
 
-Tensor-parallel ranks hold copies of norms, biases and routers, the first and last pipeline stage one each of
-tied embeddings. finalize_model_grads gave all copies the same gradient, but momentum is rounded after it, in
-blocks shared with other neighbours on every rank. The copies' mean loses nothing: each sender's error
-remembers what was lost of its own (`Replicas`).
+Tensor-parallel ranks hold copies of norms, biases and routers; the first and the last pipeline stage each
+have one of tied embeddings. finalize_model_grads gives all copies the same gradient, but momentum is rounded
+later, in blocks whose other elements differ between ranks. So the copies are replaced by their mean
+(`Replicas`). This loses nothing, because each sender's error remembers what rounding lost of its own copy.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megatron.core import parallel_state
 
 
 class Replicas:
-    """Parts of momentum buffers that all ranks of a group hold copies of.
+    """Parts of momentum buffers of which every rank of a group holds a copy.
 
     Args:
         views: the parts, in the same order on all ranks of the group.
-        group: the ranks.
+        group: the ranks that hold the copies.
     """
 
     def __init__(self, views: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
@@ -29,7 +29,7 @@ class Replicas:
         self._group = group
 
     def average(self) -> None:
-        """Make the copies equal: their mean, summed in fp32 by one all-reduce."""
+        """Replace the copies by their mean, which one all-reduce sums in fp32."""
         flat = torch.cat([view.reshape(-1) for view in self._views])
         dist.all_reduce(flat, group=self._group)
         flat /= self._group.size()
@@ -39,8 +39,8 @@ class Replicas:
 
 
 def find_replicas(chunks: Sequence[Any], views: dict[Any, torch.Tensor]) -> Iterator[Replicas]:
-    """What of the chunks' momentum are copies; `views` has each parameter's part."""
-    # The only one of these groups that DDP does not know itself.
+    """Yield the copied parts of the chunks' momentum; `views` has the part of each parameter."""
+    # This is the only one of these groups that DDP does not have as an attribute.
     expert_group = parallel_state.get_expert_tensor_parallel_group(check_initialized=False)
     by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
     for chunk in chunks:
@@ -53,7 +53,7 @@ def find_replicas(chunks: Sequence[Any], views: dict[Any, torch.Tensor]) -> Iter
                 by_group.setdefault(group, []).append(views[parameter])
     for group, parts in by_group.items():
         yield Replicas(parts, group)
-    # The word embeddings last: a stage may hold them beside other copies.
+    # The word embeddings come last, because a stage may hold them beside other copies.
     tied = [
         views[parameter]
         for chunk in chunks
@@ -66,12 +66,12 @@ def find_replicas(chunks: Sequence[Any], views: dict[Any, torch.Tensor]) -> Iter
 
 
 class MomentumBuffers:
-    """m of each bucket of a Megatron bucket group.
+    """The momentum m of each bucket of a Megatron bucket group.
 
     Args:
-        bucket_group: Megatron's bucket group.
-        group: its data-parallel ranks, over which momentum is exchanged.
-        sharded_over: the ranks that Adam's state is sharded over; None where every rank holds all of it.
+        bucket_group: the bucket group.
+        group: its data-parallel group, over which momentum is exchanged.
+        sharded_over: the group over which Adam's state is sharded; None if every rank holds all of it.
     """
 
     def __init__(
@@ -81,13 +81,15 @@ class MomentumBuffers:
         self.group = group
         self._sharded_over = sharded_over
         self.held: list[torch.Tensor] | None = None
-        """fp32 [B] for each bucket; None before momentum is exchanged."""
+        """The momentum of each bucket, fp32 [B]; None before momentum is exchanged."""
         self.mean_factor = 1.0
-        """Megatron has scaled the unreduced gradients for its own collective. Times this factor, a rank's are
-        those whose mean over the ranks is the gradient of the step."""
+        """Times this factor, the ranks' unreduced gradients have the gradient of the step as their mean.
+
+        Without it they are scaled for Megatron's own collective.
+        """
 
     def views(self) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Every parameter with its part of m, which is allocated where it is not there yet."""
+        """Yield every parameter with its part of m; m is allocated if it does not exist yet."""
         buckets = self._bucket_group.buckets
         if self.held is None:
             self.held = [torch.zeros_like(bucket.grad_data, dtype=torch.float32) for bucket in buckets]
@@ -96,7 +98,7 @@ class MomentumBuffers:
                 yield parameter, held[start:end].view(parameter.main_grad.shape)
 
     def gather(self) -> None:
-        """Where Adam's state is sharded: fetch the other ranks' shards of m."""
+        """All-gather the shards of m if Adam's state is sharded."""
         ranks = self._sharded_over
         if ranks is None or ranks.size() == 1:
             return
@@ -105,15 +107,15 @@ class MomentumBuffers:
             dist.all_gather_into_tensor(held, own, group=ranks)
 
     def reduce_gradients(self) -> None:
-        """Reduce the gradients that were left unreduced, in full, for an optimizer step of Megatron's own."""
+        """Reduce, uncompressed, the gradients that were left unreduced, for a step of Megatron's own."""
         for bucket in self._bucket_group.buckets:
             bucket.grad_data.mul_(self.mean_factor / self.group.size())
             dist.all_reduce(bucket.grad_data, group=self.group)
 
     def clear_padding(self) -> None:
-        """Zero m between and behind a bucket's parameters.
+        """Set m to zero between and after a bucket's parameters.
 
-        A 1-bit code leaves something there, which weighs in the next scales, but no checkpoint has it.
+        A 1-bit code leaves values there that would change the next scales and that no checkpoint has.
         """
         for bucket, held in zip(self._bucket_group.buckets, self.held or (), strict=True):
             last = 0

@@ -1,11 +1,11 @@
-"""The optimizers' steps: optimizers tell the states of the model chunks whose parameters they update.
+"""Seam: wraps the steps of optimizers, and reports them to the sessions whose parameters they update.
 
 Megatron's optimizers update weights in two calls, `prepare_grads()`, which copies and unscales gradients and
-finds overflows, and `step_with_ready_grads()`; `step()` makes both, with clipping in between. Whatever is
-called outermost is the step: `step` of a chain (what get_megatron_optimizer returns) or of a single
-optimizer, or the pair, as MimoOptimizer and other loops call it. The methods are wrapped on their classes,
-since optimizers are built long after `attach`; upstream's loop, schedule and arithmetic stay untouched. Other
-optimizers of torch tell by the hooks that torch has for all of them; what they step is not changed.
+finds overflows, and `step_with_ready_grads()`; `step()` makes both, with clipping in between. The outermost
+call is the step: `step` of a chain (which get_megatron_optimizer returns) or of a single optimizer, or the
+two halves, as MimoOptimizer and other loops call them. The methods are wrapped on their classes, because
+optimizers are built long after `attach`; Megatron's loop, schedule and arithmetic are not changed. Other
+torch optimizers are observed by torch's global hooks, and their steps are not changed.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ from megatron_patch.session import torch_steps
 
 
 class Stepper(Protocol):
-    """What makes and hears of the outermost steps of all optimizers in this process.
+    """Makes the outermost steps of all Megatron optimizers in this process, and is told when steps end.
 
-    `original` is Megatron's own method, without arguments. `loss_scale_factor` is by how much the step
-    changed fp16's loss scale (1.0 without one).
+    `original` is Megatron's own method with its arguments bound. `loss_scale_factor` is the factor by which
+    the step changed fp16's loss scale (1.0 without a loss scale).
     """
 
     def step(self, optimizer: Any, original: Callable[[], Any]) -> Any:
-        """Make a whole step; returns what `original` would: (successful, grad_norm, zeros)."""
+        """Make a whole step, and return what `original` would: (successful, grad_norm, zeros)."""
 
     def prepare(self, optimizer: Any, original: Callable[[], bool]) -> bool:
-        """Make the first half of a step; returns whether it found an overflow, which ends the step."""
+        """Make the first half of a step, and return whether it found an overflow, which ends the step."""
 
     def update(self, optimizer: Any, original: Callable[[], bool]) -> bool:
-        """Make the second half; returns whether parameters were updated."""
+        """Make the second half of a step, and return whether parameters were updated."""
 
     def other_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer that is not Megatron's begins its step."""
+        """Called when an optimizer that is not Megatron's begins its step."""
 
     def rescaled(self, optimizers: list[Any], factor: float) -> None:
-        """Torch's GradScaler, which has been asked to step these, has updated its scale, by this factor."""
+        """Called when torch's GradScaler, which steps these optimizers, has changed its scale by `factor`."""
 
     def prepared(self, optimizer: Any, loss_scale_factor: float) -> None:
-        """The first half has ended without an overflow."""
+        """Called when the first half of a step has ended without an overflow."""
 
     def ended(self, optimizer: Any, successful: bool, loss_scale_factor: float) -> None:
-        """A step has ended."""
+        """Called when a step has ended, successful or not."""
 
 
 _in_step = False
-"""Within a step of a Megatron optimizer: the steps of those inside it are parts of it."""
+"""Whether a step of a Megatron optimizer is running; the steps of inner optimizers are parts of it."""
 
 
 def updates(optimizer: Any, chunk: Any) -> bool:
     """Whether an optimizer updates parameters of a wrapped model chunk, on this rank or others.
 
-    A layer-wise optimizer may own none of a chunk's parameters on some ranks: it knows its chunks. A chunk
-    that is frozen whole is stepped by Megatron's stub of an optimizer, which holds nothing.
+    A layer-wise optimizer may own none of a chunk's parameters on some ranks, but it lists its chunks. A
+    fully frozen chunk is stepped by Megatron's stub optimizer, which holds no parameters.
     """
     leaves = leaves_of(optimizer)
     mine = getattr(chunk, "param_to_bucket_group", None)
@@ -75,17 +75,16 @@ def updates(optimizer: Any, chunk: Any) -> bool:
 
 
 def leaves_of(optimizer: Any) -> list[Any]:
-    """The optimizers that a chained one steps, or the optimizer itself; a layer-wise one is a chain in a
-    chain."""
+    """Return the optimizers that a chained optimizer steps, nested ones too, or the optimizer itself."""
     parts = getattr(optimizer, "chained_optimizers", None)
     return [optimizer] if parts is None else [leaf for part in parts for leaf in leaves_of(part)]
 
 
 def model_parameters(part: Any) -> Iterator[torch.nn.Parameter]:
-    """The model's parameters that a replicated optimizer updates (a distributed one knows its chunks)."""
+    """Return the model parameters that a replicated optimizer updates; a distributed one lists its chunks."""
     if isinstance(part, torch.optim.Optimizer):
         groups = [group["params"] for group in part.param_groups]
-    elif hasattr(part, "float16_groups"):  # its param_groups hold fp32 copies
+    elif hasattr(part, "float16_groups"):  # The param_groups of such an optimizer hold fp32 copies.
         groups = part.float16_groups + part.fp32_from_fp32_groups
     elif isinstance(part, FP32Optimizer) and part.optimizer is not None:
         groups = [group["params"] for group in part.optimizer.param_groups]
@@ -95,21 +94,21 @@ def model_parameters(part: Any) -> Iterator[torch.nn.Parameter]:
 
 
 def learning_rates(optimizer: Any) -> list[float]:
-    """The rates of its parameter groups, in their order, which is the same on all ranks."""
+    """Return the learning rates of the parameter groups, in their order, which all ranks share."""
     return [rate for part in leaves_of(optimizer) for rate in torch_steps.learning_rates(part)]
 
 
 def loss_scale(optimizer: Any) -> float:
-    """The loss scale of the next backward pass; 1.0 without a gradient scaler (bf16, fp32)."""
+    """Return the loss scale of the next backward pass; 1.0 without a gradient scaler (bf16, fp32)."""
     if not any(getattr(part, "grad_scaler", None) is not None for part in leaves_of(optimizer)):
         return 1.0
     return float(optimizer.get_loss_scale())
 
 
 def listen(stepper: Stepper) -> None:
-    """Have `stepper` make every step of a Megatron optimizer in this process, and hear of other optimizers'.
+    """Have `stepper` make every step of a Megatron optimizer, and tell it of other optimizers' steps.
 
-    Idempotent.
+    It holds for this process until `stop_listening`.
     """
 
     def whole(optimizer: Any, original: Callable[[], Any]) -> Any:
@@ -146,7 +145,7 @@ def listen(stepper: Stepper) -> None:
 
 
 class _TorchSteps:
-    """Steps of torch's optimizers that are not inside one of Megatron's (torch_steps.Listener)."""
+    """Reports torch optimizers' steps that are not inside a Megatron step (torch_steps.Listener)."""
 
     stepper: Stepper
 
@@ -166,7 +165,7 @@ _torch = _TorchSteps()
 
 
 def _outermost(make: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that `make` stands for, but within another such method."""
+    """Return a method that calls `make`, or `original` if it is called within another such method."""
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -183,6 +182,6 @@ def _outermost(make: Callable[..., Any], original: Callable[..., Any]) -> Callab
 
 
 def stop_listening() -> None:
-    """Give the optimizers their own methods back."""
+    """Restore the optimizers' own methods."""
     patching.restore(*symbols.STEPS, *symbols.PREPARES, *symbols.UPDATES)
     torch_steps.stop_listening(_torch)

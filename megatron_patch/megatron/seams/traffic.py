@@ -1,4 +1,4 @@
-"""What a bucket group's exchanges send: Megatron's own, and the exact weight gather."""
+"""Counts what a bucket group's exchanges send: Megatron's own exchanges and the exact weight gather."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_patch.collectives.exchange import Traffic, all_reduced, reduce_sca
 
 
 def stock_gradients(bucket_group: Any, force_all_reduce: bool = False) -> Traffic:
-    """Megatron's own gradient exchange of a bucket group, once."""
+    """Return the traffic of one of Megatron's own gradient exchanges of a bucket group."""
     config = bucket_group.ddp_config
     total = Traffic()
     for bucket in bucket_group.buckets:
@@ -27,7 +27,7 @@ def stock_gradients(bucket_group: Any, force_all_reduce: bool = False) -> Traffi
 
 
 def stock_weights(bucket_group: Any) -> Traffic:
-    """The all-gather of a bucket group's updated parameters, once a step; none if they are replicated."""
+    """Return the traffic of Megatron's all-gather of a bucket group; zero with a replicated optimizer."""
     total = Traffic()
     if bucket_group.ddp_config.use_distributed_optimizer:
         for bucket in bucket_group.buckets:
@@ -36,39 +36,39 @@ def stock_weights(bucket_group: Any) -> Traffic:
 
 
 def stock_bucket_weights(bucket_group: Any, bucket: Any) -> Traffic:
-    """The all-gather of one of its buckets."""
+    """Return the traffic of Megatron's all-gather of one bucket of the group."""
     if bucket.param_data is None:
         return Traffic()
     return reduce_scattered(bucket.param_data, bucket_group.intra_distributed_optimizer_instance_size)
 
 
 RAW_REASONS = ("forced", "inside_step", "not_coded", "copies_differ", "no_shorter", "edited")
-"""Why a coded bucket group was gathered in full: Megatron forced it (evaluation, checkpoints), dispatched it
-inside the optimizer's step, or before any step; ranks' copies differed; the code saved nothing; weights were
-changed between step and gather."""
+"""Why a coded bucket group was gathered in full, in this order: Megatron forced the gather (evaluation,
+checkpoints); it ran inside the optimizer's step; it ran before any step; the ranks' copies differed; the code
+saved nothing; weights were changed between the step and the gather."""
 FORCED, IN_STEP, NOT_CODED, DIFFERENT, NO_SHORTER, EDITED = RAW_REASONS
 
 
 @dataclass
 class BucketReport:
-    """What the last step's gathers of one bucket sent."""
+    """What the last step's weight gathers of one bucket sent."""
 
     name: str
     traffic: Traffic = field(default_factory=Traffic)
     weights: int = 0
-    """Weights of this rank's shard, if it was coded."""
+    """The number of weights in this rank's shard; 0 if it was not coded."""
     message_bytes: int = 0
-    """Bytes of this rank's message; the all-gather pads it to the longest of all ranks'."""
+    """The bytes of this rank's message, which the all-gather pads to the longest message of all ranks."""
     unchanged: torch.Tensor | None = None
-    """How many weights the step left as they were; int64 []."""
+    """How many weights of the shard the step did not change, int64 []; None if it was not coded."""
 
     def with_more(self, more: BucketReport) -> BucketReport:
-        """The report of a step in which the bucket was gathered again, after another optimizer's step."""
+        """Add the report of a second gather in the same step, which another optimizer's step caused."""
         return replace(more if more.weights else self, traffic=self.traffic + more.traffic)
 
 
 def stock_because(bucket_group: Any, exact: bool) -> str | None:
-    """Why a bucket group's gather stays Megatron's own; None where it is coded."""
+    """Return why a bucket group's weight gather stays Megatron's own; None if it is coded."""
     if not exact:
         return "weight_gather is stock"
     if bucket_group.intra_distributed_optimizer_instance_group.size() == 1:

@@ -1,17 +1,18 @@
 """Seam: gathers one Megatron bucket group's updated weights exactly, from their changes.
 
-`_ParamAndGradBucketGroup.start_param_sync` (megatron.core.distributed.param_and_grad_buffer) is where every
-gather of weights begins: after the optimizer's step, from forward hooks, from the pipeline's schedule, and
-forced before evaluation and checkpoints. It is overridden on the INSTANCE. The collective that it asks for,
-by the module's global `dist_all_gather_func`, is replaced by ours (weights/gather.py) where
+Every gather of weights begins in `_ParamAndGradBucketGroup.start_param_sync`
+(megatron.core.distributed.param_and_grad_buffer): after the optimizer's step, from forward hooks, from the
+pipeline's schedule, and forced before evaluation and checkpoints. The method is overridden on the INSTANCE.
+The collective for which it asks, by the module's global `dist_all_gather_func`, is replaced by the exact
+gather (weights/gather.py) if all of these hold:
 
-    the optimizer's outermost step has ended      own shards are coded there, lengths exchanged
-    all ranks hold the same copies                found out with the lengths
+    the optimizer's outermost step has ended      its end codes the own shards and exchanges lengths
+    all ranks hold the same copies                the exchange of lengths also compares digests
     it is the first gather since, and not forced
 
-Any other gather is Megatron's own, which is always right. Without `overlap_param_gather` Megatron gathers
-inside the step, once for each of the chained optimizers: those calls are noted, and one gather follows the
-outermost step.
+Any other gather is Megatron's own, which is always correct. Without `overlap_param_gather` Megatron gathers
+inside the step, once for each of the chained optimizers: these calls are deferred, and one gather runs after
+the outermost step.
 """
 
 from __future__ import annotations
@@ -49,30 +50,30 @@ _LENGTH_BYTES = 24
 
 
 class State(enum.Enum):
-    """What a bucket group's next gather does, and, within the optimizer's step, what was asked for."""
+    """Decides how a bucket group's next gather runs; three states are those within the optimizer's step."""
 
     IN_FULL = enum.auto()
-    """It sends whole weights, as Megatron does."""
+    """The next gather is Megatron's own, of whole weights."""
     IN_STEP = enum.auto()
-    """The optimizer writes the own shard."""
+    """The step is running, in which the optimizer writes the own shard."""
     DEFERRED = enum.auto()
-    """In the step, and Megatron has asked for a gather, which follows the step."""
+    """The step is running, and Megatron has asked for a gather, which will run after the step."""
     GATHERED = enum.auto()
-    """In the step, and gathered in full since it began."""
+    """The step is running, and the group was gathered in full since it began."""
     READY = enum.auto()
-    """It sends messages: they are encoded, and all ranks have agreed."""
+    """The next gather sends messages, which are encoded and on which all ranks have agreed."""
 
 
 _WITHIN_STEP = (State.IN_STEP, State.DEFERRED, State.GATHERED)
 
 
 class ChunkWeights:
-    """The weight gathers of one model chunk: its seams, what is in flight, and what was sent.
+    """The weight gathers of one model chunk: their seams, the batches in flight, and what was sent.
 
     Args:
-        chunk: Megatron's DDP instance; torch's FSDP2 in Megatron's engine has no bucket groups.
-        state: the chunk's, for its options and its workspace.
-        kind: of seams; WeightSeam's subclass where bucket groups are not DDP's.
+        chunk: the DDP instance of Megatron; a wrapper without bucket groups, as torch's FSDP2, has no seams.
+        state: the chunk's session, for its options and its workspace.
+        kind: the class of the seams, a subclass of WeightSeam if the bucket groups are not DDP's.
     """
 
     def __init__(self, chunk: Any, state: Session, kind: type[WeightSeam] | None = None) -> None:
@@ -81,9 +82,9 @@ class ChunkWeights:
         )
         self.state = state
         self.raw_gathers: Counter[str] = Counter()
-        """Bucket groups that are coded and were gathered in full, by reason; since the start."""
+        """How often coded bucket groups were gathered in full since the start, by reason."""
         self.report: list[BucketReport] = []
-        """What the last step's gathers sent, by bucket."""
+        """One report for each bucket on what the last step's gathers sent."""
         self.in_flight: deque[BatchHandle] = deque()
         self.unchecked: list[BatchHandle] = []
         self.seams = [
@@ -94,11 +95,11 @@ class ChunkWeights:
 
     @property
     def nbytes(self) -> int:
-        """Memory of old shards and messages."""
+        """Memory of old shards and messages, in bytes."""
         return sum(gather.nbytes for seam in self.seams for gather in seam.gathers)
 
     def start(self, batch: Batch, own_may_have_changed: bool) -> BatchHandle:
-        """Start a gather, and end one that began long ago: few messages are held in memory."""
+        """Start a gather; at most IN_FLIGHT run at a time, so that few messages are held in memory."""
         while len(self.in_flight) >= IN_FLIGHT:
             self.in_flight.popleft().wait()
         handle = batch.start(self.state.workspace, own_may_have_changed)
@@ -107,10 +108,10 @@ class ChunkWeights:
         return handle
 
     def end_step(self, continues: bool = False) -> None:
-        """The optimizer's step is over: what was sent since the last one is its report.
+        """Make the report of what was sent since the last step ended.
 
-        Where it `continues` the last step, as another optimizer of the same model, it is added to that
-        report.
+        With `continues`, the step belongs to the last one, of another optimizer of the same model, and the
+        reports are added.
         """
         new = [bucket for seam in self.seams for bucket in seam.take_report()]
         if continues:
@@ -118,7 +119,7 @@ class ChunkWeights:
         self.report = new
 
     def check(self) -> None:
-        """See that all messages of the last gathers fitted (on CUDA only; on CPU it is known)."""
+        """Check that all messages of the last gathers fitted. On CUDA this is not known before."""
         handles, self.unchecked = self.unchecked, []
         for handle in handles:
             handle.check()
@@ -129,7 +130,7 @@ class ChunkWeights:
 
 
 class WeightSeam:
-    """Overrides `start_param_sync` of one bucket group until `detach`; counts what is not coded, too."""
+    """Overrides `start_param_sync` of one bucket group until `detach`, and counts what all gathers send."""
 
     def __init__(self, bucket_group: Any, chunk: ChunkWeights, expert: bool) -> None:
         self.group = bucket_group
@@ -147,14 +148,14 @@ class WeightSeam:
         ]
         self._state = State.IN_FULL
         self._behind = False
-        """Whether the other ranks' copies are older than this rank's shard."""
+        """Whether the other ranks' copies of this rank's shard are older than the shard itself."""
         self._why_raw = NOT_CODED
         self._detached = False
         self._original = bucket_group.start_param_sync
 
         @functools.wraps(self._original)
         def start_param_sync(force_sync: bool = False) -> None:
-            if self._detached:  # somebody's override still calls this one
+            if self._detached:  # Another override may still call this one.
                 self._original(force_sync=force_sync)
                 return
             chunk.state.memory.bring_back()
@@ -163,7 +164,6 @@ class WeightSeam:
         self._override = patching.override(bucket_group, "start_param_sync", start_param_sync)
 
     def detach(self) -> None:
-        """Restore the bucket group's original method."""
         self._detached = True
         self._override.undo()
 
@@ -173,17 +173,17 @@ class WeightSeam:
 
     @property
     def _defers(self) -> bool:
-        """Whether what is asked for inside the optimizer's step is gathered after it."""
+        """Whether a gather that is asked for inside the optimizer's step runs after it."""
         return not self._overlaps
 
     def take_report(self) -> list[BucketReport]:
-        """What was sent since the last call."""
+        """Return the reports of what was sent since the last call."""
         taken = self._reports
         self._reports = [BucketReport(report.name) for report in taken]
         return taken
 
     def before_step(self) -> None:
-        """The optimizer's outermost step begins, in which the own shard is overwritten."""
+        """Called before the optimizer's outermost step: remember the own shard, which it will overwrite."""
         if not self.gathers:
             return
         if isinstance(self.group.param_gather_handle, MessagesUnderWay):
@@ -194,11 +194,10 @@ class WeightSeam:
         self._state = State.IN_STEP
 
     def step_failed(self) -> None:
-        """The optimizer's outermost step has raised."""
         self._state = State.IN_FULL
 
     def step_ended(self) -> bool:
-        """The optimizer's outermost step is over; whether what it wrote is still to be gathered."""
+        """Called when the outermost step has ended; returns whether its weights must still be gathered."""
         waits = self._overlaps and self.group.param_gather_handle is None
         if self._state is State.DEFERRED or (self._state is State.IN_STEP and waits):
             return True
@@ -206,8 +205,11 @@ class WeightSeam:
         return False
 
     def after_step(self, agreed: Sequence[Agreement]) -> bool:
-        """All ranks know of each bucket whether it may be sent. Whether a deferred gather is to send it
-        now."""
+        """Called when all ranks have agreed, for each bucket, whether its message may be sent.
+
+        Returns whether a deferred gather must send the messages now; if they may not be sent, a deferred
+        gather is run in full.
+        """
         differ = any(bucket.difference for bucket in agreed)
         self._behind, asked = True, self._state is State.DEFERRED
         ready = not differ and all(bucket.saves for bucket in agreed)
@@ -230,7 +232,7 @@ class WeightSeam:
             self._state = State.DEFERRED
             return
         if force_sync and self.group.param_gather_handle is not None:
-            self._original(force_sync=True)  # which only waits for it
+            self._original(force_sync=True)  # The original only waits for the handle.
             return
         if force_sync or self._state is not State.READY:
             self._gather_in_full(force_sync)
@@ -254,7 +256,7 @@ class WeightSeam:
         self._state = State.GATHERED if in_step else State.IN_FULL
 
     def _call_upstream(self) -> None:
-        """Upstream's method without its collective: it leaves a handle where the caller does not wait."""
+        """Call Megatron's method without its collective; with overlap it still stores a handle."""
         with intercepted_all_gathers() as calls:
             self._original(force_sync=False)
         found = [(output.data_ptr(), output.numel()) for output in calls]
@@ -267,14 +269,13 @@ class WeightSeam:
         self._state = State.IN_FULL
 
     def count(self, batch: Batch) -> None:
-        """Count what a batch sends of this group's buckets."""
         for report, gather in zip(self._reports, self.gathers, strict=True):
             if gather in batch.gathers:
                 elements = (self.ranks.size() - 1) * gather.shard_size
                 report.traffic.add(Traffic(batch.nbytes_of(gather), elements))
 
     def gathered(self, handles: Sequence[BatchHandle]) -> None:
-        """All ranks have the weights now."""
+        """Called when a gather has ended and all ranks have the weights."""
         self._behind = False
         in_full = [gather for handle in handles if handle.in_full for gather in handle.batch.gathers]
         if any(gather in in_full for gather in self.gathers):
@@ -285,12 +286,12 @@ class WeightSeam:
 
 
 class MessagesUnderWay:
-    """The messages of some bucket groups, on their way; stands in upstream's `param_gather_handle`, too.
+    """The messages of some bucket groups in flight; it also serves as Megatron's `param_gather_handle`.
 
     Args:
-        seams: of one process group.
-        chunk: which holds the messages.
-        own_may_have_changed: as Batch.start.
+        seams: the seams of the bucket groups, all of one process group.
+        chunk: the weight gathers that hold the messages.
+        own_may_have_changed: as in Batch.start.
     """
 
     def __init__(self, seams: Sequence[WeightSeam], chunk: ChunkWeights, own_may_have_changed: bool) -> None:
@@ -302,7 +303,7 @@ class MessagesUnderWay:
                 seam.count(batch)
 
     def wait(self) -> None:
-        """Write the weights. Once only."""
+        """Wait for the messages and write the weights; a second call does nothing."""
         seams, self._seams = self._seams, ()
         for seam in seams:
             for handle in self._handles:
@@ -311,11 +312,11 @@ class MessagesUnderWay:
 
 
 def gathered_after(chunks: Sequence[ChunkWeights], step: Callable[[], Any]) -> Any:
-    """Run an optimizer's outermost step, and what its weights' gathers need before and after it.
+    """Run an optimizer's outermost step, with what the exact weight gather does before and after it.
 
     Args:
-        chunks: those whose parameters the optimizer updates, in the same order on all ranks.
-        step: the step; what it returns is returned.
+        chunks: the weight gathers of the chunks that the optimizer updates, in the same order on all ranks.
+        step: the step, whose result is returned.
     """
     seams = [seam for chunk in chunks for seam in chunk.seams]
     for seam in seams:
@@ -341,5 +342,5 @@ def _code(seams: Sequence[WeightSeam], group: dist.ProcessGroup) -> None:
             logger.warning("megatron-loco: weights differ, gathered in full: %s", bucket.difference)
     of_seams = iter(agreed)
     now = [seam for seam in seams if seam.after_step([next(of_seams) for _ in seam.gathers])]
-    if now:  # no code of the user's has run since the weights were coded
+    if now:  # No user code has run since the weights were coded, so own_may_have_changed is False.
         MessagesUnderWay(now, now[0].chunk, own_may_have_changed=False).wait()
