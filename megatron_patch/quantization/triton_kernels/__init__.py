@@ -1,7 +1,7 @@
 """The GPU kernels, in Triton: `compress` and `decompress_reduce`, each in one pass over memory.
 
-They run on a GPU, and on CPU tensors in Triton's interpreter under TRITON_INTERPRET=1. `block_size: shard` is
-left to the reference: its blocks do not fit a tile (`supports`).
+They run on a GPU, and on CPU tensors in Triton's interpreter with TRITON_INTERPRET=1. The torch reference
+runs with `block_size: shard`, whose blocks do not fit a tile (`supports`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from megatron_patch.quantization.triton_kernels.decompress_reduce import decompr
 from megatron_patch.quantization.triton_kernels.rotation import diagonal
 from megatron_patch.registry import OWN_CODECS
 
-_TILE = 2048  # elements, of compress: 16 for each of 128 threads
+_TILE = 2048  # Elements of a tile of compress: 16 for each of 128 threads.
 _LARGEST_BLOCK = 4096
-_PROGRAMS = 8  # of compress on a multiprocessor: 32 warps
-_LANES = 128  # of decompress_reduce: one for each of 128 threads
+_PROGRAMS = 8  # Programs of compress on a multiprocessor at a time: 32 warps.
+_LANES = 128  # Lanes of decompress_reduce: one for each of 128 threads.
 _ERRORS = {torch.int8: 1, torch.bfloat16: 2, torch.float32: 3}
 
 
 def supports(codec: Codec, layout: BlockLayout) -> bool:
-    """Whether the kernels serve a codec for this cut: a block must fit a tile."""
+    """Whether the kernels support a codec with this layout: a block must fit a tile."""
     return (
         codec.name in OWN_CODECS and layout.block <= _LARGEST_BLOCK and layout.block & (layout.block - 1) == 0
     )
@@ -44,9 +44,9 @@ def compress(
     beta: float,
     statistics: torch.Tensor | None,
 ) -> None:
-    """quantization.native.compress, for tensors of the GPU that is current. Nothing here waits for it.
+    """Compress as quantization.native.compress, for tensors on the current GPU, without waiting for it.
 
-    Programs add to `statistics` in an order that varies: the same numbers to some 1e-15.
+    Programs add to `statistics` in an order that varies, so that they differ by some 1e-15 between runs.
     """
     values = error.get("codes", error.get("values"))
     scales = error.get("scales")
@@ -54,7 +54,7 @@ def compress(
     filled = layout.numel == layout.shards * layout.shard_size
     aligned = layout.shard_size % 16 == 0 and filled and layout.table.multiples_of_16
     whole, levels = layout.table.whole, codec.name == "levels"
-    unused = payload  # any pointer will do where there is nothing to point to
+    unused = payload  # A kernel needs a pointer for every tensor, even if it does not read it.
     if statistics is not None:
         statistics.zero_()
     compress_kernel[_programs(layout, rows, gradient.device), layout.shards](
@@ -92,12 +92,12 @@ def compress(
 def decompress_reduce(
     payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor, divisor: int = 1
 ) -> None:
-    """loco.decompress_reduce, for tensors of the GPU that is current."""
+    """Sum the senders' payloads of one shard as loco.decompress_reduce, for tensors on the current GPU."""
     _decompress(payloads, codec, layout, output, payloads.shape[0], divisor)
 
 
 def decompress(payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output: torch.Tensor) -> None:
-    """loco.decompress, in one launch."""
+    """Decode the payloads of all shards as loco.decompress, in one launch."""
     _decompress(payloads, codec, layout, output, 1, 1)
 
 
@@ -110,14 +110,14 @@ def _decompress(
     divisor: int,
 ) -> None:
     if layout.shards * layout.blocks * layout.block != layout.numel:
-        output.zero_()  # what is in no block
+        output.zero_()  # Elements in no block are 0.
     words = _as_words(payloads, layout)
     word = 8 * words.element_size()
-    # A thread loads 16 bytes of one block at most, which is what a load takes, and keeps 32 sums at most.
+    # A thread loads at most 16 bytes of one block, which is the widest load, and keeps at most 32 sums.
     width = packing.planes(layout.bits)[0][1]
     words_of_lane = min(4, width, layout.block * width // word)
     elements_of_lane = words_of_lane * word // width
-    lanes = max(_LANES, layout.block // elements_of_lane)  # of whole blocks, which may be rotated back
+    lanes = max(_LANES, layout.block // elements_of_lane)  # A program has whole blocks, to rotate them back.
     whole = layout.table.whole
     programs = -(-layout.blocks * layout.block // (lanes * elements_of_lane))
     decompress_reduce_kernel[programs, layout.shards](
@@ -155,9 +155,9 @@ def _as_words(payload: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
 
 
 def _programs(layout: BlockLayout, rows: int, device: torch.device) -> int:
-    """Programs of a shard: as many in all as run at a time, which take one tile after another."""
+    """Return the number of programs per shard: all shards' programs run at a time, and loop over tiles."""
     tiles = -(-layout.blocks // rows)
     if device.type != "cuda":
-        return min(tiles, 2)  # in the interpreter: more than one, so that they share the tiles
+        return min(tiles, 2)  # In the interpreter, several programs share the tiles as on a GPU.
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     return min(tiles, max(_PROGRAMS * multiprocessors // layout.shards, 1))

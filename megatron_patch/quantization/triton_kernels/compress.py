@@ -1,12 +1,12 @@
-"""compress: gradient and error in, payload and the new error out, in one pass over memory.
+"""The kernel of compress: reads gradient and error, writes payload and new error, in one pass over memory.
 
-A program takes tiles of ROWS blocks of b elements, neighbours in one shard; 16 neighbours go to a thread:
+A program takes tiles of ROWS neighbouring blocks of one shard; a thread has 16 neighbouring elements:
 
     gradient, rotated, and error  ->  h  ->  max|h| of each row  ->  scale  ->  codes, packed  ->  payload
                                                           r = h - s*q            ->  error
 
-The fp32 results of loco.py and of the codec, bit for bit: a multiplication and an
-addition are fused where the product is exact, a code times a scale, and nowhere else.
+The results are those of loco.py and of the codec, bit for bit: a multiplication and an addition are fused
+only if the product is exact, as that of a code and a scale is.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron_patch.quantization.triton_kernels.float_bits import (
     to_bf16,
 )
 
-# 1.5 * 2^23: its sum with a number is whole, rounded with ties to even, the number in its lowest bits.
+# 1.5 * 2^23: its sum with a number is rounded to a whole number, ties to even, which is in the lowest bits.
 _WHOLE = tl.constexpr(12582912.0)
 _WHOLE_BITS = tl.constexpr(0x4B400000)
 
@@ -52,10 +52,10 @@ def _load_4(pointer, at, count, K: tl.constexpr):
 
 @triton.jit
 def _load_16(pointer, at, count):
-    """Elements at to at + 15 for `at` [rows, n]: [rows, n, 2, 2, 2, 2], 0 from the `count`-th on.
+    """Load elements `at` to `at` + 15 for `at` [rows, n]: [rows, n, 2, 2, 2, 2], 0 from element `count` on.
 
-    For tiles that begin anywhere. Loaded at once, the 16 would be spread over as many threads, one each, and
-    be brought together through shared memory several times over.
+    This is for tiles that are not aligned. A single load would spread the 16 elements over 16 threads, and
+    they would be brought together through shared memory several times.
     """
     even = tl.join(_load_4(pointer, at, count, 0), _load_4(pointer, at, count, 2))
     odd = tl.join(_load_4(pointer, at, count, 1), _load_4(pointer, at, count, 3))
@@ -64,7 +64,7 @@ def _load_16(pointer, at, count):
 
 @triton.jit
 def _load_rows(pointer, start, length, live, ROWS: tl.constexpr, B: tl.constexpr, ALIGNED: tl.constexpr):
-    """The `length` elements from `start` on, each [ROWS], as [ROWS, B], zeros where it is not `live`."""
+    """Load `length` elements from `start` on, both [ROWS], as [ROWS, B], with zeros where not `live`."""
     if ALIGNED:
         in_row = tl.arange(0, B)[None, :]
         return tl.load(pointer + (start[:, None] + in_row), mask=live, other=0)
@@ -74,7 +74,7 @@ def _load_rows(pointer, start, length, live, ROWS: tl.constexpr, B: tl.constexpr
 
 @triton.jit
 def _fields(numbers, usable, HALF: tl.constexpr):
-    """Bits of _WHOLE + HALF + code, int32 [rows, n] -> codes, 4 bits each, uint32 [rows, n / 8]."""
+    """Pack codes in 4 bits each, uint32 [rows, n / 8]; `numbers` [rows, n] are bits of _WHOLE + HALF + code."""
     fields = (packed(numbers, 4, 32) - as_int32(_WHOLE_BITS * 0x11111111)) ^ (HALF * 0x11111111)
     return tl.where(usable, fields.to(tl.uint32, bitcast=True), 0)
 
@@ -82,13 +82,13 @@ def _fields(numbers, usable, HALF: tl.constexpr):
 @triton.jit
 def compress_kernel(
     gradient,  # fp32, bf16 (as int16) or fp16 [numel]
-    error,  # int8, bf16 (as int16) or fp32 [shards, shard_size]; unused without
+    error,  # int8, bf16 (as int16) or fp32 [shards, shard_size]; unused if ERROR is 0
     error_scales,  # bf16 [shards, blocks] as int16
     payloads,  # uint8, end to end
     starts,  # where each shard's payload begins, in units of 16 bytes, int32 [shards + 1]
     places,  # BlockTable.places, int32 [shards, blocks, 3]
-    diagonal,  # rotation.diagonal, fp32 [B]; unused where nothing is rotated
-    statistics,  # fp64 [5], zeros; unused where nothing is measured
+    diagonal,  # rotation.diagonal, fp32 [B]; unused without ROTATE
+    statistics,  # fp64 [5], zeros; unused without MEASURE
     shard_size,
     blocks,
     code_bytes,
@@ -102,26 +102,26 @@ def compress_kernel(
     ROWS: tl.constexpr,
     BF16: tl.constexpr,
     ERROR: tl.constexpr,  # 0: none, 1: int8, 2: bf16, 3: fp32
-    ALIGNED: tl.constexpr,  # the bucket, shards and blocks are multiples of 16 elements, and begin there
-    WHOLE: tl.constexpr,  # every block has B elements, or none behind the last one of its shard
-    LEVELS: tl.constexpr,  # the levels codec; else a sign is 1 bit, and more are uniform
+    ALIGNED: tl.constexpr,  # shards and blocks begin at, and have, multiples of 16 elements
+    WHOLE: tl.constexpr,  # every block has B elements, or none if its shard has fewer blocks
+    LEVELS: tl.constexpr,  # codec levels; else BITS = 1 is codec sign, and more bits are codec uniform
     ROTATE: tl.constexpr,
     BETA_IS_ZERO: tl.constexpr,
     MEASURE: tl.constexpr,
 ):
     PLANES: tl.constexpr = BITS == 3
     WORD: tl.constexpr = 32 if B * (1 if PLANES else BITS) >= 32 else 16
-    WORDS: tl.constexpr = B * (2 if PLANES else BITS) // WORD  # of a block (of its first plane)
-    # Two's complement, by way of numbers >= 0, which add up to a word without a carry: code + HALF, and then
-    # that bit turned over.
+    WORDS: tl.constexpr = B * (2 if PLANES else BITS) // WORD  # Words of a block, or of its first plane.
+    # Codes in two's complement are made from code + HALF >= 0, which add up to a word without a carry; then
+    # the bit HALF is flipped.
     HALF: tl.constexpr = 1 << (BITS - 1)
     LIMIT: tl.constexpr = HALF - 1
-    EACH: tl.constexpr = 0xFFFFFFFF // ((1 << BITS) - 1)  # a 1 in every code of a word
+    EACH: tl.constexpr = 0xFFFFFFFF // ((1 << BITS) - 1)  # It has a 1 in every code of a word.
     program = tl.program_id(0)
     shard = tl.program_id(1).to(tl.int64)
     in_row = tl.arange(0, B)[None, :]
     base = shard * shard_size
-    if ALIGNED:  # so that the compiler sees: loads and stores may be 16 elements wide
+    if ALIGNED:  # This tells the compiler that loads and stores may be 16 elements wide.
         base = tl.multiple_of(base, 16)
     gradient += base
     error += base
@@ -137,8 +137,8 @@ def compress_kernel(
     of_g = tl.zeros([ROWS, B // 16], tl.float64)
     of_e = tl.zeros([ROWS, B // 16], tl.float64)
     bad = tl.zeros([ROWS], tl.int32)
-    # Three stages, two buffers: the next tile is on its way to shared memory while this one is computed. (Two
-    # stages are one buffer, which is loaded after it was read.)
+    # Three stages are two buffers: the next tile is loaded to shared memory while this one is computed. (Two
+    # stages are a single buffer, which is loaded after it was read.)
     for tile in tl.range(program, tl.cdiv(blocks, ROWS), tl.num_programs(0), num_stages=3 if ALIGNED else 1):
         first_row = tile * tl.full([], ROWS, tl.int64)
         rows_left = blocks - tile * ROWS
@@ -154,7 +154,7 @@ def compress_kernel(
             live = in_row // 16 < length[:, None] // 16
         else:
             live = in_row < length[:, None]
-        at = first[:, None] + in_row  # where elements are in the shard
+        at = first[:, None] + in_row  # The elements' indices in the shard.
         g = _load_rows(gradient, first, length, live, ROWS, B, ALIGNED)
         g = from_bf16(g) if BF16 else g.to(tl.float32)
         if ROTATE:
@@ -247,7 +247,7 @@ def compress_kernel(
             of_h = add_energies(of_h, near_one, inverse_unit, finite)
             of_r = add_energies(of_r, r * unit[:, None], inverse_unit, finite)
         if MEASURE and ERROR != 0:
-            # Where e undid g, h and its unit are too small for them.
+            # Where e cancels g, the unit of h would be too large for them.
             if ERROR == 1:
                 e_unit, inverse_e_unit = normal(old)
                 of_e = add_energies(of_e, stored, old, finite)
@@ -273,7 +273,7 @@ def compress_kernel(
                 tl.store(error + at, to_bf16(average), mask=sent)
             else:
                 tl.store(error + at, average, mask=sent)
-    # What other shards' codes need more, and what alignment leaves behind codes.
+    # Zeros fill the codes up to the length of the longest shard's codes, and to the alignment.
     last = places + (blocks - tl.full([], 1, tl.int64)) * 3
     length_of_last = tl.load(last + 1)
     if PLANES:
@@ -286,7 +286,7 @@ def compress_kernel(
         unused = rest_of_codes + tl.arange(0, 128)
         zeros = tl.zeros([128], words.dtype.element_ty)
         tl.store(words + unused, zeros, mask=unused < code_bytes // (WORD // 8))
-    if program == 0:  # what alignment leaves behind scales
+    if program == 0:  # Zeros fill up the alignment after the scales.
         end = blocks * tl.full([], 2, tl.int64) + code_bytes
         gap = end + tl.arange(0, 16)
         tl.store(payload + gap, tl.zeros([16], tl.uint8), mask=gap < tl.cdiv(end, 16) * 16)

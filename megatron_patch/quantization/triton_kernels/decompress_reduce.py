@@ -1,7 +1,8 @@
-"""decompress_reduce: N senders' payloads of one shard in, their sum out, in one pass over memory.
+"""The kernel of decompress_reduce: sums N senders' payloads of one shard, in one pass over memory.
 
-A thread has V words of codes, and their sums in registers, sender after sender. A code becomes a float
-without a conversion: its bits, behind the exponent of a number so large that the place they are at counts 1.
+A thread has V words of codes, and keeps their sums in registers while it reads sender after sender. A code
+becomes a float without a conversion: its bits are put into the mantissa of a float whose exponent is such
+that a unit of the code is worth 1.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from megatron_patch.quantization.triton_kernels.float_bits import from_bf16, to_
 
 @triton.jit
 def _codes(words, ones, BITS: tl.constexpr, FIELD: tl.constexpr, WORD: tl.constexpr, LEVELS: tl.constexpr):
-    """uint32 [lanes, V] -> the codes of each word, fp32 [lanes, V * WORD / FIELD], in the word's thread."""
+    """Decode words, uint32 [lanes, V], to fp32 [lanes, V * WORD / FIELD], each in the thread of its word."""
     lanes: tl.constexpr = words.shape[0]
     count: tl.constexpr = words.shape[1] * (WORD // FIELD)
-    if LEVELS:  # whose polynomials want small exponents
+    if LEVELS:  # The polynomials of levels.decode need small exponents.
         words = levels.from_wire(words, BITS, FIELD)
         at = tl.full(words.shape, levels.PLACE, tl.int32)
         words = (
@@ -27,12 +28,12 @@ def _codes(words, ones, BITS: tl.constexpr, FIELD: tl.constexpr, WORD: tl.conste
             else words << levels.PLACE
         )
     else:
-        if BITS > 1:  # code + 2^(BITS-1) instead of the code
+        if BITS > 1:  # The words then have code + 2^(BITS-1) instead of the code.
             words ^= (1 << (BITS - 1)) * (0xFFFFFFFF // ((1 << FIELD) - 1))
-        at = tl.zeros(words.shape, tl.int32)  # where in the word; known when the kernel is compiled
+        at = tl.zeros(words.shape, tl.int32)  # The code's bit in the word is known at compile time.
         words = (
             tl.join(words, words >> 16) if WORD == 32 else words
-        )  # the exponent leaves no room behind the 16th bit
+        )  # A mantissa has no room for codes above bit 16.
     if WORD == 32:
         at = tl.join(at, at)
     for level in tl.static_range(4):
@@ -47,40 +48,40 @@ def _codes(words, ones, BITS: tl.constexpr, FIELD: tl.constexpr, WORD: tl.conste
         if LEVELS:
             codes = levels.decode(held, at, BITS)
         else:
-            zero = exponent.to(tl.float32, bitcast=True) + (1 << (BITS - 1))  # what a code of 0 makes
+            zero = exponent.to(tl.float32, bitcast=True) + (1 << (BITS - 1))  # The float of a code of 0.
             codes = held.to(tl.float32, bitcast=True) - zero
     return tl.reshape(codes, (lanes, count))
 
 
 @triton.jit(do_not_specialize=["ones"])
 def decompress_reduce_kernel(
-    words,  # payloads [senders or shards, payload_bytes] as words: int32; int16 where a block has less bits
-    scales,  # the same as int16, from the first scale on
+    words,  # payloads [senders or shards, payload_bytes] as int32 words, or int16 if a block has fewer bits
+    scales,  # the payloads as int16, from the first scale on
     places,  # BlockTable.places, int32 [shards, blocks, 3]
-    diagonal,  # rotation.diagonal, fp32 [B]; unused where nothing is rotated back
+    diagonal,  # rotation.diagonal, fp32 [B]; unused without ROTATE
     output,  # [numel] or more; bf16 as int16
     shard_size,
     blocks,
     senders,
     payload_quads,
-    ones,  # 1 in every bit of a code's field
+    ones,  # the mask of a code's field
     divisor,
     BITS: tl.constexpr,
     B: tl.constexpr,
     LANES: tl.constexpr,
     V: tl.constexpr,
-    SHARDS: tl.constexpr,  # payloads are of as many shards, one each; else of one shard's senders
-    WHOLE: tl.constexpr,  # every block has B elements, or none behind the last one of its shard
-    LEVELS: tl.constexpr,  # the levels codec; else a sign is 1 bit, and more are uniform
+    SHARDS: tl.constexpr,  # there is one payload for each shard; else there is one for each sender
+    WHOLE: tl.constexpr,  # every block has B elements, or none if its shard has fewer blocks
+    LEVELS: tl.constexpr,  # codec levels; else BITS = 1 is codec sign, and more bits are codec uniform
     ROTATE: tl.constexpr,
     DIVIDE: tl.constexpr,
     BF16: tl.constexpr,
 ):
     PLANES: tl.constexpr = BITS == 3
-    WIDTH: tl.constexpr = 2 if PLANES else BITS  # of a code in the first plane
+    WIDTH: tl.constexpr = 2 if PLANES else BITS  # Bits of a code in the first plane.
     WORD: tl.constexpr = 32 if B * (1 if PLANES else BITS) >= 32 else 16
-    LANE: tl.constexpr = V * (WORD // WIDTH)  # elements, of one block
-    # A program has whole blocks. Lanes, blocks and elements are counted from its first ones.
+    LANE: tl.constexpr = V * (WORD // WIDTH)  # Elements of a lane, all of one block.
+    # A program has whole blocks. Lanes, blocks and elements are counted from the program's first ones.
     ROWS: tl.constexpr = LANES * LANE // B
     program = tl.program_id(0).to(tl.int64)
     payload_words = payload_quads * tl.full([], 128 // WORD, tl.int64)
@@ -112,9 +113,9 @@ def decompress_reduce_kernel(
     words += first[:, None] + word
     scales += program * ROWS
     scales += block
-    # An argument, not a constant: it, and its shifts, stay in registers, beside the exponents as constants.
+    # The mask is an argument so that it and its shifts stay in registers; the exponents are constants.
     ones = ones.to(tl.uint32)
-    total = tl.full([LANES, LANE], -0.0, tl.float32)  # what leaves a -0 that is added to it
+    total = tl.full([LANES, LANE], -0.0, tl.float32)  # -0 added to -0 stays -0.
     for _ in tl.range(0, senders, loop_unroll_factor=4):
         coded = tl.load(words, mask=coded_there, other=0).to(tl.uint32)
         if PLANES:

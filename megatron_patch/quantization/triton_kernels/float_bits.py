@@ -1,7 +1,7 @@
-"""What both kernels compute with: bf16 by its bits, exact quotients without a division, sums, packed codes.
+"""Arithmetic of both kernels: bf16 by its bits, exact quotients without a division, sums, packed codes.
 
-In few instructions. On a Hopper GPU that is to move memory as fast as a copy does, an element of a bucket has
-time for some fifty; an IEEE division takes ten, a select, a conversion or an address one each.
+It uses few instructions. To move memory as fast as a copy does, a kernel on a Hopper GPU has time for some
+fifty per element; an IEEE division takes ten, and a select, a conversion or an address takes one.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def as_int32(number: tl.constexpr):
 
 @triton.jit
 def from_bf16(stored):
-    """int16 -> the fp32 whose upper half it is."""
+    """Convert bf16, stored as int16, to fp32."""
     return (stored.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def to_bf16(values):
-    """fp32 -> int16: to nearest, ties to even. By hand: the interpreter's own conversion differs."""
+    """Round fp32 to bf16, stored as int16, ties to even. The interpreter's own conversion differs."""
     bits = values.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where((bits & _MAGNITUDE) > INFINITE, NAN, rounded).to(tl.int16)
@@ -35,41 +35,41 @@ def to_bf16(values):
 
 @triton.jit
 def round_up_to_bf16(value, largest):
-    """fp32 >= 0 -> the smallest bf16 not below it, as fp32; at most `largest`."""
+    """Round fp32 >= 0 up to bf16, as fp32, but to `largest` at most."""
     bits = (value.to(tl.int32, bitcast=True) + 0xFFFF) & -65536
     return tl.minimum(bits.to(tl.float32, bitcast=True), largest)
 
 
 @triton.jit
 def over(value, inverse):
-    """value / L, correctly rounded to fp32; `inverse` is the constant 1/L, for a whole L below 128.
+    """Return value / L, correctly rounded to fp32; `inverse` is the constant 1/L, for a whole L below 128.
 
-    A quotient by so short a number is never as near to the middle between two fp32 as fp64 errs.
+    fp64 is exact enough: a quotient by so short a number is never that near the middle between two fp32.
     """
     return (value.to(tl.float64) * inverse).to(tl.float32)
 
 
 @triton.jit
 def normal(scale):
-    """A power of two that brings fp32 >= 0 near 1, and its inverse: normal numbers both, for 0 too."""
+    """Return a power of two that scales fp32 >= 0 to near 1, and its inverse; both are normal, for 0 too."""
     exponent = scale.to(tl.int32, bitcast=True) & INFINITE
-    exponent = tl.minimum(tl.maximum(exponent, 1 << 23), 253 << 23)  # of 2^-126 to 2^126; 1 has 127 << 23
+    exponent = tl.minimum(tl.maximum(exponent, 1 << 23), 253 << 23)  # The exponents of 2^-126 to 2^126.
     return ((254 << 23) - exponent).to(tl.float32, bitcast=True), exponent.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def inverse_of(scale):
-    """(head, tail) whose sum is 1/scale to 44 places, for a bf16 that `normal` brought near 1."""
-    scale = tl.maximum(scale, 1.0 / 256)  # 0 has no inverse; the others are larger than this
+    """Return (head, tail) whose sum is 1/scale to 44 bits, for a bf16 that `normal` has scaled to near 1."""
+    scale = tl.maximum(scale, 1.0 / 256)  # 0 has no inverse; all other scales are larger than this.
     head = 1.0 / scale
     return head, tl.fma(-scale, head, 1.0) * head
 
 
 @triton.jit
 def quotient(values, head, tail):
-    """fp32 [rows, n] / scale [rows], correctly rounded, from the scale's `inverse_of`.
+    """Return fp32 [rows, n] / scale [rows], correctly rounded, from `inverse_of(scale)`.
 
-    What the fused multiply-add rounds is wrong by 2^-44 of itself, and a quotient by a bf16 (8 places) is
+    Before it rounds, the fused multiply-add is wrong by a relative 2^-44; a quotient by a bf16 (8 bits) is
     never nearer than 2^-33 to the middle between two fp32.
     """
     return tl.fma(values, tl.broadcast_to(head[:, None], values.shape), values * tail[:, None])
@@ -77,9 +77,9 @@ def quotient(values, head, tail):
 
 @triton.jit
 def mean(total, number):
-    """fp64 / int32 from 1 to 4096, correctly rounded to fp64 and then to fp32.
+    """Return fp64 / int32 from 1 to 4096, correctly rounded to fp64 and then to fp32.
 
-    Without the call for numbers near fp64's limits that a division has in it.
+    It avoids the call that a division makes for numbers near fp64's limits.
     """
     short = 1.0 / number.to(tl.float32)
     number, inverse = number.to(tl.float64), short.to(tl.float64)
@@ -90,10 +90,10 @@ def mean(total, number):
 
 @triton.jit
 def root(value):
-    """The square root of fp32, 0 or between 2^-40 and 2^40, correctly rounded.
+    """Return the square root, correctly rounded, of fp32 that is 0 or between 2^-40 and 2^40.
 
-    Without the call for other numbers that tl.sqrt_rn has in it, for which a loop pays in registers. Tried
-    with every fraction and with an rsqrt wrong by 4 units in the last place either way.
+    It avoids the call that tl.sqrt_rn makes for other numbers, which costs a loop registers. It was tested
+    with every fraction, and with an rsqrt that is wrong by up to 4 units in the last place.
     """
     near = tl.rsqrt(tl.maximum(value, 2.0**-40))
     found, half = value * near, 0.5 * near
@@ -104,14 +104,14 @@ def root(value):
 
 @triton.jit
 def split_pairs(values):
-    """[rows, n] -> the even and the odd columns. Neighbours lie in one thread: nothing is exchanged."""
+    """Return the even and the odd columns of [rows, n]. Neighbours are in one thread: no data is moved."""
     return tl.split(tl.reshape(values, (values.shape[0], values.shape[1] // 2, 2)))
 
 
 @triton.jit
 def largest_magnitude(values):
-    """max|x| of each row, as the integer of its bits: NaN and Inf come out on top."""
-    for _ in tl.static_range(4):  # the 16 that a thread has, as floats; across threads as integers
+    """Return max|x| of each row, as the integer of its bits, in which NaN and Inf are the largest."""
+    for _ in tl.static_range(4):  # The 16 numbers of a thread are compared as floats, threads as integers.
         even, odd = split_pairs(values)
         values = tl.maximum(tl.abs(even), tl.abs(odd), propagate_nan=tl.PropagateNan.ALL)
     return tl.max(values.to(tl.int32, bitcast=True) & _MAGNITUDE, axis=1)
@@ -119,7 +119,7 @@ def largest_magnitude(values):
 
 @triton.jit
 def squares_of_four(values):
-    """[rows, n] -> [rows, n / 4]: sums of four neighbours' squares."""
+    """Return the sums of four neighbours' squares: [rows, n] -> [rows, n / 4]."""
     even, odd = split_pairs(values)
     a, b = split_pairs(even)
     c, d = split_pairs(odd)
@@ -128,7 +128,7 @@ def squares_of_four(values):
 
 @triton.jit
 def add_energies(sums, values, unit, finite):
-    """`sums`, fp64 [rows, n / 16], and the squares of fp32 [rows, n] times `unit` [rows], where `finite`."""
+    """Add the squares of fp32 [rows, n] times `unit` [rows], in `finite` rows, to fp64 [rows, n / 16]."""
     squares = tl.reshape(squares_of_four(values), (values.shape[0], values.shape[1] // 16, 4))
     squares = tl.sum(squares, axis=2)
     squares = tl.where(finite[:, None], squares, 0.0).to(tl.float64)
@@ -138,9 +138,9 @@ def add_energies(sums, values, unit, finite):
 
 @triton.jit
 def packed(numbers, BITS: tl.constexpr, WORD: tl.constexpr):
-    """int32 [rows, n] -> [rows, n * BITS / WORD]: words that are sums of numbers shifted to their places.
+    """Add int32 [rows, n], each shifted to its place, into words: [rows, n * BITS / WORD].
 
-    The first number is at bit 0, the next at BITS; what one has above its BITS is added to its neighbours.
+    The first number is at bit 0, the next at BITS; a number's bits above BITS are added to its neighbours.
     """
     for level in tl.static_range(5):
         if BITS << level < WORD:

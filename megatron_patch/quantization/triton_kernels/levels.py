@@ -1,8 +1,8 @@
-"""The levels codec's arithmetic, quantization/levels.py, bit for bit; and the planes of codes of 3 bits.
+"""The arithmetic of the levels codec (quantization/levels.py, bit for bit), and the planes of 3-bit codes.
 
-Between floats and the wire a code is a number u from 0 on, that grows with the level: HALF + i for the i-th
-positive level, HALF - 1 - i for the i-th negative one. It lies in a float's bits, from the 5th on, behind the
-exponent of 2^18. A polynomial of u - HALF + 1/2, rounded, is the level itself: it is within 0.35 of it.
+Between floats and payload words a code is a number u >= 0 that grows with the level: HALF + i for the i-th
+positive level, HALF - 1 - i for the i-th negative one. u is stored in the bits of a float, from bit 5 on,
+with the exponent of 2^18. A polynomial of u - HALF + 1/2 is within 0.35 of the level, and is rounded to it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from megatron_patch.quantization.triton_kernels.float_bits import (
 PLACE = tl.constexpr(5)
 ONE = tl.constexpr(1 << 5)
 EXPONENT = tl.constexpr((127 + 23 - 5) << 23)
-_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: what is added to it is rounded to a whole number
+_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: a number added to it is rounded to a whole number.
 
 
 @triton.jit
 def wanted_scale(near_one, inverse, lengths, step, WHOLE: tl.constexpr):
-    """c * rms of each row of h, fp32 [rows]; `near_one` is h times 1/inverse, [rows, B]; `step` c/64."""
+    """Return c * rms(h) of each row, fp32 [rows]; `near_one` is h / inverse, [rows, B]; `step` is c/64."""
     rows: tl.constexpr = near_one.shape[0]
     B: tl.constexpr = near_one.shape[1]
     v = tl.fma(tl.abs(near_one), tl.full(near_one.shape, 64.0, tl.float32), _WHOLE) - _WHOLE
     of_thread = tl.sum(tl.reshape(squares_of_four(v), (rows, B // 16, 4)), axis=2)
-    if B <= 256:  # the sum is less than 2^24, exact
+    if B <= 256:  # The sum is less than 2^24, so that it is exact in fp32.
         energy = tl.sum(of_thread, axis=1)
     else:
         energy = tl.sum(of_thread.to(tl.int32), axis=1)
@@ -45,7 +45,7 @@ def wanted_scale(near_one, inverse, lengths, step, WHOLE: tl.constexpr):
 
 @triton.jit
 def encode(h, scale, BITS: tl.constexpr):
-    """fp32 [rows, n], [rows] -> the int32 that hold u."""
+    """Quantize h, fp32 [rows, n], with the scales [rows]; returns the float bits that hold u, int32."""
     HALF: tl.constexpr = 1 << (BITS - 1)
     magnitude = tl.abs(h)
     s = scale[:, None]
@@ -62,13 +62,16 @@ def encode(h, scale, BITS: tl.constexpr):
         last = tl.broadcast_to(s * 6.5, h.shape)
         number = tl.zeros(h.shape, tl.int32)
     number += tl.where(magnitude > last, 1 * ONE, 0) + (EXPONENT + HALF * ONE)
-    negative = (h + 0.0).to(tl.int32, bitcast=True) >> 31  # -0 is not
+    negative = (h + 0.0).to(tl.int32, bitcast=True) >> 31  # Adding 0 makes -0 positive.
     return number ^ (negative & ((2 * HALF - 1) * ONE))
 
 
 @triton.jit
 def decode(held, at, BITS: tl.constexpr):
-    """int32 that hold u at bit `at` (5 to 20), behind the exponent of 2^(23 - at) -> levels, fp32."""
+    """Return the levels, fp32, of int32 float bits that hold u at bit `at`, with the exponent of 2^(23 - at).
+
+    `at` is from 5 to 20.
+    """
     held = held.to(tl.float32, bitcast=True)
     exponent = ((127 + 23 - at) << 23).to(tl.float32, bitcast=True)
     if BITS == 2:
@@ -87,8 +90,8 @@ def decode(held, at, BITS: tl.constexpr):
 
 @triton.jit
 def words_of(held, BITS: tl.constexpr, FIELD: tl.constexpr, WORD: tl.constexpr):
-    """int32 [rows, n] that hold u -> uint32 [rows, n * FIELD / WORD]: codes as they are sent, in fields."""
-    # The sum of the exponents is taken away again; 16 bits from the 5th on are left.
+    """Pack int32 [rows, n] that hold u into words of codes in fields: uint32 [rows, n * FIELD / WORD]."""
+    # The sum of the exponents is subtracted, which leaves 16 bits from bit 5 on.
     halves = packed(held, FIELD, 16) - as_int32(EXPONENT * (0xFFFF // ((1 << FIELD) - 1)))
     halves = halves.to(tl.uint32, bitcast=True)
     if WORD == 16:
@@ -101,20 +104,20 @@ def words_of(held, BITS: tl.constexpr, FIELD: tl.constexpr, WORD: tl.constexpr):
 
 @triton.jit
 def from_wire(words, BITS: tl.constexpr, FIELD: tl.constexpr):
-    """uint32 of codes, each a sign and a level's number -> the same of u."""
+    """Convert words of codes, each a sign and a level's number, to words of u; uint32."""
     return _with_signs(words, words, BITS, FIELD)
 
 
 @triton.jit
 def _with_signs(words, negative, BITS: tl.constexpr, FIELD: tl.constexpr):
-    """Every sign turned over, and the number of those which are `negative` counted from the other end."""
+    """Flip the sign of every code, and reverse the order of the numbers of those that are `negative`."""
     SIGNS: tl.constexpr = (1 << (BITS - 1)) * (0xFFFFFFFF // ((1 << FIELD) - 1))
     negative = negative & SIGNS
     return words ^ SIGNS ^ (negative - (negative >> (BITS - 1)))
 
 
-# Codes of 3 bits are a plane of 2 bits and a plane of 1 (packing.py). Between them and floats they lie in
-# words of 4 bits a code, even and odd codes apart:
+# Codes of 3 bits are sent as a plane of 2 bits and a plane of 1 bit (packing.py). Between planes and floats
+# they are in words of 4 bits per code, with even and odd codes in different words:
 #
 #     even  0 p b b  of codes 0, 2, 4 ...      low   b b  of codes 0, 1, 2 ...
 #     odd   0 p b b  of codes 1, 3, 5 ...      high  p    of codes 0, 1, 2 ...
@@ -122,7 +125,7 @@ def _with_signs(words, negative, BITS: tl.constexpr, FIELD: tl.constexpr):
 
 @triton.jit
 def to_planes(even, odd):
-    """uint32 of 8 codes each -> uint32 of 16 codes' lower bits, uint32 whose lower half is the highest."""
+    """Convert two words of 8 codes to a word of the 16 lower two bits and a word of the 16 highest bits."""
     low = (even & 0x33333333) | ((odd & 0x33333333) << 2)
     high = ((even >> 2) & 0x11111111) | (odd & 0x44444444)
     high = (high | (high >> 1)) & 0x33333333
@@ -133,7 +136,7 @@ def to_planes(even, odd):
 
 @triton.jit
 def from_planes(low, high):
-    """The inverse; what is above the lower half of `high` may be anything."""
+    """Invert `to_planes`; the upper half of `high` is ignored."""
     high &= 0xFFFF
     high = (high | (high << 8)) & 0x00FF00FF
     high = (high | (high << 4)) & 0x0F0F0F0F
@@ -145,9 +148,9 @@ def from_planes(low, high):
 
 @triton.jit
 def store(words, halves, first, second, low, high, lengths, WORD: tl.constexpr):
-    """Both planes of blocks of `lengths` elements, from the `first` and the `second` word of WORD bits on.
+    """Store both planes of blocks of `lengths` elements, from the words `first` and `second` of WORD bits on.
 
-    `words` and `halves`, of 16 bits, are one pointer; the others [rows] but for `to_planes`' [rows, n].
+    `words` and `halves` (16 bits) are the same address; `low` and `high` are [rows, n], the others [rows].
     """
     part = tl.arange(0, low.shape[1])[None, :]
     needed = part * 16 // WORD * WORD < lengths[:, None]

@@ -1,9 +1,9 @@
 """Rotation of blocks in registers: quantization/rotation.py, bit for bit.
 
-A thread has RUN neighbours of a block. Stages that pair them are additions; between threads each number
-goes to its partner, and one fused multiply-add by +1 or -1, exact, adds or subtracts.
+A thread has RUN neighbouring elements of a block. Stages within a thread are additions; in stages between
+threads each number is sent to its partner, and a fused multiply-add by +1 or -1 adds or subtracts it exactly.
 
-Stage j is for the whole groups of 2^(j+1) elements that a block has; what is behind them is in smaller parts.
+Stage j applies to the whole groups of 2^(j+1) elements of a block; elements after them are in smaller parts.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from megatron_patch.quantization import rotation
 
 @functools.cache
 def diagonal(block: int, whole: bool, device: torch.device) -> torch.Tensor:
-    """fp32 [b] on a device: d of a whole block, or its signs alone."""
+    """Return d of a whole block, or its signs alone if blocks are not all whole: fp32 [b] on a device."""
     scale = 2.0 ** (-(block.bit_length() - 1) / 2) if whole else 1.0
     return (rotation.signs(block) * torch.tensor(scale, dtype=torch.float32, device="cpu")).to(device)
 
 
 @triton.jit
 def _inside(lengths, STAGE: tl.constexpr, B: tl.constexpr, RUN: tl.constexpr):
-    """Whether a stage is for an element of blocks, [rows]: [rows, B / RUN, RUN], or, where it is between
-    threads and the same for all that one has, [rows, B / RUN, 1]."""
+    """Whether a stage applies to an element of blocks of `lengths` [rows]: [rows, B / RUN, RUN].
+
+    A stage between threads is the same for all elements of a thread: [rows, B / RUN, 1].
+    """
     thread = tl.arange(0, B // RUN)[None, :, None]
     lengths = lengths[:, None, None]
-    if 2 << STAGE <= RUN:  # with places in a thread that are known when the kernel is compiled
+    if 2 << STAGE <= RUN:  # The places within a thread are known at compile time.
         of_thread = tl.minimum(tl.maximum(lengths - thread * RUN, 0), RUN)
         inside = tl.arange(0, RUN)[None, None, :] >> (STAGE + 1) < of_thread >> (STAGE + 1)
     else:
@@ -40,12 +42,12 @@ def _inside(lengths, STAGE: tl.constexpr, B: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit
 def scaled(values, diagonal, lengths, B: tl.constexpr, RUN: tl.constexpr, WHOLE: tl.constexpr):
-    """d times fp32 [rows, B]; `diagonal` is a pointer to `diagonal(B, WHOLE)`."""
+    """Multiply fp32 [rows, B] by d; `diagonal` is a pointer to `diagonal(B, WHOLE)`."""
     d = tl.load(diagonal + tl.arange(0, B))[None, :]
     if not WHOLE:
         runs: tl.constexpr = (values.shape[0], B // RUN, RUN)
         d = tl.broadcast_to(tl.reshape(d, (1, B // RUN, RUN)), runs)
-        of_run = tl.zeros((values.shape[0], B // RUN, 1), tl.float32)  # of those that have a part of RUN
+        of_run = tl.zeros((values.shape[0], B // RUN, 1), tl.float32)  # For runs within parts of RUN or more.
         magnitude = tl.full(runs, 1.0, tl.float32)
         for stage in tl.static_range(12):
             if 2 << stage > RUN and 1 << stage < B:
@@ -63,13 +65,13 @@ def scaled(values, diagonal, lengths, B: tl.constexpr, RUN: tl.constexpr, WHOLE:
 
 @triton.constexpr_function
 def _magnitude(exponent):
-    """2^(-exponent/2), rounded to fp32."""
+    """Return 2^(-exponent/2), rounded to fp32."""
     return (1.0 if exponent % 2 == 0 else 0.70710677) / (1 << (exponent // 2))
 
 
 @triton.jit
 def hadamard(values, lengths, B: tl.constexpr, RUN: tl.constexpr, WHOLE: tl.constexpr):
-    """H times each part of fp32 [rows, B]; `lengths` are not read where every block is WHOLE."""
+    """Multiply each part of fp32 [rows, B] by H; `lengths` is not read if every block is WHOLE."""
     rows: tl.constexpr = values.shape[0]
     runs: tl.constexpr = (rows, B // RUN, RUN)
     for stage in tl.static_range(12):
@@ -90,7 +92,7 @@ def hadamard(values, lengths, B: tl.constexpr, RUN: tl.constexpr, WHOLE: tl.cons
 
 @triton.jit
 def _between_threads(values, DISTANCE: tl.constexpr, B: tl.constexpr, RUN: tl.constexpr):
-    """[rows, B] -> [rows, B / RUN, RUN]: sums and differences of threads DISTANCE apart."""
+    """Add or subtract elements in threads DISTANCE apart: [rows, B] -> [rows, B / RUN, RUN]."""
     runs = tl.reshape(values, (values.shape[0], B // RUN, RUN))
     thread = tl.arange(0, B // RUN)[None, :, None]
     partner = tl.gather(runs, tl.broadcast_to(thread ^ DISTANCE, runs.shape), 1)
