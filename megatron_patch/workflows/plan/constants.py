@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from math import log
+from math import log2
 
 from megatron_patch.errors import UserError, nearest
 
@@ -101,10 +101,9 @@ CONSTANTS = {
 }
 """By name."""
 
-EXACT_BITS = ((5e-5, 0.24), (5e-4, 0.79), (1.43e-3, 0.77), (4.29e-3, 1.24), (1.43e-2, 1.99), (1.5e-2, 2.07))
+EXACT_BITS = ((5e-5, 0.15), (5e-4, 0.56), (1.43e-3, 0.77), (4.29e-3, 1.24), (1.43e-2, 1.99), (1.5e-2, 2.07))
 """(peak learning rate / weights' standard deviation at the start, bits a weight), as sent, padding included:
-means over 600 steps, the first two at a constant rate, the others over a cosine to a tenth of the peak
-(docs/weight_gather.md). Measured."""
+means over a cosine of 600 steps to a tenth of the peak (docs/weight_gather.md). Measured."""
 
 EXACT_SOURCE = (
     "docs/weight_gather.md: means over a cosine of 600 steps, by peak rate / weights' std. deviation"
@@ -120,12 +119,13 @@ def exact_bits(ratio: float) -> float:
     """Bits a weight of the exact gather, at a peak learning rate of `ratio` standard deviations of the
     weights.
 
-    Linear in the logarithm between what was measured, and along the last pieces outside of it; at most 16.
+    Linear in the logarithm between what was measured, and along the first piece below it; above it a doubling
+    costs one bit. At most 16.
     """
-    points = [(log(x), bits) for x, bits in EXACT_BITS]
-    at = log(max(ratio, 1e-9))
-    low, high = next((pair for pair in pairwise(points) if at < pair[1][0]), points[-2:])
-    slope = (high[1] - low[1]) / (high[0] - low[0])
+    points = [(log2(x), bits) for x, bits in EXACT_BITS]
+    at = log2(max(ratio, 1e-9))
+    low, high = next((pair for pair in pairwise(points) if at < pair[1][0]), (points[-1], None))
+    slope = 1.0 if high is None else (high[1] - low[1]) / (high[0] - low[0])
     return min(16.0, max(0.0, low[1] + slope * (at - low[0])))
 
 
