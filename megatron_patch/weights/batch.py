@@ -1,7 +1,7 @@
-"""The exact weight gather's messages are sent in batches of several buckets.
+"""Sends the exact weight gather's messages in batches of several buckets.
 
-Every rank pads its batch to the longest one of all ranks. Padding averages out when buckets are batched, so
-batches are as large as memory allows.
+Every rank pads its messages of a batch to the length of the rank that has most. The lengths average out over
+several buckets, so that batches, which are as large as memory allows, need less padding.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from megatron_patch.weights.gather import WeightGather
 
 
 class WeightsDiffer(RuntimeError):
-    """A message that does not fit the weights it came to; the text names the bucket and the owner."""
+    """A message does not fit this rank's copy of the old weights; the text names the bucket and the owner."""
 
 
 class Batch:
-    """Buckets of one group whose agreed messages travel in one piece."""
+    """Buckets of one group whose messages, which all ranks have agreed on, are sent in one all-gather."""
 
     def __init__(self, gathers: Sequence[WeightGather]) -> None:
         self.gathers = gathers
@@ -31,23 +31,24 @@ class Batch:
         lengths = np.stack([gather.lengths for gather in gathers])
         totals = lengths.sum(axis=0)
         self.width = int(totals.max())
-        """Bytes that every rank sends: as many as the one with the longest messages has."""
+        """The bytes that every rank sends, padding included."""
         self._mean = float(totals.mean())
         starts = lengths.cumsum(axis=0) - lengths
         self.places = torch.from_numpy(np.stack([starts, [gather.sizes for gather in gathers]], axis=2))
-        """int64 [buckets, ranks, 2]: where a rank's message of a bucket begins, and its bytes."""
+        """For each bucket and rank, where the message begins, and its bytes: int64 [buckets, ranks, 2]."""
 
     def nbytes_of(self, gather: WeightGather) -> float:
-        """A bucket's part of what this rank sends: the padding is shared out by the messages' lengths."""
+        """Return a bucket's part of the bytes that this rank sends, with its share of the padding."""
         share = float(gather.lengths.mean()) / self._mean
         return (self.group.size() - 1) * self.width * share
 
     @torch.no_grad()
     def start(self, workspace: Workspace, own_may_have_changed: bool) -> BatchHandle:
-        """Send the messages; the handle's `wait` writes the others' shards.
+        """Send the messages; the handle's `wait` writes the other ranks' shards.
 
         Args:
-            own_may_have_changed: since `agree`, as by a user between the step and the next forward pass.
+            own_may_have_changed: whether this rank's weights may have changed since `agree`, because a user
+                edited them between the step and the next forward pass.
         """
         ranks, rank = self.group.size(), self.group.rank()
         messages = workspace.take(ranks, self.width, "weights")
@@ -59,12 +60,12 @@ class Batch:
 
 
 class BatchHandle:
-    """The rest of a gather. `wait` finishes it; what it found is looked at by `check`."""
+    """The handle of a started gather: `wait` finishes it, and `check` looks at what decoding has found."""
 
     def __init__(self, batch: Batch, messages: torch.Tensor, work: Any, workspace: Workspace) -> None:
         self.batch = batch
         self.in_full = False
-        """Whether the buckets were gathered in full in the end, since an owner had changed one."""
+        """Whether the buckets were gathered uncompressed in the end, because an owner's weights changed."""
         self._messages: torch.Tensor | None = messages
         self._work = work
         self._workspace = workspace
@@ -72,7 +73,7 @@ class BatchHandle:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Write the other ranks' shards. Once only."""
+        """Write the other ranks' shards. Later calls do nothing."""
         if self._messages is None:
             return
         messages, self._messages = self._messages, None
@@ -89,13 +90,13 @@ class BatchHandle:
 
     @torch.no_grad()
     def check(self) -> None:
-        """See that every message fitted. On CPU `wait` does it; on CUDA it would wait for the gather.
+        """Check that all messages were decoded. On CPU `wait` calls it; on CUDA it waits for the gather.
 
-        An owner that changed its weights after they were coded has marked its message: on CPU all ranks
-        gather the buckets in full.
+        If an owner's weights changed after they were coded, its message says so: on CPU all ranks then gather
+        the buckets in full.
 
         Raises:
-            WeightsDiffer: a message that did not fit this rank's copies; on CUDA also such an owner's.
+            WeightsDiffer: a message did not fit this rank's copy; or, on CUDA, an owner's weights changed.
         """
         if self._found is None:
             return
@@ -115,9 +116,9 @@ class BatchHandle:
 
 
 def batches(gathers: Sequence[WeightGather]) -> Iterator[Batch]:
-    """Cut a sequence of buckets of one group, whose gathers all begin now, into batches.
+    """Cut the buckets of one group that are gathered now into batches, in their order.
 
-    The messages of one take no more memory than the weights of the largest bucket.
+    The messages of a batch take no more memory than the weights of the largest bucket.
     """
     room = max(gather.shard_nbytes for gather in gathers)
     batch: list[WeightGather] = []

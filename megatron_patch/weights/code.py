@@ -1,24 +1,24 @@
-"""The exact code of a weight's change: new bf16 or fp16 bits minus old ones, at about their entropy.
+"""The exact code of weights' changes: new bf16 or fp16 bits minus old ones, at about their entropy.
 
-After an optimizer's step most weights are the same number as before, or a few representable numbers further.
-The difference is counted in representable numbers, on a line that all bit patterns lie on, -0 beside +0:
+After an optimizer's step most weights are unchanged, or have moved by a few representable numbers. The move d
+is counted in representable numbers, on a line of all bit patterns on which -0 is next to +0:
 
     line(x) = x ^ 0x7fff where the sign bit of x is set, else x        int16 -> int16, one to one
     d       = line(new) - line(old) mod 2^16                           int16
 
-and coded by range ANS (rans.py), given the exponent of the old weight, which all ranks have. A message is
+d is coded by range ANS (rans.py), given the exponent of the old weight, which all ranks have. A message is
 
     header    a byte each: kind, base, form, 0; then the first sum of the new weights, int64
     tables    frequencies of symbols by context (tables.py), then zeros to a multiple of 4 bytes
-    tiles     uint32 [T]: words of each tile; uint32 [T, states]: its states at the decoder's beginning
-    words     uint16: of the tiles, one after another
+    tiles     uint32 [T]: words of each tile; uint32 [T, states]: the states from which the decoder starts
+    words     uint16: the words of all tiles, one tile after another
 
     form = log2 of a tile's weights - 12, + 8 where a tile has 8 states and not 32, + 16 in fp16
 
-A message that would not be shorter than the weights themselves holds those behind the header (kind RAW; base
-and form are 0). By the sum (sums.py) a receiver finds out that its old weights were not the sender's, or that
-the message has changed on its way. A sender whose weights have changed since says so (kind STALE): such a
-message says nothing of them.
+If a message would not be shorter than the weights themselves, the weights follow the header (kind RAW; base
+and form are 0). By the sum (sums.py) a receiver finds out whether its old weights were the sender's and the
+message is intact. If a sender's weights have changed since they were coded, it sets the kind to STALE; the
+rest of the message is then meaningless.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from megatron_patch.weights import rans, tables
 from megatron_patch.weights.sums import sums as sums
 
 CODED, RAW, STALE = 0x33, 0x47, 0xFC
-"""Kinds: any two differ in 4 bits. One rank alone that takes a message for stale would gather in full, and
-wait."""
+"""Kinds of messages. Any two differ in 4 bits or more: if bit errors made a message STALE on one rank only,
+that rank would wait forever for the others to gather in full."""
 HEADER_BYTES = 12
 NEW_SUM = slice(4, HEADER_BYTES)
-"""Bytes of the header."""
+"""The header's bytes with the first sum of the new weights."""
 FACTS = 3
-"""What `encode` tells of a shard: how many weights did not change, and the two sums of the old ones."""
+"""The length of `facts`: how many weights of a shard did not change, and the two sums of the old weights."""
 WEIGHTS_DIFFER, MESSAGE_CHANGED, OWNER_CHANGED = 1, 2, 3
-"""What `decode` finds; 0 where all is well."""
+"""The errors that `decode` finds; it writes 0 if there is none."""
 
 
 class Mismatch(Exception):
-    """A message that is not of these weights, or not whole."""
+    """A message does not fit these weights, or is damaged."""
 
     def __init__(self, found: int = MESSAGE_CHANGED) -> None:
         super().__init__(
@@ -59,23 +59,25 @@ class Mismatch(Exception):
 
 
 def check(found: int) -> None:
-    """Raise Mismatch for what `decode` found, unless that is nothing."""
+    """Raise Mismatch if `decode` found an error."""
     if found:
         raise Mismatch(found)
 
 
 def bound(numel: int) -> int:
-    """The most bytes that a message of `numel` weights has."""
+    """Return the most bytes that a message for `numel` weights may have."""
     return HEADER_BYTES + 2 * numel
 
 
 def encode(
     old: torch.Tensor, new: torch.Tensor, fp16: bool, message: torch.Tensor, facts: torch.Tensor
 ) -> int:
-    """Write what makes `new` of `old`, int16 [n], into `message`, uint8 [bound(n)]; returns its bytes.
+    """Write the message that turns `old` into `new`, int16 [n], and return its length in bytes.
 
     Args:
-        fp16: whether they are fp16, not bf16: where the exponent is. All bit patterns come back with either.
+        fp16: whether weights are fp16, not bf16, which says where the exponent is. The code is exact with
+            either value.
+        message: uint8 [bound(n)], written.
         facts: int64 [FACTS], written.
     """
     n = old.numel()
@@ -91,7 +93,7 @@ def encode(
 
 
 def _coded(exponents: np.ndarray, difference: np.ndarray, fp16: bool) -> tuple[bytes, bytes]:
-    """The first 4 bytes of a message, and what is behind its header."""
+    """Return the first 4 bytes of a coded message, and all that follows its header."""
     n, symbols = len(difference), tables.SYMBOLS
     symbol = tables.SYMBOL_OF[np.minimum(np.abs(difference), tables.FAR + 1)]
     places = (exponents * symbols + symbol)[tables.counted(n)]
@@ -104,9 +106,9 @@ def _coded(exponents: np.ndarray, difference: np.ndarray, fp16: bool) -> tuple[b
 
 
 def _plan(counts: np.ndarray, numel: int, fp16: bool) -> tuple[bytes, bytes, np.ndarray, rans.Tiles]:
-    """Decide how to code, from how often each symbol occurs with each exponent, int64 [256, SYMBOLS].
+    """Decide how to code, given the counts of symbols at each exponent, int64 [256, SYMBOLS].
 
-    Returns a message's first 4 bytes; its tables, zeros behind them; the frequencies; and the tiles.
+    Returns a message's first 4 bytes; its tables, padded with zeros; the frequencies; and the tiles.
     """
     base = tables.window(counts.sum(1))
     by_context = np.zeros((tables.CONTEXTS, tables.SYMBOLS), np.int64)
@@ -122,15 +124,14 @@ def _plan(counts: np.ndarray, numel: int, fp16: bool) -> tuple[bytes, bytes, np.
 def decode(
     messages: torch.Tensor, places: torch.Tensor, shards: torch.Tensor, own: int, found: torch.Tensor
 ) -> None:
-    """Make the senders' new weights of their old ones, int16 [N, n], in place: `shards` but for the `own`-th.
-
-    Writes into `found`, int32 [N], what it finds of each: 0, or that the weights are not the sender's old
-    ones, or that the message is truncated or changed; what that shard holds then is not defined. Of the own
-    message only whether it is STALE is looked at. `own` may be none of them, as -1.
+    """Replace the old weights of all senders' shards by the new ones, in place, except in shard `own`.
 
     Args:
-        messages: uint8 [N, row]; the i-th message is in the i-th row.
-        places: int64 [N, 2]: where in its row a message begins, at a multiple of 8, and its bytes.
+        messages: uint8 [N, row]; row i has the message for shard i.
+        places: int64 [N, 2]: the byte of its row where a message begins, a multiple of 8, and its length.
+        shards: int16 [N, n]. A shard for which an error was found is undefined afterwards.
+        own: this rank's shard, of whose message only the kind STALE is looked at; -1: none of them.
+        found: int32 [N], written: 0, or the error found (WEIGHTS_DIFFER, MESSAGE_CHANGED, OWNER_CHANGED).
     """
     decode_each(_decode_one, messages, places, shards, own, found)
 
@@ -143,7 +144,7 @@ def decode_each(
     own: int,
     found: torch.Tensor,
 ) -> None:
-    """`decode` by a function that decodes one message, uint8 [bytes], into weights, int16 [n]."""
+    """Run `decode` with a function that decodes one message, uint8 [bytes], into weights, int16 [n]."""
     for sender, (start, size) in enumerate(places.tolist()):
         message = messages[sender, start : start + size]
         if sender == own:
@@ -157,7 +158,7 @@ def _decode_one(message: torch.Tensor, weights: torch.Tensor) -> int:
         _decode(message, weights)
     except Mismatch as mismatch:
         return mismatch.found
-    except rans.Damaged:  # a weight of another exponent than the sender's has another context
+    except rans.Damaged:  # An old weight with another exponent than the sender's has another context.
         return WEIGHTS_DIFFER
     return 0
 
@@ -174,10 +175,10 @@ def _decode(message: torch.Tensor, weights: torch.Tensor) -> None:
 
 
 def kind_of(message: torch.Tensor, numel: int) -> int:
-    """The kind of a message of `numel` weights, CODED or RAW.
+    """Return the kind of a message for `numel` weights, CODED or RAW.
 
     Raises:
-        Mismatch: it is of another kind or length.
+        Mismatch: the message has another kind, or a length that its kind cannot have.
     """
     kind = int(message[0]) if message.numel() >= HEADER_BYTES else None
     if kind == STALE:
@@ -188,7 +189,7 @@ def kind_of(message: torch.Tensor, numel: int) -> int:
 
 
 def line(bits: torch.Tensor) -> torch.Tensor:
-    """The place of bit patterns on the line, int16 -> int16; its own inverse."""
+    """Return the places of bit patterns on the line, int16 -> int16; the function is its own inverse."""
     return torch.where(bits < 0, bits ^ 0x7FFF, bits)
 
 
@@ -201,7 +202,7 @@ def _exponents(weights: torch.Tensor, fp16: bool) -> np.ndarray:
 
 
 def _difference(message: np.ndarray, weights: torch.Tensor) -> np.ndarray:
-    """d of every weight, int64 [n], from a coded message."""
+    """Decode d of every weight, int64 [n], from a message of kind CODED."""
     base, form = message[1:3].tolist()
     log2_size, lanes = tables.SMALLEST_TILE + form % 8, tables.LANES
     front = tables.read(message[HEADER_BYTES:])

@@ -1,16 +1,16 @@
-"""The exact weight gather: every rank gets the others' new weights, from their changes alone.
+"""The exact weight gather: every rank gets the other ranks' new weights from messages with their changes.
 
-Rank r of N owns shard r of a bucket, and all hold the whole bucket. The optimizer overwrites the owner's
-shard only, so it is copied before:
+Rank r of N owns shard r of a bucket, and every rank has the whole bucket. The optimizer overwrites the
+owner's shard only, so this shard is copied before:
 
     remember      old <- own shard                             before the optimizer's step: 2 bytes a weight
     encode        message <- code(old, own shard)              weights/code.py
-    agree         [bytes, digest of what I had before]         one small all-gather for all buckets
-    start, wait   all-gather of messages, decoded in place     of one bucket, or several in one piece
+    agree         [bytes, digest of the old bucket]            one small all-gather for all buckets
+    start, wait   all-gather of messages, decoded in place     for one bucket, or several together (batch.py)
 
-The digest is of the whole bucket with `old` in the own shard's place: it is the same on all ranks if they
-hold the same weights. All ranks see all digests and lengths before anything else is sent, so all decide
-alike: a bucket whose copies differ, or whose longest message saves nothing, is gathered in full.
+The digest is of the whole bucket before the step, with `old` as the own shard: it is the same on all ranks
+that have the same weights. All ranks see all digests and lengths before they send messages, and so make the
+same decision: a bucket whose copies differ, or whose longest message saves nothing, is gathered in full.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from megatron_patch.weights import code
 from megatron_patch.weights import sums as weight_sums
 
 _ALIGNMENT = 8
-"""Bytes: every message begins where the numbers of its header may."""
+"""Every message begins at a multiple of this many bytes, as the int64 numbers in it need."""
 
 
 class WeightGather:
     """The exact gather of one bucket over `group`.
 
     Args:
-        bucket: [N * S] of bf16 or fp16, in whose shard `group.rank()` the optimizer writes.
-        name: of the bucket, for messages.
+        bucket: [N * S] of bf16 or fp16; the optimizer updates its shard `group.rank()`.
+        name: the bucket's name in logs and errors.
     """
 
     def __init__(
@@ -60,49 +60,47 @@ class WeightGather:
         self._message = self._own.new_empty(0, dtype=torch.uint8)
         self._facts = self._own.new_zeros(code.FACTS, dtype=torch.int64)
         self.sizes = np.zeros(0, np.int64)
-        """Bytes of all ranks' messages, agreed on."""
+        """The bytes of all ranks' messages, as `agree` has exchanged them."""
         self.lengths = self.sizes
-        """The same, aligned."""
+        """`sizes`, each rounded up to a multiple of 8."""
         self.longest = 0
         """The largest of `lengths`."""
 
     @property
     def shard_size(self) -> int:
-        """S, weights of one shard."""
+        """S, the number of weights of one shard."""
         return self._own.numel()
 
     @property
     def shard_nbytes(self) -> int:
-        """Bytes of one shard."""
         return self._own.nbytes
 
     @property
     def kept(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What lasts from step to step: the old shard and the message."""
+        """The tensors that are kept between steps: the old shard and the message."""
         return self._old, self._message
 
     @property
     def nbytes(self) -> int:
-        """Memory of the old shard and the message."""
+        """The bytes of the old shard and the message."""
         return self._old.nbytes + self._message.nbytes
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of this rank's message."""
         return self._message.numel()
 
     @property
     def unchanged(self) -> torch.Tensor:
-        """How many weights of the own shard the last step left as they were, int64 []: a copy."""
+        """The number of weights of the own shard that the last step did not change, a copy, int64 []."""
         return self._facts[0].clone()
 
     def remember(self) -> None:
-        """Keep the own shard as all ranks have it now."""
+        """Copy the own shard, which all ranks have, before the optimizer's step."""
         self._old.copy_(self._own)
 
     @torch.no_grad()
     def encode(self) -> torch.Tensor:
-        """Make the message; returns int64 [3]: its bytes, and the digest of the bucket before the step."""
+        """Make the message; returns its bytes and the digest of the bucket before the step, int64 [3]."""
         room = self._workspace.take(1, code.bound(self.shard_size), "weight message")
         with self._workspace.timed():
             size = self._coder.encode(self._old, self._own, self._fp16, room[0], self._facts)
@@ -112,29 +110,29 @@ class WeightGather:
         return torch.cat([digest.new_tensor([size]), digest])
 
     def _digest(self) -> torch.Tensor:
-        """The two sums of the whole bucket before the step, int64 [2]."""
+        """Return the two sums of the whole bucket before the step, int64 [2]."""
         return weight_sums.combined(self._all_sums(self._facts[1:]))
 
     def shard_sums(self) -> torch.Tensor:
-        """The two sums of every shard before the step, int64 [N, 2]: which of them differs?"""
+        """Return the two sums of every shard before the step, int64 [N, 2], which show which copy differs."""
         return self._all_sums(self._coder.sums(self._old))
 
     def _all_sums(self, own: torch.Tensor) -> torch.Tensor:
-        """The sums of every shard, int64 [N, 2], those of the own one given."""
+        """Return the two sums of every shard, int64 [N, 2]; `own` are those of the own shard."""
         rank, sums = self.group.rank(), self._coder.sums
         return torch.cat([sums(self._shards[:rank]), own[None], sums(self._shards[rank + 1 :])])
 
     def agreed(self, sizes: np.ndarray) -> bool:
-        """Take the lengths of all ranks' messages, int64 [N]; returns whether coded messages are shorter."""
+        """Set the bytes of all ranks' messages, int64 [N]; returns whether all are shorter than a shard."""
         self.sizes = sizes
         self.lengths = -(-sizes // _ALIGNMENT) * _ALIGNMENT
         self.longest = int(self.lengths.max())
         return self.longest < self._own.nbytes
 
     def write(self, room: torch.Tensor, own_may_have_changed: bool) -> None:
-        """Write the message into `room`, uint8 [its length, zeros behind it].
+        """Write the message, and zeros after it, into `room`, uint8 [its aligned length].
 
-        If the shard changed after encoding, the message is marked stale.
+        If `own_may_have_changed` and the own shard has changed since `encode`, the kind becomes STALE.
         """
         size = self._message.numel()
         room[:size].copy_(self._message)
@@ -145,21 +143,21 @@ class WeightGather:
             room[0] = torch.where(changed, code.STALE, room[0])
 
     def read(self, messages: torch.Tensor, places: torch.Tensor, found: torch.Tensor) -> None:
-        """Write the other ranks' shards from all ranks' messages, as weights.code.decode."""
+        """Decode the other ranks' shards from all ranks' messages, as weights.code.decode."""
         self._coder.decode(messages, places, self._shards, self.group.rank(), found)
 
     def gather_in_full(self) -> None:
-        """Megatron's own gather of the bucket, at once."""
+        """All-gather the bucket uncompressed, as Megatron does."""
         own = self._bucket.view(self.group.size(), -1)[self.group.rank()]
         dist.all_gather_into_tensor(self._bucket, own, group=self.group)
 
 
 def coder_of(device: torch.device) -> ModuleType:
-    """What has `encode`, `decode` and `sums` for tensors of a device: weights/code.py, or its kernels."""
+    """Return the module with `encode`, `decode` and `sums` for a device: weights/code.py or its kernels."""
     kernels = backends.available(device)
     if kernels is None:
         return code
-    # Imported where it is used only: Triton takes a while.
+    # Importing Triton takes a while, so it is imported only if it is used.
     return importlib.import_module(
         f"megatron_patch.weights.{'native' if kernels is native else 'triton_kernels'}"
     )
@@ -167,18 +165,18 @@ def coder_of(device: torch.device) -> ModuleType:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks know of a bucket before its messages are sent."""
+    """What all ranks have found out about a bucket before its messages are sent."""
 
     difference: str | None
-    """Which ranks' copies are not their owners'; None where all are the same."""
+    """The names of the ranks' copies that differ from the owners' shards; None if no copy differs."""
     saves: bool
     """Whether the longest message is shorter than a shard."""
 
 
 def agree(gathers: Sequence[WeightGather]) -> list[Agreement]:
-    """Encode all `gathers`, of one process group, and tell all its ranks what they must know to send them.
+    """Encode all `gathers`, of one process group, and exchange the messages' bytes and the digests.
 
-    Every rank of the group must call it, with the same buckets in the same order.
+    Every rank of the group must call it with the same buckets in the same order.
     """
     offers = torch.stack([gather.encode() for gather in gathers])
     table = _all_gather(offers, gathers[0].group).cpu().numpy()
@@ -197,7 +195,7 @@ def _all_gather(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _differences(gather: WeightGather) -> str:
-    """Which ranks' copies of which shards are not their owners'. Every rank of the group must call it."""
+    """Name the copies that differ from their owners' shards. Every rank of the group must call it."""
     ranks = dist.get_process_group_ranks(gather.group)
     table = _all_gather(gather.shard_sums(), gather.group).cpu().numpy()  # [holder, owner, 2]
     owners = np.arange(len(ranks))

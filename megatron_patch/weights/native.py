@@ -1,4 +1,4 @@
-"""The CPU kernels of weights/code.py: the same bytes."""
+"""The CPU kernels of weights/code.py, with the same functions; they give the same bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from megatron_patch.weights.code import Mismatch, decode_each, kind_of
 def encode(
     old: torch.Tensor, new: torch.Tensor, fp16: bool, message: torch.Tensor, facts: torch.Tensor
 ) -> int:
-    """weights.code.encode"""
     run = native.loaded().megatron_loco_weight_encode
     before, after, to, told = map(native.pointer, (old, new, message, facts))
     return int(run(native.variant(), before, after, old.numel(), fp16, to, told))
@@ -20,7 +19,6 @@ def encode(
 def decode(
     messages: torch.Tensor, places: torch.Tensor, shards: torch.Tensor, own: int, found: torch.Tensor
 ) -> None:
-    """weights.code.decode"""
     decode_each(_decode_one, messages, places, shards, own, found)
 
 
@@ -35,7 +33,6 @@ def _decode_one(message: torch.Tensor, weights: torch.Tensor) -> int:
 
 
 def sums(weights: torch.Tensor) -> torch.Tensor:
-    """weights.sums.sums"""
     found = torch.empty(*weights.shape[:-1], 2, dtype=torch.int64, device="cpu")
     run = native.loaded().megatron_loco_weight_sums
     rows = weights if weights.dim() == 2 else weights[None]

@@ -1,9 +1,9 @@
-"""Range ANS with interleaved states: a tile's moves between symbols with frequencies, and words of 16 bits.
+"""Range ANS with interleaved states, which codes the symbols of a tile's moves in words of 16 bits.
 
 (Duda, "Asymmetric numeral systems", 2013; Giesen, "Interleaved entropy coders", 2014.) Weight i of a tile
-belongs to state i mod lanes, so that as many weights, a row, are coded together. What a state takes last it
-gives back first: the encoder starts at a tile's last weight, and ends with the states from which the decoder
-starts. Words lie in the order in which the decoder reads them. docs/weight_code.md has the steps.
+belongs to state i mod lanes, so that a row of `lanes` weights is coded together. A state gives back first
+what it took last: the encoder starts at a tile's last weight, and ends with the states from which the decoder
+starts. Words are in the order in which the decoder reads them. docs/weight_code.md has the steps.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ FIRST_STATE = 1 << 15
 
 
 class Damaged(Exception):
-    """The words are not what an encoder has written."""
+    """The words do not come from the encoder, or are decoded with other contexts."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How n weights are cut: into T tiles of 2^log2_size, of which the last one may be shorter."""
+    """How n weights are cut: into T tiles of 2^log2_size weights, of which the last one may be shorter."""
 
     numel: int
     log2_size: int
@@ -40,11 +40,11 @@ class Tiles:
 
     @property
     def number(self) -> int:
-        """T"""
+        """T, the number of tiles."""
         return -(-self.numel >> self.log2_size)
 
     def rows(self, weights: np.ndarray) -> np.ndarray:
-        """[n] -> [rows, T, lanes], zeros behind the last."""
+        """Arrange [n] as [rows, T, lanes], with zeros after the last weight."""
         size = 1 << self.log2_size
         filled = np.zeros((self.number, size), weights.dtype)
         filled.reshape(-1)[: self.numel] = weights
@@ -59,9 +59,9 @@ class Tiles:
 def encode(
     difference: np.ndarray, contexts: np.ndarray, frequencies: np.ndarray, tiles: Tiles
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Code d, int64 [n], in contexts, int64 [n].
+    """Code the moves d, int64 [n], in their contexts, int64 [n].
 
-    Returns the number of words of each tile, int64 [T]; its last states, int64 [T, lanes]; the words, uint16.
+    Returns each tile's number of words, int64 [T], its last states, int64 [T, lanes], and all words, uint16.
     """
     size = np.abs(difference)
     symbol = SYMBOL_OF[np.minimum(size, FAR + 1)]
@@ -94,10 +94,10 @@ def decode(
     states: np.ndarray,
     words: np.ndarray,
 ) -> np.ndarray:
-    """d, int64 [n], of what `encode` returned.
+    """Decode the moves d, int64 [n], from what `encode` returned.
 
     Raises:
-        Damaged: the words are not as many as were needed, or do not lead back to the first states.
+        Damaged: a tile used more or fewer words than it has, or did not end with the states FIRST_STATE.
     """
     starts = frequencies.cumsum(1) - frequencies
     slots = np.repeat(np.tile(np.arange(frequencies.shape[1]), CONTEXTS), frequencies.reshape(-1))

@@ -1,13 +1,13 @@
-"""Two sums of a shard's weights, by which copies are compared and messages checked.
+"""Two checksums of a shard's weights, which compare the ranks' copies and check messages.
 
-A sum is of one number for each tile t, modulo 2^64, so that tiles are computed in any order. With the tile's
-weights as 1,024 words w_j = x_2j + 2^16 * x_(2j+1), zeros behind the last, and the keys k_j of 32 bits,
+A sum adds up one number for each tile t, modulo 2^64, so that the tiles' order does not matter. A tile of
+weights x is 1,024 words w_j = x_2j + 2^16 * x_(2j+1), zeros after the last weight; keys k_j have 32 bits:
 
     a    = sum over even j of (w_j + k_j mod 2^32) * (w_(j+1) + k_(j+1) mod 2^32)     (NH of UMAC, RFC 4418)
     sum  = sum over t of mix(a + (t + 1) * STEP)                                   mix: SplitMix64's finalizer
 
-The second sum has each key's halves exchanged. Equal and opposite moves, which cancel in
-a plain sum, do not cancel in products.
+The second sum has each key's halves exchanged. Equal and opposite changes of weights would cancel in a plain
+sum; in products they do not.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import functools
 import torch
 
 TILE = 2048
-"""Weights."""
+"""The weights of a tile."""
 STEP = 0x9E3779B97F4A7C15
 MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
-"""The steps of `mix`: shifts, each followed by a factor."""
+"""The steps of `mix`: a shift and a factor each."""
 
 
 def tiles_of(numel: int) -> int:
-    """T, the number of tiles of `numel` weights."""
+    """Return T, the number of tiles of `numel` weights."""
     return -(-numel // TILE)
 
 
 def sums(weights: torch.Tensor) -> torch.Tensor:
-    """The two sums of int16 [n], int64 [2]; or of each row of int16 [rows, n], int64 [rows, 2]."""
+    """Return the two sums of int16 [n], int64 [2]; or of each row of int16 [rows, n], int64 [rows, 2]."""
     with weights.device:
         rows = weights if weights.dim() == 2 else weights[None]
         words = torch.nn.functional.pad(rows.to(torch.int64) & 0xFFFF, (0, -rows.shape[1] % TILE))
@@ -42,8 +42,7 @@ def sums(weights: torch.Tensor) -> torch.Tensor:
 
 
 def combined(parts: torch.Tensor) -> torch.Tensor:
-    """Two numbers for each of n parts, int64 [..., n, 2] -> the sums of the numbers mixed with their places,
-    int64 [..., 2]: of a shard's tiles, or of a bucket's shards."""
+    """Combine two numbers for each of n tiles or shards, int64 [..., n, 2], into two sums [..., 2]."""
     place = torch.arange(1, parts.shape[-2] + 1, device=parts.device)[:, None]
     mixed = parts + place * _signed(STEP)
     for shift, factor in MIX:
@@ -52,13 +51,13 @@ def combined(parts: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(number: int) -> int:
-    """The int64 that has the same bits."""
+    """Return the int64 with the bits of a uint64."""
     return number - (1 << 64) if number >> 63 else number
 
 
 @functools.cache
 def keys() -> torch.Tensor:
-    """The keys of a tile's words for both sums, int64 [2, TILE / 2] on CPU (Murmur's hash of j + 1)."""
+    """Return the keys of a tile's words for both sums, int64 [2, TILE / 2] on CPU: Murmur's hash of j + 1."""
     key = torch.arange(1, TILE // 2 + 1, dtype=torch.int64, device="cpu") * 0x9E3779B1 & 0xFFFFFFFF
     for shift, factor in ((15, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         key = (key ^ key >> shift) * factor & 0xFFFFFFFF

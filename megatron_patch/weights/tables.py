@@ -1,9 +1,9 @@
-"""What the weight code knows of a move d before it is sent: its context, and how frequent symbols are there.
+"""The symbols and contexts of the weight code, and the frequencies of symbols in each context.
 
-A move is a symbol and some raw bits: 0 is d = 0, 1 to 40 are classes of size with the sign in the lowest raw
-bit, and ESCAPE is any other d, which follows as a word. The context is the exponent of the old weight, in a
-window of 16. In each context the frequencies are whole and add up to 1,024. docs/weight_code.md has the
-rules.
+A move d (the change of a weight, code.py) is coded as a symbol and some raw bits: symbol 0 is d = 0, symbols
+1 to 40 are classes of |d| with the sign in the lowest raw bit, and ESCAPE is any other d, which follows as a
+word. The context is the exponent of the old weight, in a window of 16 exponents. In each context the
+frequencies are whole numbers that add up to 1,024. docs/weight_code.md has the rules.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _CLASSES += [(low, 16) for low in range(33, 513, 16)]
 ESCAPE = len(_CLASSES) + 1
 SYMBOLS = ESCAPE + 1
 FAR = 512
-"""The largest |d| that has a class."""
+"""The largest |d| of a class; larger ones are sent as ESCAPE."""
 LOWEST = np.array([0, *(low for low, _ in _CLASSES), 0])
 RAW_BITS = np.array([0, *(width.bit_length() for _, width in _CLASSES), 0])
 ESCAPE_BITS = 16
@@ -24,25 +24,25 @@ SYMBOL_OF = np.searchsorted(LOWEST[:ESCAPE], np.arange(FAR + 2), side="right") -
 SYMBOL_OF[FAR + 1] = ESCAPE
 """The symbol of min(|d|, FAR + 1)."""
 _FEW = 64
-"""Counted weights that share a context with those of the next exponent above."""
+"""The window begins no lower than the exponent up to which more weights than this are counted."""
 ROW = 32
-"""Weights that are counted together."""
+"""The weights of a row; a row is counted as a whole or not at all."""
 _SAMPLED_FROM = 1 << 21
-"""Weights of a shard: from here on one row of 8 is counted."""
+"""In a shard of this many weights or more, one row of 8 is counted."""
 LONG = 15
-"""A context's 4 bits in a message's tables where a byte says more."""
+"""The value of a context's 4 bits in a message's tables if a byte of its own follows."""
 SMALLEST_TILE, LARGEST_TILE, _TILE_BITS = 12, 18, 1 << 16
 FEW_LANES, LANES = 8, 32
-"""States of a tile."""
+"""The two numbers of states that a tile may have."""
 
 
 def sampled(numel: int) -> bool:
-    """Whether not all weights are counted."""
+    """Whether only some of the weights are counted."""
     return numel >= _SAMPLED_FROM
 
 
 def counted(numel: int) -> np.ndarray:
-    """Which weights are counted: bool [numel]."""
+    """Return which weights are counted: bool [numel]."""
     if not sampled(numel):
         return np.ones(numel, bool)
     row = np.arange(-(-numel // ROW), dtype=np.uint32)
@@ -51,10 +51,10 @@ def counted(numel: int) -> np.ndarray:
 
 
 def window(exponents: np.ndarray) -> int:
-    """`base`, given how often each exponent occurs, int64 [256].
+    """Return `base`, the first exponent of the window, given each exponent's count, int64 [256].
 
-    The window ends at the lowest exponent above which there is not one weight of 1,024. It begins 15 below,
-    or higher where so few weights are below that tables of their own would not pay.
+    The window ends at the lowest exponent above which there are at most 1/1024 of the weights. It begins 15
+    below, or higher if the weights below are too few to be worth tables of their own.
     """
     up_to = exponents.cumsum()
     top = int(np.argmax(1024 * (up_to[-1] - up_to) <= up_to[-1]))
@@ -67,11 +67,11 @@ def context(exponent: np.ndarray, base: int) -> np.ndarray:
 
 
 def normalized(counts: np.ndarray, escapes: bool) -> np.ndarray:
-    """Frequencies, int64 [CONTEXTS, SYMBOLS], of counts of the same shape.
+    """Return frequencies, int64 [CONTEXTS, SYMBOLS], for counts of the same shape.
 
-    A symbol that occurs has its share of 1,024, rounded half up, and at least 1; symbol 0 has the rest. Where
-    less than 1 remains for it, the most frequent other symbol (of equal ones the first) gives what is
-    missing. Where `escapes`, since not all weights were counted, ESCAPE has at least 1 in every context.
+    A symbol that occurs gets its share of 1,024, rounded half up, and at least 1; symbol 0 gets the rest. If
+    less than 1 is left for symbol 0, the most frequent other symbol (of equal ones the first) is reduced by
+    what is missing. With `escapes`, if not all weights were counted, ESCAPE gets at least 1 in all contexts.
     """
     every = np.maximum(counts.sum(1, keepdims=True), 1)
     found = np.where(counts > 0, np.maximum((2 * TOTAL * counts + every) // (2 * every), 1), 0)
@@ -85,11 +85,11 @@ def normalized(counts: np.ndarray, escapes: bool) -> np.ndarray:
 
 
 def tile_and_lanes(numel: int, counts: np.ndarray, frequencies: np.ndarray) -> tuple[int, int]:
-    """log2 of a tile's weights, and the states that a tile's weights are dealt to.
+    """Return log2 of a tile's weights, and the number of its states.
 
-    A tile is to have 2^16 bits, beside which its own states are few; where the message has fewer, a tile has
-    8. The mean bits of a weight are in 1/256, by a log2 that is interpolated between powers of 2, rounded
-    down.
+    A tile should have 2^16 bits, so that its states take few bits beside them; if the whole message has
+    fewer, a tile has 8 states. The mean bits per weight are computed in units of 1/256, rounded down, with a
+    log2 that is interpolated between powers of 2.
     """
     by_escape = (frequencies == 0) | (np.arange(SYMBOLS) == ESCAPE)
     said = np.maximum(np.where(by_escape, frequencies[:, ESCAPE:], frequencies), 1)
@@ -104,7 +104,8 @@ def tile_and_lanes(numel: int, counts: np.ndarray, frequencies: np.ndarray) -> t
 
 
 def written(frequencies: np.ndarray) -> np.ndarray:
-    """A message's tables, uint8: what each context lists, then the frequencies' lower and upper bits."""
+    """Return a message's tables, uint8: which symbols each context lists, then the lower bits of their
+    frequencies, then the upper bits."""
     used = frequencies[:, 1:ESCAPE] > 0
     last = np.where(used.any(1), ESCAPE - 1 - used[:, ::-1].argmax(1), 0)
     escapes = (frequencies[:, ESCAPE] > 0).astype(np.int64)
@@ -118,7 +119,7 @@ def written(frequencies: np.ndarray) -> np.ndarray:
 
 
 def read(message: np.ndarray) -> tuple[np.ndarray, int] | None:
-    """The frequencies at the beginning of uint8 [bytes], and their bytes; None where no tables are."""
+    """Read tables at the beginning of uint8 [bytes]: returns frequencies and bytes read; None if invalid."""
     if len(message) < CONTEXTS // 2:
         return None
     last = (

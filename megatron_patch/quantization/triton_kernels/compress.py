@@ -74,7 +74,7 @@ def _load_rows(pointer, start, length, live, ROWS: tl.constexpr, B: tl.constexpr
 
 @triton.jit
 def _fields(numbers, usable, HALF: tl.constexpr):
-    """Pack codes in 4 bits each, uint32 [rows, n / 8]; `numbers` [rows, n] are bits of _WHOLE + HALF + code."""
+    """Pack codes in 4 bits each, uint32 [rows, n / 8], from the bits of _WHOLE + HALF + code [rows, n]."""
     fields = (packed(numbers, 4, 32) - as_int32(_WHOLE_BITS * 0x11111111)) ^ (HALF * 0x11111111)
     return tl.where(usable, fields.to(tl.uint32, bitcast=True), 0)
 

@@ -1,7 +1,7 @@
-"""The GPU kernels of weights/code.py: the same bytes.
+"""The GPU kernels of weights/code.py, with the same functions; they give the same bytes.
 
-For contiguous tensors of the GPU that is current, and on CPU tensors in Triton's interpreter. Weights may
-begin at any multiple of 2 bytes, messages at multiples of 8.
+They take contiguous tensors on the current GPU, or CPU tensors in Triton's interpreter. Weights may begin at
+any multiple of 2 bytes, messages at multiples of 8.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _PLAIN = {"enable_fp_fusion": False}
 def encode(
     old: torch.Tensor, new: torch.Tensor, fp16: bool, message: torch.Tensor, facts: torch.Tensor
 ) -> int:
-    """weights.code.encode. It waits for the GPU once, to know the message's length.
+    """Encode as weights.code.encode. It waits for the GPU once, to learn the message's length.
 
-    It needs 4 bytes a weight of memory, for words that have not found their places yet.
+    Words are written to a scratch tensor first, which takes 4 bytes per weight.
     """
     n, bits = old.numel(), 10 if fp16 else 7
     if n == 0:
@@ -75,14 +75,14 @@ def encode(
 def decode(
     messages: torch.Tensor, places: torch.Tensor, shards: torch.Tensor, own: int, found: torch.Tensor
 ) -> None:
-    """weights.code.decode, with as many launches as for one message. Nothing here waits for the GPU."""
+    """Decode as weights.code.decode, all messages in the same launches, without waiting for the GPU."""
     (senders, n), row, device = shards.shape, messages.shape[1], shards.device
     most = max(triton.cdiv(n, rans.SMALLEST.value), 1)
     wrong = torch.zeros(senders, 2, dtype=torch.int32, device=device)
     contexts = tables.CONTEXTS.value
     table = torch.empty(senders, contexts, tables.TOTAL.value, dtype=torch.int32, device=device)
     plans = torch.empty(senders, tables.PLAN.value, dtype=torch.int64, device=device)
-    # The interpreter is quicker with few operations on many numbers; a GPU has few registers.
+    # The interpreter is faster with few operations on many numbers, but a GPU has few registers.
     slots = tables.TOTAL.value if triton.knobs.runtime.interpret else 64
     tables.read_kernel[(contexts, senders)](messages, places, table, plans, wrong, row, n, slots, **_PLAIN)
     sizes = torch.empty(senders, most, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""The weight code's tiles on a GPU: a warp codes a tile, a row of its weights at a time.
+"""Coding and decoding of the weight code's tiles on a GPU: a warp codes a tile, one row of it at a time.
 
     encode_kernel   old, new            ->  words of each tile, in a scratch, and its states
     pack_kernel     front, states, words ->  the message, whose length is known by then
@@ -6,9 +6,8 @@
     decode_kernel   messages, weights   ->  weights
     verdict_kernel  messages, sums      ->  found
 
-A tile has 8 states or 32. Of the former three quarters of a warp's threads wait: so it is in short messages
-only. Nothing is read or written outside the messages, whatever their bytes are: every place is compared with
-the bytes that there are.
+A tile has 32 states, or 8 in short messages, where three quarters of a warp's threads wait. Nothing is read
+or written outside a message, whatever its bytes are: every position is compared with the message's length.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ from megatron_patch.weights.triton_kernels.tables import (
 )
 
 TILES = tl.constexpr(4)
-"""A program codes so many tiles, each by a warp."""
+"""The tiles of a program; each is coded by a warp."""
 WARP = tl.constexpr(32)
 SMALLEST = tl.constexpr(1 << 12)
-"""Weights of a tile, at least."""
+"""The fewest weights of a tile (the last one excepted)."""
 _CHUNK = tl.constexpr(1024)
 _HIGH = tl.constexpr((1 << 32 - PRECISION.value) - 1)
 _FIRST_STATE = tl.constexpr(rans.FIRST_STATE)
@@ -55,13 +54,14 @@ _OWNER_CHANGED = tl.constexpr(code.OWNER_CHANGED)
 
 @triton.jit
 def _places(plan):
-    """The bytes of a message where its tiles' counts begin, and its words."""
+    """Return the bytes of a message where its tiles' counts begin, and where its words begin."""
     return tl.load(plan + TILES_AT) + HEADER_BYTES, tl.load(plan + WORDS_AT) + HEADER_BYTES
 
 
 @triton.jit
 def _tiles_of_program(log2_tile, n):
-    """Where each tile begins, int64 [TILES, 1]; its weights, int32 [TILES, 1]; those of the longest."""
+    """Return the program's tiles and their first weights, int64 [TILES, 1], their lengths, int32 [TILES, 1],
+    and the longest of these."""
     tile = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)[:, None]
     size = tl.full([], 1, tl.int64) << log2_tile
     start = tile * size
@@ -75,7 +75,7 @@ def encode_kernel(
     new,  # int16 [n]
     table,  # int32 [CONTEXTS, TOTAL]
     plan,  # int64 [PLAN]
-    words,  # int16 [2 * n]: a tile's words end where there is room for two of each of its weights
+    words,  # int16 [2 * n], two for each weight; a tile's words are at the end of its part
     counts,  # int32 [most tiles], zeros: words of each tile
     states,  # int32 [most tiles, WARP]
     n: tl.int64,
@@ -154,13 +154,13 @@ def pack_kernel(
 
 @triton.jit
 def _message_of(messages, places, row, sender):
-    """A sender's message, and its bytes."""
+    """Return a sender's message and its length in bytes."""
     return messages + sender * row + tl.load(places + 2 * sender), tl.load(places + 2 * sender + 1)
 
 
 @triton.jit
 def _kind(message, size):
-    """0 of a message that has no header."""
+    """Return the kind of a message; 0 if the message is shorter than a header."""
     return tl.load(message, mask=size >= HEADER_BYTES, other=0).to(tl.int32)
 
 
@@ -171,7 +171,7 @@ def _is_raw(message, n, size):
 
 @triton.jit
 def _is_whole(message, plan, wrong, words, size):
-    """Whether it holds coded weights, whose words end where it ends."""
+    """Whether a message is of kind CODED, and its words end where it ends."""
     told = (_kind(message, size) == CODED) & (tl.load(wrong) == 0)
     return told & (_places(plan)[1] + 2 * words == size)
 
@@ -181,7 +181,7 @@ def sizes_kernel(
     messages,  # uint8 [N, row]
     places,  # int64 [N, 2]
     plans,  # int64 [N, PLAN]
-    sizes,  # int64 [N, most_tiles]: words of each tile; 0 of tiles that are not there
+    sizes,  # int64 [N, most_tiles]: words of each tile; 0 for tiles that do not exist
     row: tl.int64,
     n: tl.int64,
     most_tiles: tl.int64,
@@ -206,11 +206,11 @@ def decode_kernel(
     table,  # int32 [N, CONTEXTS, TOTAL]
     plans,  # int64 [N, PLAN]
     ends,  # int64 [N, most_tiles]: sums of tiles' words up to each
-    wrong,  # int32 [N, 2]: whether tables are none; 0, and 1 where words lead elsewhere
+    wrong,  # int32 [N, 2]: 1 where tables are invalid; 0, set to 1 where words are not decoded to their end
     row: tl.int64,
     n: tl.int64,
     most_tiles: tl.int64,
-    own,  # whose weights are left alone
+    own,  # the shard that is not decoded
 ):
     sender = tl.program_id(1).to(tl.int64)
     message, size = _message_of(messages, places, row, sender)
@@ -280,7 +280,7 @@ def verdict_kernel(
     plans,  # int64 [N, PLAN]
     ends,  # int64 [N, most_tiles]
     wrong,  # int32 [N, 2]
-    sums,  # int64 [N, 2]: of the weights afterwards
+    sums,  # int64 [N, 2]: the sums of the decoded weights
     found,  # int32 [N]
     row: tl.int64,
     n: tl.int64,

@@ -1,6 +1,6 @@
-"""weights/sums.py on a GPU: a program takes a tile of 2,048 weights, 16 for each of 128 threads.
+"""The sums of weights/sums.py on a GPU: a program takes tiles of 2,048 weights, 16 for each of 128 threads.
 
-Places are int64, numbers inside a tile int32.
+Positions in a shard are int64, positions within a tile int32.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ TILE = tl.constexpr(weight_sums.TILE)
 _STEP = tl.constexpr(weight_sums.STEP)
 _SHIFT_1, _SHIFT_2, _SHIFT_3 = (tl.constexpr(shift) for shift, _ in weight_sums.MIX)
 _FACTOR_1, _FACTOR_2 = (tl.constexpr(factor) for _, factor in weight_sums.MIX[:2])
-_PROGRAMS = 2048  # of `sums`: at most, enough for any GPU
+_PROGRAMS = 2048  # The most programs of `sums` per row, enough for any GPU.
 
 
 @triton.jit
 def line(bits):
-    """int32 that holds an int16 -> its place on the line, as int32; its own inverse."""
+    """Return the place on the line of an int16 held in int32; the function is its own inverse."""
     return bits ^ ((bits >> 31) & 0x7FFF)
 
 
 @triton.jit
 def load_tile(weights, length):
-    """The first `length` of TILE weights as int32 [TILE], zeros behind them."""
+    """Load `length` weights as int32 [TILE], with zeros after them."""
     i = tl.arange(0, TILE)
-    if length == TILE:  # without a mask, which would keep loads from being wide
+    if length == TILE:  # A mask would keep loads from being wide.
         bits = tl.load(weights + i)
     else:
         bits = tl.load(weights + i, mask=i < length, other=0)
@@ -38,7 +38,7 @@ def load_tile(weights, length):
 
 @triton.jit
 def _keys(j):
-    """The keys of a tile's words, uint32, for the first sum."""
+    """Return the keys of a tile's words `j` for the first sum, uint32."""
     key = (j + 1).to(tl.uint32) * 0x9E3779B1
     key = (key ^ (key >> 15)) * 0x85EBCA6B
     key = (key ^ (key >> 13)) * 0xC2B2AE35
@@ -47,14 +47,14 @@ def _keys(j):
 
 @triton.jit
 def _products(keyed):
-    """The sum of products of uint32 [words, 2], modulo 2^64."""
+    """Return the sum of the products of uint32 [words, 2], modulo 2^64."""
     even, odd = tl.split(keyed)
     return tl.sum((even.to(tl.uint64) * odd.to(tl.uint64)).to(tl.int64, bitcast=True))
 
 
 @triton.jit
 def _mixed(found, tile):
-    """What a tile's sum of products, int64, adds to a sum of its shard."""
+    """Return what a tile's sum of products, int64, adds to the shard's sum."""
     place = (tl.full([], 1, tl.int64) + tile).to(tl.uint64, bitcast=True)
     z = found.to(tl.uint64, bitcast=True) + place * _STEP
     z = (z ^ (z >> _SHIFT_1)) * _FACTOR_1
@@ -64,8 +64,8 @@ def _mixed(found, tile):
 
 @triton.jit
 def sums_of(bits, tile):
-    """What a tile, the `tile`-th of its shard, adds to the shard's two sums, int64."""
-    low, high = tl.split(tl.reshape(bits & 0xFFFF, (TILE // 4, 2, 2)))  # neighbours, in one thread
+    """Return what tile number `tile` of a shard adds to the shard's two sums, int64."""
+    low, high = tl.split(tl.reshape(bits & 0xFFFF, (TILE // 4, 2, 2)))  # Neighbours are in one thread.
     words = (low | (high << 16)).to(tl.uint32, bitcast=True)
     keys = _keys(tl.arange(0, TILE // 4)[:, None] * 2 + tl.arange(0, 2)[None, :])
     one = _products(words + keys)
@@ -78,7 +78,7 @@ def sums_kernel(
     weights,  # int16 [rows, n]
     sums,  # int64 [rows, 2], zeros
     n: tl.int64,
-    SIXTEENS: tl.constexpr,  # n is a multiple of 16: rows begin where wide loads may
+    SIXTEENS: tl.constexpr,  # n is a multiple of 16, so that all rows are aligned for wide loads
 ):
     row = tl.program_id(1).to(tl.int64)
     first = row * n
@@ -98,7 +98,7 @@ def sums_kernel(
 
 
 def sums(weights: torch.Tensor) -> torch.Tensor:
-    """weights.sums.sums"""
+    """Return the sums of `weights`, as weights.sums.sums."""
     rows, n = weights.shape[:-1].numel(), weights.shape[-1]
     found = torch.zeros(*weights.shape[:-1], 2, dtype=torch.int64, device=weights.device)
     programs = min(tiles_of(n), 2 if _interpreted(weights) else _PROGRAMS)
@@ -108,5 +108,5 @@ def sums(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _interpreted(tensor: torch.Tensor) -> bool:
-    """In the interpreter programs share their work for small tensors too."""
+    """Whether the interpreter runs; several programs then share even a small tensor, as on a GPU."""
     return tensor.device.type != "cuda"

@@ -1,12 +1,12 @@
-"""The weight code's tables on a GPU: what weights/tables.py does, without the CPU.
+"""The weight code's tables, computed on a GPU as weights/tables.py does.
 
-    count_kernel        old, new     ->  how often each symbol occurs with each exponent; sums
-    frequencies_kernel  counts       ->  each context's frequencies, and what its moves cost
-    list_kernel         frequencies  ->  the encoder's table, and a message's numbers
-    front_kernel        numbers      ->  a message's beginning, and how tiles are cut
-    read_kernel         messages     ->  the decoder's tables, and how tiles are cut
+    count_kernel        old, new     ->  counts of each symbol at each exponent, and the sums
+    frequencies_kernel  counts       ->  each context's frequencies, and the bits that its moves cost
+    list_kernel         frequencies  ->  the encoder's table, and the frequencies that a message lists
+    front_kernel        numbers      ->  a message's header and tables, and the plan of its tiles
+    read_kernel         messages     ->  the decoder's tables, and the plans of the messages' tiles
 
-Entries of tables are those of quantization/native/weight_rans.h.
+The tables' entries are described in quantization/native/weight_rans.h.
 """
 
 from __future__ import annotations
@@ -19,54 +19,54 @@ from megatron_patch.weights.triton_kernels.sums import TILE, line, load_tile, su
 
 CONTEXTS = tl.constexpr(tables.CONTEXTS)
 SYMBOLS = tl.constexpr(64)
-"""The length of a row of counts or frequencies: the code's symbols, and zeros behind them."""
+"""The length of a row of counts or frequencies: the code's symbols, and zeros after them."""
 EXPONENTS = tl.constexpr(256)
 COPIES = tl.constexpr(16)
-"""There are so many copies of the counts, since programs that add to the same number wait for each other."""
+"""The number of copies of the counts: programs that add to the same number wait for each other."""
 TOTAL = tl.constexpr(tables.TOTAL)
 PRECISION = tl.constexpr(tables.PRECISION)
 FAR = tl.constexpr(tables.FAR)
 ESCAPE = tl.constexpr(tables.ESCAPE)
 ESCAPED = tl.constexpr(511)
 FRONT_BYTES = tl.constexpr(1024)
-"""More than a header and tables have."""
+"""A length that a header and tables never exceed."""
 CODED = tl.constexpr(code.CODED)
 HEADER_BYTES = tl.constexpr(code.HEADER_BYTES)
 LOG2_TILE, LANES, BASE, MANTISSA, TILES_AT, WORDS_AT = (tl.constexpr(place) for place in range(6))
 PLAN = tl.constexpr(6)
-"""Numbers of a message's plan, int64: log2 of a tile's weights, a tile's states, the window's first exponent,
-the bits behind the exponent, and the bytes behind the header where counts and words begin."""
+"""The length of a message's plan, int64: log2 of a tile's weights, a tile's states, the window's first
+exponent, the mantissa's bits, and the bytes after the header where counts and words begin."""
 _LONG = tl.constexpr(tables.LONG)
 _ESCAPE_BITS = tl.constexpr(tables.ESCAPE_BITS)
 _SMALLEST, _LARGEST = tl.constexpr(tables.SMALLEST_TILE), tl.constexpr(tables.LARGEST_TILE)
 _FEW_LANES, _MANY_LANES = tl.constexpr(tables.FEW_LANES), tl.constexpr(tables.LANES)
 _HEADS = tl.constexpr(tables.CONTEXTS // 2)
 _TILE_BITS = tl.constexpr(1 << 24)
-"""256 times the bits that a tile is to have."""
+"""The bits that a tile should have, in units of 1/256."""
 _FEW = tl.constexpr(64)
 
 
 @triton.jit
 def difference(old, new):
-    """int32 tensors that hold int16 -> d, int32."""
+    """Return d, int32, for weights' bits, int16 held in int32."""
     return (line(new) - line(old)).to(tl.int16).to(tl.int32)
 
 
 @triton.jit
 def context_of(bits, mantissa, base):
-    """The context of old weights, int32."""
+    """Return the contexts of old weights, int32."""
     return tl.minimum(tl.maximum(((bits & 0x7FFF) >> mantissa) - base, 0), CONTEXTS - 1)
 
 
 @triton.jit
 def number_of_tiles(log2_tile, n):
-    """T, int64."""
+    """Return T, the number of tiles, int64."""
     return (n + (tl.full([], 1, tl.int64) << log2_tile) - 1) >> log2_tile
 
 
 @triton.jit
 def _symbol(size):
-    """The symbol of |d|, FAR + 1 at most."""
+    """Return the symbol of |d|; a larger |d| than FAR is given as FAR + 1, whose symbol is ESCAPE."""
     symbol = tl.where(size <= 32, 9 + ((size - 17) >> 3), 11 + ((size - 33) >> 4))
     symbol = tl.where(size <= 16, 7 + ((size - 9) >> 2), symbol)
     symbol = tl.where(size <= 8, 5 + ((size - 5) >> 1), symbol)
@@ -82,7 +82,7 @@ def _raw_bits(symbol):
 
 @triton.jit
 def _lowest(symbol):
-    """The lowest |d| of a symbol; ESCAPED of the escape."""
+    """Return the lowest |d| of a symbol, or ESCAPED for the escape."""
     low = tl.where(symbol <= 10, 17 + ((symbol - 9) << 3), 33 + ((symbol - 11) << 4))
     low = tl.where(symbol <= 8, 9 + ((symbol - 7) << 2), low)
     low = tl.where(symbol <= 6, 5 + ((symbol - 5) << 1), low)
@@ -95,7 +95,7 @@ def count_kernel(
     old,  # int16 [n]
     new,  # int16 [n]
     counts,  # int32 [COPIES, EXPONENTS, SYMBOLS], zeros
-    sums,  # int64 [4, tiles]: how many did not change, two sums of old, the first of new
+    sums,  # int64 [4, tiles]: number of unchanged weights, both sums of old, the first sum of new
     n: tl.int64,
     tiles: tl.int64,
     MANTISSA_BITS: tl.constexpr,
@@ -128,7 +128,7 @@ def count_kernel(
 
 @triton.jit
 def _window(exponents):
-    """The window's first exponent, and how many weights are counted."""
+    """Return the window's first exponent, and how many weights are counted."""
     e = tl.arange(0, EXPONENTS)
     at = tl.load(exponents + e)
     up_to = tl.cumsum(at, axis=0)
@@ -141,10 +141,10 @@ def _window(exponents):
 @triton.jit
 def frequencies_kernel(
     counts,  # int32 [COPIES, EXPONENTS, SYMBOLS]
-    exponents,  # int64 [EXPONENTS]: how many weights are counted of each
+    exponents,  # int64 [EXPONENTS]: how many weights of each exponent are counted
     frequencies,  # int32 [CONTEXTS, SYMBOLS]
-    starts,  # int32 [CONTEXTS, SYMBOLS]: sums of the frequencies before
-    costs,  # int64 [CONTEXTS]: what the counted moves cost, in bits / 256
+    starts,  # int32 [CONTEXTS, SYMBOLS]: for each symbol the sum of the frequencies of those before it
+    costs,  # int64 [CONTEXTS]: bits that the counted moves cost, in units of 1/256
     SAMPLED: tl.constexpr,
 ):
     mine = tl.program_id(0).to(tl.int64)
@@ -164,7 +164,7 @@ def frequencies_kernel(
         f = tl.where(s == ESCAPE, tl.maximum(f, 1), f)
     f = tl.where(s == 0, 0, f)
     rest = TOTAL - tl.sum(f)
-    # The largest, of equal ones the first.
+    # This is the largest frequency's symbol; of equal frequencies it is the first.
     most = SYMBOLS - 1 - (tl.max(f * SYMBOLS + (SYMBOLS - 1 - s)) & (SYMBOLS - 1))
     f -= tl.where(s == most, tl.maximum(1 - rest, 0), 0)
     f = tl.where(s == 0, tl.maximum(rest, 1), f)
@@ -180,7 +180,7 @@ def frequencies_kernel(
 
 @triton.jit
 def _listed(frequencies):
-    """The last symbol that is listed in each context, and whether the escape is; int32 [CONTEXTS]."""
+    """Return each context's last listed symbol, and whether the escape is listed; int32 [CONTEXTS]."""
     s = tl.arange(0, SYMBOLS)[None, :]
     f = tl.load(frequencies + tl.arange(0, CONTEXTS)[:, None] * SYMBOLS + s)
     last = tl.max(tl.where((f > 0) & (s < ESCAPE), s, 0), 1)
@@ -189,7 +189,7 @@ def _listed(frequencies):
 
 @triton.jit
 def _of(values, mine):
-    """One of int32 [CONTEXTS]."""
+    """Return element `mine` of int32 [CONTEXTS]."""
     return tl.sum(tl.where(tl.arange(0, CONTEXTS) == mine, values, 0))
 
 
@@ -197,8 +197,8 @@ def _of(values, mine):
 def list_kernel(
     frequencies,  # int32 [CONTEXTS, SYMBOLS]
     starts,  # int32 [CONTEXTS, SYMBOLS]
-    table,  # int32 [CONTEXTS, TOTAL]: the encoder's
-    numbers,  # int32 [TOTAL], zeros: the frequencies of a message's tables
+    table,  # int32 [CONTEXTS, TOTAL]: the encoder's table
+    numbers,  # int32 [TOTAL], zeros: the frequencies that a message lists
 ):
     mine = tl.program_id(0).to(tl.int64)
     last, escapes = _listed(frequencies)
@@ -224,7 +224,7 @@ def front_kernel(
     frequencies,  # int32 [CONTEXTS, SYMBOLS]
     numbers,  # int32 [TOTAL]
     costs,  # int64 [CONTEXTS]
-    front,  # uint8 [FRONT_BYTES], zeros: a message's header, but for the sum, and its tables
+    front,  # uint8 [FRONT_BYTES], zeros: a message's header, without the sum, and its tables
     plan,  # int64 [PLAN]
     n: tl.int64,
     MANTISSA_BITS: tl.constexpr,
@@ -251,7 +251,7 @@ def front_kernel(
     longs, listed = tl.sum(is_long), tl.sum(last + escapes)
     at += longs
     k = tl.arange(0, TOTAL)
-    number = tl.load(numbers + k)  # 0 behind the last one
+    number = tl.load(numbers + k)  # It is 0 after the last listed frequency.
     tl.store(at + k, number.to(tl.uint8), mask=k < listed)
     upper = tl.reshape((number >> 8) << ((k & 3) * 2), (TOTAL // 4, 4))
     byte = tl.arange(0, TOTAL // 4)
@@ -275,12 +275,12 @@ def _byte(message, at, readable):
 def read_kernel(
     messages,  # uint8 [N, row]
     places,  # int64 [N, 2]: where in its row a message begins, and its bytes
-    table,  # int32 [N, CONTEXTS, TOTAL]: the decoder's
+    table,  # int32 [N, CONTEXTS, TOTAL]: the decoder's tables
     plans,  # int64 [N, PLAN]
-    wrong,  # int32 [N, 2], zeros: the first becomes 1 where these are no tables
+    wrong,  # int32 [N, 2], zeros: the first number is set to 1 if the message's tables are invalid
     row: tl.int64,
     n: tl.int64,
-    SLOTS: tl.constexpr,  # of the table, that are filled at a time
+    SLOTS: tl.constexpr,  # the number of the table's slots that are filled at a time
 ):
     mine, sender = tl.program_id(0), tl.program_id(1).to(tl.int64)
     message = messages + sender * row + tl.load(places + 2 * sender)
