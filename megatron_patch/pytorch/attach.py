@@ -1,4 +1,4 @@
-"""What is attached of torch's own data parallelism, and the optimizer steps that it hears of."""
+"""The attached models of torch's FSDP2 and DDP, and how their sessions learn of optimizer steps."""
 
 from __future__ import annotations
 
@@ -30,28 +30,29 @@ class Attachment(Protocol):
     """One attached model."""
 
     asked: CompressionConfig
-    """The options as given."""
+    """The options that the user gave."""
     config: CompressionConfig
+    """The options that are used; they may have another default method."""
     session: Session
     model: nn.Module
 
     def detach(self) -> None:
-        """Give the model its own exchange back."""
+        """Restore torch's own exchange from the next backward pass on."""
 
     def prepare(self, sets: Sequence[Sequence[str]]) -> None:
-        """Make the exchanges of a checkpoint's sets of parameters. All ranks must call it."""
+        """Create the exchanges for a checkpoint's sets of parameter names. All ranks must call it."""
 
     def senders(self) -> list[tuple[Sender, Part]]:
-        """Every sender, and what its error state is of."""
+        """Return every sender, and the Part that its error state belongs to."""
 
     def ranks(self) -> dict[str, int]:
-        """Sizes of the groups, for checkpoints."""
+        """Return the sizes of the process groups by name, for checkpoints."""
 
     def where(self) -> str:
-        """What is exchanged, for the log."""
+        """Describe the exchange and its ranks, for the log."""
 
     def elements(self) -> int:
-        """How many gradients there are, on all ranks together."""
+        """Return the number of gradient elements of the whole model."""
 
 
 _attachments: WeakKeyDictionary[nn.Module, Attachment] = WeakKeyDictionary()
@@ -60,10 +61,10 @@ _attachments: WeakKeyDictionary[nn.Module, Attachment] = WeakKeyDictionary()
 def attach(
     models: Sequence[nn.Module], config: CompressionConfig, replicas: dist.ProcessGroup | None = None
 ) -> None:
-    """Compress the gradients of models: of DDP, or such that `fully_shard` was applied to.
+    """Compress the gradients of models that are wrapped in DDP, or to which `fully_shard` was applied.
 
     Raises:
-        UserError: what cannot be served, or other options than those that a model is attached with.
+        UserError: a model or option is not supported, or a model is already attached with other options.
     """
     for model in models:
         found = _attachments.get(model)
@@ -95,7 +96,7 @@ def _made(model: nn.Module, config: CompressionConfig, replicas: dist.ProcessGro
 
 
 def lines(made: Attachment) -> Iterator[str]:
-    """What is on, for the log."""
+    """Yield the lines about a newly attached model for the log."""
     config, where = made.config, made.where()
     if not config.compresses:
         yield f"method none: {where}, in full"
@@ -107,20 +108,19 @@ def lines(made: Attachment) -> Iterator[str]:
 
 
 def _updates(optimizer: Any, model: nn.Module) -> bool:
-    """Whether an optimizer updates parameters of a model."""
     mine = {id(parameter) for parameter in model.parameters()}
     groups = getattr(optimizer, "param_groups", [])
     return any(id(parameter) in mine for group in groups for parameter in group["params"])
 
 
 def sessions(models: Sequence[nn.Module] | None) -> list[Session]:
-    """Those of models, of all that is attached if None."""
+    """Return the sessions of attached models among `models`; None: of all attached models."""
     found = list(_attachments.values()) if models is None else map(_attachments.get, models)
     return [attachment.session for attachment in found if attachment is not None]
 
 
 def rank_of(models: Sequence[nn.Module]) -> RankOf | None:
-    """What makes the models' state for a checkpoint; None where nothing of them is compressed."""
+    """Return the RankOf of the models, for a checkpoint; None if none of them compresses."""
     found = [made for model in models if (made := _attachments.get(model)) and made.config.compresses]
     if not found:
         return None
@@ -135,7 +135,7 @@ def rank_of(models: Sequence[nn.Module]) -> RankOf | None:
 
 
 def detach_all() -> None:
-    """Give every attached model torch's own exchange back, from the next backward pass on."""
+    """Detach all models."""
     for attachment in _attachments.values():
         attachment.detach()
     _attachments.clear()

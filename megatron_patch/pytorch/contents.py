@@ -1,9 +1,9 @@
 """Where the parameters lie in the tensors that FSDP2 and DDP exchange.
 
-FSDP2's is [N, S] for N ranks of the shard group: row j has rank j's chunk of each parameter, one after the
-other, and every chunk is padded to the longest of that parameter's. DDP's buckets are whole parameters, one
-after the other: the same with N = 1. Blocks follow the rows of the chunks; padding is in no block, and
-vectors (norms' weights, biases) are sent as they are.
+FSDP2 exchanges [N, S] for N ranks of the shard group: row j has rank j's chunk of each parameter, one after
+the other, and every chunk is padded to the length of the parameter's longest chunk. DDP's buckets are whole
+parameters, one after the other: the same with N = 1. Blocks follow the rows of the chunks; padding is in no
+block, and vectors (norms' weights, biases) are sent uncompressed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_patch.session.resharding import Piece
 
 
 def contents_of(parameters: Sequence[Sharded], ranks: int = 1) -> Contents:
-    """The contents of the [N*S] elements, rank by rank."""
+    """Return the contents of the tensor [N*S] that `ranks` N exchange."""
     spans = [
         Span.of(start, shape, exact=len(shape) < 2)
         for _, start, _, shape in _chunks(parameters, range(ranks), ranks)
@@ -28,8 +28,10 @@ def contents_of(parameters: Sequence[Sharded], ranks: int = 1) -> Contents:
 def pieces_of(
     parameters: Sequence[Sharded], names: Sequence[str], ranks: int = 1, rank: int | None = None
 ) -> tuple[Piece, ...]:
-    """What a checkpoint calls the chunks of parameters with these names: all ranks' in the [N*S] elements, or
-    one rank's in its [S]."""
+    """Return the chunks of parameters with these names as a checkpoint's pieces.
+
+    They are all ranks' chunks in the tensor [N*S], or the chunks of one `rank` in its [S].
+    """
     rows = range(ranks) if rank is None else [rank]
     before = 0 if rank is None else rank * _size(parameters, ranks)
     found = []
@@ -45,7 +47,7 @@ def pieces_of(
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what torch.compile, activation checkpointing and DDP put into it."""
+    """Return a parameter's name without the parts that torch.compile and activation checkpointing add."""
     wrappers = ("_orig_mod", "_checkpoint_wrapped_module")
     return ".".join(part for part in name.split(".") if part and part not in wrappers)
 
@@ -57,8 +59,8 @@ def _size(parameters: Sequence[Sharded], ranks: int) -> int:
 def _chunks(
     parameters: Sequence[Sharded], rows: Sequence[int], ranks: int
 ) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
-    """For each chunk its parameter's number, its first element, where it begins in the parameter along the
-    sharded axis, and its shape."""
+    """Yield for each chunk its parameter's number, its first element in the tensor, its first index along the
+    parameter's sharded axis, and its shape."""
     size = _size(parameters, ranks)
     for row in rows:
         start = row * size

@@ -1,12 +1,12 @@
-"""The gradients of torch's DistributedDataParallel by our all-reduce, through its communication hook.
+"""The low-bit all-reduce of torch DistributedDataParallel's gradients, through DDP's communication hook.
 
-DDP calls the hook for each of its buckets, in their order, as soon as the bucket's gradients are there. What
-the hook starts may still be under way when it returns: it is finished when the second bucket after it begins,
-or the last one does, so that all ranks issue the same collectives in the same order. On CUDA a stream of its
-own keeps it from blocking the backward pass.
+DDP calls the hook for each of its buckets, in their order, when the bucket's gradients are complete. The
+exchange that the hook starts may be under way when it returns: it is finished when the second bucket after it
+begins, or the last one does, so that all ranks issue the same collectives in the same order. On CUDA it runs
+on a stream of its own, and so does not block the backward pass.
 
-DDP sorts its parameters into buckets anew after the first backward pass. That pass is therefore exchanged in
-full; should buckets change later, the errors of the old ones are gone, and the log says so.
+DDP assigns its parameters to buckets anew after the first backward pass, which is therefore exchanged
+uncompressed. If buckets change later, the errors of the old ones are dropped, and the log says so.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from megatron_patch.session.session import IN_FLIGHT, Session
 logger = logging.getLogger(__name__)
 
 _hooks: WeakKeyDictionary[nn.Module, _Hook] = WeakKeyDictionary()
-"""DDP takes one hook, and never gives it up: a model that is attached again has it already."""
+"""The hooks of models. DDP takes one hook and cannot remove it, so a model that is attached again has it."""
 
 
 class _Hook:
-    """DDP's hook: the buckets of one model, compressed while `to` is there."""
+    """The communication hook of one model, which compresses while `to` is set."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self.to: Ddp | None = None
@@ -52,8 +52,8 @@ class _Hook:
         return self.in_full(bucket) if self.to is None else self.to.exchange(bucket, self)
 
     def in_full(self, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-        """What DDP does without a hook, to the last bit."""
-        # It multiplies as it copies gradients into the bucket. (Where they lie in the bucket already, since
+        """All-reduce a bucket uncompressed, bit for bit as DDP does without a hook."""
+        # DDP multiplies when it copies gradients into the bucket. (If they are in the bucket already, because
         # they were not set to None, it divides, which is the same for 2, 4, 8, ... ranks.)
         gradients = bucket.buffer().mul_(1.0 / self._group.size())
         done = dist.all_reduce(gradients, group=self._group, async_op=True).get_future()
@@ -65,11 +65,11 @@ class Ddp:
     """An attached DistributedDataParallel.
 
     Args:
-        model: it.
+        model: the model.
         config: the options.
 
     Raises:
-        UserError: what cannot be served.
+        UserError: the model has a communication hook already.
     """
 
     def __init__(self, model: DistributedDataParallel, config: CompressionConfig) -> None:
@@ -81,31 +81,28 @@ class Ddp:
             if model._comm_hooks:
                 raise UserError("attach(): this DistributedDataParallel has a communication hook already")
             _hooks[model] = hook = _Hook(model)
-            # DDP takes annotations as types or none, not as text.
+            # DDP checks annotations as types, and would reject a hook whose annotations are text.
             model.register_comm_hook(hook, lambda hook, bucket: hook(bucket))
         self._passes = 0
         named = {plain_name(name): p for name, p in model.module.named_parameters() if p.requires_grad}
         self._parameters = {name: Sharded(tuple(p.shape) or (1,)) for name, p in named.items()}
         self._names = {id(p): name for name, p in named.items()}
         self._exchanges: dict[tuple[str, ...], Exchange] = {}
-        """By the names of the parameters in a bucket, in its order."""
+        """The exchanges by the names of a bucket's parameters, in the bucket's order."""
         self._open: deque[tuple[Handle, Future[torch.Tensor], torch.Tensor]] = deque()
         _hooks[model].to = self
 
     def detach(self) -> None:
-        """DDP's own all-reduce from the next backward pass on."""
         _hooks[self.model].to = None
 
     def where(self) -> str:
-        """What is exchanged, for the log."""
         return f"DistributedDataParallel all-reduce over {self._group.size()} ranks"
 
     def elements(self) -> int:
-        """How many gradients there are."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
     def exchange(self, bucket: dist.GradBucket, hook: _Hook) -> Future[torch.Tensor]:
-        """Reduce a bucket; the future has it."""
+        """Reduce a bucket in place; the future's value is the bucket."""
         session, gradients = self.session, bucket.buffer()
         torch_steps.exchange_begins(session)
         first_pass, self._passes = self._passes == 0, self._passes + bucket.is_last()
@@ -152,11 +149,10 @@ class Ddp:
         self.session.exchanges.append(self._exchanges[key])
 
     def ranks(self) -> dict[str, int]:
-        """Sizes of the groups, for checkpoints."""
         return {"shard": 1, "replicate": self._group.size()}
 
     def prepare(self, sets: Sequence[Sequence[str]]) -> None:
-        """Make the exchanges of a checkpoint's buckets; of one of all parameters, if it has none."""
+        """Attachment.prepare; if the checkpoint's buckets do not fit, one exchange has all parameters."""
         known = [tuple(keys) for keys in sets if self._parameters.keys() >= set(keys)]
         mine = sum(map(len, known)) == len({key for keys in known for key in keys})
         if sets and not (known and mine):
@@ -166,7 +162,6 @@ class Ddp:
                 self._make(key)
 
     def senders(self) -> list[tuple[Sender, Part]]:
-        """Every sender, and what its error state is of."""
         found = []
         for key, exchange in self._exchanges.items():
             parameters = [self._parameters[name] for name in key]

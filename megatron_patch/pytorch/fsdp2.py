@@ -1,12 +1,12 @@
-"""The gradients of FSDP2, flat or hybrid, by our exchanges.
+"""Low-bit exchanges of FSDP2's gradients, flat or hybrid.
 
-    flat      FSDP2 reduce-scatters a parameter group's gradients over the shard group: in low bits
-    hybrid    the shard group's sum stays FSDP2's own, in full; the reduced shard then goes through an
-              all-reduce between the replicas: in low bits
+    flat      the reduce-scatter of a parameter group's gradients over the shard group is in low bits
+    hybrid    the reduce-scatter over the shard group is FSDP2's own, uncompressed; the all-reduce of the
+              reduced shard between replicas is in low bits
 
-Hybrid is a mesh of two dimensions, as `fully_shard` takes it, or a shard mesh and a `replicate_group` of the
-caller's. FSDP2 exchanges only parameters that have gradients, so that a group can exchange several sets of
-them (frozen, unused ones): each set has an exchange and errors of its own, made when it is first met.
+Hybrid is a mesh of two dimensions for `fully_shard`, or a shard mesh with the caller's `replicate_group`.
+FSDP2 exchanges only parameters that have gradients, so that with frozen or unused parameters a group may
+exchange different sets of them: each set has an exchange and errors of its own, made when it first occurs.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from megatron_patch.session.resharding import Part, Piece
 from megatron_patch.session.session import Session
 
 MOST_SETS = 16
-"""Sets of parameters that a group may exchange: each has errors of its own."""
+"""The most sets of parameters that a group may exchange: each has errors of its own."""
 
 
 class Sets:
     """The exchanges of one parameter group, one for each set of parameters that it has exchanged.
 
     Args:
-        group: FSDP2's.
-        names: of its parameters, for checkpoints.
-        session: the model's.
-        ranks: those that exchange.
+        group: FSDP2's parameter group.
+        names: the names of its parameters in checkpoints.
+        session: the model's session.
+        ranks: the process group that exchanges.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class Sets:
         group.note_what_is_exchanged()
 
     def exchange(self, numel: int) -> Exchange:
-        """That of the parameters which are exchanged now. All ranks must call it.
+        """Return the exchange for the set of parameters that is exchanged now. All ranks must call it.
 
         Raises:
-            UserError: this release of torch does not say which parameters they are; or there are too many
-                sets.
+            UserError: this release of torch does not say which parameters these are; or there are more than
+                MOST_SETS sets.
         """
         current = self.group.current
         if current not in self.made:
@@ -77,17 +77,17 @@ class Sets:
         return self.made[current].exchanges[0]
 
     def make(self, current: tuple[int, ...]) -> None:
-        """Make the exchange of a set. All ranks must call it."""
+        """Create the exchange for a set of parameter numbers. All ranks must call it."""
         if current not in self.made:
             self.made[current] = made = self._make(self.contents(current))
             self._session.exchanges += made.exchanges
 
     def prepare(self, sets: Sequence[Sequence[str]]) -> None:
-        """Make the exchanges of a checkpoint's sets of names; of all parameters, if it has other sets."""
+        """Create the exchanges for a checkpoint's sets of names; if they do not fit, for all parameters."""
         numbers = {name: number for number, name in enumerate(self.names)}
         mine = [keys for keys in sets if not numbers.keys().isdisjoint(keys)]
         whole = all(numbers.keys() >= set(keys) for keys in mine)
-        # Sets of one group overlap, in the parameters that always have gradients: DDP's buckets do not.
+        # Sets of one group overlap, in parameters that always have gradients. DDP's buckets do not overlap.
         parts = len(mine) > 1 and sum(map(len, mine)) == len({key for keys in mine for key in keys})
         if whole and not parts:
             known = [tuple(numbers[key] for key in keys) for keys in mine]
@@ -97,7 +97,7 @@ class Sets:
             self.make(current)
 
     def parts(self) -> Iterator[tuple[Sender, Part]]:
-        """Every sender, and what its error state is of."""
+        """Yield every sender, and the Part that its error state belongs to."""
         for current, made in self.made.items():
             contents, pieces = self.contents(current), self._pieces(current)
             for exchange in made.exchanges:
@@ -111,12 +111,12 @@ class Sets:
                     )
 
     def parameters(self, current: Sequence[int]) -> list[Sharded]:
-        """Those of a set."""
+        """Return the parameters of a set."""
         parameters = self.group.parameters
         return [parameters[number] for number in current]
 
     def contents(self, current: Sequence[int]) -> Contents:
-        """The contents of the tensor that is exchanged."""
+        """Return the contents of the tensor that is exchanged for a set."""
         raise NotImplementedError
 
     def _pieces(self, current: Sequence[int]) -> tuple[Piece, ...]:
@@ -127,14 +127,14 @@ class Sets:
 
 
 class Flat(Sets, ReduceScatter):
-    """The reduce-scatter of one parameter group over its shard group (FSDP2's protocol `ReduceScatter`)."""
+    """The reduce-scatter of one parameter group over its shard group; implements FSDP2's `ReduceScatter`."""
 
     def __init__(self, group: ParamGroup, names: Sequence[str], session: Session) -> None:
         super().__init__(group, names, session, group.reduce_scatter_group)
         self._stock = group.reduce_scatter_by(self)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer of the exchange, in or out."""
+        """Allocate FSDP2's input or output buffer, as its own reduce-scatter does."""
         return self._stock.allocate(size, dtype=dtype, device=device)
 
     def __call__(
@@ -145,7 +145,7 @@ class Flat(Sets, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Reduce [N*S] to this rank's [S]. On CUDA FSDP2 calls it within its reduce-scatter stream."""
+        """Reduce [N*S] to this rank's [S]. On CUDA FSDP2 calls it on its reduce-scatter stream."""
         session = self._session
         torch_steps.exchange_begins(session)
         if not session.active or group.size() == 1:
@@ -155,11 +155,10 @@ class Flat(Sets, ReduceScatter):
         average = op == dist.ReduceOp.AVG
         exchange = self.exchange(input_tensor.numel())
         session.start(exchange, input_tensor, output_tensor, average, self._ranks).wait()
-        if not average and op != dist.ReduceOp.SUM:  # a product with 1/factor that NCCL would make
+        if not average and op != dist.ReduceOp.SUM:  # It is a PREMUL_SUM by 1 / factor, for NCCL.
             output_tensor.div_(self.group.divide_factor or 1.0)
 
     def contents(self, current: Sequence[int]) -> Contents:
-        """All ranks' chunks."""
         return contents_of(self.parameters(current), self._ranks.size())
 
     def _pieces(self, current: Sequence[int]) -> tuple[Piece, ...]:
@@ -171,7 +170,7 @@ class Flat(Sets, ReduceScatter):
 
 
 class Hybrid(Sets):
-    """The all-reduce of one parameter group's reduced shard between replicas (FSDP2's all-reduce hook)."""
+    """The all-reduce of one parameter group's reduced shard between replicas, as FSDP2's all-reduce hook."""
 
     def __init__(
         self,
@@ -187,7 +186,7 @@ class Hybrid(Sets):
         group.all_reduce_by(self.all_reduce)
 
     def all_reduce(self, output: torch.Tensor) -> None:
-        """Reduce [S] between the replicas, in place. On CUDA FSDP2 calls it within its all-reduce stream."""
+        """Reduce [S] between the replicas, in place. On CUDA FSDP2 calls it on its all-reduce stream."""
         session, replicas = self._session, self._ranks
         shards = self.group.shard_group.size()
         session.count_inside((shards - 1) * output.nbytes)
@@ -197,7 +196,7 @@ class Hybrid(Sets):
         self._add_what_waited(output)
         self._check()
         torch_steps.exchange_begins(session)
-        # With a divide factor the shard group has divided by it, and replicas are summed.
+        # If a divide factor was set, the reduce-scatter has divided by it, and replicas are summed.
         average = self.group.divide_factor is None
         if not session.active or replicas.size() == 1:
             session.count(all_reduced(output, replicas.size()))
@@ -206,7 +205,7 @@ class Hybrid(Sets):
         session.start(self.exchange(output.numel()), output, output, average, replicas).wait()
 
     def _keep(self, output: torch.Tensor) -> None:
-        """Keep the shard's sum for the next all-reduce; FSDP2 then adds zeros to the gradient."""
+        """Keep the reduced shard for the next all-reduce; FSDP2 then adds zeros to the gradient."""
         current = self.group.current
         if self._waiting is not None:
             self._add_what_waited(output)
@@ -226,7 +225,6 @@ class Hybrid(Sets):
         self._waiting = None
 
     def contents(self, current: Sequence[int]) -> Contents:
-        """This rank's chunks."""
         shards = self.group.shard_group
         whole = contents_of(self.parameters(current), shards.size())
         size = whole.numel // shards.size()
@@ -241,15 +239,16 @@ class Hybrid(Sets):
 
 
 class Fsdp2:
-    """An attached model, or a part of one, below which `fully_shard` was applied.
+    """An attached model, or part of a model, to which `fully_shard` was applied.
 
     Args:
-        model: it.
+        model: the model or part.
         config: the options.
-        replicas: the ranks that hold the same shards, where the model's mesh does not say.
+        replicas: the ranks that hold the same shards; None if the model's mesh has this group, or there are
+            no replicas.
 
     Raises:
-        UserError: what cannot be served; nothing is changed then.
+        UserError: the model is not supported; it is unchanged.
     """
 
     def __init__(
@@ -280,7 +279,7 @@ class Fsdp2:
                 self.parts.append(Hybrid(group, mine, self.session, self.replicas, self._check_replicas))
 
     def _check_replicas(self) -> None:
-        """Before the first exchange between replicas: have they the same weights?"""
+        """Check, before the first exchange between replicas, that they have the same weights."""
         if not self._unchecked:
             return
         self._unchecked = False
@@ -290,7 +289,7 @@ class Fsdp2:
         ends = torch.stack([sums, -sums])
         dist.all_reduce(ends, dist.ReduceOp.MIN, group=self.replicas)
         unlike = ((ends[0] != -ends[1]) & ~ends.isnan().any(0)).any().int()
-        dist.all_reduce(unlike, dist.ReduceOp.MAX, group=self.shards)  # all ranks stop, or none
+        dist.all_reduce(unlike, dist.ReduceOp.MAX, group=self.shards)  # Either all ranks stop, or none does.
         if unlike:
             raise UserError(
                 "attach(): replicas begin with unlike weights; with compressed gradients they would stay so: "
@@ -298,39 +297,33 @@ class Fsdp2:
             )
 
     def detach(self) -> None:
-        """FSDP2's own exchange from the next backward pass on."""
         for group in self.groups:
             group.restore()
 
     def where(self) -> str:
-        """What is exchanged, for the log."""
         shards = self.shards.size()
         if self.replicas is None:
             return f"FSDP2 reduce-scatter over {shards} ranks"
         return f"FSDP2 all-reduce between {self.replicas.size()} replicas of {shards} shards"
 
     def ranks(self) -> dict[str, int]:
-        """Sizes of the groups, for checkpoints."""
         return {"shard": self.shards.size(), "replicate": self.replicas.size() if self.replicas else 1}
 
     def prepare(self, sets: Sequence[Sequence[str]]) -> None:
-        """Make the exchanges of a checkpoint's sets of parameters. All ranks must call it."""
         for part in self.parts:
             part.prepare(sets)
 
     def senders(self) -> list[tuple[Sender, Part]]:
-        """Every sender, and what its error state is of."""
         return [pair for part in self.parts for pair in part.parts()]
 
     def elements(self) -> int:
-        """How many gradients there are, on all ranks of the shard group together."""
         return sum(p.numel() for group in self.groups for p in group.tensors if p.requires_grad)
 
 
 def _ranks(
     groups: list[ParamGroup], replicas: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-    """The shard group and the replicas, which all parameter groups of a model must share."""
+    """Return the shard group and the replicate group, which all parameter groups of a model must share."""
     pairs = {(group.shard_group, group.replicate_group) for group in groups}
     if len(pairs) > 1:
         raise UserError(

@@ -1,9 +1,9 @@
-"""Every private field of torch's FSDP2 that is read or set, in one place.
+"""Access to all private fields of torch's FSDP2 that the package reads or sets.
 
-FSDP2 (`torch.distributed.fsdp.fully_shard`) has doors for a reduce-scatter and for a hook after it
-(`FSDPModule.set_custom_reduce_scatter`, `set_all_reduce_hook`), but tells neither of them which parameters an
-exchange is of. That is read here from its parameter groups, which torch may change in any release: what is
-missing is an error that names release and field.
+FSDP2 (`torch.distributed.fsdp.fully_shard`) lets users set a reduce-scatter and a hook after it
+(`FSDPModule.set_custom_reduce_scatter`, `set_all_reduce_hook`), but tells neither of them which parameters'
+gradients are exchanged. This is read here from FSDP2's parameter groups, which torch may change in any
+release: a missing field raises a UserError that names torch's release and the field.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ __all__ = ["FSDPModule", "ParamGroup", "ReduceScatter", "Sharded", "groups_of", 
 
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """A parameter as FSDP2 cuts it: in one chunk for each rank of the shard group, along one axis."""
+    """A parameter that FSDP2 cuts along one axis into chunks, one for each rank of the shard group."""
 
     shape: tuple[int, ...]
     """The shape of the whole parameter."""
     axis: int = 0
 
     def chunk(self, rank: int, ranks: int) -> tuple[int, tuple[int, ...]]:
-        """(first index along the axis, shape) of a rank's chunk; the last ones may be short, or empty."""
+        """Return (first index along the axis, shape) of a rank's chunk; last ones may be short or empty."""
         size = self.shape[self.axis]
         longest = -(-size // ranks)
         first = min(rank * longest, size)
@@ -49,7 +49,7 @@ class Sharded:
         return first, (*self.shape[: self.axis], length, *self.shape[self.axis + 1 :])
 
     def padded(self, ranks: int) -> int:
-        """Elements of every rank's chunk in an exchange: those of the longest."""
+        """Return the elements that each chunk has in an exchange, where it is padded to the longest chunk."""
         found = 1
         for length in self.chunk(0, ranks)[1]:
             found *= length
@@ -57,10 +57,10 @@ class Sharded:
 
 
 class ParamGroup:
-    """A parameter group of FSDP2, whose gradients are reduced in one exchange.
+    """A parameter group of FSDP2 (`FSDPParamGroup`), whose gradients are reduced in one exchange.
 
     Raises:
-        UserError: this release of torch has no such field.
+        UserError: this release of torch lacks a field that is needed.
     """
 
     def __init__(self, module: nn.Module, group: Any) -> None:
@@ -85,13 +85,13 @@ class ParamGroup:
         setattr(self._group, name, value)
 
     def restore(self) -> None:
-        """Put back all that was set."""
+        """Restore the values of all fields that were set."""
         while self._undo:
             setattr(self._group, *self._undo.pop())
 
     @property
     def parameters(self) -> list[Sharded]:
-        """In FSDP2's order."""
+        """The group's parameters, in FSDP2's order."""
         return [
             Sharded(tuple(self._get("_orig_size", p)), self._get("fsdp_placement", p).dim)
             for p in self._get("fsdp_params")
@@ -99,18 +99,18 @@ class ParamGroup:
 
     @property
     def owners(self) -> list[tuple[nn.Module, str]]:
-        """For each parameter the module that has it, and its name there."""
+        """For each parameter the module that has it, and its name in that module."""
         infos = [self._get("_module_info", p) for p in self._get("fsdp_params")]
         return [(info.module, info.param_name) for info in infos]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """This rank's chunk of each parameter, as a DTensor: what the optimizer updates."""
+        """This rank's chunk of each parameter, the DTensor that the optimizer updates."""
         return [self._get("sharded_param", p) for p in self._get("fsdp_params")]
 
     @property
     def device(self) -> torch.device:
-        """Where gradients are exchanged; with CPU offloading parameters are elsewhere."""
+        """The device on which gradients are exchanged; with CPU offloading parameters are elsewhere."""
         device: torch.device = self._get("device")
         return device
 
@@ -121,7 +121,7 @@ class ParamGroup:
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
-        """The ranks that each hold a chunk of every parameter."""
+        """The ranks that each have one chunk of every parameter."""
         info = self._get("mesh_info")
         if not isinstance(info, FSDPMeshInfo):
             raise UserError("attach(): a model of replicate() is not sharded: use DistributedDataParallel")
@@ -130,42 +130,42 @@ class ParamGroup:
 
     @property
     def reduce_scatter_group(self) -> dist.ProcessGroup:
-        """The same ranks, in a group of their own where `set_separate_reduce_scatter_group` has made one."""
+        """The ranks of `shard_group`, in another group if `set_separate_reduce_scatter_group` made one."""
         group: dist.ProcessGroup = getattr(self._group, "_reduce_scatter_process_group", self.shard_group)
         return group
 
     @property
     def replicate_group(self) -> dist.ProcessGroup | None:
-        """With a mesh of two dimensions the ranks that hold the same chunk."""
+        """With a mesh of two dimensions the ranks that have the same chunk; else None."""
         info = self._get("mesh_info")
         return info.replicate_process_group if isinstance(info, HSDPMeshInfo) else None
 
     @property
     def is_taken(self) -> str | None:
-        """What stands in the place of FSDP2's own exchange already."""
+        """What has already replaced FSDP2's own exchange, for an error message; None if nothing has."""
         comm = self._get("_reduce_scatter_comm")
-        if type(comm) is not DefaultReduceScatter:  # set_symm_mem_for_comm sets one, too
+        if type(comm) is not DefaultReduceScatter:  # set_symm_mem_for_comm sets one, too.
             return f"a reduce-scatter of its own ({type(comm).__name__})"
         return None if self._get("_all_reduce_hook") is None else "an all-reduce hook"
 
     @property
     def divide_factor(self) -> float | None:
-        """What `set_gradient_divide_factor` was given; None: gradients are averaged."""
+        """The argument of `set_gradient_divide_factor`; None: gradients are averaged."""
         factor: float | None = self._get("gradient_divide_factor")
         return factor
 
     @property
     def all_reduces(self) -> bool:
-        """Whether the next exchange goes on to the replicas (`set_requires_all_reduce`)."""
+        """Whether the next reduce-scatter is followed by the all-reduce (`set_requires_all_reduce`)."""
         return bool(self._get("all_reduce_grads"))
 
     @property
     def current(self) -> tuple[int, ...]:
-        """The numbers of the parameters whose gradients are exchanged now, in the order of the exchange."""
+        """The indices of the parameters whose gradients are exchanged now, in the order of the exchange."""
         return tuple(range(len(self._get("fsdp_params")))) if self._current is None else self._current
 
     def note_what_is_exchanged(self) -> None:
-        """Have `current` tell, from now on. Releases without the field exchange all parameters."""
+        """Keep `current` up to date from now on. Releases without the field exchange all parameters."""
         if not hasattr(self._group, "_prepare_reduce_scatter_inputs"):
             return
         prepare = self._get("_prepare_reduce_scatter_inputs")
@@ -178,33 +178,34 @@ class ParamGroup:
         self._set("_prepare_reduce_scatter_inputs", noting)
 
     def reduce_scatter_by(self, comm: ReduceScatter) -> ReduceScatter:
-        """`comm` takes the place of the reduce-scatter; returns what it was."""
+        """Replace the reduce-scatter by `comm`; returns the replaced one."""
         before: ReduceScatter = self._get("_reduce_scatter_comm")
         self._set("_reduce_scatter_comm", comm)
         return before
 
     def all_reduce_by(self, hook: Callable[[torch.Tensor], None]) -> None:
-        """`hook` takes the place of the all-reduce between replicas, which FSDP2 leaves out then."""
+        """Replace the all-reduce between replicas by `hook`; FSDP2 then runs none of its own."""
         info = self._get("mesh_info")
         if isinstance(info, HSDPMeshInfo):
             fields = [field.name for field in dataclasses.fields(FSDPMeshInfo) if field.init]
             given = {name: getattr(info, name) for name in fields}
             alone = FSDPMeshInfo(**given | {"replicate_mesh_dim": None})
             alone.reduce_scatter_process_group = getattr(info, "reduce_scatter_process_group", None)
-            if self._get("post_forward_mesh_info") is info:  # else it reshards to another number of ranks
+            # Other mesh information means that the forward pass reshards to another number of ranks.
+            if self._get("post_forward_mesh_info") is info:
                 self._set("post_forward_mesh_info", alone)
             self._set("mesh_info", alone)
         self._set("_all_reduce_hook", hook)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor."""
+    """Return this rank's part of a DTensor, detached; another tensor is returned whole."""
     local = tensor.detach()
     return local.to_local() if isinstance(local, DTensor) else local
 
 
 def groups_of(model: nn.Module) -> Iterator[ParamGroup]:
-    """The parameter groups of all modules in a model that `fully_shard` was applied to.
+    """Yield the parameter groups of all modules of a model to which `fully_shard` was applied.
 
     Raises:
         UserError: this release of torch keeps them elsewhere.
@@ -220,6 +221,6 @@ def groups_of(model: nn.Module) -> Iterator[ParamGroup]:
                 "is served with torch 2.14 and newer"
             )
         for group in state._fsdp_param_groups:
-            if id(group) not in seen:  # modules that are grouped in one call share theirs
+            if id(group) not in seen:  # Modules that are sharded in one call share a group.
                 seen.add(id(group))
                 yield ParamGroup(module, group)

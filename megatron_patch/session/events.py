@@ -1,4 +1,4 @@
-"""What a model chunk tells of its steps: the events since the job began, and the last step's exchanges."""
+"""The records of a model chunk: counts of events since the job began, and the last step's exchanges."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from megatron_patch.collectives.exchange import Traffic
 
 @dataclass
 class Events:
-    """How often something out of the ordinary happened to the errors."""
+    """Counts of events that affect the errors."""
 
     resets: int = 0
-    """Every `reset_interval` steps, once compression has started: e <- 0 in all buckets."""
+    """Resets of all errors, e <- 0, every `reset_interval` steps after compression has started."""
     skipped_steps: int = 0
-    """The optimizer skipped its step (fp16 overflow): the exchange must not count, e <- 0."""
+    """Steps that the optimizer skipped (fp16 overflow). Their exchanges must not count, so e <- 0."""
     replays: int = 0
-    """A backward pass ran again within one optimizer step, as Megatron's rerun state machine says: e <- 0."""
+    """Backward passes that Megatron's rerun state machine ran again within an optimizer step; e <- 0."""
     repeated_exchanges: int = 0
-    """Gradients were exchanged again within one optimizer step, by the loop's design: errors are kept."""
+    """Further exchanges within one optimizer step, which are the loop's design; errors are kept."""
     uncompressed_syncs: int = 0
-    """Exchanges of a whole bucket group that bypassed compression (force_all_reduce, before start_step)."""
+    """Exchanges of a whole bucket group without compression (force_all_reduce, before start_step)."""
 
 
 @dataclass(frozen=True)
 class SessionReport:
-    """What the last finished step's exchanges were like on this rank."""
+    """The exchanges of this rank in the last step that has ended."""
 
     traffic: Traffic = field(default_factory=Traffic)
     compressed: bool = False
-    """Whether anything was."""
+    """Whether any exchange was compressed."""
     statistics: torch.Tensor | None = None
-    """fp64 [5], summed over buckets, as loco.STATISTICS; None: nothing was measured."""
+    """loco.STATISTICS, fp64 [5], summed over buckets; None if they were not measured."""
     compression_seconds: Callable[[], float] = float
-    """Time spent in compressing and decompressing; on CUDA, asking waits for it."""
+    """Returns the time spent compressing and decompressing; on CUDA the call waits for the work."""
     inside_bytes: float = 0.0
-    """Bytes sent to ranks of the same node by the first of two hops; `traffic` counts the second."""
+    """Bytes sent to ranks of the same node by hop 1 of two hops; `traffic` counts hop 2."""
     step: int = 0
-    """Its `steps_seen`; 0: no step has ended."""
+    """The session's `steps_seen` after this step; 0 if no step has ended."""

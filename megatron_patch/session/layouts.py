@@ -1,6 +1,6 @@
-"""What one rank remembers of a model: what its error states are of, and how they are stored.
+"""The layout of one rank's error states: which elements of the model they belong to, and how they are stored.
 
-A checkpoint's manifest says it in plain values. `RankState` has the senders themselves, in that order.
+A checkpoint's manifest has it as plain values (`RankLayout`). `RankState` has the senders, in the same order.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from megatron_patch.session.resharding import Part, Piece, Position
 from megatron_patch.session.session import Session
 
 FORMAT = 1
-"""The format of manifests."""
+"""The format number of manifests."""
 
 
 class Damaged(Exception):
-    """A file that is missing, truncated, changed or not this checkpoint's; the text names it."""
+    """Saved error states are missing, truncated, changed or not this checkpoint's; the text says which."""
 
 
 @dataclass(frozen=True)
 class Storage:
     """How an error state is stored: its blocks, and its dtype ("int8", "bf16", "fp32"; None: no error).
 
-    `blocks` is the number of scales of a shard where blocks follow the parameters (Part.spans); None: they
-    are counted from each shard's beginning. `rotated`: the error is of rotated blocks.
+    `blocks` is the number of scales of a shard if blocks follow the parameters (Part.spans), or None if they
+    are counted from each shard's beginning. `rotated` says whether it is the error of rotated blocks.
     """
 
     shards: int
@@ -44,12 +44,15 @@ class Storage:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """What the states of a rank are of. Data-parallel peers have equal layouts and other positions."""
+    """What a rank's error states belong to, and how each is stored.
+
+    Data-parallel peers have equal layouts, but for the positions.
+    """
 
     states: tuple[tuple[Part, Storage], ...]
 
     def without_positions(self) -> RankLayout:
-        """What data-parallel peers have in common."""
+        """Return the layout with all positions set to 0, which data-parallel peers have in common."""
         nowhere = Position(0, 0)
         return RankLayout(
             tuple((dataclasses.replace(p, position=nowhere, index=0), storage) for p, storage in self.states)
@@ -57,11 +60,11 @@ class RankLayout:
 
     @property
     def positions(self) -> list[list[int]]:
-        """For every state the fields of its Part's Position, and its index."""
+        """For every state the fields of its Part's `position`, and its `index`."""
         return [[*dataclasses.astuple(part.position), part.index] for part, _ in self.states]
 
     def at(self, positions: list[list[int]]) -> RankLayout:
-        """The layout of the rank that has these positions."""
+        """Return this layout with the given positions."""
         return RankLayout(
             tuple(
                 (dataclasses.replace(part, position=Position(*position), index=index), storage)
@@ -70,7 +73,7 @@ class RankLayout:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; buckets are listed once, though several states may be of one."""
+        """Return plain values without positions; a bucket that several states belong to is listed once."""
         buckets = list(dict.fromkeys(_bucket(part) for part, _ in self.states))
         return {
             "buckets": [
@@ -95,7 +98,7 @@ class RankLayout:
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> RankLayout:
-        """The inverse of `as_json`, without positions."""
+        """Invert `as_json`; all positions are 0."""
         pieces = [tuple(Piece(**_tuples(p)) for p in bucket["pieces"]) for bucket in content["buckets"]]
         numels = [bucket["numel"] for bucket in content["buckets"]]
         spans = [tuple(Span(*span) for span in bucket.get("spans", ())) for bucket in content["buckets"]]
@@ -118,7 +121,7 @@ def _tuples(piece: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decode(tensors: dict[str, torch.Tensor], part: Part, storage: Storage) -> torch.Tensor:
-    """A stored error, fp32 [part.position.numel]."""
+    """Decode a stored error state to fp32 [part.position.numel] on CPU."""
     assert storage.dtype is not None
     numel, size, block = part.position.numel, storage.shard_size, storage.block
     layout = BlockLayout.by_shards(numel, storage.shards, size, 8, block)
@@ -136,13 +139,13 @@ def decode(tensors: dict[str, torch.Tensor], part: Part, storage: Storage) -> to
 
 
 class RankState:
-    """The senders of an attached model on this rank, and what each is of.
+    """The senders of an attached model on this rank, with the layout of their error states.
 
     Args:
-        found: the senders in order, each with what its error state is of.
-        sessions: those of the model's parts, one at least.
-        groups: sizes of the groups of ranks that the model is spread over, by name.
-        forget: clears what else the model holds of earlier steps.
+        found: the senders in order, each with the Part that its error state belongs to.
+        sessions: the sessions of the model's parts, at least one.
+        groups: the sizes of the process groups that the model is spread over, by name.
+        forget: clears what else the model keeps of earlier steps.
     """
 
     def __init__(
@@ -162,14 +165,14 @@ class RankState:
         self._forget = forget
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All that is to be saved, by names."""
+        """Yield all tensors to be saved, with their names."""
         if self.config.save_error:
             for number, sender in enumerate(self.senders):
                 for name, tensor in sender.state().items():
                     yield f"{number}.{name}", tensor
 
     def start_from_zero(self, steps: int) -> None:
-        """Begin as after `steps` optimizer steps, with errors of zero."""
+        """Restart every session after `steps` optimizer steps, with errors of zero."""
         for state in self.states:
             state.restart(steps)
         self._forget()

@@ -1,7 +1,7 @@
-"""What a session keeps on its device from step to step, and its way to host memory and back.
+"""Moves the tensors that a session keeps between steps from the device to host memory and back.
 
-For engines that give the device to something else between steps, as RL does to its rollouts. A tensor keeps
-its identity and its views: its storage is emptied and filled again, as these engines do with weights.
+This is for engines that use the device for something else between steps, such as the rollouts of RL. Tensors
+and their views stay valid: their storage is resized to 0 and back, as these engines do with weights.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import torch
 
 
 class Memory:
-    """The tensors that `sources` give, each time they are asked."""
+    """The tensors that `sources` return; they are called anew for each operation."""
 
     def __init__(self, *sources: Callable[[], Iterable[torch.Tensor]]) -> None:
         self.sources = list(sources)
         self._away: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
-        """Storages that are empty, each with its bytes in host memory."""
+        """The storages that are offloaded, each with its bytes in host memory."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device."""
+        """The bytes that the tensors take on the device now."""
         return sum(storage.nbytes() for storage in self._storages())
 
     def offload(self) -> None:
-        """Move all of it to host memory (pinned, from a GPU); what is there already stays there."""
+        """Move all tensors to host memory, which is pinned for a GPU; offloaded ones stay there."""
         for storage in self._storages():
             if storage.nbytes():
                 on_gpu = storage.device.type == "cuda"
@@ -35,7 +35,7 @@ class Memory:
                 self._away.append((storage, host))
 
     def bring_back(self) -> None:
-        """Move it back, bit for bit; nothing where it is on the device."""
+        """Move offloaded tensors back to the device, bit for bit."""
         while self._away:
             storage, host = self._away.pop()
             storage.resize_(host.numel())

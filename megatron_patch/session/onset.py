@@ -1,13 +1,14 @@
 """When compression starts: after `start_step` optimizer steps, or when the learning rate has stopped rising.
 
-What rounding adds costs most in the first steps, while Adam's second moment is young, and those steps are the
+Rounding errors do most harm in the first steps, while Adam's second moment is young, and these steps are the
 learning rate's warm-up. `start_step: auto` therefore reads the learning rates of all parameter groups at each
 optimizer step. Compression starts when no rate has risen for more steps in a row than ever before a rise:
-with Megatron's schedule one step after the last rise, with one that rises in stairs after the last stair. A
-rate that has been the same since the first step may be the first stair: it is waited for `FIRST_STAIR` steps.
+with Megatron's schedule one step after the last rise; with a schedule that rises in stairs, after the last
+stair. If no rate has changed since the first step, this may be the first stair, and compression starts after
+`FIRST_STAIR` steps.
 
-Megatron gives all ranks the same parameter groups, and their schedulers the same rates. Whatever ranks find,
-they start together (`StartTogether`). A skipped step does not count: it leaves the scheduler where it is.
+Megatron gives all ranks the same parameter groups and learning rates; even if ranks see different ones, they
+start together (`StartTogether`). A skipped step does not count, since the schedule does not advance.
 """
 
 from __future__ import annotations
@@ -23,42 +24,43 @@ from megatron_patch.config import CompressionConfig
 
 FIRST_STAIR = 10
 LONG = 2000
-"""Steps after which the log says what the start of compression waits for."""
+"""After this many steps without compression the log says what it waits for."""
 _ROUNDING = 1e-9
-"""Relative: by less a schedule's own arithmetic may differ from one step to the next."""
+"""A relative change of a rate that is below this is taken for rounding in the schedule's arithmetic."""
 _SCHEDULED = 0.3
-"""Relative: a rate that falls by more right after it rose is that of another schedule, after a resume."""
+"""A rate that falls by more than this fraction right after a rise is that of another schedule, after a
+resume."""
 
 
 @dataclass
 class Onset:
-    """Whether the compression of gradients has started. Saved with every checkpoint; it starts once only."""
+    """Decides when the compression of gradients starts, which happens once. Saved with every checkpoint."""
 
     started: bool = False
     rates: list[list[float]] = field(default_factory=list)
-    """Learning rates of each optimizer's last successful step, by parameter group; optimizers in the order of
-    their first steps."""
+    """For each optimizer, in the order of their first steps, the learning rates of its parameter groups at
+    its last successful step."""
     still: int = 0
     """Steps since a rate rose."""
     longest: int = 0
-    """The most that `still` was before a rate rose."""
+    """The largest value that `still` had before a rate rose."""
     moves: bool = False
     """Whether a rate has ever risen or fallen."""
     dropped: bool = False
-    """Whether the last step's rates were those of another schedule."""
+    """Whether the last step's rates were those of another schedule (`_SCHEDULED`)."""
     since: int | None = None
-    """Optimizer steps after which it started."""
+    """The number of optimizer steps before compression started; None if it has not."""
 
     def after_step(
         self, config: CompressionConfig, steps: int, rates: Sequence[float] | None, optimizer: int = 0
     ) -> None:
-        """Look at a successful step: does compression start with the next one?
+        """Set `started` if compression starts after this successful step.
 
         Args:
             config: the options; `start_step` is a number or "auto".
-            steps: successful optimizer steps until now.
-            rates: the step's learning rates by parameter group; None where no optimizer was seen.
-            optimizer: the number of the optimizer, in the order of their first steps.
+            steps: the number of successful optimizer steps so far.
+            rates: the step's learning rates by parameter group; None if no optimizer was seen.
+            optimizer: the optimizer's number in `self.rates`.
         """
         if rates is not None and self._stands_still(rates, optimizer):
             self.still += 1
@@ -66,7 +68,7 @@ class Onset:
             return
         if isinstance(config.start_step, int):
             self.started = steps >= config.start_step
-        elif rates is None:  # nothing will ever tell more
+        elif rates is None:  # Without an optimizer there are no learning rates to wait for.
             self.started = True
         else:
             enough = max(self.longest + 1, len(self.rates), 1 if self.moves else FIRST_STAIR)
@@ -74,17 +76,17 @@ class Onset:
         self.since = steps if self.started else None
 
     def after_another(self, steps: int, rates: Sequence[float], optimizer: int) -> None:
-        """Look at another optimizer of the model, in the same step: where its rates rise, it is too early."""
+        """Look at another optimizer of the model in the same step; if its rates rise, undo a start."""
         still, longest = self.still, self.longest
         if self._stands_still(rates, optimizer):
             return
-        if self.still < still:  # the step had counted as one without a rise
+        if self.still < still:  # The first optimizer had counted this step as one without a rise.
             self.longest = max(longest, still - 1)
         if self.since == steps:
             self.started, self.since = False, None
 
     def what_it_waits_for(self, steps: int) -> str:
-        """A line for the log of a job that has waited long."""
+        """Return a warning for the log, for a job that has waited for LONG steps."""
         rates = ", ".join(f"{rate:g}" for optimizer in self.rates for rate in optimizer)
         return (
             f"after {steps} steps compression has not started: start_step auto waits for learning rates that "
@@ -92,7 +94,7 @@ class Onset:
         )
 
     def _stands_still(self, rates: Sequence[float], optimizer: int) -> bool:
-        """Whether an optimizer's rates have not risen since its last step; notes them."""
+        """Record an optimizer's rates; returns whether none has risen since its last step."""
         self.rates += [[]] * (optimizer + 1 - len(self.rates))
         before, self.rates[optimizer] = self.rates[optimizer], list(rates)
         now = self.rates[optimizer]
@@ -109,20 +111,21 @@ class Onset:
 
     @classmethod
     def at(cls, config: CompressionConfig, steps: int) -> Onset:
-        """After `steps` successful optimizer steps of which nothing else is known."""
+        """Create the state after `steps` successful optimizer steps of which nothing else is known."""
         start = config.start_step
         return cls(not config.is_onebit_adam and isinstance(start, int) and steps >= start)
 
     @classmethod
     def of_manifest(cls, manifest: Mapping[str, Any], config: CompressionConfig) -> Onset:
-        """The saved one, by the options of this run. What has started stays started.
+        """Restore the state from a manifest; compression stays started, or starts by this run's options.
 
-        Checkpoints of releases before 0.3 have none: it follows from their `start_step`.
+        Checkpoints of releases before 0.3 have no such state; it follows from their `start_step`.
         """
         now, saved = cls.at(config, manifest["steps"]), manifest["config"]
         if "onset" in manifest:
             found = cls(**manifest["onset"])
-            if found.rates and not isinstance(found.rates[0], list):  # before 0.3: of one optimizer
+            # Releases before 0.3 saved the rates of a single optimizer.
+            if found.rates and not isinstance(found.rates[0], list):
                 found.rates = [found.rates]
         else:
             start = saved.get("start_step", 0)
@@ -134,47 +137,49 @@ class Onset:
 
 @dataclass
 class Phase:
-    """How far 1-bit Adam is (megatron/onebit_adam/warm_up.py).
+    """The phase of 1-bit Adam: its warm-up, or momentum in 1 bit (megatron/onebit_adam/warm_up.py).
 
-    Saved with every checkpoint, so that a resumed run decides as one left alone.
+    It is saved with every checkpoint, so that a resumed run takes the decisions of an uninterrupted one.
     """
 
     switch_step: int | None = None
-    """Optimizer steps after which momentum is sent in 1 bit; None in the warm-up."""
+    """The number of optimizer steps after which momentum is sent in 1 bit; None in the warm-up."""
     variance_steps: int | None = None
-    """Steps that made Adam's variance, which is frozen now; None in the warm-up."""
+    """The number of steps that made Adam's variance before it was frozen; None in the warm-up."""
     norms: list[float] = field(default_factory=list)
-    """L1 norms of the variance after the last steps without a rise of the learning rate, oldest first;
-    `warmup: auto` alone."""
+    """With `warmup: auto`, L1 norms of the variance after the last steps without a rise of the learning rate,
+    oldest first."""
     learning_rate: float = 0.0
-    """The largest of the last step."""
+    """The largest learning rate of the last step."""
     warm_up_from: int = 0
-    """Adam's steps when the warm-up began; more than 0 where a variance was lost."""
+    """Adam's step count when the warm-up began; more than 0 if a variance was lost."""
 
 
 class StartTogether:
-    """Whether all ranks that exchange gradients with this one compress them: they start together.
+    """Makes all ranks that exchange gradients with this one start compression in the same step.
 
-    Ranks read the learning rates by themselves, and one that has seen no optimizer step yet (its parameters
-    are another rank's, in a loop with a ZeRO of its own) follows those that have.
+    Each rank reads the learning rates itself. A rank that has seen no optimizer step yet (because in a loop
+    with its own ZeRO another rank updates its parameters) follows those that have.
 
     Args:
-        ranks: the groups of those ranks.
-        device: of tensors that the groups' collectives take.
+        ranks: the process groups of these ranks.
+        device: the device of tensors for the groups' collectives.
     """
 
     def __init__(self, ranks: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-        # A fake group stands for ranks that do not exist.
+        # The other ranks of a fake group do not exist.
         self._ranks = [group for group in ranks if group.size() > 1 and dist.get_backend(group) != "fake"]
         self._device = device
         self.again()
 
     def again(self) -> None:
-        """Ask anew, as after a checkpoint was loaded."""
+        """Forget the answer, as after a checkpoint was loaded, so that `ask` asks again."""
         self.started = self._for_good = False
 
     def ask(self, wants: bool, seen: bool) -> None:
-        """Before the first exchange of a pass; every rank calls it. One small all-reduce until it is settled.
+        """Set `started` to whether all ranks compress; every rank calls it before a pass's first exchange.
+
+        It runs a small all-reduce until compression has started for good.
 
         Args:
             wants: whether this rank's onset has started.

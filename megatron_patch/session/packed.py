@@ -1,8 +1,7 @@
-"""Manifests, and a rank's error states as one tensor of bytes with a manifest of its own.
+"""Manifests, and the error states of a rank packed into one tensor of bytes with the rank's own manifest.
 
-The latter is written without a collective; session/sharded_state.py gathers one manifest of all ranks.
-
-A checkpoint's metadata grows by one tensor and one object a rank, however many senders there are.
+Packing needs no collective, whereas session/sharded_state.py gathers one manifest of all ranks. Each rank
+adds one tensor and one object to a checkpoint's metadata, however many senders there are.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _ALIGNMENT = 8
 
 
 def pack(rank: RankState, scale: float) -> tuple[str, torch.Tensor]:
-    """This rank's manifest, and a copy of its tensors, uint8 on the CPU; `scale` is fp16's loss scale."""
+    """Return this rank's manifest, and a copy of its tensors, uint8 on CPU; `scale` is fp16's loss scale."""
     tensors, entries, size = dict(rank.tensors()), {}, 0
     for name, tensor in tensors.items():
         start = -(-size // _ALIGNMENT) * _ALIGNMENT
@@ -45,16 +44,16 @@ def pack(rank: RankState, scale: float) -> tuple[str, torch.Tensor]:
 
 
 class PackedReader(Reader):
-    """Reads the states of a checkpoint's ranks, of which each has a manifest.
+    """Reads the states of a checkpoint in which each rank has a manifest.
 
     Args:
         rank: the state of this rank.
-        ranks: those of which the checkpoint has a manifest.
-        manifest: gives one, as text.
-        data: gives a saved rank's tensor of so many bytes.
+        ranks: the saved ranks of which the checkpoint has a manifest.
+        manifest: returns a saved rank's manifest, as text.
+        data: returns a saved rank's tensor of bytes, given its length.
 
     Raises:
-        Damaged: no manifest can be read. What one of them lacks is told by `apply`.
+        Damaged: no manifest can be read. If only some cannot be read, `apply` raises it.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class PackedReader(Reader):
             except (KeyError, TypeError, ValueError, IndexError) as error:
                 problem = problem or Damaged(f"it holds what this release does not know: {error!r}")
             if layouts.get(here) == rank.layout and one["world_size"] == dist.get_world_size():
-                break  # Under the same layout a rank needs to know of no other.
+                break  # In the same layout a rank needs no other rank's manifest.
         else:
             worlds = [one["world_size"] for one in self._manifests.values()]
             gone = set(range(max(worlds, default=1))) - self._manifests.keys()
@@ -93,7 +92,7 @@ class PackedReader(Reader):
         super().__init__(rank, next(iter(self._manifests.values())), layouts, stored, problem)
 
     def tensors_of(self, saved_rank: int) -> _RankTensors:
-        """Reads them all: a rank's tensors lie together."""
+        """Reader.tensors_of; reads all of them at once."""
         one = self._manifests[saved_rank]
         return _RankTensors(one["tensors"], self._data(saved_rank, one["nbytes"]))
 
@@ -117,10 +116,10 @@ class _RankTensors:
 
 
 def content_of(rank: RankState, iteration: int, scale: float) -> dict[str, Any]:
-    """What a manifest says of the whole job; `scale` is fp16's loss scale, the errors' unit."""
+    """Return what a manifest says about the whole job; errors are multiplied by fp16's loss `scale`."""
     counted = rank.states[0]
     for state in rank.states:
-        state.end_unseen_step()  # a loop saves between steps, though nothing has told that one has ended
+        state.end_unseen_step()  # A loop saves between steps, even if no optimizer's step was seen.
     return {
         "iteration": iteration,
         "config": rank.config.as_dict(),
@@ -137,14 +136,14 @@ def content_of(rank: RankState, iteration: int, scale: float) -> dict[str, Any]:
 
 
 def gathered(layout: RankLayout, mine: Any) -> list[Any]:
-    """From every rank `mine`, its layout and its positions, for `listed`. Call on all ranks."""
+    """Gather (`mine`, layout, positions) from every rank, for `listed`. All ranks must call it."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (mine, layout.without_positions().as_json(), layout.positions))
     return everyone
 
 
 def listed(files: Sequence[Any], everyone: Sequence[Any]) -> dict[str, Any]:
-    """The layouts of all ranks for a manifest, each once; `files` says where each rank's tensors are."""
+    """Return a manifest's layouts, without duplicates, and ranks; `files` says where a rank's tensors are."""
     layouts: list[Any] = []
     ranks = []
     for file, (_, layout, positions) in zip(files, everyone, strict=True):
@@ -155,7 +154,7 @@ def listed(files: Sequence[Any], everyone: Sequence[Any]) -> dict[str, Any]:
 
 
 def layouts_in(manifest: Mapping[str, Any]) -> tuple[dict[int, RankLayout], set[int]]:
-    """The layouts of `listed`, by rank, and the ranks that have tensors."""
+    """Return the layout of each rank in a manifest (see `listed`), and the ranks that have tensors."""
     shared = [RankLayout.from_json(layout) for layout in manifest["layouts"]]
     ranks = dict(enumerate(manifest["ranks"]))
     layouts = {number: shared[rank["layout"]].at(rank["positions"]) for number, rank in ranks.items()}

@@ -1,7 +1,7 @@
-"""Putting saved error states back: exactly, or under another layout.
+"""Restores saved error states: exactly in the same layout, else by resharding.
 
-Every rank decides for itself and asks no other one, since some loops load on some ranks only: where its own
-layout is that of a saved rank, so is its peers', whose states are of the same elements.
+Every rank decides without a collective, since some training loops load on some ranks only. If a rank's layout
+is that of a saved rank, this is also true of its peers, whose states belong to the same elements.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class Tensors(Protocol):
     """The tensors of a saved rank."""
 
     def of(self, state: int) -> dict[str, torch.Tensor]:
-        """Those of its state by number."""
+        """Return the tensors of state number `state`."""
 
 
 class Reader:
-    """One rank's view of a saved state. A subclass says where tensors are, by `tensors_of`.
+    """Restores one rank's state from a saved one. A subclass reads the tensors, in `tensors_of`.
 
     Args:
         rank: the state of this rank.
-        content: what manifest.content_of said.
-        layouts: of saved ranks, by number: all of them, or this rank's alone where it is the same.
-        stored: those that have tensors.
-        problem: what is known to be missing of the errors. Counters are put back anyway: they are the job's,
-            and ranks must agree on what they exchange.
+        content: what packed.content_of has returned.
+        layouts: the layouts of all saved ranks, or of this rank alone if its layout has not changed.
+        stored: the saved ranks that have tensors.
+        problem: what is known to be damaged. Counters are restored even so: they belong to the whole job, and
+            ranks must agree on what they exchange.
     """
 
     def __init__(
@@ -56,15 +56,15 @@ class Reader:
 
     @property
     def mine(self) -> int | None:
-        """The saved rank whose state is put back exactly, being of the same elements; None: there is none."""
+        """The saved rank whose state has the same elements and is restored exactly; None if there is none."""
         return self._mine if self._content["world_size"] == dist.get_world_size() else None
 
     def tensors_of(self, saved_rank: int) -> Tensors:
-        """The tensors of a saved rank that has some."""
+        """Return the tensors of a saved rank, which must be in `stored`."""
         raise NotImplementedError
 
     def overlapping(self) -> list[int]:
-        """The saved ranks that hold elements of this rank's parameters, and have tensors."""
+        """Return the saved ranks whose tensors hold elements of this rank's parameters."""
         return [
             saved
             for saved, layout in self._layouts.items()
@@ -79,10 +79,10 @@ class Reader:
         return {piece.key for part, _ in self.rank.layout.states for piece in part.pieces}
 
     def apply(self, loss_scale: float) -> str:
-        """Put the state back as far as it goes; returns what happened on this rank.
+        """Restore the state as far as possible; returns a line that says what happened on this rank.
 
         Raises:
-            Damaged: what is read is not as a save writes it; counters are put back before errors are read.
+            Damaged: the saved state is damaged; counters were restored before errors were read.
         """
         try:
             return self._applied(loss_scale)
@@ -97,7 +97,7 @@ class Reader:
             state.events = Events(**manifest["events"])
             state.onset = Onset.of_manifest(manifest, state.config)
         saved = manifest["config"]
-        # What is pending is e / (1 - beta): another beta leaves it as it is.
+        # Errors are rescaled so that e / (1 - beta), the gradient that is still to be sent, is unchanged.
         beta = saved.get("error_beta", rank.config.beta)
         factor = loss_scale / manifest["loss_scale"] * (1 - rank.config.beta) / (1 - beta)
         if saved["method"] != rank.config.method:
@@ -181,14 +181,14 @@ class Reader:
 def _or_damaged(states: Iterator[tuple[torch.Tensor, int]]) -> Iterator[tuple[torch.Tensor, int]]:
     try:
         yield from states
-    except (RuntimeError, ValueError) as problem:  # of torch: a view that does not fit, memory
+    except (RuntimeError, ValueError) as problem:  # Torch raises them for a wrong shape, or lack of memory.
         raise Damaged(f"no error states as a save writes them: {str(problem).splitlines()[0]}") from problem
 
 
 def _resumed(phase: Phase, config: CompressionConfig) -> Phase:
-    """The saved phase; a warm-up that is not over ends when the options of this run say.
+    """Return the saved phase; a warm-up that is not over ends when the options of this run say.
 
-    Checkpoints of releases before 0.3 have the step that was planned.
+    Checkpoints of releases before 0.3 have the planned step as `switch_step`.
     """
     if phase.variance_steps is None and config.warmup_steps is not None:
         phase.switch_step = None

@@ -1,4 +1,4 @@
-"""What a session tells a user: its lines in the log, and what a rank's last optimizer step sent."""
+"""What users are told: a session's lines in the log, and the StepReport of a rank's last optimizer step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_patch.step_report import StepReport
 
 @dataclass
 class Sums:
-    """What the last step's gradient exchanges sent on this rank, summed over model chunks."""
+    """What this rank's gradient exchanges sent in the last step, summed over model chunks."""
 
     traffic: Traffic = field(default_factory=Traffic)
     inside_bytes: float = 0.0
@@ -27,12 +27,12 @@ class Sums:
     statistics: torch.Tensor = field(
         default_factory=lambda: torch.zeros(len(STATISTICS), dtype=torch.float64, device="cpu")
     )
-    """fp64 [5], as loco.STATISTICS, on the CPU; NaN: the step did not measure them."""
+    """loco.STATISTICS, fp64 [5] on CPU; NaN if they were not measured in this step."""
     compressed: bool = False
 
 
 def sums(states: Sequence[Session]) -> Sums:
-    """Over some chunks; on CUDA, asking waits for the last exchange."""
+    """Sum the last step's exchanges over model chunks; on CUDA it waits for the last exchange."""
     total = Sums()
     for report in (state.report for state in states):
         total.traffic.add(report.traffic)
@@ -47,14 +47,14 @@ def sums(states: Sequence[Session]) -> Sums:
 
 
 def step_report(states: Sequence[Session], weights: Traffic | None = None) -> StepReport:
-    """The last step of some sessions, which have equal options.
+    """Report the last step of some sessions.
 
     Args:
-        states: one at least.
-        weights: what gathered the weights that it updated, where that is counted.
+        states: the sessions, at least one.
+        weights: the traffic of the gather of the updated weights, if it is counted.
 
     Raises:
-        UserError: options differ, or no step has ended.
+        UserError: the sessions' options differ, or no step has ended.
     """
     config = states[0].config
     if any(state.config != config for state in states):
@@ -88,9 +88,9 @@ def step_report(states: Sequence[Session], weights: Traffic | None = None) -> St
 
 
 def show_log() -> None:
-    """Show what compression logs, a few lines a run, unless the script's own logging shows it already.
+    """Show the log of compression, a few lines per run, unless the script's logging shows it already.
 
-    A script that wants less sets a level for the logger "megatron_patch".
+    A script can set the level of the logger "megatron_patch" to show less.
     """
     logger = logging.getLogger("megatron_patch")
     shown = logger.isEnabledFor(logging.INFO) and logger.hasHandlers()
@@ -103,7 +103,7 @@ def show_log() -> None:
 
 
 def naive_line(elements: int) -> str:
-    """Why naive is the default where weights are sharded, with the memory that errors would take."""
+    """Say why naive is the default without replicas, with the memory that errors would take."""
     return (
         "naive is the default without replicas: method=loco keeps errors of the whole model on every rank, "
         f"{elements * 1.02 / 1e6:.1f} MB here"
@@ -111,7 +111,7 @@ def naive_line(elements: int) -> str:
 
 
 def method_line(config: CompressionConfig) -> str:
-    """Method, code, block and errors, in one line; the method must compress."""
+    """Describe method, code, block size and errors in one line; the method must compress."""
     memory = (
         f"beta {config.beta}, errors in {config.error_dtype}" if config.keeps_errors else "no errors kept"
     )

@@ -1,15 +1,15 @@
-"""Error states after a change of layout: what the old senders remember, in the hands of the new ones.
+"""Resharding of error states: after a change of layout the new senders take over the errors of the old ones.
 
-An error belongs to an element of the model's gradient, wherever that element lies: the bucket, the
-tensor-parallel part, the pipeline stage. A state that is saved says which elements it holds (Part, Piece);
-a state that is new looks for its own elements among them:
+An error belongs to an element of the model's gradient, in whatever bucket, tensor-parallel part or pipeline
+stage that element is. A saved state says which elements it holds (Part, Piece), and a new state looks for its
+own elements in the saved states:
 
-    as many senders as before     sender n takes what sender n held
-    another number of senders     every new sender starts from the mean of what the old ones held
+    as many senders as before     sender n takes the error of the old sender n
+    another number of senders     every new sender starts from the mean of the old senders' errors
 
-so that the pending correction of each element of the reduced gradient, sum_n w_n*e_n, is unchanged, where w_n
-is the weight of what sender n sends (1 where Megatron asks for the sum, 1/N for the average).
-Elements that no rank held start from zero.
+So sum_n w_n*e_n, what is still to be added to each element of the reduced gradient, is unchanged. w_n is the
+weight of sender n: 1 if Megatron asks for the sum, 1/N for the average. Elements that no rank held start from
+zero.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from megatron_patch.quantization.blocks import Span
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of one of the model's tensors, and where its elements lie in a bucket.
+    """A box of one of the model's tensors, and the places of its elements in a bucket.
 
-    `key`, `offset` and `shape` are Megatron's ShardedTensor's: the whole tensor's name, where the box begins
-    in it and how large it is. Element (i, j, ...) of the box is the bucket's element `start` + i*strides[0] +
-    j*strides[1] + ...
+    `key`, `offset` and `shape` are those of Megatron's ShardedTensor: the whole tensor's name, where the box
+    begins in it, and how large it is. Element (i, j, ...) of the box is the bucket's element `start` +
+    i*strides[0] + j*strides[1] + ...
     """
 
     name: str
-    """The parameter's name in its model chunk, for the reader of a manifest."""
+    """The parameter's name in its model chunk, for people who read a manifest."""
     key: str
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -41,18 +41,16 @@ class Piece:
     strides: tuple[int, ...]
 
     def of(self, bucket: torch.Tensor) -> torch.Tensor:
-        """The piece as a view of a bucket, [B] -> `shape`."""
+        """Return the piece as a view of `bucket`, [B] -> `shape`."""
         return bucket.as_strided(self.shape, self.strides, bucket.storage_offset() + self.start)
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one error state is of: some elements of a bucket, as one of several who send them.
+    """The elements of a bucket that one error state belongs to, and which of their senders has it.
 
-    `kind` is REDUCE_SCATTER or ALL_REDUCE for a sender, NODE_SUM for one that sends what its node has summed,
-    OWNER for the owner of an all-reduced shard. Every
-    element has `senders` of that kind, of which this is number `index`; the exchange gives each of them
-    `weight` in the reduced gradient.
+    `kind`, `index` and `senders` are those of SenderState. `weight` is the weight of each of these senders in
+    the reduced gradient.
     """
 
     kind: str
@@ -63,33 +61,33 @@ class Part:
     senders: int
     weight: float
     spans: tuple[Span, ...] = ()
-    """The bucket's parameters, where the error's blocks follow them."""
+    """The bucket's parameters, if the error's blocks follow them."""
 
     @property
     def share(self) -> float:
-        """What the exchange makes of errors of 1 in all senders."""
+        """The reduced value of an error of 1 in every sender."""
         return self.senders * self.weight
 
     def in_bucket(self, values: torch.Tensor) -> torch.Tensor:
-        """[numel] -> [bucket_numel], zero elsewhere."""
+        """Put [numel] in its place in [bucket_numel], which is zero elsewhere."""
         bucket = values.new_zeros(self.bucket_numel)
         self.of(bucket).copy_(values.view(self.position.rows, -1))
         return bucket
 
     def of(self, bucket: torch.Tensor) -> torch.Tensor:
-        """[bucket_numel] -> [rows, length], a view."""
+        """Return this part as a view of a bucket, [bucket_numel] -> [rows, length]."""
         return self.position.of(bucket)
 
 
 SavedState = tuple[Part, Callable[[], torch.Tensor]]
-"""A saved error state, and what reads and decodes it, fp32 [position.numel]."""
+"""The Part of a saved error state, and a function that reads and decodes it to fp32 [position.numel]."""
 
 
 def reshard(new: Sequence[Part], saved: Iterable[SavedState]) -> Iterator[tuple[torch.Tensor, int]]:
-    """For each of a rank's new states its error, fp32 [numel] on CPU, and how many elements no rank held.
+    """Yield, for each new state, its error, fp32 [numel] on CPU, and how many elements no rank held.
 
-    `new` are all states of the rank: what was of a kind that it has no more (another number of optimizer
-    instances, say) goes to the first kind that it has.
+    `new` must be all states of the rank: the errors of a kind that it does not have any more (because of
+    another number of optimizer instances, for example) go to the first kind that it has.
     """
     saved = list(saved)
     kinds: dict[str, set[str]] = {}
@@ -110,7 +108,7 @@ def _reshard_one(
         sums, holders = torch.zeros_like(total), torch.zeros_like(total)
         for old, read in of_kind:
             if kind == new.kind and old.senders == new.senders and old.index != new.index:
-                continue  # another sender's own
+                continue  # This error is another sender's.
             pairs = list(_overlaps(new, old, kinds))
             if not pairs:
                 continue
@@ -133,7 +131,7 @@ _Slices = tuple[slice, ...]
 def _overlaps(
     new: Part, old: Part, kinds: dict[str, set[str]]
 ) -> Iterator[tuple[tuple[Piece, _Slices], tuple[Piece, _Slices]]]:
-    """The pieces of `new` and `old` that share elements of a tensor, each with the slices that it shares."""
+    """Yield the pairs of pieces of `new` and `old` that share elements, each piece with its shared slices."""
     by_key: dict[str, list[Piece]] = {}
     for other in old.pieces:
         by_key.setdefault(other.key, []).append(other)
@@ -157,5 +155,5 @@ def _slices(piece: Piece, low: list[int], high: list[int]) -> _Slices:
 
 
 def _heir(kind: str, kinds: set[str]) -> str:
-    """The kind of state that takes over what was of `kind`."""
+    """Return the kind of state, one of `kinds`, that takes over the errors of `kind`."""
     return next(k for k in (kind, REDUCE_SCATTER, NODE_SUM, ALL_REDUCE, OWNER) if k in kinds)

@@ -1,9 +1,9 @@
-"""What one model holds while its exchanges are compressed, whatever trains it.
+"""The state of one attached model, whatever trains it.
 
-A Session knows the exchanges of the model's gradients, counts optimizer steps, and clears or rescales all
-error states at once when a step asks for it. What attaches the model starts exchanges through it and reports
-how an optimizer step ended; metrics, logs and checkpoints read it. With Megatron a session is one model
-chunk, a DDP instance.
+A Session has the exchanges of the model's gradients, counts optimizer steps, and clears or rescales all error
+states when a step needs it. The code that attached the model starts exchanges through its Session and tells
+it how optimizer steps end; metrics, logs and checkpoints read it. With Megatron there is a Session for each
+model chunk, which is a DDP instance.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from megatron_patch.session.onset import LONG, Onset, Phase, StartTogether
 logger = logging.getLogger(__name__)
 
 IN_FLIGHT = 2
-"""Exchanges of a rank over one group of ranks that may be under way at a time: so many buckets' payloads
-are held in memory. Ranks may dispatch dense and expert buckets in unlike orders: an exchange that waited for
-one of another group could wait for ever."""
+"""The exchanges over one process group that may be under way at a time, and whose payloads are in memory.
+They are counted by group since ranks may start dense and expert buckets in different orders: if an exchange
+waited for one of another group, ranks could wait for each other forever."""
 
 
 class Session:
-    """Compression state of one model on one rank.
+    """The compression state of one model on one rank.
 
     `steps` counts the optimizer steps that succeeded, `steps_seen` all of them.
 
     Args:
         config: the options.
-        device: where the gradient buffers live.
-        ranks: groups whose ranks exchange gradients with this one, which start together.
+        device: the device of the gradients.
+        ranks: the process groups whose ranks exchange gradients with this one; they start together.
     """
 
     def __init__(
         self, config: CompressionConfig, device: torch.device, ranks: Sequence[dist.ProcessGroup] = ()
     ) -> None:
         self.config = config
-        self.announces = False  # set where one session speaks for all of the model and all ranks
+        self.announces = False  # Set for the one session that logs for all parts of the model and all ranks.
         self.device = device
         self.workspace = Workspace(device, shared_pool(device))
         self.memory = Memory(lambda: (t for error in self._errors for t in error.tensors().values()))
-        self.exchanges: list[Exchange] = []  # in the order of their allocation
+        self.exchanges: list[Exchange] = []  # They are in the order of their allocation.
         self._setup = Setup(config, self.workspace)
         self.steps = self.steps_seen = 0
         self.events = Events()
@@ -59,36 +59,36 @@ class Session:
         self._traffic = Traffic()
         self._used: list[Sender] = []
         self._earlier: list[torch.Tensor] = []
-        """What senders measured in earlier exchanges of this step, where a step has several."""
+        """The senders' statistics of earlier exchanges in this step, if a step has several."""
         self._inside_bytes = 0.0
         self.measures = True
-        """Whether the next exchanges measure what they lose: metrics.py asks for it in steps that it logs."""
+        """Whether the next exchanges measure loco.STATISTICS; metrics.py sets it for steps that it logs."""
         self.ended_steps = self.exchanges_unseen = 0
-        """Steps that this object has ended; `steps_seen` may come from a checkpoint."""
+        """`ended_steps` counts steps that this object has ended; `steps_seen` may come from a checkpoint."""
         self._optimizer_seen = False
         self._passes = 0
         self._stepped: set[int] = set()
         self._optimizers: list[set[int]] = []
-        """Those that have stepped, in the order of their first steps, each by the ids of its parts."""
+        """The optimizers that have stepped, in the order of their first steps, as the ids of their parts."""
         self._unseen_steps = 0
         self._started_unseen = False
         self.onset = Onset.at(config, 0)
         self._together = StartTogether(ranks, device)
         self.phase = Phase()
-        """The phase of 1-bit Adam."""
         self._prepared: float | None = None
-        """By how much an optimizer that has prepared this step's gradients has changed the loss scale."""
+        """The factor by which the loss scale changed when an optimizer prepared this step's gradients; None
+        if no optimizer has prepared them."""
 
     @property
     def active(self) -> bool:
-        """Whether the next exchange is compressed: a method that does, from `start_step` on."""
+        """Whether the next exchange is compressed."""
         if self.config.is_onebit_adam:
             return self.phase.switch_step is not None and self.steps >= self.phase.switch_step
         return self.config.compresses and self._together.started
 
     @property
     def error_bytes(self) -> int:
-        """Memory of all error states on this rank, in bytes."""
+        """The bytes of all error states on this rank."""
         return sum(error.nbytes for error in self._errors)
 
     @property
@@ -97,12 +97,12 @@ class Session:
 
     @property
     def setup(self) -> Setup:
-        """What this model's exchanges are made with."""
+        """The Setup with which this model's exchanges are created."""
         return dataclasses.replace(self._setup, config=self.config)
 
     @property
     def senders(self) -> list[Sender]:
-        """All exchanges' senders, in the order of their allocation, owners of all-reduced shards too."""
+        """The senders of all exchanges, owners of all-reduced shards included, in the order of allocation."""
         return [state.sender for exchange in self.exchanges for state in exchange.states()]
 
     def start(
@@ -113,7 +113,10 @@ class Session:
         average: bool,
         group: dist.ProcessGroup | None = None,
     ) -> Handle:
-        """Start the exchange of one bucket over `group`; counts it, and ends one that began long ago."""
+        """Start the exchange of one bucket over `group`, and count its bytes.
+
+        It first waits until fewer than IN_FLIGHT exchanges over `group` are under way.
+        """
         in_flight = self.workspace.pool.in_flight.setdefault(group, deque())
         while len(in_flight) >= IN_FLIGHT:
             in_flight.popleft().wait()
@@ -122,34 +125,34 @@ class Session:
         self._inside_bytes += traffic.inside
         senders = [state.sender for state in exchange.states()]
         for sender in senders:
-            if sender.measures and sender in self._used:  # in an earlier microbatch of this step
+            if sender.measures and sender in self._used:  # It has statistics of an earlier microbatch.
                 self._earlier.append(sender.statistics.clone())
             sender.measures = self.measures
         self._used += senders
         try:
             handle = exchange.start(tensor, output, average)
         except BaseException:
-            in_flight.clear()  # nobody waits for these: they would be written into the next gradients
+            in_flight.clear()  # A later wait would write these results into the next step's gradients.
             raise
         in_flight.append(handle)
         return handle
 
     def count_inside(self, nbytes: float) -> None:
-        """Count bytes sent inside a node, or inside a group of shards, apart from what travels between."""
+        """Count bytes that this step sends inside a node, or inside a shard group, apart from `count`."""
         self._inside_bytes += nbytes
 
     def count(self, traffic: Traffic) -> None:
-        """Count bytes sent to other ranks in this step, compressed or not."""
+        """Count bytes that this step sends to other ranks, compressed or not."""
         self._traffic.add(traffic)
 
     @property
     def in_step(self) -> bool:
-        """Whether low-bit gradients were exchanged that no optimizer has used yet."""
+        """Whether gradients were exchanged that no optimizer has used yet."""
         return self._passes > 0 and not self._sends_momentum
 
     @property
     def unreduced(self) -> bool:
-        """Likewise, of gradients that 1-bit Adam has left unreduced."""
+        """Whether 1-bit Adam has left gradients unreduced that no optimizer has used yet."""
         return self._passes > 0 and self._sends_momentum
 
     @property
@@ -158,17 +161,17 @@ class Session:
         return self.config.is_onebit_adam and self.active
 
     def exchange_begins(self, passes: int, rerun: bool) -> None:
-        """A bucket group exchanges its gradients for the `passes`-th time since the last optimizer step.
+        """Note that a bucket group exchanges gradients, for the `passes`-th time since an optimizer step.
 
-        Where Megatron's state machine says so (`rerun`), a second exchange is that of a backward pass that
-        ran again, and what the first one left must not count. Else, where optimizer steps were seen before,
-        the loop exchanges several times a step. Else no optimizer of this loop can be seen, and exchanges are
-        counted as steps.
+        A second exchange has one of three reasons. With `rerun` Megatron's rerun state machine has run the
+        backward pass again, and the first exchange must not count. Else, if optimizer steps were seen before,
+        the loop exchanges several times per step. Else the loop's optimizer cannot be observed, and exchanges
+        are counted as steps.
         """
         self.memory.bring_back()
         if passes <= self._passes:
-            return  # another bucket group of the same backward pass
-        if self._prepared is not None:  # and did not use them: an overflow that another optimizer has found
+            return  # This is another bucket group of the same backward pass.
+        if self._prepared is not None:  # It did not step, because another optimizer found an overflow.
             self.end_step(successful=False)
             passes = 1
         elif passes > 1 and not rerun and not self._optimizer_seen:
@@ -176,7 +179,7 @@ class Session:
             passes = 1
         self._passes = passes
         if passes > 1 and not self._sends_momentum:
-            self._used, self._earlier = [], []  # the later exchange is the step's
+            self._used, self._earlier = [], []  # Only the last exchange of a step is reported.
             if rerun:
                 self.events.replays += 1
                 self.clear_errors()
@@ -191,17 +194,17 @@ class Session:
         self._agree()
 
     def _agree(self) -> None:
-        """Before the first exchange of a pass: do all ranks compress?"""
+        """Agree with all ranks, before the first exchange of a pass, whether to compress."""
         if self.config.is_onebit_adam or not self.config.compresses:
             return
         before, onset = self.active, self.onset
         self._together.ask(onset.started, self._optimizer_seen)
         starts = self.active and not before and (not onset.started or onset.since == self.steps)
-        if starts and self.announces:  # not where a resumed run compresses on
+        if starts and self.announces:  # `starts` is False if a resumed run goes on compressing.
             logger.info("megatron-loco: compression starts at step %d", self.steps_seen + 1)
 
     def end_unseen_step(self) -> None:
-        """Count an exchange as a step, in a loop whose optimizer cannot be seen. Nothing in other loops."""
+        """Count an exchange as a step if no optimizer step was seen so far; else do nothing."""
         if self._optimizer_seen or not self._passes:
             return
         if self._sends_momentum:
@@ -217,18 +220,23 @@ class Session:
         self._started_unseen |= waited and self.onset.started
 
     def optimizer_prepared(self, loss_scale_factor: float) -> None:
-        """An optimizer has prepared this step's gradients; if it does not use them, its step was skipped."""
+        """Note that an optimizer has prepared gradients; if it does not step then, the step was skipped."""
         if self._passes:
             self._prepared = (self._prepared or 1.0) * loss_scale_factor
 
     def optimizer_stepped(
         self, optimizers: Sequence[object], successful: bool, loss_scale_factor: float, rates: Sequence[float]
     ) -> bool:
-        """Optimizers, without chains around them, have made a step; returns whether it ends one of the model.
+        """Note a step of `optimizers`; returns whether it ends a step of the model.
 
-        A loop may step several optimizers of one model one by one, with the gradients of one exchange:
-        together they make one step, which the first of them ends. The loss scale of fp16 is that one's.
-        `successful` says whether parameters were updated, `rates` are the learning rates of their groups.
+        A loop may step several optimizers of one model one by one, after one exchange: together they make one
+        step of the model, which the first of them ends, and whose loss scale is that of the first.
+
+        Args:
+            optimizers: the optimizers that stepped together, without the chained optimizer around them.
+            successful: whether parameters were updated.
+            loss_scale_factor: the factor by which fp16's loss scale has changed.
+            rates: the learning rates of the parameter groups.
         """
         if not self._optimizer_seen:
             self._optimizer_seen = True
@@ -249,26 +257,26 @@ class Session:
         return True
 
     def loss_rescaled(self, factor: float) -> None:
-        """Torch's GradScaler changed its scale, and skipped the step of gradients that still wait."""
+        """Note that torch's GradScaler changed its scale; if gradients are unused, it skipped their step."""
         if self._passes and self._optimizer_seen:
             self.end_step(False, factor)
         elif factor != 1.0:
             self._scale_errors(factor)
 
     def continues_step(self, optimizers: Sequence[object]) -> bool:
-        """Whether a step of these is part of the step that another optimizer of the model has ended."""
+        """Whether a step of `optimizers` belongs to the step that another optimizer has ended."""
         stepped = {id(optimizer) for optimizer in optimizers}
         return not self._passes and bool(self._stepped) and self._stepped.isdisjoint(stepped)
 
     def _forget_unseen_steps(self) -> None:
-        """What was counted before the first optimizer step were exchanges of gradients thrown away."""
+        """Undo the counting of exchanges as steps, when the first optimizer step is seen."""
         self.steps -= self._unseen_steps
         self.steps_seen -= self._unseen_steps
         if self._started_unseen:
             self.onset = Onset.at(self.config, self.steps)
 
     def restart(self, steps: int) -> None:
-        """Begin as after `steps` optimizer steps, with errors of zero."""
+        """Restart after `steps` optimizer steps, with errors of zero."""
         self.clear_errors()
         self.steps = self.steps_seen = steps
         self.onset = Onset.at(self.config, steps)
@@ -286,7 +294,10 @@ class Session:
         rates: Sequence[float] | None = None,
         optimizer: int = 0,
     ) -> None:
-        """End an optimizer step: report it, count it, clear or rescale the errors; `rates` as Onset's."""
+        """End an optimizer step: report it, count it, and clear or rescale the errors.
+
+        `rates` and `optimizer` are those of Onset.after_step.
+        """
         measured = [sender.statistics for sender in set(self._used) if sender.measures] + self._earlier
         self.report = SessionReport(
             traffic=self._traffic,
@@ -299,7 +310,7 @@ class Session:
         loss_scale_factor *= self._prepared or 1.0
         self._traffic, self._used, self._earlier = Traffic(), [], []
         self._inside_bytes, self._passes, self._prepared = 0.0, 0, None
-        self.workspace.pool.in_flight.clear()  # all chunks' are over when a step is
+        self.workspace.pool.in_flight.clear()  # The exchanges of all chunks are over when a step ends.
         self.steps_seen += 1
         self.ended_steps += 1
         was_active = self.active
@@ -311,9 +322,9 @@ class Session:
                 self.clear_errors()
         else:
             self.events.skipped_steps += 1
-            if not self.config.is_onebit_adam:  # which exchanges nothing in a step that is skipped
+            if not self.config.is_onebit_adam:  # 1-bit Adam exchanges nothing in a step that is skipped.
                 self.clear_errors()
-        if loss_scale_factor != 1.0 and not self.config.is_onebit_adam:  # momentum carries no loss scale
+        if loss_scale_factor != 1.0 and not self.config.is_onebit_adam:  # Momentum carries no loss scale.
             self._scale_errors(loss_scale_factor)
         if successful:
             self.onset.after_step(self.config, self.steps, rates, optimizer)
@@ -321,9 +332,10 @@ class Session:
                 logger.warning("megatron-loco: %s", self.onset.what_it_waits_for(self.steps))
 
     def use_default_method_of(self, optimizer: object) -> bool:
-        """Take the default method that Megatron's optimizer, by its name, has; returns whether it changes.
+        """Use the default method for Megatron's `optimizer`, given by name; returns whether it changes.
 
-        The error that is pending stays as it is: e / (1 - beta) (docs/numerics.md).
+        Errors are rescaled so that e / (1 - beta), the gradient still to be sent, is unchanged
+        (docs/numerics.md, "The error").
         """
         config = self.config.for_optimizer(optimizer)
         if config == self.config:
@@ -340,7 +352,7 @@ class Session:
             error.scale_by(factor)
 
     def clear_errors(self) -> None:
-        """e <- 0 in all buckets at once."""
+        """Set e <- 0 in all buckets."""
         self.memory.bring_back()
         for error in self._errors:
             error.reset()

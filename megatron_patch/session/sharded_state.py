@@ -1,15 +1,15 @@
 """The error states as a state dict of torch.distributed.checkpoint, for trainers with their own checkpoints.
 
-    state = state_dict(model)                          every rank: its own tensors, and a manifest of all
+    state = state_dict(model)                          this rank's tensors, and a manifest of all ranks
     dcp.save({"compression": state}, checkpoint_id=PATH)
 
-    state = state_dict(model, reader=dcp.FileSystemReader(PATH))     room for what this rank needs of it
+    state = state_dict(model, reader=dcp.FileSystemReader(PATH))     empty tensors for what this rank needs
     dcp.load({"compression": state}, checkpoint_id=PATH)
     load_state_dict(model, state)
 
-Keys carry the rank that saved them, so no two ranks write the same one. What a rank needs of a checkpoint is
-named by its manifest: its own tensors under the same layout, under another one those of all old ranks that
-held its parameters. The manifest is text, the same on all ranks.
+Keys have the number of the rank that saved them, so that no two ranks write the same key. The manifest is
+text, the same on all ranks, and names what a rank needs: its own tensors in the same layout, or in another
+layout the tensors of all saved ranks that held its parameters.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ MANIFEST = "megatron_loco_manifest"
 _RANK = "megatron_loco_rank_"
 
 RankOf = Callable[[Sequence[Sequence[str]]], RankState]
-"""Makes the state of this rank, of the tensors that a checkpoint's buckets hold, by their keys (none: of what
-is there). All ranks call it."""
+"""Makes this rank's RankState. Its argument is the keys of the tensors in each of a checkpoint's buckets, for
+which exchanges are made first; it may be empty. All ranks call it."""
 
 
 def state_dict(
     rank_of: RankOf | None, scale: float, reader: Any = None, path: str | None = None
 ) -> dict[str, Any]:
-    """What a model remembers, as copies on the CPU. Call on all ranks.
+    """Return a model's error states and counters, as copies on the CPU. All ranks must call it.
 
     Args:
-        rank_of: makes this rank's state; None where this rank has none.
-        scale: fp16's loss scale, the errors' unit; 1.0 without one.
-        reader: a dcp.StorageReader of a checkpoint to load: what is returned has room for what this rank
-            needs of it, in whatever layout it was saved.
-        path: the keys under which the reader's checkpoint has this model's state, joined by dots. It need
-            not be given where the checkpoint has the state of one model only.
+        rank_of: makes this rank's state; None if this rank has none.
+        scale: fp16's loss scale, which errors are multiplied by; 1.0 without one.
+        reader: a dcp.StorageReader of a checkpoint to load: the result then has empty tensors for what this
+            rank needs of the checkpoint, whatever layout it was saved in.
+        path: the keys of this model's state in the reader's checkpoint, joined by dots. It may be left out
+            if the checkpoint has the state of only one model.
 
     Raises:
-        UserError: there is no such state in the reader's checkpoint, or several, or it is damaged.
+        UserError: the reader's checkpoint has no such state, or several, or it is damaged.
     """
     if rank_of is None:
         if reader is None:
-            gathered(RankLayout(()), False)  # other ranks may have some, and ask all
+            gathered(RankLayout(()), False)  # Ranks that have a state gather from all ranks.
         return {}
     if reader is not None:
         return _room_for(rank_of, reader, path)
@@ -72,10 +72,10 @@ def state_dict(
 
 
 def load_state_dict(rank_of: RankOf | None, state: dict[str, Any], scale: float) -> None:
-    """Put back what dcp.load has filled in; says in one line what happened. Call on all ranks.
+    """Restore a state that dcp.load has filled in, and log what happened. All ranks must call it.
 
     Raises:
-        UserError: no state of `state_dict`, or one that is damaged.
+        UserError: `state` does not come from `state_dict`, or is damaged.
     """
     if rank_of is None:
         return
@@ -90,7 +90,7 @@ def load_state_dict(rank_of: RankOf | None, state: dict[str, Any], scale: float)
 
 
 class _StateReader(Reader):
-    """Reads from a loaded state dict."""
+    """Reads saved states from a state dict that dcp.load has filled in."""
 
     def __init__(self, rank: RankState, manifest: dict[str, Any], state: dict[str, Any]) -> None:
         super().__init__(rank, manifest, *layouts_in(manifest))
@@ -132,7 +132,7 @@ def _reader_of(rank_of: RankOf, state: dict[str, Any]) -> _StateReader:
 
 
 def _sets(manifest: dict[str, Any]) -> list[list[str]]:
-    """The keys of the tensors that each bucket of a manifest holds, each set once."""
+    """Return the keys of the tensors in each bucket of a manifest, without duplicates."""
     buckets = [bucket for layout in manifest["layouts"] for bucket in layout["buckets"]]
     keys = [list(dict.fromkeys(str(piece["key"]) for piece in bucket["pieces"])) for bucket in buckets]
     return [list(one) for one in dict.fromkeys(map(tuple, keys))]
@@ -154,7 +154,7 @@ def _room_for(rank_of: RankOf, reader: Any, path: str | None) -> dict[str, Any]:
 
 
 def _prefix_in(metadata: Metadata, path: str | None) -> str:
-    """What the keys of a model's state begin with in a checkpoint."""
+    """Return the prefix of the keys of a model's state in a checkpoint; UserError if it is not clear."""
     keys = metadata.state_dict_metadata
     found = sorted(key.removesuffix(MANIFEST) for key in keys if key.endswith(MANIFEST))
     if not found:

@@ -1,6 +1,6 @@
-"""The steps of torch's optimizers, by the hooks that torch has for them, and those that a GradScaler skips.
+"""Observes the steps of torch's optimizers through torch's hooks, and the steps that a GradScaler skips.
 
-torch.amp.GradScaler has no hooks: `step` and `update` are wrapped on its class while anybody listens.
+torch.amp.GradScaler has no hooks: `step` and `update` are wrapped on its class while there is a listener.
 """
 
 from __future__ import annotations
@@ -21,29 +21,30 @@ logger = logging.getLogger(__name__)
 
 
 class Listener(Protocol):
-    """Hears of the steps of all of torch's optimizers in this process."""
+    """Is told of the steps of all torch optimizers in this process."""
 
     def torch_step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer begins its step."""
+        """This is called before an optimizer's step."""
 
     def torch_step_ended(self, optimizer: torch.optim.Optimizer) -> None:
-        """It has updated its parameters."""
+        """This is called after an optimizer has updated its parameters."""
 
     def rescaled(self, optimizers: list[Any], factor: float) -> None:
-        """A GradScaler, which has been asked to step these, has updated its scale, by this factor."""
+        """This is called after GradScaler.update has multiplied its scale by `factor`; GradScaler.step was
+        called for `optimizers` since the last update."""
 
 
 UNSEEN = 500
-"""Exchanges."""
+"""After this many exchanges without an optimizer's step a warning is logged."""
 _SCALED = "_megatron_loco_optimizers"
-"""Where a GradScaler holds the optimizers that it has stepped since its last update."""
+"""The attribute of a GradScaler with the optimizers that it was asked to step since its last update."""
 _listeners: list[Listener] = []
 _hooks: list[RemovableHandle] = []
 _scaler_methods: dict[str, Callable[..., Any]] = {}
 
 
 def listen(listener: Listener) -> None:
-    """Tell `listener` of every step from now on. Idempotent."""
+    """Tell `listener` of every step from now on; a second call has no effect."""
     if listener not in _listeners:
         _listeners.append(listener)
     if _hooks:
@@ -56,7 +57,7 @@ def listen(listener: Listener) -> None:
 
 
 def stop_listening(listener: Listener) -> None:
-    """Tell it no more."""
+    """Undo `listen`; without listeners, torch's hooks and methods are restored."""
     if listener in _listeners:
         _listeners.remove(listener)
     if _listeners:
@@ -69,7 +70,7 @@ def stop_listening(listener: Listener) -> None:
 
 
 def exchange_begins(session: Session) -> None:
-    """Torch exchanges a part of a step's gradients; after many without an optimizer's step it logs that."""
+    """Note that torch exchanges gradients; log a warning after UNSEEN exchanges without an optimizer step."""
     session.exchange_begins(1, rerun=False)
     session.exchanges_unseen += not session.ended_steps
     if session.exchanges_unseen == UNSEEN and session.announces and session.config.compresses:
@@ -81,7 +82,7 @@ def exchange_begins(session: Session) -> None:
 
 
 def learning_rates(optimizer: Any) -> list[float]:
-    """The rates of an optimizer's parameter groups, in their order."""
+    """Return the learning rates of an optimizer's parameter groups."""
     return [float(group.get("lr") or 0.0) for group in optimizer.param_groups]
 
 
