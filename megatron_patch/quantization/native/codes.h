@@ -1,4 +1,4 @@
-// What the codes of each codec say (quantization/uniform.py, levels.py, sign.py), and their places in a payload.
+// The codes of each codec (quantization/uniform.py, levels.py, sign.py), and their places in a payload.
 #pragma once
 #include "floats.h"
 
@@ -15,14 +15,14 @@ struct Uniform {
 
 template <int width>
 struct Levels {
-  static constexpr int bits = width, count = 1 << (width - 1);  // of positive levels
+  static constexpr int bits = width, count = 1 << (width - 1);  // count: number of positive levels
   static constexpr int level(int k) {
     constexpr int of4[] = {3, 9, 15, 21, 28, 36, 46, 61}, of3[] = {3, 9, 16, 26}, of2[] = {3, 10};
     return width == 4 ? of4[k] : width == 3 ? of3[k] : of2[k];
   }
   static constexpr int number(int code) { return code < count ? level(code) : -level(code - count); }
   static constexpr int largest = width == 4 ? 61 : width == 3 ? 26 : 10;
-  // What 1 of a level is worth where the root of the mean square is 1.
+  // c of quantization/levels.py.
   static constexpr double step = width == 4 ? 0.0448032 : width == 3 ? 0.0830666 : 0.151035;
 };
 
@@ -43,16 +43,16 @@ constexpr int low_bits(int bits) { return bits == 3 ? 2 : bits; }
 constexpr int high_bits(int bits) { return bits == 3 ? 1 : 0; }
 
 struct Block {
-  int64_t start, length;  // of its elements in the shard
-  int64_t code, high;     // the bytes of the payload where its codes begin, and those of their highest bits
-  int64_t end;            // of its codes
+  int64_t start, length;  // the block's first element in the shard, and number of elements
+  int64_t code, high;     // the bytes of the payload where its codes begin, and where their plane of highest bits does
+  int64_t end;            // the byte where its codes end
 };
 
 template <int bits>
 inline Block block_of(const Layout &layout, int64_t shard, int64_t block) {
   Block found;
   const int32_t *place = layout.places + 3 * (shard * layout.blocks + block);
-  auto words = [&layout](int64_t size) {  // bytes, whole words
+  auto words = [&layout](int64_t size) {  // rounds bytes up to whole words
     return (size + layout.word_bytes - 1) / layout.word_bytes * layout.word_bytes;
   };
   found.start = place[0], found.length = place[1], found.code = place[2] * layout.word_bytes;
@@ -63,15 +63,15 @@ inline Block block_of(const Layout &layout, int64_t shard, int64_t block) {
 
 // --- codes <-> bytes: the first element in the lowest bits ---
 
-// Pairs of numbers of `bits` bits -> numbers of twice as many.
+// Joins pairs of numbers of `bits` bits to numbers of twice as many bits.
 template <int bits>
 inline void join(const uint8_t *__restrict numbers, int64_t pairs, uint8_t *__restrict joined) {
   for (int64_t k = 0; k < pairs; ++k)
     joined[k] = static_cast<uint8_t>(numbers[2 * k] | numbers[2 * k + 1] << bits);
 }
 
-// `bits` bits, from the bit `first` on, of n whole numbers. Reads up to 7 behind them; writes no byte more than they
-// need.
+// Packs `bits` bits, from the bit `first` on, of n whole numbers. It reads up to 7 numbers after them, and writes only
+// the bytes that they need.
 template <int bits, int first = 0>
 void pack(const int32_t *__restrict whole, int64_t n, uint8_t *__restrict scratch, uint8_t *__restrict bytes) {
   constexpr int per_byte = 8 / bits;

@@ -1,5 +1,5 @@
-// The sum of several senders' codes of one block. With vectors every lane takes the codes of 8 elements that follow
-// one another, as one word, and looks up s*q of each in a register that holds those of all codes.
+// The sum of several senders' codes of one block. With vectors every lane loads the codes of 8 neighbouring elements
+// as one word, and looks up s*q of each in a register that has s*q of every code.
 #pragma once
 #include "codes.h"
 #include "rotation.h"
@@ -7,7 +7,7 @@
 namespace VARIANT {
 namespace {
 
-// Where one sender's codes are, and what scales them.
+// One sender's codes of a block, with their plane of highest bits, and their scale.
 struct Coded {
   const uint8_t *code, *high;
   float scale;
@@ -42,11 +42,11 @@ inline Words shifted(Words x, int right) {
   return right < 0 ? _mm512_slli_epi32(x, static_cast<unsigned>(-right))
                    : _mm512_srli_epi32(x, static_cast<unsigned>(right));
 }
-inline Words either(Words low, Words high, int mask) {  // the bits of `mask` from low, others from high
+inline Words either(Words low, Words high, int mask) {  // bits in `mask` are from low, others from high
   return _mm512_ternarylogic_epi32(_mm512_set1_epi32(mask), low, high, 0xca);
 }
 
-// s*q of 16 codes; of fewer bits they repeat, so that a code's upper neighbour may stand above it.
+// s*q of 16 codes. With fewer bits the values repeat, so that the next code's bits above a code do not matter.
 struct Values {
   Vector all;
   Values(const float *numbers, float scale) : all(_mm512_mul_ps(_mm512_load_ps(numbers), _mm512_set1_ps(scale))) {}
@@ -58,7 +58,7 @@ struct Values {
 
 // From element 8*l + j in lane l of vector j, to the order of memory.
 inline void put_in_order(Vector *x) {
-  __m512 a[8];  // of lanes 4L + t: in order the first four elements (t), and the last (4 + t)
+  __m512 a[8];  // for lanes 4L + t, in order: their first four elements (a[t]) and their last four (a[4 + t])
   for (int half = 0; half < 8; half += 4) {
     __m512d low = _mm512_castps_pd(_mm512_unpacklo_ps(x[half], x[half + 1]));
     __m512d low2 = _mm512_castps_pd(_mm512_unpacklo_ps(x[half + 2], x[half + 3]));
@@ -93,12 +93,12 @@ inline Words words_of1(const uint8_t *bytes) {
 inline Words shifted(Words x, int right) {
   return right < 0 ? _mm256_slli_epi32(x, -right) : _mm256_srli_epi32(x, right);
 }
-inline Words either(Words low, Words high, int mask) {  // the bits of `mask` from low, others from high
+inline Words either(Words low, Words high, int mask) {  // bits in `mask` are from low, others from high
   const Words from_low = _mm256_set1_epi32(mask);
   return _mm256_or_si256(_mm256_and_si256(from_low, low), _mm256_andnot_si256(from_low, high));
 }
 
-// s*q of 8 codes in each half; of fewer bits they repeat, so that a code's upper neighbour may stand above it.
+// s*q of 8 codes in each half. With fewer bits the values repeat, so that the next code's bits do not matter.
 struct Values {
   Vector low, high;
   Values(const float *numbers, float scale)
@@ -115,7 +115,7 @@ struct Values {
 
 // From element 8*l + j in lane l of vector j, to the order of memory.
 inline void put_in_order(Vector *x) {
-  __m256 a[8];  // of lanes 4L + t: in order the first four elements (t), and the last (4 + t)
+  __m256 a[8];  // for lanes 4L + t, in order: their first four elements (a[t]) and their last four (a[4 + t])
   for (int half = 0; half < 8; half += 4) {
     __m256d low = _mm256_castps_pd(_mm256_unpacklo_ps(x[half], x[half + 1]));
     __m256d low2 = _mm256_castps_pd(_mm256_unpacklo_ps(x[half + 2], x[half + 3]));
@@ -133,17 +133,17 @@ inline void put_in_order(Vector *x) {
 }
 #endif
 
-constexpr int64_t AT_ONCE = 8 * WIDTH;  // elements
+constexpr int64_t AT_ONCE = 8 * WIDTH;  // elements that are decoded at once
 
 template <class Codec>
-struct Numbers {  // q of every code, as floats, again and again up to 16
+struct Numbers {  // q of every code, as floats, repeated up to 16
   alignas(64) float of[16];
   constexpr Numbers() : of{} {
     for (int code = 0; code < 16; ++code) of[code] = static_cast<float>(Codec::number(code % (1 << Codec::bits)));
   }
 };
 
-// Codes of 3 bits are put together from their planes first.
+// Adds s*q of AT_ONCE codes to `sum`; codes of 3 bits are put together from their planes first.
 template <class Codec>
 inline void add_at_once(const uint8_t *code, const uint8_t *high, float scale, Vector *sum) {
   static constexpr Numbers<Codec> numbers;
@@ -161,22 +161,22 @@ inline void add_at_once(const uint8_t *code, const uint8_t *high, float scale, V
   }
 }
 
-// The sum of n elements, which has room for AT_ONCE - 1 more. Of the first `rotated` of them, AT_ONCE by AT_ONCE, the
-// inverse rotation's stages between elements less than AT_ONCE apart are done on the way: those between neighbours
-// while a lane holds 8 elements in 8 vectors. Returns what `rotate_back` takes as done.
+// Computes the sum of n elements; `sum` has room for AT_ONCE - 1 more. For whole groups of AT_ONCE among the first
+// `rotated` elements it also runs the inverse rotation's stages between elements less than AT_ONCE apart: those between
+// the 8 neighbours of a lane before the vectors are put in order. Returns the argument `done` of `rotate_back`.
 template <class Codec>
 int64_t sum_codes(const DecompressArguments &a, const Block &here, int64_t block, int64_t n, int64_t rotated,
                   float *sum) {
   constexpr int low = low_bits(Codec::bits), top = high_bits(Codec::bits);
   for (int64_t at = 0; at < n; at += AT_ONCE) {
     Vector sums[8];
-    for (Vector &one : sums) one = all(-0.0f);  // whose sum with any number, -0 too, is that number
+    for (Vector &one : sums) one = all(-0.0f);  // its sum with any number, -0 too, is that number
     for (int64_t sender = 0; sender < a.senders; ++sender) {
       Coded one = coded(a, here, block, sender);
       const uint8_t *code = one.code + at * low / 8, *high = one.high + at * top / 8;
       if (int64_t left = n - at; left >= AT_ONCE) {
         add_at_once<Codec>(code, high, one.scale, sums);
-      } else {  // no byte behind the codes is read
+      } else {  // a copy, so that no byte after the codes is read
         uint8_t codes[AT_ONCE * low / 8] = {}, highest[AT_ONCE / 8] = {};
         std::memcpy(codes, code, (left * low + 7) / 8);
         if (top) std::memcpy(highest, high, (left * top + 7) / 8);
@@ -210,13 +210,13 @@ struct Numbers {
   }
 };
 
-// Writes up to 7 numbers more than n.
+// Decodes n codes to numbers q; it writes up to 7 numbers more than n.
 template <class Codec>
 void unpack(const Coded &one, int64_t n, int8_t *q) {
   static constexpr Numbers<Codec> numbers;
   constexpr int per_byte = numbers.per_byte;
   if constexpr (Codec::bits == 4 && !is_levels<Codec>)
-    for (int64_t k = 0; k < (n + 1) / 2; ++k) {  // the compiler makes vectors of it
+    for (int64_t k = 0; k < (n + 1) / 2; ++k) {  // the compiler vectorizes this loop
       q[2 * k] = static_cast<int8_t>(static_cast<int8_t>(static_cast<uint8_t>(one.code[k] << 4)) >> 4);
       q[2 * k + 1] = static_cast<int8_t>(static_cast<int8_t>(one.code[k]) >> 4);
     }
@@ -230,7 +230,7 @@ void unpack(const Coded &one, int64_t n, int8_t *q) {
     }
 }
 
-// The sum of n elements; nothing is rotated.
+// Computes the sum of n elements, without any stage of the rotation.
 template <class Codec>
 int64_t sum_codes(const DecompressArguments &a, const Block &here, int64_t block, int64_t n, int64_t, float *sum) {
   constexpr int64_t PIECE = 512;
@@ -247,7 +247,7 @@ int64_t sum_codes(const DecompressArguments &a, const Block &here, int64_t block
 }
 #endif
 
-// Codes of a whole byte are numbers as they are; nothing is rotated.
+// Codes of 8 bits are the numbers q themselves; no stage of the rotation is run.
 template <>
 int64_t sum_codes<Uniform<8>>(const DecompressArguments &a, const Block &here, int64_t block, int64_t n, int64_t,
                               float *sum) {

@@ -1,4 +1,4 @@
-// Which of the compiled variants runs: the widest instruction set that this processor has.
+// The exported functions, which run one of the compiled variants: by default the widest that the processor supports.
 #include "kernels.h"
 
 namespace baseline {
@@ -40,7 +40,7 @@ struct Variant {
 #define VARIANT_OF(name) \
   {#name, name::compress, name::decompress_reduce, name::weight_encode, name::weight_decode, name::weight_sums}
 
-// In rising order; `compiled` are those that the caller may choose from, as far as the processor goes.
+// The variants in rising order; the caller may choose one of the first `supported()`.
 const Variant compiled[] = {
     VARIANT_OF(baseline),
 #ifdef X86
@@ -67,7 +67,7 @@ int supported() {
 
 extern "C" {
 
-// Variants 0 to count-1 run on this processor.
+// Returns the number of variants that this processor supports; they are the first ones.
 EXPORTED int megatron_loco_variants() { return supported(); }
 EXPORTED const char *megatron_loco_variant_name(int variant) { return compiled[variant].name; }
 
@@ -79,13 +79,13 @@ EXPORTED void megatron_loco_decompress_reduce(int variant, const DecompressArgum
   compiled[variant].decompress_reduce(*arguments);
 }
 
-// Bytes of the message, which has room for weights.code.bound(n); `facts` are weights.code.FACTS numbers.
+// Returns the message's bytes; `message` must have room for weights.code.bound(n), `facts` for weights.code.FACTS.
 EXPORTED int64_t megatron_loco_weight_encode(int variant, const uint16_t *old, const uint16_t *now, int64_t n,
                                               int64_t fp16, uint8_t *message, int64_t *facts) {
   return compiled[variant].weight_encode(old, now, n, fp16, message, facts);
 }
 
-// A WeightError, or 0.
+// Returns a WeightError, or 0.
 EXPORTED int64_t megatron_loco_weight_decode(int variant, const uint8_t *message, int64_t size, uint16_t *weights,
                                               int64_t n) {
   return compiled[variant].weight_decode(message, size, weights, n);

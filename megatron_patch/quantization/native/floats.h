@@ -1,4 +1,4 @@
-// Floats and their bits; the three float types of gradients and sums, in and out.
+// Floats and their bits; loads and stores of the three float types of gradients and sums.
 #pragma once
 #include "kernels.h"
 
@@ -42,7 +42,7 @@ struct Bf16 {
 struct Fp16 {
   using Stored = uint16_t;
   static float load(uint16_t half) {
-    // Exponent and mantissa in their fp32 places are 2^112 too small, subnormals included.
+    // With exponent and mantissa moved to fp32's places, the number is 2^112 times too small; so are subnormals.
     uint32_t magnitude = static_cast<uint32_t>(half & 0x7fff) << 13;
     uint32_t bits = as_bits(as_float(magnitude) * 0x1p112f);
     bits = (half & 0x7c00) == 0x7c00 ? (magnitude | INFINITE) : bits;

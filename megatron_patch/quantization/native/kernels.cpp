@@ -1,10 +1,9 @@
 // LoCo's compress and decompress_reduce, each in one pass over memory: block by block, in the first-level
-// cache. quantization/uniform.py, levels.py, sign.py and rotation.py define the numbers and are the place to read
-// them; here every step of it appears once, in the same fp32 operations, so that codes, scales and errors are the
-// same bits.
+// cache. quantization/uniform.py, levels.py, sign.py and rotation.py define the numbers; the code here does the
+// same fp32 operations, so that codes, scales and errors have the same bits.
 //
-// Compiled once per instruction set (VARIANT names the namespace); dispatch.cpp picks one at run time.
-// -ffp-contract=off is part of the format: a fused multiply-add would round differently.
+// This file is compiled once per instruction set (VARIANT names the namespace); dispatch.cpp picks one at run
+// time. -ffp-contract=off is part of the format: a fused multiply-add would round differently.
 #include "codes.h"
 #include "decode.h"
 #include "levels.h"
@@ -19,14 +18,14 @@ namespace {
 // --- scales ---
 
 template <int largest>
-float scale_of(float wanted) {  // rounded up to bf16, and at most what keeps largest * s finite
+float scale_of(float wanted) {  // s: `wanted` rounded up to bf16, and at most so large that largest * s is finite
   double most = static_cast<double>(as_float(0x7f7fffff)) / largest;
   uint32_t rounded = (as_bits(wanted) + 0xffff) & 0xffff0000;
   return std::min(as_float(rounded), as_float(as_bits(static_cast<float>(most)) & 0xffff0000));
 }
 
-// Sums of squares of one block. Added up in fp32, some hundred at a time, within the loops that have the values
-// at hand anyway; where a square would leave the range of fp32, again in fp64.
+// Sums of squares of one block. They are added up in fp32, PIECE at a time, in the loops that load the values
+// anyway. If a square may leave the range of fp32 (`trustworthy` is false), they are added up again in fp64.
 constexpr int64_t PIECE = 512;
 
 struct Energies {
@@ -42,21 +41,21 @@ inline double energy(const float *values, int64_t n) {
 
 // --- whole numbers ---
 
-// 1.5 * 2^23: its sum with a number is whole, rounded with ties to even, the number in its lowest bits. The
-// compiler does not see that it must stay in int8's range, and narrows a vector in few instructions.
+// 1.5 * 2^23: its sum with a number is rounded to a whole number, ties to even, which is in the lowest bits. A vector
+// of these bits is narrowed to int8 by truncation, in few instructions.
 constexpr float WHOLE = 12582912.0f;
 
 // --- one block ---
 
-// Blocks that are worked on in turns, where they are short: what one has to wait for, the scale that all its numbers
-// set and then that of its error, the processor finds while it works on the others.
+// Short blocks are worked on in turns: while one block waits for its scale, or for its error's scale, which depend on
+// all of its numbers, the processor works on the others.
 constexpr int64_t IN_TURNS = 8, NUMBERS_IN_TURNS = 1024;
 
-struct Pending {  // a block on its way
+struct Pending {  // a block that is being compressed
   Block here;
-  int64_t shard, block, place, n;  // place: in the gradient and the error; n: of real elements
-  const float *gradient;
-  float *g, *e, *h, *r;  // scratch; `gradient` is g or what was given
+  int64_t shard, block, place, n;  // place: the block's index in gradient and error; n: elements without fill
+  const float *gradient;  // points to g, or to the argument `gradient` itself
+  float *g, *e, *h, *r;   // scratch
   Energies sum;
   bool finite;
   float scale;
@@ -95,12 +94,12 @@ class Compress {
   const Layout &layout;
   const int64_t turns;
   std::unique_ptr<float[]> numbers;
-  std::unique_ptr<int32_t[]> whole;  // of one block
+  std::unique_ptr<int32_t[]> whole;  // the whole numbers of one block
   std::unique_ptr<uint8_t[]> bytes;
   Diagonal diagonal;
   double totals[5];
 
-  // h of a block, and its scale.
+  // Computes h of a block, and its scale.
   Pending begun(int64_t shard, int64_t block, int64_t turn) {
     Pending one;
     one.here = block_of<bits>(layout, shard, block);
@@ -124,7 +123,7 @@ class Compress {
     return one;
   }
 
-  // Its codes and its scale, and r.
+  // Computes the codes and r, and writes codes and scale to the payload.
   void send(Pending &one, uint8_t *payload) {
     const float *h = one.h;
     const float scale = one.scale;
@@ -142,9 +141,9 @@ class Compress {
     std::memcpy(payload + layout.code_bytes + 2 * one.block, &stored, 2);
   }
 
-  // What is remembered and counted of it.
+  // Updates the error and the statistics.
   void finish(const Pending &one) {
-    if (!one.finite) {  // nothing of it was sent: the error stays as it was
+    if (!one.finite) {  // nothing was sent: the error does not change
       totals[4] += 1;
       return;
     }
@@ -156,7 +155,7 @@ class Compress {
     if (a.error_type != ERROR_NONE) remember(one);
   }
 
-  // Every byte up to here.end.
+  // Packs the codes, and writes every byte up to here.end.
   void pack(const Block &here, uint8_t *payload) {
     constexpr int low = low_bits(bits), high = high_bits(bits);
     auto fill = [payload](int64_t from, int64_t to) {
@@ -170,7 +169,7 @@ class Compress {
     }
   }
 
-  // h = g + e; returns the bits of the largest |h|.
+  // Computes h = g + e; returns the bits of the largest |h|.
   static uint32_t add(const float *g, const float *e, int64_t n, float *h, Energies &sum) {
     Largest largest;
     for (int64_t first = 0; first < n; first += PIECE) {
@@ -195,7 +194,7 @@ class Compress {
     return static_cast<float>(total / static_cast<double>(std::max<int64_t>(n, 1)));
   }
 
-  // The root of the mean of v^2 in the levels codec's units. Of 256 numbers v the sum of v^2 is exact in fp32.
+  // Returns c * rms(h) of the levels codec. The sum of v^2 of 256 numbers v is exact in fp32.
   static float wanted_of_levels(const float *h, int64_t n, uint32_t largest) {
     uint32_t exponent = std::min(std::max(largest & INFINITE, uint32_t{1} << 23), uint32_t{253} << 23);
     float unit = as_float((uint32_t{254} << 23) - exponent);
@@ -203,7 +202,7 @@ class Compress {
     for (int64_t first = 0; first < n; first += 256) {
       Vector sum = {};
       by_vectors(first, std::min(n, first + 256), [&](int64_t i, auto count) {
-        // In 64ths, to which the sum rounds it.
+        // The sum rounds v to 64ths.
         const Vector v = (vector_at(h + i, count) * all(unit) + all(WHOLE / 64)) - all(WHOLE / 64);
         sum = sum + v * v;
       });
@@ -213,7 +212,7 @@ class Compress {
     return std::sqrt(mean) * static_cast<float>(Codec::step / 64) * as_float(exponent);
   }
 
-  // r = h - s*q, and its energy; `code(i)` gives q and leaves what is sent of it in whole[i].
+  // Computes r = h - s*q and its energy; `code(i)` returns q and writes the code that is sent to whole[i].
   template <class Code>
   void quantize(Pending &one, Code code) {
     const float *__restrict h = one.h;
@@ -231,7 +230,7 @@ class Compress {
     }
   }
 
-  // The nearest whole number to `ratio(i)`. Not clamped: |h/s| is below levels + 1/2.
+  // Quantizes to the whole number nearest to `ratio(i)`. It needs no clamp: |h/s| is below the largest code + 1/2.
   template <class Ratio>
   void round(Pending &one, Ratio ratio) {
     quantize(one, [whole = whole.get(), ratio](int64_t i) {
@@ -304,7 +303,7 @@ class Compress {
   }
 };
 
-// Zeros for what is in no block: elements `from` to before `to` of the output.
+// Zeroes the output's elements `from` to `to` - 1, which are in no block.
 inline void clear(const DecompressArguments &a, int64_t from, int64_t to) {
   int64_t size = a.output_type == FP32 ? 4 : 2;
   if (from < to) std::memset(static_cast<uint8_t *>(a.output) + from * size, 0, (to - from) * size);
@@ -316,7 +315,7 @@ void reduce(const DecompressArguments &a) {
   std::unique_ptr<float[]> scratch(new float[layout.block + AT_ONCE]);
   float *sum = scratch.get();
   Diagonal diagonal(a.signs, layout.block);
-  int64_t done = 0;  // elements of the output
+  int64_t done = 0;  // elements of the output that are written
   for (int64_t block = 0; block < layout.blocks; ++block) {
     const Block here = block_of<Codec::bits>(layout, 0, block);
     const int64_t start = here.start, n = here.length;
@@ -334,7 +333,7 @@ void reduce(const DecompressArguments &a) {
 
 }  // namespace
 
-// What `templated` does with the arguments' codec.
+// Runs `templated` with the codec of the arguments.
 #define WITH_CODEC(templated)                            \
   switch (a.codec * 16 + a.layout.bits) {                \
     case UNIFORM * 16 + 8: return templated(Uniform<8>); \

@@ -1,8 +1,8 @@
-// The interface of the native kernels: plain pointers, called from quantization/native through ctypes.
+// The interface of the native kernels: plain pointers, which quantization/native passes through ctypes.
 #pragma once
 #include <cstdint>
 
-// How a bucket is cut: quantization/layout.py.
+// How a bucket is cut into shards and blocks (quantization/layout.py).
 struct Layout {
   int64_t numel, shards, shard_size, bits, block, blocks, code_bytes, payload_bytes;
   int64_t word_bytes;     // a block's codes begin at a multiple of it
@@ -26,7 +26,7 @@ struct CompressArguments {
   float old_weight, new_weight;  // beta and 1 - beta
   uint8_t *payload;        // the codes and scales of all shards are written
   const int64_t *starts;   // [shards]: the byte where each one's payload begins
-  double *statistics;      // [5]: sums of h^2, r^2, g^2, e^2 over finite blocks; blocks that are not; or null
+  double *statistics;      // [5], loco.STATISTICS: sums of h^2, r^2, g^2, e^2, and blocks not finite; or null
 };
 
 struct DecompressArguments {
@@ -41,5 +41,5 @@ struct DecompressArguments {
   float divisor;            // 1 for a sum
 };
 
-// What weight_decode answers; 0 where all is well.
+// The errors that weight_decode returns; it returns 0 if there is none.
 enum WeightError : int64_t { WEIGHTS_DIFFER = 1, MESSAGE_CHANGED = 2 };

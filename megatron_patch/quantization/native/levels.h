@@ -6,11 +6,12 @@
 namespace VARIANT {
 namespace {
 
-// The levels and their middles as registers hold them. Times s, all are exact.
+// The levels and their middles, as tables for registers. Their products with s are exact.
 template <class Codec>
 struct Tables {
   static constexpr int count = Codec::count;
-  // q of each code; the middle below each level; the middle one and two levels ahead of it.
+  // `number`: q of each code; `below`: the middle below each level; `ahead1`, `ahead2`: the middle below the level one
+  // and two further.
   alignas(64) float number[16], below[16], ahead1[16], ahead2[16];
   constexpr Tables() : number{}, below{}, ahead1{}, ahead2{} {
     for (int k = 0; k < 2 * count; ++k) number[k] = static_cast<float>(Codec::number(k));
@@ -23,7 +24,7 @@ struct Tables {
 template <class Codec>
 constexpr Tables<Codec> tables;
 
-// What is sent of h; its code is left in `code`.
+// Returns s*q for h, and writes its code to `code`.
 template <class Codec>
 inline float nearest(float h, float scale, int32_t &code) {
   constexpr int count = Codec::count;
@@ -39,7 +40,7 @@ inline float nearest(float h, float scale, int32_t &code) {
 }
 
 #if defined(__AVX2__)
-// The same for a vector: the middles are looked up in a register, by halves of what is left of them.
+// The same for a vector: a binary search, which looks up middles in registers.
 template <class Codec>
 class Lookup {
   static constexpr int count = Codec::count;
@@ -51,7 +52,7 @@ class Lookup {
       : first(_mm512_set1_ps(scale * of.below[count / 2])), ahead2(scaled(of.ahead2, scale)),
         ahead1(scaled(of.ahead1, scale)), values(scaled(of.number, scale)) {}
 
-  // Codes and h - s*q of a vector; returns the squares of the latter.
+  // Writes the codes and h - s*q of a vector; returns the squares of h - s*q.
   __m512 quantize(const float *from, int32_t *codes, float *lost) const {
     const __m512 h = _mm512_loadu_ps(from), magnitude = _mm512_abs_ps(h);
     __m512i code = _mm512_maskz_set1_epi32(above(magnitude, first), count / 2);
@@ -80,7 +81,7 @@ class Lookup {
       : first(_mm256_set1_ps(scale * of.below[count / 2])), ahead2(scaled(of.ahead2, scale)),
         ahead1(scaled(of.ahead1, scale)), values(scaled(of.number, scale)) {}
 
-  // Codes and h - s*q of a vector; returns the squares of the latter.
+  // Writes the codes and h - s*q of a vector; returns the squares of h - s*q.
   __m256 quantize(const float *from, int32_t *codes, float *lost) const {
     const __m256 h = _mm256_loadu_ps(from), sign = _mm256_set1_ps(-0.0f);
     const __m256 magnitude = _mm256_andnot_ps(sign, h);
@@ -109,7 +110,7 @@ class Lookup {
 };
 #endif
 
-// Codes and r = h - s*q of n numbers; returns the sum of r^2, in fp32.
+// Writes the codes and r = h - s*q of n numbers; returns the sum of r^2, in fp32.
 template <class Codec>
 float to_levels(const float *__restrict h, float scale, int64_t n, int32_t *__restrict codes,
                 float *__restrict r) {

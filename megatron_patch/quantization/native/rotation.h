@@ -1,5 +1,5 @@
-// The rotation of a block and its inverse: quantization/rotation.py defines them. Every sum here is of the same two
-// numbers as there, stage by stage from neighbours on, so that it rounds alike.
+// The rotation of a block and its inverse, which quantization/rotation.py defines. Every addition has the same two
+// operands as there, stage by stage from neighbours on, so that it rounds alike.
 #pragma once
 #include "vectors.h"
 
@@ -8,9 +8,10 @@
 namespace VARIANT {
 namespace {
 
-// By hand: from plain loops gcc 12 makes fused multiply-adds with alternating signs, whatever -ffp-contract says.
-// `paired<d>(x)` adds to each number the one d places on, or subtracts it from the one d places back: one stage of
-// the butterflies. A product with +-1 is exact, and so a fused one rounds as the sum does.
+// One stage of the butterflies: adds to each number the one `distance` places on, or subtracts it from the one
+// `distance` places back. It is written with intrinsics because gcc 12 makes fused multiply-adds with alternating
+// signs from plain loops, whatever -ffp-contract says. The fused multiply-adds here round as the sums do, since a
+// product with +-1 is exact.
 template <int distance>
 inline Vector paired(Vector x) {
 #if defined(__AVX512F__)
@@ -35,7 +36,7 @@ inline Vector paired(Vector x) {
 #endif
 }
 
-// The stages between `count` vectors, a power of two.
+// Runs the stages between `count` vectors, a power of two.
 inline void across(Vector *x, int64_t count) {
   for (int64_t distance = 1; distance < count; distance *= 2)
     for (int64_t i = 0; i < count; ++i)
@@ -49,7 +50,7 @@ inline void across(Vector *x, int64_t count) {
 constexpr int64_t PART = 128;
 enum Multiplied { BEFORE, AFTER, NOT };
 
-// d * x where that is asked for, and the stages within a vector, of n elements.
+// Multiplies by d if `multiplied` is BEFORE, and runs the stages within a vector, for a part of n elements.
 template <int64_t n, Multiplied multiplied>
 inline Vector stages(Vector x, const float *d) {
   if constexpr (multiplied == BEFORE) x = x * vector_at(d);
@@ -60,10 +61,10 @@ inline Vector stages(Vector x, const float *d) {
   return x;
 }
 
-// H (d * x), d * (H x) or H x of n elements, a power of two up to PART. `from` and `to` may be the same.
+// Computes H (d * x), d * (H x) or H x of n elements, a power of two up to PART. `from` and `to` may be the same.
 template <int64_t n, Multiplied multiplied>
 inline void butterflies(const float *from, const float *d, float *to) {
-  if constexpr (n < WIDTH) {  // in a register's first lanes
+  if constexpr (n < WIDTH) {  // the part fills a register's first lanes
     const Vector some = vector_at(d, n);
     float factors[WIDTH];
     put(factors, some);
@@ -83,7 +84,7 @@ inline void butterflies(const float *from, const float *d, float *to) {
   }
 }
 
-// The stages between elements `done` and more apart, n elements, and d * that where it is asked for.
+// Runs the stages between elements `done` or more apart, and multiplies by d if `multiplied` is AFTER.
 template <Multiplied multiplied>
 void far_stages(const float *d, int64_t done, int64_t n, float *to) {
   for (int64_t distance = done; distance < n; distance *= 2)
@@ -98,7 +99,7 @@ void far_stages(const float *d, int64_t done, int64_t n, float *to) {
     for (int64_t i = 0; i < n; ++i) to[i] *= d[i];
 }
 
-// The same for any power of two.
+// Computes what `butterflies` does, for n of any power of two.
 template <Multiplied multiplied>
 void hadamard(const float *from, const float *d, int64_t n, float *to) {
   switch (n) {
@@ -117,7 +118,7 @@ void hadamard(const float *from, const float *d, int64_t n, float *to) {
   far_stages<multiplied>(d, PART, n, to);
 }
 
-// work(at, size) for every part of a block of n elements.
+// Calls work(at, size) for every part of a block of n elements.
 template <class Work>
 void by_parts(int64_t n, Work work) {
   for (int64_t at = 0, size; at < n; at += size) {
@@ -126,16 +127,16 @@ void by_parts(int64_t n, Work work) {
   }
 }
 
-// The diagonal d: a block's signs, each times the root of 1 / its part's length. A sign changes no rounding.
+// The diagonal d: a block's signs, each times the root of 1 / the length of its part.
 class Diagonal {
  public:
   Diagonal(const float *signs, int64_t block) : signs(signs), numbers(new float[signs ? block : 0]) {}
 
-  // Of a block of n elements. Most have the length of the one before.
+  // Returns d for a block of n elements; it is computed only if the last block had another length.
   const float *of(int64_t n) {
     if (n != length)
       by_parts(length = n, [this](int64_t at, int64_t size) {
-        float root = 1;  // an fp32 number, of which powers of two keep every bit
+        float root = 1;  // products with powers of two are exact
         for (int64_t left = size; left > 1; left /= 4) root *= left == 2 ? 0.70710678118654752f : 0.5f;
         for (int64_t i = at; i < at + size; ++i) numbers[i] = signs[i] * root;
       });
@@ -148,13 +149,13 @@ class Diagonal {
   int64_t length = 0;
 };
 
-// y = H (d * x), n elements.
+// Computes y = H (d * x) for a block of n elements.
 inline void rotate(const float *x, const float *d, int64_t n, float *y) {
   by_parts(n, [=](int64_t at, int64_t size) { hadamard<BEFORE>(x + at, d + at, size, y + at); });
 }
 
-// y <- d * (H y), n elements. In parts of `done` and more the stages between elements less than `done` apart have
-// been done.
+// Computes y <- d * (H y) for a block of n elements. In parts of `done` or more elements, the stages between elements
+// less than `done` apart have been run before.
 inline void rotate_back(float *y, const float *d, int64_t n, int64_t done) {
   by_parts(n, [=](int64_t at, int64_t size) {
     if (done > 1 && size >= done)

@@ -1,4 +1,4 @@
-// A vector of WIDTH floats, as the instruction set has them, and the sums and maxima of many.
+// Vectors of WIDTH floats for each instruction set, with sums and maxima.
 #pragma once
 #include "floats.h"
 
@@ -19,7 +19,7 @@ inline void put(float *to, Vector x) { _mm512_storeu_ps(to, x); }
 inline Vector all(float x) { return _mm512_set1_ps(x); }
 inline float total(Vector x) { return _mm512_reduce_add_ps(x); }
 
-// The bits of the largest magnitude so far: those of floats compare like whole numbers, NaN and Inf above the rest.
+// The bits of the largest magnitude so far. Magnitudes' bits compare like whole numbers, NaN and Inf above the rest.
 struct Largest {
   __m512i bits = _mm512_setzero_si512();
   void meet(Vector x) {
@@ -28,7 +28,6 @@ struct Largest {
   uint32_t found() const { return _mm512_reduce_max_epi32(bits); }
 };
 #elif defined(__SSE2__)
-// The sum, or the largest, of four.
 inline float total_of4(__m128 x) {
   x = x + _mm_movehl_ps(x, x);
   return _mm_cvtss_f32(_mm_add_ss(x, _mm_shuffle_ps(x, x, 1)));
@@ -88,7 +87,7 @@ struct Largest {
 };
 #endif
 
-// The first `count` of a vector, zeros behind them.
+// Loads the first `count` numbers of a vector, with zeros after them.
 inline Vector vector_at(const float *from, int64_t count) {
   if (count == WIDTH) return vector_at(from);
   float some[WIDTH] = {};
@@ -103,7 +102,7 @@ inline void put(float *to, Vector x, int64_t count) {
   std::copy(some, some + count, to);
 }
 
-// work(i, count) for every vector of the elements `from` to before `to`; all but the last one have WIDTH.
+// Calls work(i, count) for every vector of the elements `from` to `to` - 1; all but the last one have WIDTH.
 template <class Work>
 inline void by_vectors(int64_t from, int64_t to, Work work) {
   int64_t i = from;

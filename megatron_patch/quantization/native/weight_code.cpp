@@ -1,6 +1,6 @@
-// The exact code of weights' changes. weights/code.py defines the bytes and is the place to read them.
+// The exact code of weights' changes, whose bytes weights/code.py defines.
 //
-// Compiled once per instruction set (VARIANT names the namespace); dispatch.cpp picks one at run time.
+// This file is compiled once per instruction set (VARIANT names the namespace); dispatch.cpp picks one at run time.
 #include "kernels.h"
 #include "weight_rans.h"
 
@@ -10,7 +10,7 @@ namespace {
 constexpr int64_t HEADER = 12;
 constexpr uint8_t CODED = 0x33, RAW = 0x47;
 
-// Symbols of n weights at their exponents.
+// Counts the symbols of n weights at their exponents.
 void count(const uint16_t *old, const uint16_t *now, int64_t n, int mantissa, Counts &counts) {
   for (int64_t i = 0; i < n; ++i) {
     const int32_t d = static_cast<int16_t>(line(now[i]) - line(old[i]));
@@ -19,7 +19,7 @@ void count(const uint16_t *old, const uint16_t *now, int64_t n, int mantissa, Co
   counts.weights += n;
 }
 
-// What is counted of the n weights of piece number `place`: all, or one row of each eight.
+// Counts the n weights of piece number `place`: all of them, or one row of eight.
 void count_piece(const uint16_t *old, const uint16_t *now, int64_t n, int64_t place, bool sampled, int mantissa,
                  Counts &counts) {
   if (!sampled) return count(old, now, n, mantissa, counts);
@@ -37,7 +37,7 @@ int64_t unchanged(const uint16_t *old, const uint16_t *now, int64_t n) {
   return same;
 }
 
-// The message behind its header, into `room` bytes; its bytes, or `room` where it would have as many or more.
+// Writes the message after its header into `room` bytes. Returns its bytes, or `room` if it has as many or more.
 int64_t write_body(const Plan &plan, const uint16_t *old, const uint16_t *now, int64_t n, int mantissa, uint8_t *body,
                    int64_t room) {
   uint8_t tables[1024];
@@ -48,7 +48,7 @@ int64_t write_body(const Plan &plan, const uint16_t *old, const uint16_t *now, i
   std::memcpy(body, tables, static_cast<size_t>(table_bytes));
   Table table;
   fill_encoder(plan.f, table);
-  const int64_t most = 2 * std::min(size, n) + MARGIN;  // words of a tile, and what is touched before them
+  const int64_t most = 2 * std::min(size, n) + MARGIN;  // words of a tile, and what stores may touch before them
   auto *const words = new uint16_t[static_cast<size_t>(most)];
   for (int64_t tile = 0; tile < tiles && at < end; ++tile) {
     const int64_t start = tile * size, length = std::min(size, n - start);
@@ -65,7 +65,7 @@ int64_t write_body(const Plan &plan, const uint16_t *old, const uint16_t *now, i
   return at - body;
 }
 
-// A WeightError, or 0. Words that lead nowhere may be read over other weights than the sender's: contexts differ.
+// Returns a WeightError, or 0. If the old weights are not the sender's, contexts differ, and words decode wrongly.
 template <int LANES_>
 int64_t decode_tiles(const Table &table, Context context, int64_t log2_tile, const uint8_t *body, const uint8_t *end,
                      uint16_t *weights, int64_t n) {
@@ -105,7 +105,7 @@ int64_t weight_encode(const uint16_t *old, const uint16_t *now, int64_t n, int64
   facts[0] = 0;
   for (int64_t start = 0; start < n; start += PIECE) {
     const int64_t length = std::min(PIECE, n - start), place = start / PIECE;
-    before.add(old + start, length, place);  // while they are in the cache
+    before.add(old + start, length, place);  // all of this is done while the piece is in the cache
     after.add(now + start, length, place);
     facts[0] += unchanged(old + start, now + start, length);
     count_piece(old + start, now + start, length, place, n >= SAMPLED_FROM, mantissa, counts);
@@ -129,7 +129,7 @@ int64_t weight_encode(const uint16_t *old, const uint16_t *now, int64_t n, int64
 }
 
 int64_t weight_decode(const uint8_t *message, int64_t size, uint16_t *weights, int64_t n) {
-  const bool raw = message[0] == RAW;  // the caller has looked at kind and length
+  const bool raw = message[0] == RAW;  // the caller has checked kind and length
   if (raw)
     std::memcpy(weights, message + HEADER, static_cast<size_t>(2 * n));
   else if (const auto found = decode_body(message[1], message[2], message + HEADER, message + size, weights, n))

@@ -1,6 +1,6 @@
-// Range ANS with interleaved states, a tile at a time: weights/code.py is the place to read it.
+// Range ANS with interleaved states, a tile at a time, as in weights/rans.py.
 //
-// Entries of tables, uint32, from the lowest bits on:
+// The tables' entries, uint32, from the lowest bits on:
 //   encoder [context][min(|d|, FAR + 1)]   f - 1 (10 bits), start (10), b (3), escape (1)
 //   decoder [context][slot]                f - 1 (10 bits), slot - start (10), the lowest |d| or ESCAPED (9), b (3)
 #pragma once
@@ -14,7 +14,7 @@ namespace VARIANT {
 namespace {
 
 constexpr uint32_t FIRST_STATE = 1 << 15, ESCAPED = 511;
-constexpr int64_t MARGIN = 96;  // words: more than a row may have, and than its loads touch
+constexpr int64_t MARGIN = 96;  // more words than a row may have, or its loads and stores touch
 
 struct Context {
   int mantissa, base;
@@ -49,8 +49,9 @@ inline void fill_decoder(const Frequencies &f, Table &table) {
 }
 
 #ifdef __AVX2__
-// For each set of 8 lanes: bytes that bring 16-bit words from the first places to its lanes, or from its lanes, in
-// order, to the last places; and how many lanes of the set are before each lane.
+// For each subset of 8 lanes: the shuffles that move 16-bit words from the first places to the lanes of the set
+// (`apart`), and from these lanes, in order, to the last places (`together`); and for each lane how many lanes of the
+// set are before it.
 struct Lanes8 {
   alignas(16) uint8_t apart[256][16] = {}, together[256][16] = {};
   alignas(8) uint8_t before[256][8] = {};
@@ -79,17 +80,17 @@ inline unsigned set_of(__m256i mask) { return static_cast<unsigned>(_mm256_movem
 inline __m128i line(__m128i bits) {
   return _mm_xor_si128(bits, _mm_and_si128(_mm_srai_epi16(bits, 15), _mm_set1_epi16(0x7fff)));
 }
-// int32, all of 16 bits -> int16.
+// Narrows int32, each of which fits 16 bits, to int16.
 inline __m128i narrow(__m256i wide) {
   return _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
 }
-// 2^b - 1, of b from 0 to 5.
+// Returns 2^b - 1 for b from 0 to 5.
 inline __m256i mask_of(__m256i bits) {
   const __m256i masks = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 3, 7, 15, 31, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0));
   return _mm256_shuffle_epi8(masks, bits);
 }
 
-// table[places]. The processors' own gather is slower: on AMD's, and where it is mitigated against data sampling.
+// Returns table[places]. The gather instruction is slower on AMD, and with mitigations of Gather Data Sampling.
 inline __m256i gather(const uint32_t *table, __m256i places) {
   const auto four = [table](__m128i of) {
     const auto low = static_cast<uint64_t>(_mm_cvtsi128_si64(of)), high = static_cast<uint64_t>(_mm_extract_epi64(of, 1));
@@ -102,8 +103,8 @@ inline __m256i gather(const uint32_t *table, __m256i places) {
   return _mm256_inserti128_si256(_mm256_castsi128_si256(four(_mm256_castsi256_si128(places))), upper, 1);
 }
 
-// V registers of 8 states each: a row of a tile. Each loop is over the registers, so that they wait for tables and
-// products together.
+// The states of a row of a tile, V registers of 8 states. Each loop runs over the registers, so that they wait for
+// table entries and products together.
 template <int V>
 struct Row {
   const uint32_t *table;
@@ -115,13 +116,13 @@ struct Row {
     std::memcpy(x, states, sizeof x);
   }
 
-  // Where the tables of 8 weights' contexts begin.
+  // Returns where the tables of 8 weights' contexts begin.
   __m128i places(__m128i weights) const {
     const __m128i exponent = _mm_srl_epi16(_mm_and_si128(weights, _mm_set1_epi16(0x7fff)), mantissa);
     return _mm_slli_epi16(_mm_min_epu16(_mm_subs_epu16(exponent, base), _mm_set1_epi16(CONTEXTS - 1)), PRECISION);
   }
 
-  // The row's weights; `words` moves on. Up to MARGIN words may be read.
+  // Decodes the row's weights in place and moves `words` on. It may read up to MARGIN words.
   void decode(const uint16_t *&words, uint16_t *weights) {
     __m256i entry[V], needs[V], escaped[V], any = _mm256_setzero_si256();
     __m128i d[V];
@@ -177,7 +178,7 @@ struct Row {
     std::memcpy(&d, moves, sizeof d);
   }
 
-  // The row's weights; `words` moves back. 8 words before it are there.
+  // Codes the row's weights and moves `words` back. It may write up to 8 words before the new `words`.
   void encode(uint16_t *&words, const uint16_t *before, const uint16_t *after) {
     __m256i entry[V], raw[V], full[V];
     __m128i d[V];
@@ -214,7 +215,7 @@ struct Row {
       const __m256i left = _mm256_blendv_epi8(x[k], _mm256_srli_epi32(x[k], 16), full[k]);
       const __m256i bits = _mm256_and_si256(_mm256_srli_epi32(entry[k], 20), number(7));
       const __m256i f = _mm256_add_epi32(_mm256_and_si256(entry[k], number(1023)), number(1));
-      // left < f << (21 - b): the quotient is below 2^21, and a float's is at most 1 beside it.
+      // left < f << (21 - b), so that the quotient is below 2^21, and that of floats is off by at most 1.
       const __m256i q = _mm256_cvttps_epi32(_mm256_div_ps(_mm256_cvtepi32_ps(left), _mm256_cvtepi32_ps(f)));
       const __m256i rest = _mm256_sub_epi32(left, _mm256_mullo_epi32(q, f));
       const __m256i less = _mm256_srai_epi32(rest, 31), more = _mm256_cmpgt_epi32(rest, _mm256_and_si256(entry[k], number(1023)));
@@ -241,7 +242,7 @@ struct Row {
 };
 #endif
 
-// Writes a tile's words before `end`, and its last states; where the words begin.
+// Writes a tile's words so that they end at `end`, and its last states; returns where the words begin.
 template <int LANES_>
 uint16_t *encode_tile(const Table &table, Context context, const uint16_t *old, const uint16_t *now, int64_t n,
                       uint16_t *end, uint32_t *states) {
@@ -273,7 +274,7 @@ uint16_t *encode_tile(const Table &table, Context context, const uint16_t *old, 
   return words;
 }
 
-// The words of a tile end where the next one's begin, the message's at `end`. Whether it was as encoded.
+// Decodes a tile of `count` words in place; the message ends at `end`. Returns whether words and states come out right.
 template <int LANES_>
 bool decode_tile(const Table &table, Context context, const uint32_t *from, const uint16_t *words, int64_t count,
                  const uint16_t *end, uint16_t *weights, int64_t n) {
@@ -283,7 +284,7 @@ bool decode_tile(const Table &table, Context context, const uint32_t *from, cons
   int64_t i = 0;
 #ifdef __AVX2__
   Row<LANES_ / 8> row(table, context, states);
-  uint16_t last[3 * MARGIN];  // the message's last words, behind which loads may read
+  uint16_t last[3 * MARGIN];  // a copy of the message's last words, after which loads may read
   bool copied = false;
   for (; i + LANES_ <= n; i += LANES_) {
     if (end - words < MARGIN) {

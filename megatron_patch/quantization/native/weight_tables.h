@@ -1,4 +1,4 @@
-// Contexts, symbols and their frequencies in the weight code: weights/tables.py defines them.
+// The weight code's contexts, symbols and frequencies, which weights/tables.py defines.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -12,7 +12,7 @@ constexpr int SMALLEST_TILE = 12, LARGEST_TILE = 18, FEW_LANES = 8, LANES = 32, 
 constexpr int64_t SAMPLED_FROM = 1 << 21, FEW = 64, TILE_BITS = 1 << 16;
 
 struct Symbols {
-  uint8_t of[FAR + 2] = {};  // of min(|d|, FAR + 1)
+  uint8_t of[FAR + 2] = {};  // the symbol of min(|d|, FAR + 1)
   uint16_t lowest[SYMBOLS] = {};
   uint8_t bits[SYMBOLS] = {};
   constexpr Symbols() {
@@ -30,12 +30,12 @@ constexpr Symbols symbols;
 
 using Frequencies = int32_t[CONTEXTS][SYMBOLS];
 
-// How often each symbol occurs at each exponent.
+// The counts of symbols at each exponent.
 struct Counts {
   uint32_t of[256][64] = {};
   int64_t weights = 0;
 
-  // The lowest exponent of the window of CONTEXTS.
+  // Returns the lowest exponent of the window of CONTEXTS exponents.
   int window() const {
     int64_t at[256], up_to = 0;
     int top = -1, bottom = -1;
@@ -72,7 +72,7 @@ struct Plan {
     lanes = mean * n < TILE_BITS << 8 ? FEW_LANES : LANES;
   }
 
-  // The tables of a message, into at least 1,024 bytes; their bytes, zeros to a multiple of 4 included.
+  // Writes a message's tables into at least 1,024 bytes; returns their bytes, with zeros to a multiple of 4.
   int write(uint8_t *tables) const {
     uint8_t *at = tables + CONTEXTS / 2;
     int32_t listed[CONTEXTS * SYMBOLS];
@@ -112,7 +112,7 @@ struct Plan {
     f[0] = std::max(rest, 1);
   }
 
-  // Of a symbol, about, in bits / 256.
+  // Returns about how many bits a symbol costs, in units of 1/256.
   static int64_t cost(const int32_t *f, int symbol) {
     const bool escaped = symbol == ESCAPE || f[symbol] == 0;
     const int32_t of = std::max(f[escaped ? ESCAPE : symbol], 1), raw = escaped ? 16 : symbols.bits[symbol];
@@ -121,7 +121,7 @@ struct Plan {
   }
 };
 
-// The frequencies at the beginning of a message's tables; their bytes, zeros included, or 0 of no tables.
+// Reads frequencies from a message's tables. Returns the tables' bytes, zeros included, or 0 if they are invalid.
 inline int64_t read_tables(const uint8_t *tables, int64_t size, Frequencies &f) {
   if (size < CONTEXTS / 2) return 0;
   int last[CONTEXTS], escapes[CONTEXTS], count = 0;

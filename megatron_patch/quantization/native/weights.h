@@ -1,4 +1,4 @@
-// The line that bit patterns of weights lie on, and the two sums of a shard (weights/sums.py).
+// The line of weights' bit patterns (weights/code.py), and the two sums of a shard (weights/sums.py).
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -10,12 +10,12 @@
 namespace VARIANT {
 namespace {
 
-constexpr int64_t PIECE = 2048;  // weights, of the sums
+constexpr int64_t PIECE = 2048;  // weights of a tile of weights/sums.py
 
-// Bit patterns on a line, -0 beside +0; its own inverse.
+// Returns the place of a bit pattern on the line, on which -0 is next to +0; the function is its own inverse.
 inline uint16_t line(uint16_t bits) { return bits ^ (static_cast<int16_t>(bits) >> 15 & 0x7fff); }
 
-// The keys of a piece's words, for each of two sums.
+// The keys of a piece's words for both sums.
 struct Keys {
   alignas(64) uint32_t of[2][PIECE / 2] = {};
   constexpr Keys() {
@@ -31,7 +31,7 @@ struct Keys {
 };
 constexpr Keys keys;
 
-// The sum of products of a piece's words, two by two, each with its key added. It is associative, so vectors may add.
+// Computes both sums of products of a piece's words, two by two, each plus its key. They are exact in any order.
 inline void products(const uint16_t *piece, uint64_t *sums) {
 #if defined(__AVX512F__)
   __m512i a = _mm512_setzero_si512(), b = a;
