@@ -1,4 +1,4 @@
 """The commands of `megatron-loco`.
 
-A mistake of the user's is a UserError, whose message says all of it; docstrings do not list these errors.
+A mistake of the user's raises a UserError whose message explains it; docstrings do not list these errors.
 """

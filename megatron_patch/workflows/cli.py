@@ -1,7 +1,7 @@
 """The command line: `megatron-loco COMMAND ...`.
 
-Every mistake of the user's is one line on stderr, `megatron-loco: error: ...`, and exit status 2; a run that
-fails is status 1, Ctrl-C is 130.
+A mistake of the user's is reported by one line on stderr, `megatron-loco: error: ...`, and exit status 2. If
+a run fails, the exit status is 1; after Ctrl-C it is 130.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _COMMANDS = {
     ),
     "doctor": ("doctor", "print what is installed, and what is missing for what", ()),
 }
-"""For each command its module in this folder, a summary, and the extras that it needs."""
+"""For each command, its module in this folder, its summary, and the extras that it needs."""
 _IN_A_CLONE = {"bench network": "benchmarks.network", "gpu-report": "benchmarks.gpu_report"}
-"""Commands that only a clone of the repository has, and their modules there."""
+"""Commands that exist only in a clone of the repository, with their modules there."""
 EXTRAS = {
     "recipes": ("omegaconf", "rich", "yaml", "scipy", "tokenizers", "tensorboard"),
     "report": ("matplotlib", "scipy", "jinja2", "rich", "yaml"),
 }
-"""Modules that pyproject.toml's extras bring and commands import, beside torch, megatron-core and numpy."""
+"""The modules that commands import from each of pyproject.toml's extras."""
 
 
 _FILE_ERRORS = {
@@ -76,18 +76,18 @@ _FILE_ERRORS = {
         errno.ESTALE,
     ),
 }
-"""What the user's files and disks refuse; any other error of the operating system is one of this program."""
+"""Errors that the user's files and disks cause; any other error of the operating system is a bug here."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UserError where argparse would print the usage and exit."""
+    """A parser that raises UserError where argparse would print the usage and exit."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
 def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
-    """The parser of all commands; of the chosen one with its arguments, which are its module's."""
+    """Return the parser of all commands; only the chosen command's module is imported and adds arguments."""
     parser = Parser(
         prog="megatron-loco",
         description="Low-bit gradient communication for Megatron pretraining.",
@@ -131,7 +131,7 @@ def _run(argv: list[str]) -> int:
             raise UserError(f"{command} runs from a clone of the repository only; at its root: {way}")
     parser = build_parser(next((word for word in argv if not word.startswith("-")), None))
     args, rest = parser.parse_known_args(argv)
-    # Overrides may stand anywhere, also behind an option; argparse takes positionals in one piece only.
+    # Overrides may stand anywhere, even after an option; argparse accepts positionals only in one sequence.
     if not hasattr(args, "overrides") or any(item.startswith("-") or "=" not in item for item in rest):
         if rest:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -141,14 +141,14 @@ def _run(argv: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command in `argv` (sys.argv by default); returns the exit status."""
+    """Run the command in `argv` (sys.argv by default), and return the exit status."""
     return guarded(lambda: _run(sys.argv[1:] if argv is None else argv))
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """Run a command whose errors are a line on stderr; returns the exit status."""
+    """Run a command, print its errors as one line on stderr, and return the exit status."""
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
-    # Its sources tell, when they are compiled first: where an installer leaves that to the first import.
+    # Megatron's sources cause these when they are compiled, which some installers leave to the first import.
     warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*[/\\]megatron[/\\]")
     try:
         return command()

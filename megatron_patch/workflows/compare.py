@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _summary(one: PreparedRun, label: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The summary of a run, which is started, resumed, or complete already."""
+    """Start the run, or resume it unless it is complete, and return its summary."""
     if not args.resume:
         return train.execute(one, label, args.overwrite)
     if run_folder.look(one.folder, one.run) is State.DONE:
@@ -77,7 +77,7 @@ def _summary(one: PreparedRun, label: str, args: argparse.Namespace) -> dict[str
 
 
 def write_comparison(out: Path, summaries: dict[str, dict[str, Any]]) -> None:
-    """comparison.json, .md and .png below `out`, and the table on the terminal."""
+    """Write comparison.json, .md and .png below `out`, and print the table."""
     baseline = next(iter(summaries))
     base = summaries[baseline]["valid_loss"]
     losses = {name: summary["valid_loss"] for name, summary in summaries.items()}
@@ -95,7 +95,7 @@ def write_comparison(out: Path, summaries: dict[str, dict[str, Any]]) -> None:
     plots.draw_comparison(
         out / "comparison.png", {name: read_records(out / name) for name in summaries}, summaries
     )
-    # A log or a pipe has no width of its own; the table must not be folded to 80 columns there.
+    # A log or a pipe has no width, and the table must not be folded to 80 columns there.
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print()
     console.print(tables.terminal(_COLUMNS, rows, left=("method",)))

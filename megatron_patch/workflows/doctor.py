@@ -40,7 +40,7 @@ def _version(name: str) -> str | None:
 
 
 def rows() -> list[tuple[str, str, str]]:
-    """(what, found, remark) for every line that is shown."""
+    """Return (what, found, remark) for every line of the table."""
     found: list[tuple[str, str, str]] = [("python", platform.python_version(), "")]
     for name, purpose in _WANTED_FOR.items():
         version = _version(name)
@@ -104,7 +104,7 @@ def _devices() -> list[tuple[str, str, str]]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table; exit status 1 where a run is not possible at all."""
+    """Print the table, and return exit status 1 if torch or megatron-core is missing."""
     shown = rows()
     lines = [("what", "found", "remark"), *shown]
     what, found = (max(len(line[place]) for line in lines) for place in (0, 1))
@@ -115,7 +115,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _verdict(found: dict[str, str]) -> str:
-    """What can be run here, and how to try it."""
     missing = [name for name in _REQUIRED if found[name] == "-"]
     if missing:
         return f"No run is possible: {' and '.join(missing)} missing."

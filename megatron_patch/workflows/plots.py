@@ -1,8 +1,8 @@
-"""Pictures: PNGs of `compare`, `ablate` and `bench kernels`; SVG elements for the page of `report`.
+"""Draws PNGs for `compare`, `ablate` and `bench kernels`, and SVG elements for the page of `report`.
 
-An SVG picture is drawn for the width that a phone gives it and scales with the page: 440 units wide, text 13
-units high, so that text has at least 10 CSS pixels in a column of 340. Text stays text (the reader's own
-fonts), and colours are the page's CSS variables, so that a dark page has light lines.
+An SVG picture is drawn for the width of a phone and scales with the page: it is 440 units wide and its text
+13 units high, so that text has at least 10 CSS pixels in a column of 340. Text is not converted to paths, and
+colours are the page's CSS variables, so that a dark page has light lines.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _STYLES = ("-", "--", ":", "-.")
 _LINES_A_PANEL = 8
 _PANELS_A_ROW = 3
 _WINDOWS = 40
-"""A curve of more logged steps is drawn as the means of as many windows."""
+"""A curve of more logged steps than this is drawn as the means of this many windows."""
 _LINEAR_PERCENT = 1.0
-"""Up to this a difference is drawn to scale, beyond by its logarithm: 0.1 % and 30 % share a picture."""
+"""Larger differences are drawn on a logarithmic scale, so that 0.1 % and 30 % fit into one picture."""
 
 COLOURS = 7
 DASHES = ("", "7 3", "2 2", "9 2 2 2")
-"""In CSS pixels. 7 colours and 4 dashes have no divisor in common: 28 curves look different."""
+"""Dashes in CSS pixels. 7 colours and 4 dashes have no common divisor, so that 28 curves look different."""
 _WIDTH, _HEIGHT, _TEXT = 440, 290, 13
 _POINTS_PER_INCH = 72
-# matplotlib writes these colours into the picture, where the page is to read its variables.
+# matplotlib writes these colours, which `svg_element` replaces by the page's variables.
 _VARIABLES = {"#000001": "var(--ink)", "#000002": "var(--rule)"}
 _VARIABLES |= {f"#0000{0x10 + index:x}": f"var(--curve-{index})" for index in range(COLOURS)}
 INK, _RULE, *_CURVES = _VARIABLES
 
 
 def pyplot() -> Any:
-    """matplotlib.pyplot, for files."""
+    """Return matplotlib.pyplot, set up to draw into files."""
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # Megatron lets every INFO line through.
     import matplotlib
 
@@ -59,7 +59,7 @@ def pyplot() -> Any:
 
 @contextlib.contextmanager
 def _png(path: Path, rows: int = 1, columns: int = 1, **of_figure: Any) -> Iterator[tuple[Any, Any]]:
-    """A figure and its axes; the picture is written to `path` at the end."""
+    """Yield a figure and its axes, and write the picture to `path` at the end of the block."""
     plt = pyplot()
     figure, axes = plt.subplots(rows, columns, layout="constrained", **of_figure)
     yield figure, axes
@@ -70,7 +70,7 @@ def _png(path: Path, rows: int = 1, columns: int = 1, **of_figure: Any) -> Itera
 def draw_comparison(
     path: Path, records: Mapping[str, Sequence[dict[str, Any]]], summaries: dict[str, dict[str, Any]]
 ) -> None:
-    """Training loss against step, and bytes sent per step (gradients and weights), as a PNG at `path`."""
+    """Draw training loss against step, and bytes sent per step for gradients and weights, as a PNG."""
     with _png(path, 1, 2, figsize=(10, 4), width_ratios=(3, 2)) as (_, (losses, wire)):
         for (name, logged), style in zip(records.items(), itertools.cycle(_STYLES), strict=False):
             points = [(r["step"], r["loss"]) for r in logged if r["loss"] is not None]
@@ -96,7 +96,7 @@ def draw_comparison(
 
 
 def draw_kernels(path: Path, result: dict[str, Any]) -> None:
-    """Elements per second of each way to compress, as bars beside the bound that memcpy sets; a PNG."""
+    """Draw elements per second of each way to compress, with the bound that memcpy sets, as a PNG."""
     rates = {name: rate / 1e6 for name, rate in result["elements_per_second"].items() if name != "native"}
     names = sorted(rates, key=lambda name: rates[name])
     bound = 2 * result["memcpy_bytes_per_second"] / result["bytes_per_element"] / 1e6
@@ -113,9 +113,9 @@ def draw_kernels(path: Path, result: dict[str, Any]) -> None:
 
 
 def draw_differences(path: Path, results: Results) -> None:
-    """An ablation's cells against the baseline, as a PNG at `path`: seeds and intervals.
+    """Draw the differences of an ablation's cells to the baseline, with seeds and intervals, as a PNG.
 
-    Cells without a pair of runs are left out.
+    A cell that has no seed in common with the baseline is left out.
     """
     found = {cell.name: list(results.differences(cell).values()) for cell in results.ablation.cells[1:]}
     found = {name: each for name, each in found.items() if each}
@@ -142,7 +142,7 @@ def draw_differences(path: Path, results: Results) -> None:
         axes.set_yticks(range(len(found)), [name.replace(",", ", ") for name in found])
         axes.invert_yaxis()
         axes.grid(axis="x", alpha=0.25)
-        # It is the figure's, not the axes': beside long names these are narrower than the text.
+        # The label belongs to the figure, because axes beside long names are narrower than its text.
         figure.supxlabel(
             f"validation loss against {results.ablation.baseline.name} of the same seed, in %\n"
             "mean and 95 % interval, each seed a faint dot; grey: the interval contains zero",
@@ -151,11 +151,11 @@ def draw_differences(path: Path, results: Results) -> None:
 
 
 def draw_curves(path: Path, results: Results) -> None:
-    """How an ablation's training losses went, as a PNG at `path`.
+    """Draw an ablation's training losses as a PNG.
 
-    With few cells and no contrast: training loss, its difference to the baseline with the interval over the
-    seeds, and bits a weight. Else per panel the differences of the cells that differ in the contrasted
-    setting alone.
+    With few cells and no contrast, the picture shows training loss, its difference to the baseline with the
+    interval over the seeds, and bits per weight. Otherwise each panel shows the differences of cells that
+    differ only in the contrasted setting.
     """
     cells = [cell for cell in results.ablation.cells[1:] if results.training_differences(cell)]
     if cells and (results.ablation.contrast or len(cells) > _LINES_A_PANEL):
@@ -232,7 +232,7 @@ def _draw_story(path: Path, results: Results, cells: Sequence[Cell]) -> None:
 
 
 def _fit_to_the_later_steps(axes: Any) -> None:
-    """The y axis is set by the last three quarters: the first steps' differences are far larger."""
+    """Fit the y axis to the last three quarters of the steps, because earlier differences are far larger."""
     values = [value for line in axes.get_lines() for value in line.get_ydata()[len(line.get_ydata()) // 4 :]]
     low, high = min(0.0, *values), max(0.0, *values)
     margin = 0.35 * (high - low) or 1.0
@@ -240,7 +240,7 @@ def _fit_to_the_later_steps(axes: Any) -> None:
 
 
 def _windowed(points: dict[int, float]) -> dict[int, float]:
-    """Means over at most `_WINDOWS` windows of consecutive logged steps, by the last step of each."""
+    """Return means over at most `_WINDOWS` windows of consecutive logged steps, by their last steps."""
     steps = sorted(points)
     windows = itertools.batched(steps, math.ceil(len(steps) / _WINDOWS)) if steps else ()
     return {window[-1]: statistics.fmean(points[step] for step in window) for window in windows}
@@ -256,7 +256,7 @@ def _by_step(runs: Iterable[dict[int, float]]) -> dict[int, list[float]]:
 
 @contextlib.contextmanager
 def svg_axes(name: str) -> Iterator[tuple[Any, Any]]:
-    """A figure and its axes, in the page's colours and sizes; `name` is the picture's own."""
+    """Yield a figure and its axes in the page's colours and sizes; `name` identifies the picture."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -281,26 +281,26 @@ def svg_axes(name: str) -> Iterator[tuple[Any, Any]]:
 
 
 def svg_line(axes: Any, steps: Any, values: Any, style: int, number: int, thin: bool = False) -> None:
-    """A group's line of that number, in the colour of its style, and in its dashes unless it is thin."""
+    """Draw line `number` of a group in the colour of its style, and in its dashes unless it is thin."""
     width, alpha = (0.7, 0.45) if thin else (1.8, 1.0)
     (line,) = axes.plot(steps, values, color=_CURVES[style % COLOURS], linewidth=width, alpha=alpha)
     if not thin and (dashes := DASHES[style % len(DASHES)]):
         # matplotlib counts dashes in line widths.
         line.set_dashes([float(part) / width for part in dashes.split()])
     if np.isfinite(values).sum() == 1:
-        line.set_marker("o")  # A line through one point is nothing.
+        line.set_marker("o")  # A line through a single point would be invisible.
         line.set_markersize(4)
     line.set_gid(f"curve-{style}-{number}")
 
 
 def svg_element(figure: Any, name: str, label: str) -> str:
-    """matplotlib's SVG as an element of a page that has several of them."""
+    """Return matplotlib's SVG as an element for a page that has several of them."""
     stream = io.StringIO()
     figure.savefig(stream, format="svg", transparent=True)
     body = stream.getvalue().partition("<svg")[2]
-    # A <style> would hold for the whole page.
+    # A <style> element would apply to the whole page.
     body = re.sub(r"<metadata>.*?</metadata>\s*|<style.*?</style>", "", body, flags=re.S)
-    # Identifiers must be the page's only ones of that name; curves are found by class (page.html).
+    # Identifiers must be unique in the page; it finds curves by their class (page.html).
     body = re.sub(r'<g id="curve-(\d+)-\d+"', r'<g class="curve curve-\1"', body)
     body = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{name}-", body)
     for colour, variable in _VARIABLES.items():

@@ -1,8 +1,8 @@
-"""A run's folder, read as far as the run has got: config.yaml, metrics.jsonl, summary.json, failures/.
+"""Reads a run's folder: config.yaml, metrics.jsonl, summary.json and failures/.
 
-A run may be over, still writing its last line, or dead before its first one: what its folder holds is read.
-What no run of this project writes is refused in one line. `report`, `ablate`, `compare` and `plan --from`
-read runs with this module.
+A run may have ended, be writing its last line, or have died before its first one: whatever its folder has is
+read. Content that no run of this project writes is refused by an error of one line. `report`, `ablate`,
+`compare` and `plan --from` read runs with this module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_patch.files import Unfit, load_json, load_yaml, read_text
 
 UNCOMPRESSED = ("none", "stock")
 _WARM_UP_RECORDS = 3
-"""Left out of medians, as megatron/metrics.py leaves them out of the summary's."""
+"""Medians leave out this many first records, as megatron/metrics.py does in the summary."""
 _OF_RECORDS: dict[str, type] = {"raw_weight_gathers": dict, "weight_bits_by_bucket": dict}
 _OF_SUMMARIES: dict[str, type] = {
     **dict.fromkeys(("steps", "world_size", "bits"), int),
@@ -30,24 +30,24 @@ _OF_SUMMARIES: dict[str, type] = {
     **dict.fromkeys(("gradient_wire", "weight_wire", "step_seconds", "versions"), dict),
     **_OF_RECORDS,
 }
-"""What is no plain number; null is allowed everywhere."""
+"""The types of those values in summary.json that are not plain numbers; null is allowed everywhere."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run's folder says."""
+    """The content of a run's folder."""
 
     path: Path
     records: list[dict[str, Any]]
-    """metrics.jsonl, a record for each logged step."""
+    """The records of metrics.jsonl, one for each logged step."""
     config_text: str
-    """config.yaml; empty where the run was started without one."""
+    """The text of config.yaml; empty if the run was started without one."""
     config: dict[str, Any]
-    """The same with keys `section.key`."""
+    """The values of config.yaml by keys `section.key`."""
     summary: dict[str, Any]
-    """summary.json; empty as long as the run has not come to its end."""
+    """The content of summary.json; empty until the run has ended."""
     failure: str | None
-    """The first error that a rank left, of a run without a summary."""
+    """The first error that a rank wrote to failures/, if the run has no summary."""
 
     @property
     def method(self) -> str | None:
@@ -80,7 +80,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """`finished`, or how far the run got and what is known of why."""
+        """`finished`, or how far the run came and why it stopped, as far as known."""
         if self.finished:
             return "finished"
         done = f"{self.steps} of {self.planned_steps} steps" if self.planned_steps else f"{self.steps} steps"
@@ -99,17 +99,17 @@ class Run:
 
     @property
     def gathers_exactly(self) -> bool:
-        """Whether the exact weight gather was on."""
+        """Whether the run used the exact weight gather."""
         return "raw_weight_gathers" in (self.summary or self._last)
 
     @property
     def raw_gathers(self) -> dict[str, int]:
-        """Coded bucket groups that were gathered in full, by reason (megatron/seams/traffic.py)."""
+        """How often coded bucket groups were gathered in full, by reason (megatron/seams/traffic.py)."""
         return (self.summary or self._last).get("raw_weight_gathers") or {}
 
     @property
     def weight_bits_by_bucket(self) -> dict[str, float]:
-        """Bits per weight, mean of the logged steps."""
+        """Each bucket's bits per weight, as the mean of the logged steps."""
         found: dict[str, list[float]] = {}
         for record in self.records:
             for bucket, bits in (record.get("weight_bits_by_bucket") or {}).items():
@@ -122,7 +122,7 @@ class Run:
 
     @cached_property
     def numbers(self) -> dict[str, float | None]:
-        """The summary's numbers, by the names of the table; from the records where there is no summary."""
+        """The run's numbers by column of the report's table, from the summary, or else from the records."""
         summary, last = self.summary, self._last
         gradients, weights = summary.get("gradient_wire") or {}, summary.get("weight_wire") or {}
         seconds = summary.get("step_seconds") or {}
@@ -141,7 +141,7 @@ class Run:
         return {name: float(value) if is_number(value) else None for name, value in found.items()}
 
     def curve(self, key: str) -> dict[int, float]:
-        """Step -> value of the records that have one; NaN and Inf are kept as NaN."""
+        """Return a value by step, of the records that have it; NaN and Inf become NaN."""
         return {
             record["step"]: float(record[key]) if math.isfinite(record[key]) else math.nan
             for record in self.records
@@ -153,7 +153,7 @@ class Run:
         return statistics.fmean(values) if values else None
 
     def _mean_weight_bits(self) -> float | None:
-        """As the summary has it: all bytes over all weights."""
+        """Return all bytes divided by all weights, in bits, as in the summary."""
         nbytes, bits = self.curve("weight_wire_bytes"), self.curve("weight_wire_bits_per_element")
         weights = sum(nbytes[step] / bits[step] for step in nbytes if bits.get(step))
         return sum(nbytes.values()) / weights if weights else None
@@ -165,12 +165,12 @@ class Run:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number; true, false and null are none."""
+    """Whether a value is a number; true, false and null are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """The runs in and below `folders`, each once, in this order; below a folder uncompressed ones first."""
+    """Return each run in and below `folders` once, in order; a folder's uncompressed runs come first."""
     found: dict[Path, Run] = {}
     for folder in folders:
         if folder.is_file():
@@ -191,14 +191,13 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 def _run_folders(folder: Path) -> Iterator[Path]:
     for path, folders, files in folder.walk():
         if "metrics.jsonl" in files or {"config.yaml", "command.txt"} <= set(files):
-            folders.clear()  # A run's own folders hold no runs.
+            folders.clear()  # The folders of a run contain no runs.
             yield path
-        # seed-2 stands before seed-10.
+        # Numbers are compared as such: seed-2 comes before seed-10.
         folders.sort(key=lambda name: [(text, int(d or 0)) for text, d in re.findall(r"(\D*)(\d*)", name)])
 
 
 def read_run(folder: Path) -> Run:
-    """The run in `folder`."""
     summary = read_summary(folder)
     text, config = _read_config(folder / "config.yaml")
     failure = None if summary else _first_failure(folder / "failures")
@@ -206,7 +205,7 @@ def read_run(folder: Path) -> Run:
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl of the run in `folder`; nothing without one."""
+    """Return the records of metrics.jsonl of the run in `folder`; none if there is no such file."""
     path, records = folder / "metrics.jsonl", []
     lines = _text_of(path).split("\n")
     for number, line in enumerate(lines, 1):
@@ -216,7 +215,7 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
             record = load_json(line)
         except Unfit as error:
             if number == len(lines) and line.startswith("{"):
-                break  # The run is writing it, or was killed as it did.
+                break  # The run is writing this line, or was killed while it did.
             raise UserError(
                 f"{path}: line {number} is no JSON: {line[:60]!r}; remove the line, or leave the run out"
             ) from error
@@ -228,14 +227,14 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """summary.json of the run in `folder`; empty without one."""
+    """Return summary.json of the run in `folder`; empty if there is no such file."""
     content = _read_json(path := folder / "summary.json")
     check_summary(content, str(path))
     return content
 
 
 def check_summary(content: Mapping[str, Any], where: str, kinds: Mapping[str, type] = _OF_SUMMARIES) -> None:
-    """See that what is no plain number in a summary, or a record, is what a run writes there."""
+    """Check the types of a summary's, or a record's, values that are not plain numbers."""
     for key, kind in kinds.items():
         if not isinstance(value := content.get(key), kind | None):
             raise UserError(f"{where}: {key}: {value!r:.60} is no {kind.__name__}; leave the run out")
@@ -263,7 +262,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
     try:
-        # What a run wrote is resolved already: OmegaConf, ten times slower than libyaml, is not needed.
+        # A run's config.yaml is resolved, so that OmegaConf, ten times slower than libyaml, is not needed.
         content = load_yaml(text := read_text(path))
     except FileNotFoundError:
         return "", {}
@@ -283,10 +282,10 @@ def _flat(content: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def _first_failure(folder: Path) -> str | None:
-    """The earliest error among those that the ranks left (workflows/run/launcher.py)."""
+    """Return the earliest of the errors that the ranks have written (megatron/run_script.py)."""
     errors = []
     for path in sorted(folder.glob("rank-*.json")):
-        with contextlib.suppress(UserError):  # A rank may have been killed as it wrote.
+        with contextlib.suppress(UserError):  # A rank may have been killed while it wrote.
             record = _read_json(path)
             if lines := str(record.get("error") or "").splitlines():
                 errors.append((record.get("time", 0), lines[0]))

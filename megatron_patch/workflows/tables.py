@@ -1,4 +1,4 @@
-"""Tables of texts, for the terminal and for Markdown files."""
+"""Makes tables of texts for the terminal and for Markdown files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def terminal(
     title: str | None = None,
     **of_columns: Any,
 ) -> Table:
-    """A table whose columns are aligned right, but for those in `left`."""
+    """Return a table whose columns are aligned right, except those in `left`."""
     table = Table(title=title, box=None, pad_edge=False, header_style="bold", title_justify="left")
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right", **of_columns)
@@ -25,6 +25,6 @@ def terminal(
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """The same as Markdown, without a line end behind it."""
+    """Return a table in Markdown, without a newline at its end."""
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])

@@ -32,9 +32,9 @@ from megatron_patch.workflows.run.progress import Board, StepProgress
 from megatron_patch.workflows.run.run_folder import latest_step, place
 
 _SHARED_SECONDS = 60
-"""How long a file that another node has written may take to be seen on a shared file system."""
+"""The longest time until a file that another node has written is visible on a shared file system."""
 _DYING_SECONDS = 120
-"""How long a job that was started again waits for the end of its predecessor, whose node may be lost."""
+"""How long a repeated job waits for the end of its predecessor, whose node may be lost."""
 
 
 def execute(
@@ -44,13 +44,13 @@ def execute(
     resume: bool = False,
     board: Board | None = None,
 ) -> dict[str, Any]:
-    """Run to the end with a live progress line, from the last checkpoint if `resume`; returns summary.json.
+    """Run to the end with a live progress line, from the last checkpoint if `resume`; return summary.json.
 
-    The line is one of `board`'s where the run is one of several.
+    If the run is one of several, the line belongs to `board`.
 
     Raises:
-        RankFailed: a rank failed; what it wrote is in FOLDER/logs.
-        UserError: a mistake of the user's that only a rank could find.
+        RankFailed: a rank failed; its output is in FOLDER/logs.
+        UserError: a rank found a mistake of the user's.
     """
     run, folder = prepared.run, prepared.folder
     if run.launch.node_rank:
@@ -66,9 +66,10 @@ def execute(
 
 @contextlib.contextmanager
 def _held(run: RunConfig, folder: Path, wait: float = 0, create: bool = True) -> Iterator[None]:
-    """Hold what the run writes to: its folder, and where megatron.save puts its checkpoints.
+    """Lock the run's folder, and the folder of megatron.save.
 
-    Without `create` only what exists: elsewhere nobody is at work, and a mistake leaves no folder.
+    Without `create` only existing folders are locked: no other process works in a missing folder, and a
+    mistake of the user's then leaves no new folder behind.
     """
     places = {"out": folder} | ({"megatron.save": place(run, folder)} if run.megatron.get("save") else {})
     with contextlib.ExitStack() as held:
@@ -79,7 +80,7 @@ def _held(run: RunConfig, folder: Path, wait: float = 0, create: bool = True) ->
 
 
 def _start(prepared: PreparedRun, label: str, board: Board | None) -> str | None:
-    """Run the ranks to their end; returns the signal that stopped them, if one did."""
+    """Run the ranks to their end, and return the name of the signal that stopped them, if one did."""
     metrics, done = prepared.folder / "metrics.jsonl", tracker.latest(prepared.checkpoints) or 0
     try:
         with StepProgress(label, prepared.steps, metrics, done, board) as progress:
@@ -89,14 +90,14 @@ def _start(prepared: PreparedRun, label: str, board: Board | None) -> str | None
 
 
 def _finish(prepared: PreparedRun, stopped: str | None, patience: float) -> dict[str, Any]:
-    """summary.json of a run whose ranks here have ended; on several nodes the last rank may be writing it."""
+    """Return summary.json when this node's ranks have ended; another node may still be writing it."""
     written, first = prepared.folder / "summary.json", prepared.run.launch.node_rank == 0
     deadline = time.monotonic() + patience
     while not written.exists() and not stopped and time.monotonic() < deadline:
         time.sleep(1)
     if not written.exists() and first and not stopped:  # e.g. megatron.exit_interval
         raise RankFailed(f"the run left no summary: Megatron ended before it did (see {prepared.job.logs})")
-    # Nodes other than the first have one where the folder is shared.
+    # Nodes other than the first have a summary only if the folder is shared.
     summary: dict[str, Any] = {"steps": 0, "train_loss": None, "valid_loss": None}
     if written.exists():
         summary = json.loads(written.read_text(encoding="utf-8"))
@@ -106,7 +107,7 @@ def _finish(prepared: PreparedRun, stopped: str | None, patience: float) -> dict
 
 
 def resume_or_start(prepared: PreparedRun, label: str, board: Board | None = None) -> dict[str, Any]:
-    """`execute` a run that was interrupted, or never started: from its last checkpoint if there is one."""
+    """Execute a run that was interrupted or never started, from its last checkpoint if there is one."""
     with _held(prepared.run, prepared.folder):
         resume = latest_step(prepared.checkpoints) is not None
         return execute(prepared, label, overwrite=not resume, resume=resume, board=board)
@@ -148,7 +149,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
-    """Add what `train` and `compare` share; returns the group of what may be done with a folder in use."""
+    """Add the arguments that `train` and `compare` share; return the exclusive group of --overwrite."""
     parser.add_argument(
         "config", type=str, metavar="CONFIG", help="a YAML file, e.g. configs/models/llama_tiny.yaml"
     )
@@ -181,9 +182,9 @@ def run(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
         if first:
             if args.resume_or_start:
                 resume = latest_step(place(configured, folder)) is not None
-                # What was stopped before its first checkpoint is run again; what ended is kept.
+                # A run that was stopped before its first checkpoint is run again; one that ended is kept.
                 overwrite = not resume and run_folder.summary(folder) is None
-            # Before Megatron is imported.
+            # The folder is checked before Megatron is imported, which takes seconds.
             run_folder.check_folder(folder, place(configured, folder), overwrite, resume)
         prepared = prepare_run(configured, folder)
         if first and (said := recommend.hint(configured, prepared.args, args.config)):
@@ -197,7 +198,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
 
 
 def _check_restartable(run: RunConfig, folder: Path) -> None:
-    """See that a job that a scheduler stops and starts again, by the same command, comes to its end."""
+    """Refuse settings by which a job that a scheduler stops and restarts would never reach its end."""
     if run.megatron.get("save_interval") is None:
         raise UserError(
             "megatron.save_interval: not set, so a job that is stopped and started again would begin at "

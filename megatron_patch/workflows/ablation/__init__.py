@@ -1,1 +1,1 @@
-"""`megatron-loco ablate`: a base recipe, many settings, several seeds; what the differences are worth."""
+"""`megatron-loco ablate`: compares many settings of a base recipe over several seeds."""

@@ -35,7 +35,7 @@ from megatron_patch.workflows.run.prepare import prepare_run
 from megatron_patch.workflows.run.run_folder import State, only_one
 
 Known = tuple[records.Summaries, records.Curves]
-"""Runs of which files alone are there."""
+"""Results of runs that are known from results.csv and results_curves.csv, and not from their folders."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _known(out: Path, results: Path | None) -> Known:
-    """The runs of the folder's own earlier results, which every run rewrites, and of `results`."""
+    """Return the runs in the folder's own earlier results.csv, which every run rewrites, and in `results`."""
     own = out / "results.csv"
     files = [path for path in (own if own.exists() else None, results) if path]
     summaries = {digest: summary for path in files for digest, summary in records.read(path).items()}
@@ -116,13 +116,13 @@ def _make(
     *,
     alone: bool = False,
 ) -> None:
-    """Make those of `runs` that are left, one after another."""
+    """Make those of `runs` that have no result yet, one after another."""
     if not args.overwrite:
         for one in runs:
             run_folder.check_unchanged(one.folder, one.configured)
     finished = (State.DONE,) if args.retry_failed else (State.DONE, State.FAILED)
     left = [one for one in runs if outcome(one, known[0]).state not in finished]
-    # Megatron's own check of every cell comes before the first run: it may be hours to the last.
+    # Megatron checks every cell before the first run, because the last run may begin hours later.
     for one in {one.cell.name: one for one in left}.values():
         try:
             prepare_run(one.configured, one.folder)
@@ -143,7 +143,7 @@ def _make(
 
 
 def _make_one(one: Run, board: progress.Board, cache: Path | None) -> str:
-    """Make a run, from its checkpoint if it has one; returns a line on what came of it."""
+    """Make a run, from its checkpoint if it has one, and return a line on its result."""
     if run_folder.look(one.folder, one.configured) is State.CHANGED:
         run_folder.clear(one.folder)
     run_folder.forget_failure(one.folder)
@@ -166,7 +166,7 @@ def _make_one(one: Run, board: progress.Board, cache: Path | None) -> str:
 
 
 def write(results: Results, out: Path) -> None:
-    """results.csv, results_curves.csv and ablation.md below `out`, each replaced whole."""
+    """Write results.csv, results_curves.csv and ablation.md below `out`, each atomically."""
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / "results.csv", results.csv())
     write_whole(out / "results_curves.csv", records.curves_text(results.logged))
@@ -174,11 +174,11 @@ def write(results: Results, out: Path) -> None:
 
 
 def _show(results: Results, out: Path) -> int:
-    """Write everything, print the table, and name the runs that failed."""
+    """Write all results, print the tables, name failed runs, and return the exit status."""
     write(results, out)
     plots.draw_differences(out / "differences.png", results)
     plots.draw_curves(out / "curves.png", results)
-    # A log or a pipe has no width of its own; the table must not be folded to 80 columns there.
+    # A log or a pipe has no width, and the table must not be folded to 80 columns there.
     console = Console(width=None if sys.stdout.isatty() else 160)
     for table in results.tables():
         console.print()

@@ -1,4 +1,4 @@
-"""An ablation's definition: a base recipe, and the cells that are compared over paired seeds.
+"""Reads an ablation's definition: a base recipe, and the cells that are compared over paired seeds.
 
     defaults: [common/short_runs.yaml]       # other definitions, composed first; relative to this file
     base: configs/models/llama_tiny.yaml     # a recipe, as `train` takes it
@@ -14,8 +14,8 @@
       - {compression.method: loco, compression.error_beta: 0.5}
     contrast: compression.method             # also compare cells that differ in nothing else
 
-Keys are written as on the command line of `train`. The runs of one seed come one after another, so that an
-ablation that was interrupted holds complete pairs. A cell's name, and its folder, are its settings.
+Keys are written as on the command line of `train`. The runs of one seed follow each other, so that an
+interrupted ablation has complete pairs. A cell's name, which is also its folder, lists its settings.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Cell:
-    """What is compared: the settings in which it differs from the base recipe."""
+    """A configuration that is compared, by the settings in which it differs from the base recipe."""
 
     settings: Settings
 
     @property
     def name(self) -> str:
-        """`method=loco,bits=4`: also the name of a folder, so that other characters become `_`."""
+        """The name, as `method=loco,bits=4`; it also names a folder, so that other characters become `_`."""
         parts = (f"{key.rpartition('.')[2]}={_text(value)}" for key, value in self.settings.items())
         return ",".join(re.sub(r"[^\w.=+-]", "_", part) for part in parts)
 
@@ -56,7 +56,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Run:
-    """One cell with one seed, resolved."""
+    """One cell with one seed, with its resolved configuration."""
 
     cell: Cell
     seed: int
@@ -70,7 +70,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Ablation:
-    """An ablation, read and checked; `cells[0]` is the baseline."""
+    """A checked definition; `cells[0]` is the baseline."""
 
     name: str
     base: Path
@@ -84,7 +84,7 @@ class Ablation:
         return self.cells[0]
 
     def runs(self, out: Path) -> list[Run]:
-        """All runs in their order, each with a folder of its own below `out`."""
+        """Return all runs in order, each with its own folder below `out`."""
         configured = [(cell, self._configured(cell)) for cell in self.cells]
         return [
             Run(
@@ -113,7 +113,7 @@ class Ablation:
 def read(
     path: Path, overrides: Sequence[str] = (), base: str | None = None, seeds: Sequence[int] | None = None
 ) -> Ablation:
-    """Read the definition at `path`; `overrides`, `base` and `seeds` are the command line's."""
+    """Read the definition at `path`; `overrides`, `base` and `seeds` come from the command line."""
     content = _content(path)
     recipe, listed, contrast = (
         base or content.get("base"),
@@ -149,7 +149,7 @@ def read(
 
 
 def find(name: str) -> Path:
-    """The definition called `name`: a path, a shipped one, or the bare name of one in configs/ablations."""
+    """Return the path of a definition: `name` is a path, or the bare name of one in configs/ablations."""
     path = configuration.find(name)
     if path.suffix == "" and not configuration.is_file(path):
         path = configuration.shipped(f"configs/ablations/{name}.yaml")

@@ -1,7 +1,8 @@
-"""An ablation's CSV files: results.csv, a line per run; results_curves.csv, a line per run and logged step.
+"""Reads and writes an ablation's results.csv, a line per run, and results_curves.csv, a line per logged step.
 
-Runs that they have need not be made again where their folders are gone. A line counts for a run of the same
-configuration, whatever its cell is called: `digest` of it is a column. The files may be another user's.
+A run that they contain need not be made again if its folder is gone. A line stands for every run of the same
+configuration, whatever the cell's name, because the configuration's `digest` is a column. The files may come
+from another user.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ NUMBERS: dict[str, tuple[str, ...]] = {
     "weight_bits_per_element": ("weight_wire", "bits_per_element"),
     "world_size": ("world_size",),
 }
-"""Columns by the place of their number in a run's summary.json."""
+"""For each column, the keys of its number in a run's summary.json."""
 _WHOLE = ("steps", "compensation_bytes", "world_size")
 CURVE_COLUMNS = (
     *("cell", "seed", "step", "train_loss", "gradient_bits_per_element", "weight_bits_per_element"),
     CONFIGURATION,
 )
 Summaries = Mapping[str, dict[str, Any]]
-"""By a configuration's digest what summary.json said of its run."""
+"""The content of summary.json by the digest of the run's configuration."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A logged step: training loss (None or not finite where it diverged), bits on the wire per element."""
+    """A logged step: its training loss (None or not finite after divergence), and bits sent per element."""
 
     step: int
     loss: float | None
@@ -58,17 +59,17 @@ class Point:
 
 
 Curves = Mapping[str, Sequence[Point]]
-"""By a configuration's digest."""
+"""The logged steps by the digest of the run's configuration."""
 
 
 def digest(run: RunConfig) -> str:
-    """16 hexadecimal digits that tell configurations apart.
+    """Return 16 hexadecimal digits that identify a configuration.
 
-    Options of compression that have their default are left out: one that a later release adds changes no
-    digest. How ranks are restarted, and where they meet, does not matter to what a run computes.
+    Compression options at their defaults are left out, so that an option of a later release changes no
+    digest. So are restarts and the rendezvous, which do not affect what a run computes.
     """
     defaults = {option.name: option.default for option in dataclasses.fields(CompressionConfig)}
-    defaults["start_step"] = 0  # It has no default of its own since that depends on the optimizer.
+    defaults["start_step"] = 0  # The field's default is None, because it depends on the optimizer.
     compression, data, launch = run.compression.as_dict(), dataclasses.asdict(run.data), run.launch
     content = {
         "megatron": run.megatron,
@@ -82,7 +83,7 @@ def digest(run: RunConfig) -> str:
 
 
 def columns(run: RunConfig, summary: Mapping[str, Any] | None) -> dict[str, str]:
-    """What a line has of a run beside its cell and its state; empty where there is no summary."""
+    """Return the columns of a run beside its cell and state; they are empty without a summary."""
     found = {CONFIGURATION: digest(run)}
     for column, place in NUMBERS.items():
         value: Any = summary
@@ -104,7 +105,7 @@ def _opened(path: Path) -> Iterator[io.TextIOWrapper]:
 
 
 def read(path: Path) -> Summaries:
-    """The runs that are done by the results.csv at `path`; none if it is of a release without digests."""
+    """Return the done runs in the results.csv at `path`; none if its release wrote no digests."""
     with _opened(path) as file:
         lines = csv.DictReader(file, strict=True)
         known = lines.fieldnames or []
@@ -134,7 +135,7 @@ def _summary(line: Mapping[str, str | None], where: str) -> dict[str, Any]:
 
 
 def _number(text: str, column: str, where: str) -> float | int | None:
-    is_loss = column.endswith("_loss")  # Of a run that diverged it is no finite number.
+    is_loss = column.endswith("_loss")  # The loss of a run that diverged is not finite.
     if is_loss and not text:
         return None
     with contextlib.suppress(ValueError):
@@ -145,12 +146,12 @@ def _number(text: str, column: str, where: str) -> float | int | None:
 
 
 def beside(results: Path) -> Path:
-    """`results_curves.csv` of `results.csv`."""
+    """Return the path of `results_curves.csv` that belongs to `results.csv`."""
     return results.with_name(f"{results.stem}_curves.csv")
 
 
 def points_of(folder: Path) -> list[Point]:
-    """What a run logged; nothing where it has no metrics.jsonl."""
+    """Return the logged steps of a run; none if it has no metrics.jsonl."""
     wires = ("gradient_wire_bits_per_element", "weight_wire_bits_per_element")
     return [
         Point(record["step"], record.get("loss"), *(record.get(wire, 0.0) for wire in wires))
@@ -159,12 +160,12 @@ def points_of(folder: Path) -> list[Point]:
 
 
 def losses(points: Sequence[Point]) -> dict[int, float]:
-    """By step, where finite."""
+    """Return the finite losses by step."""
     return {p.step: p.loss for p in points if p.loss is not None and math.isfinite(p.loss)}
 
 
 def curves_text(made: Sequence[tuple[Run, Sequence[Point]]]) -> str:
-    """The text of results_curves.csv, with six digits of a loss and three of bits."""
+    """Return the text of results_curves.csv; losses have six digits, bits three decimal places."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(CURVE_COLUMNS)
@@ -178,7 +179,7 @@ def curves_text(made: Sequence[tuple[Run, Sequence[Point]]]) -> str:
 
 
 def read_curves(path: Path) -> dict[str, list[Point]]:
-    """The curves in the file at `path`; none if there is no such file."""
+    """Return the curves in the file at `path`; none if there is no such file."""
     found: dict[str, list[Point]] = {}
     if not path.exists():
         return found

@@ -1,7 +1,7 @@
-"""What came of an ablation: the comparisons between its cells, results.csv, ablation.md, and the tables.
+"""Makes the results of an ablation: the comparisons of its cells, results.csv, ablation.md and the tables.
 
-The files depend on the runs' results alone, not on when they were made: an ablation that was killed and begun
-again leaves the same ones. Times are therefore not in them; every run's summary.json has its own.
+The files depend only on the runs' results, so that an ablation that was killed and continued has the same
+files. Therefore they have no times, which are in every run's summary.json.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ _TREND_COLUMNS = (
     *("points per doubling", _INTERVAL),
 )
 _TEST_COLUMNS = ("test set", "pairs", "perplexity", "difference of the loss", _INTERVAL, "")
-# In results.csv these stand behind the others, which had their places before.
+# These columns are the last ones in results.csv, so that earlier columns keep their places.
 _LATER = ("weight_bits_per_element", "world_size", "device", "versions", records.CONFIGURATION, "test_loss")
 _NUMBERS = tuple(name for name in records.NUMBERS if name not in _LATER)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run's state, and what it left."""
+    """One run's state and its summary."""
 
     run: Run
     state: State
     summary: dict[str, Any] | None
 
     def finite(self, name: str) -> float | None:
-        """A loss of the summary, None where there is none to compare."""
+        """Return a loss of the summary; None if it is missing or not finite."""
         value = None if self.summary is None else self.summary.get(name)
         return value if value is not None and math.isfinite(value) else None
 
 
 def outcome(run: Run, known: records.Summaries) -> Outcome:
-    """By the run's folder; where it was never begun, by what a results.csv says of its configuration."""
+    """Return the outcome in the run's folder; if it never began, that of its configuration in `known`."""
     found = run_folder.look(run.folder, run.configured)
     if found is State.NEW and (summary := known.get(records.digest(run.configured))):
         return Outcome(run, State.DONE, summary)
@@ -83,23 +83,23 @@ class Results:
         known: records.Summaries | None = None,
         known_curves: records.Curves | None = None,
     ) -> None:
-        """`known` and `known_curves` are runs of which a results.csv and its curves are all that is there."""
+        """`known` and `known_curves` are results of runs without folders, from files of an ablation."""
         self.ablation = ablation
         self.outcomes = [outcome(run, known or {}) for run in runs]
         self._known_curves = known_curves or {}
 
     def losses(self, cell: Cell, kind: str = "valid_loss") -> dict[int, float]:
-        """Validation loss, or test loss, by seed, of the runs that are done."""
+        """Return a cell's validation loss, or test loss, by seed, for the runs that are done."""
         of_cell = [one for one in self.outcomes if one.run.cell == cell]
         return {one.run.seed: loss for one in of_cell if (loss := one.finite(kind)) is not None}
 
     def differences(self, cell: Cell, reference: Cell | None = None) -> dict[int, float]:
-        """Percent by seed, against the baseline or another cell."""
+        """Return a cell's differences in percent by seed, to the baseline or to `reference`."""
         return percent(self.losses(cell), self.losses(reference or self.ablation.baseline))
 
     @cached_property
     def logged(self) -> list[tuple[Run, Sequence[records.Point]]]:
-        """The runs that are done, with their logged steps."""
+        """The runs that are done, each with its logged steps."""
         runs = [one.run for one in self.outcomes if one.state is State.DONE]
         known = self._known_curves
         return [
@@ -108,17 +108,17 @@ class Results:
         ]
 
     def training_losses(self, cell: Cell) -> dict[int, dict[int, float]]:
-        """By seed and logged step, where finite."""
+        """Return a cell's finite training losses by seed and logged step."""
         return {run.seed: records.losses(points) for run, points in self.logged if run.cell == cell}
 
     def training_differences(self, cell: Cell) -> dict[int, dict[int, float]]:
-        """By seed and logged step: training loss against the baseline's, in percent."""
+        """Return a cell's differences in training loss to the baseline, in percent, by seed and step."""
         base, own = self.training_losses(self.ablation.baseline), self.training_losses(cell)
         found = {seed: percent(own.get(seed, {}), base.get(seed, {})) for seed in self.differences(cell)}
         return {seed: each for seed, each in found.items() if each}
 
     def tokens_a_step(self) -> int:
-        """1 where the runs' batches are not all of one known size."""
+        """Return the tokens of a step; 1 if the runs' batches do not all have one known size."""
         flags = [one.run.configured.megatron for one in self.outcomes]
         (batch, length), *others = {(each.get("global_batch_size"), each.get("seq_length")) for each in flags}
         if others or any(each.get("rampup_batch_size") for each in flags):
@@ -126,7 +126,7 @@ class Results:
         return batch * length if isinstance(batch, int) and isinstance(length, int) else 1
 
     def groups(self) -> dict[str, list[Cell]]:
-        """Cells that differ in the contrasted setting alone, under what they share; not the baseline."""
+        """Return the cells, grouped by their settings other than the contrasted one, without the baseline."""
         contrast = self.ablation.contrast
         found: dict[str, list[Cell]] = {}
         for cell in self.ablation.cells[1:] if contrast else ():
@@ -136,7 +136,7 @@ class Results:
         return found
 
     def csv(self) -> str:
-        """results.csv: a line per run, in the definition's order."""
+        """Return the text of results.csv, a line per run in the definition's order."""
         keys = list(dict.fromkeys(key for cell in self.ablation.cells for key in cell.settings))
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
@@ -151,7 +151,7 @@ class Results:
         return text.getvalue()
 
     def rows(self) -> list[Row]:
-        """A line per cell."""
+        """Return the main table's rows, one for each cell."""
         return [self._row(cell) for cell in self.ablation.cells]
 
     def _row(self, cell: Cell) -> Row:
@@ -164,7 +164,7 @@ class Results:
         if of_losses:
             mean = f"{of_losses.mean:.4f}" + (f" ± {of_losses.spread:.4f}" if of_losses.n > 1 else "")
         compared = difference and cell != self.ablation.baseline
-        # What does not depend on the seed is that of the first run that is done.
+        # Values that do not depend on the seed are taken from the first run that is done.
         summary = next((one.summary for one in self.outcomes if one.run.cell == cell and one.summary), None)
         bits: Row = ("-",) * 3
         if summary:
@@ -179,7 +179,7 @@ class Results:
         )
 
     def contrast_rows(self) -> list[Row]:
-        """A line per pair of cells that differ in the contrasted setting alone."""
+        """Return a row for each pair of cells that differ only in the contrasted setting."""
         rows: list[Row] = []
         key = self.ablation.contrast or ""
         for group, members in self.groups().items():
@@ -190,7 +190,7 @@ class Results:
         return rows
 
     def trend_rows(self) -> list[Row]:
-        """A line per cell of long runs: what becomes of the difference in training loss."""
+        """Return a row for each cell of long runs: how its difference in training loss develops."""
         rows: list[Row] = []
         for cell in self.ablation.cells[1:]:
             if found := over_steps(self.training_differences(cell)):
@@ -198,7 +198,7 @@ class Results:
         return rows
 
     def test_rows(self) -> list[Row]:
-        """A line per cell on the test set, of ablations whose runs have one (data.test_path)."""
+        """Return a row for each cell on its loss on the test set, if there is one (data.test_path)."""
         rows: list[Row] = []
         baseline = self.ablation.baseline
         for cell in self.ablation.cells:
@@ -210,7 +210,7 @@ class Results:
         return rows
 
     def _sections(self) -> list[tuple[str, Row, list[Row]]]:
-        """Title, columns and rows of the tables behind the first one, where they have rows."""
+        """Return title, columns and rows of those tables after the first one that have rows."""
         alone = f"Cells that differ in `{self.ablation.contrast}` alone"
         found = [
             (alone, _CONTRAST_COLUMNS, self.contrast_rows()),
@@ -220,7 +220,6 @@ class Results:
         return [section for section in found if section[2]]
 
     def tables(self) -> list[Table]:
-        """All of them for the terminal."""
         return [
             tables.terminal(
                 (first or f"{self.ablation.contrast}", *others), rows, left=(first, ""), overflow="fold"
@@ -229,7 +228,7 @@ class Results:
         ]
 
     def markdown(self) -> str:
-        """ablation.md."""
+        """Return the text of ablation.md."""
         ablation = self.ablation
         changed = f"with `{' '.join(ablation.overrides)}`" if ablation.overrides else "as it is"
         parts = [

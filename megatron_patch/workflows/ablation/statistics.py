@@ -1,14 +1,16 @@
-"""Paired differences: the same seed gives two cells the same initial weights and batches, and much of the
-spread between seeds cancels. The interval is Student's t over the seeds' differences d_1 ... d_n:
+"""Computes confidence intervals of paired differences, and how differences change with the length of a run.
+
+The same seed gives two cells the same initial weights and batches, so that much of the spread between seeds
+cancels in their difference. The interval is Student's t over the seeds' differences d_1 ... d_n:
 
     mean(d) +- t(n - 1, (1 + confidence) / 2) * sd(d) / sqrt(n)
 
-It covers the true mean with that probability for one comparison looked at by itself; of twenty such intervals
-around nothing at all, one misses zero.
+It covers the true mean with that probability for one comparison by itself; of twenty such intervals whose
+true mean is zero, one misses zero on average.
 
-Whether the cost of compression grows with the length of a run: for each seed, by least squares, where d is
-the difference in training loss in percent, d(step) = a + g log2(step). g is the change per doubling; its
-interval is over the seeds.
+Whether the cost of compression grows with a run's length is shown by a fit for each seed, by least squares:
+d(step) = a + g log2(step), where d is the difference in training loss in percent. g is the change per
+doubling of the steps; its interval is over the seeds.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import numpy as np
 
 CONFIDENCE = 0.95
 _LEAST_STEPS = 1000
-"""The warm-up is too large a part of shorter runs."""
+"""Shorter runs have no fit, because the warm-up is too large a part of them."""
 _LEAST_POINTS = 8
 OVER_STEPS = (
     "Over the steps: training loss against the baseline of the same seed, in percent, in the last quarter of "
@@ -33,7 +35,7 @@ OVER_STEPS = (
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over n seeds, its spread and its confidence interval; bounds are None for fewer than 2 seeds."""
+    """A mean over n seeds, its standard deviation and confidence interval; bounds are None for one seed."""
 
     n: int
     mean: float
@@ -43,7 +45,7 @@ class Interval:
 
     @property
     def verdict(self) -> str:
-        """Whether the interval excludes zero."""
+        """Whether the interval contains zero, in words."""
         if self.low is None or self.high is None:
             return "one seed"
         if self.low <= 0 <= self.high:
@@ -52,13 +54,13 @@ class Interval:
 
 
 def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval | None:
-    """The interval of the mean of `values`; None of none."""
+    """Return the interval of the mean of `values`; None if there are no values."""
     if not values:
         return None
     n, mean = len(values), statistics.fmean(values)
     if n == 1:
         return Interval(1, mean, 0.0, None, None)
-    from scipy import stats  # It takes half a second.
+    from scipy import stats  # This import takes half a second.
 
     spread = statistics.stdev(values)
     half = float(stats.t.ppf((1 + confidence) / 2, n - 1)) * spread / math.sqrt(n)
@@ -66,7 +68,7 @@ def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interva
 
 
 def percent(losses: Mapping[int, float], reference: Mapping[int, float]) -> dict[int, float]:
-    """By seed or step, 100 * (loss - reference) / reference, of those that both have."""
+    """Return 100 * (loss - reference) / reference for each seed or step that both have."""
     return {
         key: 100 * (loss - reference[key]) / reference[key]
         for key, loss in losses.items()
@@ -76,11 +78,12 @@ def percent(losses: Mapping[int, float], reference: Mapping[int, float]) -> dict
 
 @dataclass(frozen=True)
 class OverSteps:
-    """What becomes of a difference within long runs.
+    """How a difference develops within long runs.
 
     Attributes:
-        last: its mean over the last quarter of the steps, percent.
-        doubling: its change per doubling of the steps, percentage points; of the last three quarters.
+        last: the mean over the last quarter of the steps, in percent.
+        doubling: the change per doubling of the steps, fitted to their last three quarters, in percentage
+            points.
     """
 
     last: Interval
@@ -88,7 +91,7 @@ class OverSteps:
 
 
 def over_steps(differences: Mapping[int, Mapping[int, float]]) -> OverSteps | None:
-    """How differences in percent, {seed: {step: d}}, go on; None for short runs and few logged steps."""
+    """Fit differences in percent, {seed: {step: d}}; return None for short runs and few logged steps."""
     last, slopes = [], []
     for each in differences.values():
         end = max(each)

@@ -1,1 +1,1 @@
-"""`megatron-loco bench`."""
+"""`megatron-loco bench`: measures kernels and links."""

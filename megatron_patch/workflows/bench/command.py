@@ -22,7 +22,7 @@ from megatron_patch.workflows.bench import links
 
 _SENDERS = 8
 _ON_CPU, _ON_GPU = 8 << 20, 256 << 20
-"""Elements."""
+"""The default numbers of elements."""
 _RUNS = 20
 
 
@@ -99,7 +99,7 @@ def measure(
     seconds: float,
     typical: bool = False,
 ) -> dict[str, Any]:
-    """The numbers that `--json` writes."""
+    """Measure on the GPU or on one core, and return the numbers that `--json` writes."""
     import torch
 
     from megatron_patch.workflows.bench import cpu_rates, gpu_rates
@@ -131,7 +131,6 @@ _LINES = {
 
 
 def show(result: dict[str, Any]) -> None:
-    """The table on the terminal."""
     rates, memcpy = result["elements_per_second"], 2 * result["memcpy_bytes_per_second"]
     reference = rates.get("torch_chunked") or rates.get("torch", 0.0)
     reduced = result["decompress_reduce_elements_per_second"]
@@ -184,6 +183,5 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _what(name: str) -> str:
-    """What the table calls the kernels of `name`."""
     reduces = name == "decompress_reduce"
     return f"{name}, {_SENDERS} senders" if reduces else f"compress, {name.replace('_', ' ')}"

@@ -1,10 +1,10 @@
-"""How fast compression is on one core, beside memcpy.
+"""Measures compression on one core, compared with memcpy.
 
-One bucket: compress (read gradient and error; write codes, scales and the new error) by the native kernel's
-variants and by the torch reference in pieces that fit the cache, and decompress_reduce of 8 senders. A codec
-with levels or rotation is measured in turns with the uniform one of as many bits. And the exact codes of bf16
-weights' changes in one optimizer step, in turns, both ways; and what 1-bit Adam does in a step beside its
-exchange, on more elements than a cache holds.
+For one bucket it measures compress (which reads gradient and error, and writes codes, scales and the new
+error) by the native kernel's variants and by the torch reference in pieces that fit the cache, and
+decompress_reduce of 8 senders. A codec with levels or rotation is measured in turns with the uniform codec of
+as many bits. It also measures the exact code of bf16 weights' changes in one optimizer step, in both
+directions, and the arithmetic of a 1-bit Adam step on more elements than a cache holds.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from megatron_patch.weights import code
 from megatron_patch.weights.gather import coder_of
 
 LEAST = 1 << 17
-"""Elements of the smallest bucket: the largest piece."""
+"""The elements of the smallest allowed bucket, which is as large as the largest piece."""
 WEIGHT_CHANGE = 7e-5
-"""A step's change: about what Adam makes at a learning rate of 3e-4, once its moments have settled."""
+"""The weights' change in a step, about that of Adam at a learning rate of 3e-4 with settled moments."""
 _BEYOND_CACHE = 10_000_000
 _TENSORS = 8
 _PIECES = (1 << 14, 1 << 15, 1 << 16, LEAST)
@@ -48,11 +48,11 @@ def measure(
     seconds: float,
     typical: bool = False,
 ) -> dict[str, Any]:
-    """Rates of every way there is, each for `seconds`; elements and bytes per second.
+    """Measure every implementation for `seconds`, and return elements and bytes per second.
 
-    Of the best call, or of the median one where `typical`. `LEAST` elements or more; `decompress_reduce` sums
-    the payloads of `senders`. The uniform code's rates are `uniform_elements_per_second`, by the kernels'
-    names and `decompress_reduce`.
+    The rates are those of the best call, or with `typical` of the median call. `elements` is LEAST or more;
+    `decompress_reduce` sums the payloads of `senders`. `uniform_elements_per_second` has the uniform code's
+    rates by the kernels' names and `decompress_reduce`.
     """
     torch.set_num_threads(1)
     timed = functools.partial(_timed, seconds=seconds, typical=typical)
@@ -106,7 +106,7 @@ def measure(
         "weight_code": _weight_code(elements, timed),
         "onebit_adam": _onebit_adam(timed),
         "memcpy_bytes_per_second": source.nbytes / timed([lambda: target.copy_(source)])[0],
-        # Gradient and error are read; error, codes and scales are written.
+        # The gradient and the error are read, and the error, codes and scales are written.
         "bytes_per_element": gradient.element_size() + 2 + 4 / layout.block + layout.payload_bytes / elements,
         "call": "median" if typical else "best",
         "device": _processor(),
@@ -116,15 +116,14 @@ def measure(
 
 
 def _measured(config: CompressionConfig) -> list[CompressionConfig]:
-    """The configuration, and the one of the uniform code without rotation, where it is another and there is
-    one."""
+    """Return the configuration, and its counterpart with the uniform code if that exists and differs."""
     if config.bits == 1 or (config.code == "uniform" and not config.rotates):
         return [config]
     return [config, dataclasses.replace(config, codec="uniform", rotation="none")]
 
 
 def _weight_code(elements: int, timed: _Timed) -> dict[str, float]:
-    """Bits a weight, and weights per second, of bf16 weights N(0, 0.02^2) and `WEIGHT_CHANGE` of N(0, 1)."""
+    """Measure the exact code on bf16 weights from N(0, 0.02^2) that change by `WEIGHT_CHANGE` * N(0, 1)."""
     generator = torch.Generator().manual_seed(2)
     before, change = (torch.randn(elements, generator=generator) for _ in range(2))
     after = 0.02 * before + WEIGHT_CHANGE * change
@@ -152,7 +151,7 @@ def _weight_code(elements: int, timed: _Timed) -> dict[str, float]:
 
 
 def _onebit_adam(timed: _Timed) -> dict[str, float]:
-    """Elements per second: momentum and the gradient's norm; the update; torch's AdamW in its place."""
+    """Measure elements per second of forming momentum, with the norm, of the update, and of torch's AdamW."""
     generator = torch.Generator().manual_seed(3)
     gradients = [torch.randn(_BEYOND_CACHE // _TENSORS, generator=generator) for _ in range(_TENSORS)]
     parameters = [torch.zeros_like(gradient, requires_grad=True) for gradient in gradients]
@@ -182,11 +181,9 @@ def _onebit_adam(timed: _Timed) -> dict[str, float]:
 
 
 def _timed(calls: Sequence[Callable[[], object]], seconds: float, typical: bool) -> list[float]:
-    """The least time of each call, in seconds, of as many as fit (3 at least): others only add to it.
+    """Return the seconds of each call: the least, or with `typical` the median, of 3 repetitions or more.
 
-    The median where `typical`: what a training step sees, whose own time is a median too.
-
-    `seconds` for each; several take turns, so that what slows the machine down slows all of them.
+    Each call is repeated for `seconds`. The calls take turns, so that other load slows all of them alike.
     """
     for call in calls:
         call()

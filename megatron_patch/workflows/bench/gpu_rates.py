@@ -1,8 +1,8 @@
-"""How fast the GPU kernels are, beside a copy on the same device in the same run.
+"""Measures the GPU kernels, compared with a copy on the same device in the same run.
 
-What moves is what must: gradient and error in, error and payload out; payloads in, the shard out. Inputs
-rotate, so that no cache serves one call with the last one's data, and several calls go out in a row, since
-launching one can take as long as running it.
+The bytes that are counted are those that a kernel must move: gradient and error are read and error and
+payload written, or payloads are read and the shard written. Inputs rotate, so that no call finds its data in
+a cache, and several calls are launched in a row, because a launch can take as long as the kernel.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from megatron_patch.quantization import backends
 from megatron_patch.quantization.codec import Codec, codec_of
 from megatron_patch.quantization.layout import BlockLayout
 
-SHARDS = 8  # of the bucket that `compress` cuts
+SHARDS = 8  # `compress` cuts the bucket into this many shards.
 _ROTATING = 3
 _IN_A_ROW = 6
 
 
 @dataclass(frozen=True)
 class Line:
-    """One thing measured: the bytes that a call must move, and the median seconds of a call."""
+    """One measurement: the bytes that a call must move, and the median seconds of a call."""
 
     what: str
     bytes: int
@@ -41,7 +41,7 @@ class Line:
 
 
 def copy(nbytes: int, device: torch.device, runs: int) -> Line:
-    """The yardstick: a copy of `nbytes` on the device, read and written bytes counted."""
+    """Measure a copy of `nbytes` on the device; the bytes read and those written are counted."""
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return Line("copy", 2 * nbytes, seconds_of(target.copy_, [source], device, runs))
@@ -55,7 +55,7 @@ def compress(
     runs: int,
     compiled: bool = True,
 ) -> list[Line]:
-    """A bucket of `elements`, with its error: by the fused kernel, by the torch reference, and compiled."""
+    """Measure compressing a bucket by the fused kernel, the torch reference, and torch.compile of it."""
     layout = BlockLayout.of(elements, SHARDS, config.bits, config.block_size)
     sender = Sender(config, layout, device)
     gradients = [torch.randn(elements, device=device).to(dtype) for _ in range(_ROTATING)]
@@ -65,7 +65,7 @@ def compress(
         tensors, beta = sender.error.tensors(), sender.error.beta
         moved += 2 * sender.error.nbytes
     ways: dict[str, Callable[[torch.Tensor], object]] = {}
-    rest = (payload, sender.codec, layout, tensors, beta, None)  # as in a step that is not logged
+    rest = (payload, sender.codec, layout, tensors, beta, None)  # No statistics, as in unlogged steps.
     fused = _fused(sender.codec, layout, device)
     if fused is not None:
         ways["triton"] = lambda g: fused.compress(g, *rest)
@@ -77,7 +77,7 @@ def compress(
     for what, way in ways.items():
         try:
             seconds = seconds_of(way, gradients, device, runs)
-        except torch.OutOfMemoryError as failure:  # the reference holds some ten copies of the bucket
+        except torch.OutOfMemoryError as failure:  # The reference holds about ten copies of the bucket.
             print(f"compress, {what}: {str(failure).splitlines()[0]}", file=sys.stderr)
             continue
         lines.append(Line(f"compress, {what}", moved, seconds))
@@ -92,7 +92,7 @@ def decompress_reduce(
     device: torch.device,
     runs: int,
 ) -> Line:
-    """A shard of `elements`: the mean of the payloads of `senders`."""
+    """Measure averaging the payloads of `senders` into a shard of `elements`."""
     layout = BlockLayout.of(elements, 1, config.bits, config.block_size)
     received = [
         torch.randint(256, (senders, layout.payload_bytes), dtype=torch.uint8, device=device)
@@ -121,7 +121,7 @@ def measure(
     device: torch.device,
     compiled: bool = True,
 ) -> dict[str, Any]:
-    """What cpu_rates.measure returns, of a GPU; medians of `runs`."""
+    """Measure a GPU, with medians of `runs`; the result has the keys of cpu_rates.measure."""
     shard = elements // SHARDS
     lines = compress(config, elements, dtype, device, runs, compiled)
     reduced = decompress_reduce(config, shard, senders, dtype, device, runs)
@@ -140,7 +140,7 @@ def measure(
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What was measured: the device's name, and the versions of all that has a part in it."""
+    """Return the device's name, and the versions of the software that takes part in a measurement."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     if device.type != "cuda":
         return {"device": platform.machine(), "versions": versions}
@@ -153,7 +153,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def _fused(codec: Codec, layout: BlockLayout, device: torch.device) -> backends.Backend | None:
-    """The Triton kernels: on a CPU, where only their interpreter runs, too."""
+    """Return the Triton kernels, also on a CPU, where only Triton's interpreter can run them."""
     if device.type != "cpu":
         return backends.fused(codec, layout, device)
     from megatron_patch.quantization import triton_kernels
@@ -164,7 +164,7 @@ def _fused(codec: Codec, layout: BlockLayout, device: torch.device) -> backends.
 def seconds_of(
     call: Callable[[torch.Tensor], object], inputs: list[torch.Tensor], device: torch.device, runs: int
 ) -> float:
-    """Median seconds of a call with one of the `inputs`, in turn; on a GPU after a round that warms up."""
+    """Return the median seconds of a call with each of `inputs` in turn; a GPU warms up for one round."""
     turns = itertools.cycle(inputs)
 
     def on_gpu() -> float:

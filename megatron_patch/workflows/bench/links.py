@@ -26,7 +26,7 @@ from megatron_patch.files import output_folder, write_whole
 _LEAST, _MOST = 1 << 12, 1 << 26
 _RUNS = 5
 _SECONDS = 1.0
-"""After so long at one size no more runs are made."""
+"""The runs at one size end after this time."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def text(curves: Sequence[dict[str, Any]], backend: str) -> str:
-    """The file that `plan --cluster` reads."""
+    """Return the text of the file that `plan --cluster` reads."""
     import torch
 
     local = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -100,11 +100,11 @@ def text(curves: Sequence[dict[str, Any]], backend: str) -> str:
 
 
 def measure(local: int, most: int) -> list[dict[str, Any]]:
-    """The curves, the same list on every rank; every rank must call it.
+    """Measure the curves, and return the same list on every rank; every rank must call this.
 
     Args:
-        local: ranks of one node, numbered one after the other.
-        most: bytes that a rank sends at most.
+        local: the ranks of each node, which are numbered consecutively.
+        most: the largest number of bytes that a rank sends.
     """
     import torch.distributed as dist
 
@@ -124,7 +124,7 @@ def measure(local: int, most: int) -> list[dict[str, Any]]:
 
 
 def _groups(local: int) -> Iterator[tuple[str, Any, int]]:
-    """(scope, this rank's group, its ranks); all ranks make all groups."""
+    """Yield (scope, this rank's group, its size); all ranks create all groups."""
     import torch.distributed as dist
 
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -143,7 +143,7 @@ def _rounded(nbytes: int, ranks: int) -> int:
 
 
 def _collectives(group: Any, ranks: int) -> Iterator[tuple[str, Callable[[int], Callable[[], Any]]]]:
-    """(name, what makes a call for so many bytes in all of its shards)."""
+    """Yield each collective's name, with a function that prepares a call for a number of bytes."""
     import torch
     import torch.distributed as dist
 
@@ -172,7 +172,7 @@ def _collectives(group: Any, ranks: int) -> Iterator[tuple[str, Callable[[int], 
 
 
 def _seconds(make: Callable[[int], Callable[[], Any]], nbytes: int) -> float:
-    """The median over runs of the slowest rank's seconds; every rank gets the same number."""
+    """Return the median over runs of the slowest rank's seconds, the same number on every rank."""
     import torch
     import torch.distributed as dist
 
@@ -188,7 +188,7 @@ def _seconds(make: Callable[[int], Callable[[], Any]], nbytes: int) -> float:
             torch.cuda.synchronize()
         slowest = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        if run_:  # The first one connects the peers.
+        if run_:  # The first run connects the peers and is not counted.
             found.append(float(slowest))
         if sum(found) > _SECONDS:
             break
@@ -196,7 +196,7 @@ def _seconds(make: Callable[[int], Callable[[], Any]], nbytes: int) -> float:
 
 
 def table(curves: Sequence[dict[str, Any]]) -> str:
-    """Lines for the terminal: the largest size of each curve."""
+    """Return the table for the terminal, with the largest size of each curve."""
     lines = [f"{'collective':16}{'scope':10}{'ranks':>6}{'MB sent':>10}{'ms':>10}{'GB/s':>9}"]
     last = {(curve["scope"], curve["collective"]): curve for curve in curves}
     for (scope, name), curve in last.items():

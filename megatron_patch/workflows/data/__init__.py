@@ -1,1 +1,1 @@
-"""Text to Megatron data sets."""
+"""`megatron-loco prepare-data`: makes Megatron data sets of text."""

@@ -36,8 +36,8 @@ from megatron_patch.workflows.data.files import (
 )
 from megatron_patch.workflows.data.tokenization import Encoder, load_encoder, parse_tokenizer, train_bpe
 
-_BATCH_BYTES = 4 << 20  # They are tokenized at once, over all cores.
-_FEW_DOCUMENTS = 34  # Below, Megatron's default split 969,30,1 can leave validation without a document.
+_BATCH_BYTES = 4 << 20  # So many bytes are tokenized at once, over all cores.
+_FEW_DOCUMENTS = 34  # With fewer, Megatron's default split 969,30,1 can leave no document for validation.
 
 
 def prepare(
@@ -54,11 +54,11 @@ def prepare(
 ) -> Manifest:
     """Tokenize `source` into the Megatron data set PREFIX.bin, PREFIX.idx, PREFIX.json.
 
-    A data set of the same source and options is left as it is, unless `force` is set.
-    The options are those of the command line (`add_arguments`); `max_bytes` counts in shuffled order.
+    A data set of the same source and options is left unchanged, unless `force` is set. The options are those
+    of the command line (`add_arguments`); `max_bytes` limits the documents in shuffled order.
 
     Raises:
-        UserError: bad input, or output that cannot be written; PREFIX is then as it was, or has no index.
+        UserError: the input is bad, or the output cannot be written; PREFIX is unchanged, or has no index.
     """
     if max_bytes is not None and max_bytes < 1:
         raise UserError(f"max-bytes: {max_bytes}; allowed: 1 or more")
@@ -76,13 +76,13 @@ def prepare(
     nbytes = sum(path.stat().st_size for path in files)
     options: dict[str, Any] = {"tokenizer": tokenizer, "json_key": json_key, "max_bytes": max_bytes}
     options |= {"seed": seed, "include": list(include), "files": len(files), "bytes": nbytes}
-    # A package's files have the times of its installation, and its version is in its name.
+    # Packages are not watched: their files have the times of installation, and `origin` has their versions.
     watched = [*(files if isinstance(source, Path) else ()), *([spec.path] if spec.kind == "file" else ())]
     try:
         if is_foreign_json(prefix):
             raise UserError(f"out: {beside(prefix, '.json')} exists and is no manifest; choose another --out")
         existing = None
-        with contextlib.suppress(UserError):  # A damaged data set is one to be prepared again.
+        with contextlib.suppress(UserError):  # A damaged data set is prepared again.
             existing = load_manifest(prefix)
         same = existing and (existing.source, existing.options) == (origin, options)
         if existing and same and not force and not _newer(watched, beside(prefix, ".json")):
@@ -137,10 +137,10 @@ def _newer(files: Sequence[Path], manifest: Path) -> bool:
 
 
 def _write(stem: Path, corpus: Corpus, encoder: Encoder, quiet: bool) -> tuple[int, int]:
-    """Write `stem`.bin and `stem`.idx; returns the numbers of documents and tokens."""
+    """Write `stem`.bin and `stem`.idx, and return the numbers of documents and tokens."""
     _say("loading megatron-core", quiet or not sys.stderr.isatty())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # They name Apex and Transformer Engine, which play no part.
+        warnings.simplefilter("ignore")  # These name Apex and Transformer Engine, which are not needed.
         from megatron.core.datasets import indexed_dataset
 
     documents = tokens = 0
@@ -163,7 +163,7 @@ def _write(stem: Path, corpus: Corpus, encoder: Encoder, quiet: bool) -> tuple[i
 
 
 def _batches(corpus: Corpus, advance: Advance) -> Iterator[list[bytes]]:
-    """The documents that have any text, about `_BATCH_BYTES` at a time."""
+    """Yield the documents that are not empty, about `_BATCH_BYTES` at a time."""
     batch: list[bytes] = []
     held = 0
     for text, size in corpus.documents():
@@ -185,7 +185,7 @@ def _say(line: str, quiet: bool) -> None:
 
 @contextlib.contextmanager
 def _progress(label: str, total: int, quiet: bool) -> Iterator[Advance]:
-    """Yields a function that is called with the bytes done since its last call; a terminal shows a bar."""
+    """Show a bar on a terminal; yield a function that takes the bytes done since its last call."""
     from rich import console, progress
 
     columns: list[Any] = ["{task.description}", progress.BarColumn(), progress.DownloadColumn()]

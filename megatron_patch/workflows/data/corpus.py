@@ -1,16 +1,16 @@
-"""From a source to documents.
+"""Finds the documents of a source, and shuffles them.
 
     FOLDER, FILE                      text files, a document each; .jsonl and .json files, a document per line
     stdlib                            Python's own library
     installed:stdlib,sympy,scipy      the .py files of packages
     installed:torch/include/*.h       a package's files by a pattern on the path below it; `*` crosses slashes
 
-Packages are there wherever this one is. Their files' order depends on the packages' versions alone: runs on
-two machines see the same documents in the same order.
+Packages serve as a source that every installation has. The order of their files depends only on the packages'
+versions, so that runs on two machines see the same documents in the same order.
 
-`Corpus` does not hold the text but a table of (file, offset, length), shuffled with a seed, so that a corpus
-larger than memory can be shuffled by document. Megatron cuts a data set into contiguous training and
-validation parts: files in alphabetical order would give it a validation set on other topics.
+`Corpus` holds a table of (file, offset, length), shuffled with a seed, and not the text, so that a corpus
+larger than memory can be shuffled by document. Shuffling is needed because Megatron cuts a data set into
+contiguous training and validation parts: in alphabetical order they would be on different topics.
 """
 
 import fnmatch
@@ -30,12 +30,12 @@ import numpy.typing as npt
 
 from megatron_patch.errors import UserError
 
-Advance = Callable[[int], None]  # It is called with the source bytes done since its last call.
+Advance = Callable[[int], None]  # Its argument is the source bytes done since its last call.
 _PREFIX = "installed:"
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
-"""Folders of packages: the standard library's tests are more than half of its bytes, and much of that is
-tables of odd characters; `encodings` and `pydoc_data` are generated. One such file in a validation split
-would decide its loss."""
+"""Folders that are left out. The standard library's tests are more than half of its bytes, and much of that
+is tables of odd characters; `encodings` and `pydoc_data` are generated. One such file in a validation split
+would determine its loss."""
 _JSON_SUFFIXES = {".jsonl", ".json"}
 _OPEN_FILES = 64
 _MAX_DOCUMENT = 2**31 - 2  # Megatron's index counts a document's tokens in int32.
@@ -43,12 +43,12 @@ _MAX_DOCUMENT = 2**31 - 2  # Megatron's index counts a document's tokens in int3
 
 @dataclass(frozen=True)
 class Installed:
-    """Packages, each with the pattern of its files."""
+    """Installed packages as a source, each with the pattern of its files."""
 
     items: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        """The packages with their versions."""
+        """Return the packages with their versions and patterns."""
         return ", ".join(f"{name} {_version(name)} {pattern}" for name, pattern in self.items)
 
 
@@ -56,7 +56,7 @@ STDLIB = Installed((("stdlib", "*.py"),))
 
 
 def parse_source(text: str) -> Path | Installed:
-    """`stdlib`, `installed:NAME[/PATTERN],...`, or the path of a folder or file."""
+    """Parse `stdlib`, `installed:NAME[/PATTERN],...`, or the path of a folder or file."""
     if text == "stdlib":
         return STDLIB
     if not text.startswith(_PREFIX):
@@ -86,10 +86,10 @@ def _version(name: str) -> str:
 
 
 def find_files(source: Path | Installed, include: Sequence[str], skip: Callable[[Path], bool]) -> list[Path]:
-    """The source's files in sorted order, without hidden ones and those for which `skip` is true.
+    """Return the source's files in sorted order, without hidden files and those for which `skip` is true.
 
-    A pattern with a slash is matched against the path below the source, others against the file's name; `*`
-    also crosses slashes. Of installed packages `include` takes the place of the patterns.
+    A pattern of `include` with a slash is matched against the path below the source, others against the
+    file's name; `*` also matches slashes. For installed packages `include` replaces their own patterns.
     """
     if isinstance(source, Path):
         return _files_below(source, tuple(include) or ("*",), set(), skip)
@@ -127,7 +127,7 @@ def _files_below(
 
 @dataclass(frozen=True)
 class Corpus:
-    """Where the documents lie. `table` is [documents, 3]: index into `files`, offset and length in bytes."""
+    """The places of the documents; `table` [documents, 3] has indices into `files`, offsets and bytes."""
 
     files: list[Path]
     table: npt.NDArray[np.int64]
@@ -138,7 +138,7 @@ class Corpus:
         return int(self.table[:, 2].sum())
 
     def documents(self) -> Iterator[tuple[bytes, int]]:
-        """Text (UTF-8, or whatever bytes a text file holds) and source bytes of each document, in order."""
+        """Yield each document's text (UTF-8, or a text file's bytes) and its number of source bytes."""
         opened: dict[int, BinaryIO] = {}
         try:
             for row in self.table:
@@ -161,7 +161,7 @@ class Corpus:
 
     def _json_text(self, raw: bytes, path: Path, offset: int) -> bytes:
         try:
-            # Some editors open a file with a byte order mark, which utf-8-sig leaves out.
+            # Some editors begin a file with a byte order mark, which utf-8-sig drops.
             entry = json.loads(raw.decode("utf-8-sig", errors="replace"))
             problem = f"a JSON {type(entry).__name__}; allowed: one JSON object per line"
         except (ValueError, RecursionError) as error:
@@ -170,7 +170,7 @@ class Corpus:
         if isinstance(entry, dict):
             text = entry.get(self.json_key)
             if isinstance(text, str):
-                # JSON can spell half a surrogate pair, which UTF-8 cannot.
+                # JSON can contain half a surrogate pair, which UTF-8 cannot.
                 return text.encode("utf-8", errors="replace")
             problem = f"key {self.json_key!r} holds a {type(text).__name__}; allowed: a string"
             if self.json_key not in entry:
@@ -186,7 +186,7 @@ def open_corpus(
 ) -> Corpus:
     """Find the documents, shuffle them, and keep the first `max_bytes` source bytes of them.
 
-    A text file is cut to fit the limit, a JSON line is left out. Empty files and blank lines do not count.
+    At the limit, a text file is cut, and a JSON line is left out. Empty files and blank lines are ignored.
     """
     rows = array("q")
     for number, path in enumerate(files):
@@ -205,7 +205,7 @@ def open_corpus(
         except OSError as error:
             raise UserError(f"source: cannot read {path}: {error.strerror}") from error
     table = np.array(rows, dtype=np.int64).reshape(-1, 3)
-    # NumPy promises of RandomState, not of default_rng, that its stream never changes.
+    # NumPy guarantees that the stream of RandomState never changes, but not that of default_rng.
     table = table[np.random.RandomState(seed).permutation(len(table))]
     if max_bytes is not None:
         ends = np.cumsum(table[:, 2])

@@ -1,13 +1,13 @@
-"""The files of a data set: what belongs together, how they are replaced, and how to see that they are whole.
+"""Writes, replaces and checks the files of a data set.
 
     PREFIX.bin        token ids, document after document          } Megatron's own format
     PREFIX.idx        lengths and offsets of the documents        }
     PREFIX-tokenizer/ tokenizer.json and tokenizer_config.json, unless the tokenizer is `bytes`
     PREFIX.json       the manifest: what the data set is, and the size of every other file
 
-A preparation writes into a folder of its own beside PREFIX and moves the files into place at the end. The old
-index goes first and the new one comes last: whenever a preparation is killed, there is no index of one data
-set beside the tokens of another.
+A preparation writes into a temporary folder beside PREFIX and moves the files into place at the end. It first
+removes the old index and moves the new one last, so that a kill never leaves the index of one data set beside
+the tokens of another.
 """
 
 import dataclasses
@@ -26,17 +26,17 @@ from megatron_patch.workflows.data.tokenization import BYTES_EOD, BYTES_VOCAB
 FORMAT = "megatron-loco data set 1"
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
-"""Magic, version, dtype code, sequences, document boundaries."""
+"""The header of PREFIX.idx: magic, version, dtype code, sequences, document boundaries."""
 _ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
-"""By Megatron's dtype codes."""
+"""The bytes of a token id for each of Megatron's dtype codes."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What PREFIX.json says. `files` maps each file's name after PREFIX to its size in bytes."""
+    """The content of PREFIX.json; `files` maps each file's name, without PREFIX, to its size in bytes."""
 
     tokenizer: str
-    """bytes, bpe or file."""
+    """One of bytes, bpe, file."""
     vocab_size: int
     eod: int
     documents: int
@@ -46,18 +46,18 @@ class Manifest:
     megatron_flags: dict[str, str | int]
     files: dict[str, int] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
-    """What decides the ids, beside the source's texts."""
+    """The options that, together with the source's texts, determine the token ids."""
 
 
 def beside(prefix: Path, suffix: str) -> Path:
-    """PREFIX + suffix; `with_suffix` would cut a prefix such as `v1.5`."""
+    """Return PREFIX + suffix; `with_suffix` would cut a prefix such as `v1.5`."""
     return prefix.parent / (prefix.name + suffix)
 
 
 def megatron_flags(tokenizer: str, prefix: Path) -> dict[str, str | int]:
-    """Megatron's flags, with underscores, for a data set of this tokenizer kind."""
+    """Return Megatron's flags, with underscores, for a data set of this kind of tokenizer."""
     if tokenizer == "bytes":
-        # Up to megatron-core 0.17 the NullTokenizer adds the end of document to the size it is given.
+        # Up to megatron-core 0.17 the NullTokenizer adds the end-of-document id to the given size.
         counts_eod = tuple(map(int, metadata.version("megatron-core").split(".")[:2])) >= (0, 18)
         return {"tokenizer_type": "NullTokenizer", "vocab_size": BYTES_VOCAB if counts_eod else BYTES_EOD}
     folder = beside(prefix, "-tokenizer").absolute()
@@ -65,9 +65,9 @@ def megatron_flags(tokenizer: str, prefix: Path) -> dict[str, str | int]:
 
 
 def load_manifest(prefix: Path) -> Manifest | None:
-    """The manifest of PREFIX; None if there is none (a PREFIX.json of another kind is none).
+    """Return the manifest of PREFIX; None if there is no PREFIX.json, or it is not a manifest.
 
-    The flags are those of the present place and Megatron version, so that a data set can be moved.
+    Its flags fit the present path and Megatron version, so that a data set can be moved.
     """
     path = beside(prefix, ".json")
     again = "prepare the data set again with --force"
@@ -89,7 +89,7 @@ def load_manifest(prefix: Path) -> Manifest | None:
 
 
 def is_foreign_json(prefix: Path) -> bool:
-    """Whether PREFIX.json is somebody else's file, which must never be overwritten."""
+    """Whether PREFIX.json is not a manifest, so that it must never be overwritten."""
     path = beside(prefix, ".json")
     if not path.exists():
         return False
@@ -99,7 +99,10 @@ def is_foreign_json(prefix: Path) -> bool:
 
 
 def check_dataset(prefix: Path) -> None:
-    """See that PREFIX is a whole Megatron data set, with or without a manifest; reads little of the index."""
+    """Check that PREFIX is a complete Megatron data set, with or without a manifest.
+
+    Only the ends of the index are read.
+    """
     index, tokens = beside(prefix, ".idx"), beside(prefix, ".bin")
     for path in (tokens, index):
         if not path.is_file():
@@ -117,7 +120,7 @@ def check_dataset(prefix: Path) -> None:
                     f"data: {index} has version {version}, data type {code} and {sequences} documents; "
                     "allowed: 1, 1..8 and 1 or more"
                 )
-            # Lengths are int32, offsets and boundaries int64; multimodal sets alone have int8 modes.
+            # Lengths are int32, offsets and boundaries int64; only multimodal sets have int8 modes as well.
             whole = _HEADER.size + 12 * sequences + 8 * bounds
             if size not in (whole, whole + sequences):
                 raise UserError(
@@ -139,7 +142,7 @@ def check_dataset(prefix: Path) -> None:
 
 
 def is_whole(prefix: Path) -> bool:
-    """Whether `check_dataset` has nothing to say of PREFIX."""
+    """Whether PREFIX is a complete data set (`check_dataset`)."""
     try:
         check_dataset(prefix)
     except UserError:
@@ -148,7 +151,7 @@ def is_whole(prefix: Path) -> bool:
 
 
 def _nearest(prefix: Path) -> str:
-    """What the user most likely meant by a prefix without files."""
+    """Return a hint on what the user most likely meant by a prefix without files."""
     if prefix.suffix in (".bin", ".idx") and prefix.with_suffix(".idx").is_file():
         return f"give the prefix without its ending: {prefix.with_suffix('')}"
     here = {path.stem: path.with_suffix("") for path in prefix.parent.glob("*.idx") if path != prefix}
@@ -161,7 +164,7 @@ def _nearest(prefix: Path) -> str:
 
 
 def move_into_place(folder: Path, prefix: Path, manifest: Manifest) -> Manifest:
-    """Move `set.bin`, `set.idx` and `tokenizer/` to PREFIX; returns the manifest with the files' sizes."""
+    """Move `set.bin`, `set.idx` and `tokenizer/` to PREFIX, and return the manifest with their sizes."""
     moves = {".bin": folder / "set.bin", ".idx": folder / "set.idx"}
     if (folder / "tokenizer").is_dir():
         moves |= {f"-tokenizer/{path.name}": path for path in sorted((folder / "tokenizer").iterdir())}

@@ -1,6 +1,6 @@
-"""From documents to token ids.
+"""Turns documents into token ids.
 
-An `Encoder` turns documents into ids, each document closed by the end-of-document id:
+An `Encoder` turns each document into ids that end with the end-of-document id:
 
     bytes           id = byte, 256 = end of document, vocabulary 257; lossless, needs no tokenizer file
     bpe:SIZE        byte-level BPE trained on the same corpus
@@ -27,7 +27,7 @@ _KNOWN_EOD = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|eot_id|>",
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """What `--tokenizer` asks for: `kind` is bytes, bpe (with `size`) or file (with the fields after it)."""
+    """The value of `--tokenizer`: `kind` is bytes, bpe (with `size`) or file (with the fields after it)."""
 
     kind: str
     size: int = 0
@@ -37,7 +37,7 @@ class TokenizerSpec:
 
 
 def parse_tokenizer(text: str) -> TokenizerSpec:
-    """Read `bytes`, `bpe:SIZE` or the path of a `tokenizer.json` (or of the folder that holds it)."""
+    """Parse `bytes`, `bpe:SIZE`, or the path of a `tokenizer.json` or of its folder."""
     if text == "bytes":
         return TokenizerSpec("bytes")
     if text == "bpe" or text.startswith("bpe:"):
@@ -65,12 +65,12 @@ def parse_tokenizer(text: str) -> TokenizerSpec:
 
 
 class ByteEncoder:
-    """Raw bytes as ids."""
+    """Takes raw bytes as ids."""
 
     vocab_size, eod = BYTES_VOCAB, BYTES_EOD
 
     def encode(self, texts: Sequence[bytes]) -> Iterator[npt.NDArray[Any]]:
-        """One id array [bytes + 1] per document."""
+        """Yield one array of ids [bytes + 1] for each document."""
         for text in texts:
             ids = np.empty(len(text) + 1, dtype=np.uint16)
             ids[:-1] = np.frombuffer(text, dtype=np.uint8)
@@ -78,26 +78,26 @@ class ByteEncoder:
             yield ids
 
     def save(self, folder: Path) -> None:
-        """Write nothing: Megatron's NullTokenizer needs no file."""
+        """Write nothing, because Megatron's NullTokenizer needs no file."""
 
 
 class TextEncoder:
-    """A Hugging Face `tokenizers.Tokenizer`, closed by the token `eod`."""
+    """Encodes by a Hugging Face `tokenizers.Tokenizer`, and closes documents by the token `eod`."""
 
     def __init__(self, tokenizer: Any, eod: str, pad: str | None = None) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.tokenizer, self.eod = tokenizer, int(tokenizer.token_to_id(eod))
         self.vocab_size = int(tokenizer.get_vocab_size(with_added_tokens=True))
-        # A document that spells "<|endoftext|>" must not end there; saved files do not hold this switch.
+        # A document that contains "<|endoftext|>" must not end there; saved files lack this setting.
         tokenizer.encode_special_tokens = True
-        # A model's own class may rebuild the tokenizer and give other ids than the file: the generic is safe.
+        # A model's own class may rebuild the tokenizer and give other ids, so the generic class is named.
         self._config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eod}
         if pad is not None:
             self._config["pad_token"] = pad
 
     def encode(self, texts: Sequence[bytes]) -> Iterator[npt.NDArray[Any]]:
-        """One id array per document, with the tokens that the tokenizer itself puts around a text."""
+        """Yield one array of ids for each document, with the tokens that the tokenizer itself adds."""
         strings = [text.decode("utf-8", errors="replace") for text in texts]
         for encoding in self.tokenizer.encode_batch_fast(strings):
             ids = encoding.ids
@@ -106,7 +106,7 @@ class TextEncoder:
             yield np.array(ids, dtype=np.int64)
 
     def save(self, folder: Path) -> None:
-        """Write what Megatron's HuggingFaceTokenizer needs to load it without a network."""
+        """Write the files from which Megatron's HuggingFaceTokenizer loads it without a network."""
         folder.mkdir()
         (folder / "tokenizer.json").write_text(self.tokenizer.to_str(), "utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(self._config, indent=2) + "\n", "utf-8")
@@ -116,13 +116,13 @@ Encoder = ByteEncoder | TextEncoder
 
 
 def train_bpe(size: int, texts: Iterable[bytes]) -> TextEncoder:
-    """Byte-level BPE with at most `size` ids (fewer if the text is too small to have that many pairs)."""
+    """Train byte-level BPE with at most `size` ids (fewer if the text has too few pairs)."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    # Padding has its own token: Megatron masks it out of the loss, which must not hit the end of documents.
+    # Padding has its own token: Megatron masks it out of the loss, and must not mask the end of documents.
     trainer = trainers.BpeTrainer(
         vocab_size=size,
         special_tokens=[_BPE_EOD, _BPE_PAD],
@@ -134,14 +134,14 @@ def train_bpe(size: int, texts: Iterable[bytes]) -> TextEncoder:
 
 
 def load_encoder(spec: TokenizerSpec) -> Encoder:
-    """The encoder of a spec that needs no training."""
+    """Return the encoder of a spec that needs no training (bytes or file)."""
     if spec.kind == "bytes":
         return ByteEncoder()
     from tokenizers import Tokenizer
 
     try:
         tokenizer = Tokenizer.from_str(spec.content)
-    except Exception as error:  # The library raises nothing more special.
+    except Exception as error:  # The library raises no more specific class.
         raise UserError(f"tokenizer: {spec.path} is not a Hugging Face tokenizer file: {error}") from error
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     candidates = (spec.eos,) if spec.eos else _KNOWN_EOD
@@ -152,7 +152,7 @@ def load_encoder(spec: TokenizerSpec) -> Encoder:
             "allowed: an eos_token of its vocabulary, named in a tokenizer_config.json beside it"
         )
     if max(vocabulary.values()) >= len(vocabulary):
-        # Megatron sizes the embedding by the count, so the highest ids would index past its end.
+        # Megatron sizes the embedding by the number of tokens, so the highest ids would exceed it.
         raise UserError(
             f"tokenizer: {spec.path} has gaps in its ids: {len(vocabulary)} tokens, but higher ids"
         )

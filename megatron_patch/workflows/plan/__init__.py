@@ -1,1 +1,1 @@
-"""`megatron-loco plan`: what a recipe would gain on a cluster, and which setting to take. Nothing is run."""
+"""`megatron-loco plan`: predicts what a recipe gains on a cluster, and which setting to take."""

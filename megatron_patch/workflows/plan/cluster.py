@@ -1,7 +1,8 @@
-"""What a job runs on: nodes, the links between and inside them, and what a rank computes with.
+"""Describes a cluster: its nodes, the links between and inside them, and each rank's processor.
 
-Links are alpha-beta: a call of a collective takes latencies, and its bytes over the bandwidth. A node's ranks
-share its uplink (`between`); each rank has its own way to the others of its node (`inside`).
+Links follow the alpha-beta model: a call of a collective takes its latencies, and its bytes divided by the
+bandwidth. The ranks of a node share its uplink (`between`); each rank has its own link to the other ranks of
+its node (`inside`).
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ COLLECTIVES = (ALL_TO_ALL, REDUCE_SCATTER, ALL_GATHER)
 
 @dataclass(frozen=True)
 class Link:
-    """Bytes a second in each direction, and seconds for each step of a collective."""
+    """A link: bytes per second in each direction, and seconds for each step of a collective."""
 
     bandwidth: float
     latency: float = 0.0
     efficiency: Mapping[str, float] = field(default_factory=dict)
-    """By collective: what it reaches of the bandwidth; 1 where it is not named."""
+    """The share of the bandwidth that each collective reaches; 1 for a collective that is not named."""
 
     def of(self, collective: str) -> float:
         """The bandwidth that a collective reaches."""
@@ -34,58 +35,55 @@ class Link:
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds that a rank's processor takes: fixed a call, and for each unit (byte, element, ...)."""
+    """The seconds that a rank's processor takes for each call, and for each unit (byte, element, ...)."""
 
     call: float = 0.0
     unit: float = 0.0
 
     def seconds(self, units: float, calls: float = 1.0) -> float:
-        """For so many units in so many calls."""
         return self.call * calls + self.unit * units
 
 
 @dataclass(frozen=True)
 class Processor:
-    """What one rank computes with.
+    """The processor of one rank.
 
-    A GPU's collectives take nothing of it here; gloo's take the processor's time (`transport`). Rates are for
-    the rank alone: where ranks share cores, `cores` of them are there for the node's `ranks`.
+    A GPU's collectives take no time of it here, while gloo's take the processor's time (`transport`). Rates
+    are those of a rank that computes alone; `share` says what it has of them if ranks share cores.
     """
 
     flops: float
-    """Useful operations a second: peak times utilisation."""
+    """Useful operations per second: the peak times its utilisation."""
     memory_bytes: float = float("inf")
-    """Bytes of memory."""
     compress: Mapping[int, Work] = field(default_factory=dict)
-    """By bits, per element; 0: any other bits."""
+    """For each number of bits, the work per element; the key 0 stands for all other numbers."""
     decompress: Work = Work()
-    """Per code (elements times senders)."""
+    """Work per code (elements times senders)."""
     weight_encode: Work = Work()
     weight_decode: Work = Work()
     weight_sums: Work = Work()
-    """These three are per weight."""
+    """The work per weight, as for the two above."""
     optimizer: Work = Work()
-    """Per parameter that the rank updates."""
+    """Work per parameter that the rank updates."""
     momentum: Work = Work()
-    """Per parameter, more, with 1-bit Adam."""
+    """Additional work per parameter with 1-bit Adam."""
     stock_sum: Work = Work()
-    """Per element and sender, where the owner sums a plain all-to-all."""
+    """Work per element and sender if the owner sums the results of a plain all-to-all."""
     step: float = 0.0
-    """Seconds of a step that depend on nothing here."""
+    """The seconds of a step that depend on none of the above."""
     transport: Mapping[tuple[str, str], Work] = field(default_factory=dict)
-    """By (scope of the group, collective): processor time of a call, and for each byte that the rank sends.
-    What is not named is as over all ranks. Empty: collectives take no processor."""
+    """For each (scope of the group, collective), the work per call and per byte that the rank sends. A
+    missing entry is that of the scope `all`. If empty, collectives take no processor time."""
     share: float = 1.0
-    """The share of a processor that a rank has while all compute: cores / ranks."""
+    """The share of a processor that a rank has while all ranks compute: cores / ranks."""
 
     def compress_work(self, bits: int) -> Work:
-        """To compress to so many bits."""
         return self.compress.get(bits, self.compress.get(0, Work()))
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """`nodes` times `per_node` ranks."""
+    """A cluster of `nodes` times `per_node` ranks."""
 
     nodes: int
     per_node: int
@@ -93,17 +91,16 @@ class Cluster:
     inside: Link
     processor: Processor
     call_latency: float = 0.0
-    """Seconds of any collective's call."""
+    """The seconds that each call of a collective takes."""
     measured: str = ""
-    """Where its links were measured; empty: data sheets."""
+    """The file in which the links were measured; empty if they come from data sheets."""
 
     @property
     def world(self) -> int:
-        """Ranks."""
         return self.nodes * self.per_node
 
     def with_inter(self, bytes_per_second: float) -> Cluster:
-        """The same with another bandwidth between nodes."""
+        """Return this cluster with another bandwidth between nodes."""
         return dataclasses.replace(
             self, between=dataclasses.replace(self.between, bandwidth=bytes_per_second)
         )
@@ -118,7 +115,7 @@ def of_gpus(
     mfu: float | None,
     compress_rate: float | None,
 ) -> Cluster:
-    """A cluster of GPUs from data sheets and constants.py; parameters are the options of `plan` so called."""
+    """Return a cluster of GPUs from data sheets and constants.py; `plan` has options of the same names."""
     value = constants.value
     speed = _kernel_speed(gpu)
     own = speed if compress_rate is None else compress_rate / value("compress")
@@ -145,7 +142,7 @@ def of_gpus(
 
 
 def on_cpu(cluster: Cluster, cores: int) -> Cluster:
-    """The same links with ranks that share so many cores of a node; their arithmetic's rate is not known."""
+    """Return this cluster with ranks that share a node's CPU cores; `flops` is NaN, that is not known."""
     rate = constants.value
     processor = Processor(
         flops=math.nan,
@@ -161,6 +158,6 @@ def on_cpu(cluster: Cluster, cores: int) -> Cluster:
 
 
 def _kernel_speed(gpu: Gpu) -> float:
-    """The kernels' speed beside an H100's: by instructions or memory, whichever is less."""
+    """Return the kernels' speed relative to an H100: by instructions or memory, whichever is lower."""
     h100 = GPUS["H100"]
     return min(gpu.lanes / h100.lanes, gpu.memory_gbyte / h100.memory_gbyte)

@@ -1,4 +1,4 @@
-"""`plan --cluster FILE`: a YAML mapping of a cluster's numbers, by hand or from `bench links`.
+"""Reads `plan --cluster FILE`: a YAML mapping of a cluster's numbers, by hand or from `bench links`.
 
     nodes: 2                 gpus_per_node: 8          gpu: H100            mfu: 0.4
     inter_gbit: 100          intra_gbyte: 450          compress_rate: 280e9
@@ -29,7 +29,7 @@ DEFAULT_GPU, DEFAULT_INTER_GBIT = "H100", 400.0
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The file's mapping, checked."""
+    """Read the file, check its keys and values, and return its mapping."""
     try:
         content = files.load_yaml(files.read_text(path))
     except OSError as error:
@@ -54,7 +54,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _number(where: str, value: Any, whole: bool) -> float | int:
-    """`value` as a number above 0 (YAML reads 280e9 as text)."""
+    """Convert `value` to a number above 0 (YAML reads 280e9 as text)."""
     if isinstance(value, str):
         try:
             value = float(value)
@@ -83,7 +83,7 @@ def _check_links(path: Path, found: Any) -> None:
 
 
 def build(settings: Mapping[str, Any], nodes: int, per_node: int, source: str = "") -> Cluster:
-    """The cluster of checked settings; `nodes` and `per_node` are the recipe's, where settings name none."""
+    """Return the cluster of checked settings; `nodes` and `per_node` are the recipe's, used as defaults."""
     device = settings.get("device")
     name = settings.get("gpu") or gpu_of(device)
     gpu = constants.find(name)
@@ -105,7 +105,7 @@ def build(settings: Mapping[str, Any], nodes: int, per_node: int, source: str = 
 
 
 def gpu_of(device: Any) -> str:
-    """The table's name for what CUDA calls a GPU; the longest that is in it."""
+    """Return the name in constants.GPUS for CUDA's name of a GPU: the longest that is part of it."""
     words = str(device or "").lower()
     found = [name for name in constants.GPUS if all(part.lower() in words for part in name.split("-"))]
     return max(found, key=len, default=DEFAULT_GPU)
@@ -114,11 +114,10 @@ def gpu_of(device: Any) -> str:
 def _measured(
     cluster: Cluster, links: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], source: str
 ) -> Cluster:
-    """`cluster` with the links that were measured."""
     scopes = {one["scope"] for one in links}
     local = settings.get("gpus_per_node", 1)
     measured_nodes = max((one["ranks"] for one in links if one["scope"] == "between"), default=0)
-    alone = "between" not in scopes  # one rank a node, or one node
+    alone = "between" not in scopes  # There was one rank per node, or one node.
     one_node = alone and max(one["ranks"] for one in links) <= local
     if not one_node:
         scope, together = ("all", 1) if alone else ("between", local)
@@ -138,7 +137,7 @@ def _measured(
 
 
 def link_of(links: Sequence[Mapping[str, Any]], scope: str, together: int, ranks: int) -> Link:
-    """Alpha and beta of the curves of a scope; `together` groups shared the link."""
+    """Fit latency and bandwidth to the curves of a scope, in which `together` groups shared the link."""
     fits = {name: fit(points(links, name, scope)) for name in COLLECTIVES if points(links, name, scope)}
     if not fits:
         raise UserError(f"--cluster: links: no curve over {scope} ranks; run megatron-loco bench links again")
@@ -149,7 +148,6 @@ def link_of(links: Sequence[Mapping[str, Any]], scope: str, together: int, ranks
 
 
 def points(links: Sequence[Mapping[str, Any]], collective: str, scope: str) -> list[tuple[float, float]]:
-    """(bytes, seconds) of one curve."""
     return [
         (float(one["bytes"]), float(one["seconds"]))
         for one in links
@@ -158,7 +156,7 @@ def points(links: Sequence[Mapping[str, Any]], collective: str, scope: str) -> l
 
 
 def fit(curve: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(seconds a call, seconds a byte): least squares of relative errors, neither below 0."""
+    """Fit (seconds per call, seconds per byte), not below 0, by least squares of relative errors."""
     import numpy as np
     from scipy.optimize import nnls
 

@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The cluster's settings: the file's, and the options over it."""
+    """Return the settings of the cluster: those of the file, overridden by options."""
     for name in ("nodes", "gpus_per_node", "inter_gbit", "intra_gbyte", "compress_rate", "weight_bits"):
         given = getattr(args, name)
         if given is not None and not 0 < given < math.inf:
@@ -149,7 +149,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 def prepared(
     args: argparse.Namespace, settings: dict[str, Any], name: str, given: RunConfig
 ) -> tuple[Job, Cluster]:
-    """The job of a recipe on the cluster, checked by Megatron's own validation for that many ranks."""
+    """Return the job of a recipe, which Megatron has validated for the cluster's ranks, and the cluster."""
     cluster = cluster_file.build(
         settings, given.launch.nnodes, given.launch.nproc_per_node, str(args.cluster or "")
     )
@@ -203,7 +203,7 @@ def _plan(
 
 
 def choose(job: Job, cluster: Cluster, names: str | None) -> Sequence[methods.Method]:
-    """The methods to plan for a job."""
+    """Return the methods to plan for a job; `names` are those of `--methods`."""
     if job.strategy != MEGATRON:
         return torch_step.methods_of(names, job)
     groups = [job.group(cluster, expert) for expert in (False, True)]
@@ -244,9 +244,9 @@ _HALVINGS = 60
 
 
 def calibrated(cluster: Cluster, folder: Path) -> tuple[Cluster, float | None]:
-    """`cluster` with the compute rate at which the run's own step takes what was measured; its weight bits.
+    """Return `cluster` with the compute rate that explains a run's measured step, and its weight bits.
 
-    The run's exchange is simulated over the same links, with the run's own nodes and ranks.
+    The run's step is simulated over the links of `cluster`, with the run's own nodes and ranks.
     """
     summary = read_summary(folder)
     if not summary or not (folder / "config.yaml").is_file():
@@ -268,7 +268,7 @@ def calibrated(cluster: Cluster, folder: Path) -> tuple[Cluster, float | None]:
 
 
 def solve(job: Job, cluster: Cluster, method: Method, seconds: float) -> float:
-    """Operations a second at which a step takes `seconds`."""
+    """Return the operations per second at which a step takes `seconds`."""
 
     def takes(flops: float) -> float:
         processor = dataclasses.replace(cluster.processor, flops=flops)
@@ -289,5 +289,5 @@ def solve(job: Job, cluster: Cluster, method: Method, seconds: float) -> float:
 
 
 def job_of(run: RunConfig, name: str) -> Job:
-    """The job of a resolved configuration, checked as a dry run checks it. Imports Megatron."""
+    """Return the job of a resolved configuration, checked as in a dry run. This imports Megatron."""
     return jobs.of_arguments(name, prepare_run(run, Path("runs") / name, dry=True).args)

@@ -1,4 +1,4 @@
-"""Every number of the model that is neither the recipe's nor the cluster's, with its source.
+"""Lists every number of the planner that comes neither from the recipe nor the cluster, with its source.
 
 `megatron-loco plan --explain` shows this table and the GPUs'. A number with the source "assumed" is a guess:
 measure it with `bench links`, `bench kernels`, or give it by a flag.
@@ -20,7 +20,7 @@ class Constant:
     value: float
     unit: str
     kind: str
-    """data sheet, measured, paper, computed or assumed."""
+    """One of data sheet, measured, paper, computed, assumed."""
     source: str
 
 
@@ -99,11 +99,10 @@ CONSTANTS = {
         0.03, "of a step", "assumed", "the least gain for which a setting is recommended; --worth"
     ),
 }
-"""By name."""
 
 EXACT_BITS = ((5e-5, 0.15), (5e-4, 0.56), (1.43e-3, 0.77), (4.29e-3, 1.24), (1.43e-2, 1.99), (1.5e-2, 2.07))
-"""(peak learning rate / weights' standard deviation at the start, bits a weight), as sent, padding included:
-means over a cosine of 600 steps to a tenth of the peak (docs/weight_gather.md). Measured."""
+"""Pairs of (peak learning rate / the weights' initial standard deviation, measured bits per weight as sent,
+with padding): means over a cosine of 600 steps to a tenth of the peak (docs/weight_gather.md)."""
 
 EXACT_SOURCE = (
     "docs/weight_gather.md: means over a cosine of 600 steps, by peak rate / weights' std. deviation"
@@ -111,16 +110,15 @@ EXACT_SOURCE = (
 
 
 def value(name: str) -> float:
-    """The number of that name."""
     return CONSTANTS[name].value
 
 
 def exact_bits(ratio: float) -> float:
-    """Bits a weight of the exact gather, at a peak learning rate of `ratio` standard deviations of the
-    weights.
+    """Return the bits per weight of the exact gather at a peak learning rate of `ratio` times the weights'
+    initial standard deviation.
 
-    Linear in the logarithm between what was measured, and along the first piece below it; above it a doubling
-    costs one bit. At most 16.
+    Between the pairs of EXACT_BITS it is linear in the logarithm of `ratio`, and below them it follows the
+    first line. Above them, a doubling of `ratio` costs one bit. It is at most 16.
     """
     points = [(log2(x), bits) for x, bits in EXACT_BITS]
     at = log2(max(ratio, 1e-9))
@@ -135,14 +133,14 @@ class Gpu:
 
     name: str
     tflops: float
-    """Dense bf16 (V100: fp16), 10^12 operations a second."""
+    """Dense bf16 operations (V100: fp16), 10^12 per second."""
     memory_gb: float
     memory_gbyte: float
-    """10^9 bytes of memory a second."""
+    """Memory bandwidth, 10^9 bytes per second."""
     link_gbyte: float
-    """To the others of its node, 10^9 bytes a second each way: NVLink, or PCIe."""
+    """Bandwidth to the other GPUs of its node by NVLink or PCIe, 10^9 bytes per second each way."""
     lanes: float
-    """Multiprocessors x lanes x GHz: instruction rate, beside an H100's for the kernels' rates."""
+    """Multiprocessors x lanes x GHz, by which the kernels' rates are scaled from an H100's."""
     source: str
 
 
@@ -174,7 +172,7 @@ GPUS = {
 
 
 def find(name: str) -> Gpu:
-    """The GPU of that name."""
+    """Return the GPU of that name, in any case of letters."""
     for known, gpu in GPUS.items():
         if known.lower() == name.lower():
             return gpu

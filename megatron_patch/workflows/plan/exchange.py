@@ -1,15 +1,15 @@
-"""The tasks of one pipeline stage's exchanges, in the order in which Megatron and this package start them.
+"""Places the tasks of a pipeline stage's exchanges in the order in which Megatron and this package run them.
 
-A bucket is a chain of parts, each a task on a stream:
+A bucket's exchange is a chain of tasks on streams:
 
     stock              collective                        | fp32 accumulation: all-to-all, sum, in turns
     low bits, flat     compress, all-to-all              | decompress and sum
     low bits, 2 hops   sum inside, compress, all-to-all  | decompress and sum
     1-bit Adam         form, compress, all-to-all, sum, compress, all-gather, decompress; one bucket at a time
 
-What stands behind the bar is done when the bucket is waited for: at the latest at the end, and before the
-second-next bucket begins (session/session.py, IN_FLIGHT). On GPUs compression has a stream of its own,
-which waits for the first hop; on a CPU it is the rank's own thread.
+The tasks after the bar run when the bucket is waited for: at the latest at the end, and before the bucket
+after the next one begins (session/session.py, IN_FLIGHT). On GPUs compression has a stream of its own, which
+waits for the first hop; on a CPU it runs in the rank's own thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ IN_FLIGHT = 2
 
 @dataclass
 class Sent:
-    """Bytes that a rank of a stage sends in a step."""
+    """The bytes that a rank of a stage sends in a step."""
 
     gradients_between: float = 0.0
     gradients_inside: float = 0.0
@@ -42,7 +42,7 @@ class Sent:
 
 @dataclass
 class Exchanges:
-    """Places the tasks of one stage on the timeline of all."""
+    """Places the tasks of one stage on the timeline that all stages share."""
 
     job: Job
     cluster: Cluster
@@ -50,18 +50,18 @@ class Exchanges:
     stage: int
     timeline: Timeline
     one_stream: bool = False
-    """Whether each part waits for the one before it."""
+    """Whether each task waits for the one before it."""
     sent: Sent = field(default_factory=Sent)
     _under_way: dict[str, list[Handle]] = field(default_factory=dict)
 
     @property
     def on_cpu(self) -> bool:
-        """Whether collectives take the rank's own processor."""
+        """Whether collectives take processor time of the rank."""
         return bool(self.cluster.processor.transport)
 
     def work(self, name: str, seconds: float, after: Sequence[Task], stream: str) -> Task:
-        """Something that the rank computes."""
-        beside = stream != "compute"  # a GPU's stream, which does not hold up the one that computes
+        """Place a task of the rank's processor."""
+        beside = stream != "compute"  # Another stream of a GPU does not delay the one that computes.
         return self._place(name, {f"processor{self.stage}": seconds}, after, stream, at_once=beside)
 
     def _place(
@@ -77,13 +77,13 @@ class Exchanges:
         return self.timeline.place(name, needs, after, on, latency, at_once)
 
     def side(self, kind: str) -> str:
-        """The stream on which a bucket is coded."""
+        """Return the stream on which a bucket is compressed and decompressed."""
         return f"exchange {kind} " if self.job.overlap_gradients and not self.on_cpu else "compute"
 
     def send(
         self, name: str, call: Call, group: Group, after: Sequence[Task], stream: str, weights: bool = False
     ) -> Task:
-        """A collective of a group's ranks; counts its bytes as those of weights, or of gradients."""
+        """Place a collective of a group, and count its bytes as those of weights or of gradients."""
         if weights:
             self.sent.weights_between += call.between(group)
             self.sent.weights_inside += call.inside
@@ -102,7 +102,7 @@ class Exchanges:
         return self._place(name, needs, after, stream, call.latency)
 
     def pass_on(self, times: int, after: Sequence[Task]) -> list[Task]:
-        """So many sends of a microbatch's activations, or their gradients, to a neighbouring stage."""
+        """Place `times` sends of a microbatch's activations, or their gradients, to a neighbouring stage."""
         if not times:
             return list(after)
         nbytes = times * self.job.passed_bytes
@@ -112,13 +112,13 @@ class Exchanges:
         else:
             needs, latency = {f"inside{self.stage}": nbytes}, self.cluster.inside.latency
         waited = times * (self.cluster.call_latency + latency)
-        # Small beside the buckets that may be on the link, whose flows it shares it with.
+        # These are small, and share the link with buckets that may be on it rather than wait for them.
         return [self._place("to another stage", needs, after, "passed", waited, at_once=True)]
 
     # --- gradients ---------------------------------------------------------------------------------------
 
     def start(self, bucket: Bucket, ready: Sequence[Task], number: int) -> None:
-        """The gradient exchange of a bucket that is complete when `ready` have ended."""
+        """Start the gradient exchange of a bucket that is complete when the tasks in `ready` have ended."""
         group = self.job.group(self.cluster, bucket.expert)
         if group.ranks == 1 or self.method.free or self.method.momentum:
             return
@@ -136,7 +136,7 @@ class Exchanges:
         under_way.append(handle)
 
     def finish(self) -> None:
-        """The rest of all exchanges, in order."""
+        """Place the remaining tasks of all exchanges, in order."""
         for handles in self._under_way.values():
             for handle in handles:
                 if not handle.done:
@@ -158,7 +158,7 @@ class Exchanges:
         if not summed:
             self.send(f"{name}: {call.kind}", call, group, ready, f"network {kind} ")
             return
-        # Each is drained before the next begins: Megatron's previous_grad_reduce_bucket_group.
+        # Megatron drains each before the next begins (previous_grad_reduce_bucket_group).
         under_way = self._under_way.setdefault(kind, [])
         for handle in [handle for handle in under_way if not handle.done]:
             self.end(handle)
@@ -170,7 +170,7 @@ class Exchanges:
     def start_low(
         self, bucket: Bucket, group: Group, ready: Sequence[Task], kind: str, name: str, *, back: bool
     ) -> Handle:
-        """A bucket's exchange in low bits; `back` sends the sums to all ranks, as an all-reduce does."""
+        """Start a bucket's low-bit exchange; `back` returns the sums to all ranks, as an all-reduce does."""
         method, processor, side = self.method, self.cluster.processor, self.side(kind)
         assert method.bits is not None
         elements, senders, over = bucket.elements, group.ranks, group
@@ -202,11 +202,11 @@ class Exchanges:
     def _inside(
         self, bucket: Bucket, group: Group, ready: Sequence[Task], side: str, name: str, nbytes: float = 0.0
     ) -> Task:
-        """The first hop: the node's ranks sum; the stream waits for it."""
+        """Place the first hop, in which the node's ranks sum; the stream waits for it."""
         here, processor = traffic.inside_of(group), self.cluster.processor
         shard = bucket.elements // group.local
         if self.method.intra_bits is None:
-            # One collective for each node's part of the bucket.
+            # There is one collective for each node's part of the bucket.
             call = dataclasses.replace(
                 traffic.stock_reduce(
                     bucket.elements,
@@ -228,14 +228,14 @@ class Exchanges:
         return self.work(f"{name}: sum", processor.decompress.seconds(shard * group.local), [sent], side)
 
     def end(self, handle: Handle) -> None:
-        """What remains to be done of a bucket."""
+        """Place the remaining task of a bucket."""
         handle.last = self.work(handle.name, handle.seconds, [handle.sent], handle.side)
         handle.done = True
 
     # --- momentum ----------------------------------------------------------------------------------------
 
     def momentum(self, buckets: Sequence[Bucket], after: Sequence[Task]) -> list[Task]:
-        """1-bit Adam's exchange, in the optimizer's step: one bucket after the other."""
+        """Place 1-bit Adam's exchange in the optimizer's step, one bucket after the other."""
         processor, before = self.cluster.processor, list(after)
         for number, bucket in enumerate(buckets):
             group, elements = self.job.group(self.cluster, bucket.expert), bucket.elements
@@ -268,7 +268,7 @@ class Exchanges:
 
 @dataclass
 class Handle:
-    """A bucket whose collective is under way, and what remains to be done when it is waited for."""
+    """A bucket whose collective is in flight, with the task that remains when it is waited for."""
 
     sent: Task
     name: str
@@ -282,7 +282,7 @@ _MOMENTS = 8
 
 
 def bytes_of(job: Job, cluster: Cluster, method: Method) -> float:
-    """State, buffers and activations of the fullest stage."""
+    """Return the bytes of state, buffers and activations of the stage that needs most."""
     return job.activation_bytes + max(
         _state(job, cluster, method, stage) + _buffers(job, cluster, method, stage)
         for stage in range(job.pipeline)
@@ -297,7 +297,7 @@ def _state(job: Job, cluster: Cluster, method: Method, stage: int) -> float:
         master = 4 if job.weight_bytes == 2 else 0
         each = job.weight_bytes + method.bytes_of_gradient(job) + (_MOMENTS + master) / owners
         if method.exact and method.shards_optimizer(job) and group.ranks > 1:
-            each += 4 / group.ranks  # the old shard, and messages of as many bytes at most
+            each += 4 / group.ranks  # The old shard takes 2 bytes, and messages take 2 at most.
         if method.keeps_errors and group.ranks > 1:
             each += traffic.ERROR / (group.local if method.two_hops(group) else 1)
         if method.momentum:

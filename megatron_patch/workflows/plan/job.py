@@ -1,4 +1,4 @@
-"""What a recipe asks of a cluster: its model, batch, groups of ranks and Megatron's overlap."""
+"""Describes the job of a recipe: its model, batch, process groups, buckets and overlap."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ _SMALLEST_BUCKET, _BUCKET_OF_A_RANK = 40_000_000, 1_000_000
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that exchange a gradient: `nodes` x `local`, and how many such groups a node's uplink carries."""
+    """A group of ranks that exchange a gradient: `local` ranks on each of `nodes` nodes."""
 
     ranks: int
     nodes: int
     local: int
     beside: float = 1.0
-    """Groups of the same kind that have ranks on one node."""
+    """How many groups of this kind share a node, and its uplink."""
     scope: str = ALL
-    """What part of a job's ranks it is: all, those inside a node, or one of each node."""
+    """The part of a data-parallel group that it is: all, those inside a node, or one rank of each node."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """One of Megatron's buckets: `elements` with its padding, of which `exact` are in vectors."""
+    """One of Megatron's buckets: `elements` include its padding, and `exact` of them are in vectors."""
 
     elements: int
     exact: int
     first: int
-    """Its parameters are numbers `first` to `last` of the stage's dense ones, or of its experts'."""
+    """Its parameters are `first` to `last`, counted among the stage's dense or expert parameters."""
     last: int
     expert: bool = False
 
 
 @dataclass(frozen=True)
 class Job:
-    """One training job; sizes are Megatron's flags of the same names."""
+    """One training job; most fields are flags of Megatron."""
 
     name: str
     stages: tuple[PipelineStage, ...]
@@ -64,44 +64,44 @@ class Job:
     distributed: bool
     fp32_accumulation: bool
     bucket_size: int | None
-    """As given; None: Megatron's own."""
+    """Megatron's --ddp-bucket-size; None is Megatron's default."""
     exact_ratio: float
-    """Peak learning rate / standard deviation of the weights at the start."""
+    """The peak learning rate divided by the weights' initial standard deviation."""
     layers: int = 1
     strategy: str = MEGATRON
-    """Megatron's DDP, Megatron-FSDP with `optim_grads`, or a wrapping of torch's."""
+    """One of STRATEGIES: Megatron's DDP, Megatron-FSDP with `optim_grads`, or one of torch's."""
     activation_bytes: float = 0.0
     recompute: bool = False
     after_backward: bool = False
     """Whether all buckets are exchanged after the backward pass, as in the network benchmark."""
     weight_bits: float | None = None
-    """Bits a weight in the exact gather; None: by the learning rate."""
+    """Bits per weight in the exact gather; None derives them from `exact_ratio`."""
     passed_bytes: float = 0.0
-    """Activations of a microbatch that a rank sends to the next stage; as many gradients come back."""
+    """Bytes of a microbatch's activations that a rank sends to the next stage; as many gradients return."""
 
     def replicas(self, world: int) -> int:
-        """Data-parallel ranks."""
+        """Return the number of data-parallel ranks."""
         return world // (self.tensor * self.pipeline * self.context)
 
     def microbatches(self, world: int) -> int:
-        """Microbatches of one rank in a step."""
+        """Return the number of microbatches of one rank in a step."""
         return max(1, self.global_batch // (self.micro_batch * self.replicas(world)))
 
     def passes_between_nodes(self, cluster: Cluster) -> bool:
-        """Whether the next stage's ranks are on other nodes: Megatron's stages are runs of ranks."""
+        """Whether the next stage's ranks are on other nodes, since a stage has consecutive ranks."""
         return self.pipeline > 1 and cluster.world // self.pipeline >= cluster.per_node
 
     def tokens(self, world: int) -> int:
-        """Tokens of a step."""
+        """Return the number of tokens of a step."""
         return self.microbatches(world) * self.micro_batch * self.replicas(world) * self.sequence
 
     @property
     def bits_of_weights(self) -> float:
-        """Bits a weight of the exact gather."""
+        """Bits per weight of the exact gather."""
         return constants.exact_bits(self.exact_ratio) if self.weight_bits is None else self.weight_bits
 
     def group(self, cluster: Cluster, expert: bool) -> Group:
-        """The ranks that exchange the experts' gradients, or the others'."""
+        """Return the group that exchanges the experts' gradients, or all other gradients."""
         stride = self.expert_tensor * self.expert if expert else self.tensor
         ranks = max(1, cluster.world // (self.pipeline * stride))
         local = min(ranks, max(1, cluster.per_node // stride))
@@ -112,10 +112,10 @@ class Job:
         return Group(ranks, nodes, local, beside)
 
     def buckets(self, stage: int, cluster: Cluster, expert: bool) -> list[Bucket]:
-        """Megatron's buckets of a stage, in the order in which backward completes them.
+        """Return Megatron's buckets of a stage, in the order in which the backward pass completes them.
 
-        Its rule: parameters in reverse, each beginning at a multiple of 64, until `bucket_size` elements are
-        reached; one bucket on stages behind the first, and without overlap.
+        As in Megatron, a bucket takes parameters in reverse order, each beginning at a multiple of 64, until
+        it has `bucket_size` elements; later stages than the first, and jobs without overlap, have one bucket.
         """
         ranks = self.group(cluster, expert).ranks
         dense_ranks = self.group(cluster, False).ranks
@@ -127,7 +127,7 @@ class Job:
 
 
 def cut(parameters: list[Parameter], size: float, multiple: int, expert: bool) -> list[Bucket]:
-    """Parameters in reverse, until a bucket has `size` elements or more; each is padded to `multiple`."""
+    """Cut parameters, in reverse order, into buckets of `size` elements or more, padded to `multiple`."""
     buckets: list[Bucket] = []
     elements = exact = 0
     last = len(parameters) - 1
@@ -142,7 +142,7 @@ def cut(parameters: list[Parameter], size: float, multiple: int, expert: bool) -
 
 
 def of_arguments(name: str, args: argparse.Namespace) -> Job:
-    """The job of Megatron's validated arguments."""
+    """Return the job of Megatron's validated arguments."""
     if args.num_distributed_optimizer_instances > 1:
         raise UserError(
             "megatron.num_distributed_optimizer_instances: the plan supports a single optimizer instance; "
@@ -188,7 +188,10 @@ def _passed_bytes(args: argparse.Namespace) -> float:
 
 
 def _activation_bytes(args: argparse.Namespace) -> float:
-    """bf16, flash attention (docs/clusters.md); a pipeline's first stage holds as much as all layers do."""
+    """Return the bytes of activations in bf16 with flash attention (docs/clusters.md).
+
+    The first stage of a pipeline holds as much as all layers do for one microbatch.
+    """
     hidden = args.hidden_size
     tokens = args.seq_length * args.micro_batch_size / args.context_parallel_size
     heads = args.num_attention_heads

@@ -1,4 +1,4 @@
-"""What is planned, by name: Megatron's own exchange, and this package's with their options."""
+"""The methods that can be planned, by name: Megatron's own exchange, and this package's methods."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _LOW = re.compile(r"(loco|naive|error_feedback)([84321])(_flat|_two_hop)?(_intra
 class Method:
     """One way to exchange gradients and to gather weights.
 
-    `bits` is None where Megatron exchanges; `momentum` marks 1-bit Adam after its warm-up. `hops` is auto,
-    flat or two_hop. `gradient_bytes` and `distributed` replace the recipe's own where they are given.
+    `bits` is None if Megatron's own exchange is used; `momentum` marks 1-bit Adam after its warm-up. `hops`
+    is auto, flat or two_hop. `gradient_bytes` and `distributed`, if given, replace the recipe's own.
     """
 
     name: str
     method: str = "none"
-    """As CompressionConfig calls it."""
+    """The method's name in CompressionConfig."""
     bits: int | None = None
     momentum: bool = False
     hops: str = "auto"
@@ -35,9 +35,9 @@ class Method:
     gradient_bytes: int | None = None
     distributed: bool | None = None
     options: str = ""
-    """What switches it on: overrides of a recipe."""
+    """The overrides of a recipe that switch the method on."""
     free: bool = False
-    """Nothing travels and nothing is coded: what a step would take without communication."""
+    """Whether nothing is sent or coded, to simulate a step without communication."""
 
     @property
     def stock(self) -> bool:
@@ -49,7 +49,7 @@ class Method:
         return job.distributed if self.distributed is None else self.distributed
 
     def bytes_of_gradient(self, job: Job) -> int:
-        """Bytes of a gradient element in the trainer's own exchange."""
+        """Return the bytes of a gradient element in Megatron's, or torch's, own exchange."""
         return self.gradient_bytes or job.gradient_bytes
 
     def two_hops(self, group: Group) -> bool:
@@ -58,13 +58,12 @@ class Method:
 
 
 FREE = Method("no communication", free=True)
-# What changes least comes first: the exact gather changes no bit of the training.
+# The method that changes least comes first: the exact gather changes no bit of the training.
 DEFAULT = (STOCK, "none_exact", BF16, "loco4", "loco4_exact", "loco4_flat_exact", "loco2_exact", ONEBIT)
 _KNOWN = (*DEFAULT, REPLICATED, "loco8_exact", "loco3_exact", "loco4_two_hop_intra8_exact")
 
 
 def parse(name: str) -> Method:
-    """The method of a name."""
     none = "compression.method=none compression.weight_gather="
     fixed = {
         STOCK: Method(STOCK, options=f"{none}stock"),
@@ -86,7 +85,7 @@ def parse(name: str) -> Method:
 
 
 def low_bit(name: str) -> Method | None:
-    """The method of a name that has the bits in it, as loco4_two_hop_exact; None: it is not one of those."""
+    """Return the method of a name that contains its bits, as loco4_two_hop_exact; None for other names."""
     found = _LOW.fullmatch(name)
     if found is None or (found[4] and found[3] == "_flat"):
         return None
@@ -109,13 +108,13 @@ def low_bit(name: str) -> Method | None:
 
 
 def chosen(names: str | None, one_precision: bool, several_hops: bool, gathers: bool) -> list[Method]:
-    """The methods to plan; by default those that differ for the job.
+    """Return the methods to plan; by default those that differ for the job.
 
     Args:
-        names: separated by commas; None: the default.
-        one_precision: whether gradients cannot be sent in fewer bits by a flag of Megatron's.
+        names: names separated by commas; None chooses the default.
+        one_precision: whether no flag of Megatron can send gradients in fewer bits.
         several_hops: whether two hops are possible.
-        gathers: whether there are gathers of 16-bit weights.
+        gathers: whether 16-bit weights are gathered.
     """
     if names is not None:
         found = [parse(name.strip()) for name in names.split(",") if name.strip()]
@@ -135,7 +134,7 @@ def chosen(names: str | None, one_precision: bool, several_hops: bool, gathers: 
 
 
 def of_config(config: CompressionConfig) -> Method:
-    """The method that a run's options are."""
+    """Return the method that a run's options choose."""
     exact = config.codes_weights
     if not config.compresses:
         return parse("none_exact" if exact else STOCK)

@@ -1,7 +1,7 @@
-"""A recipe's model as one rank of each pipeline stage holds it: parameters in their order, and arithmetic.
+"""Describes a recipe's model as one rank of each pipeline stage holds it: parameters and their operations.
 
-Operations are Megatron's own count: two a weight and token forward, twice that backward, attention's scores
-halved where it is causal.
+Operations are counted as Megatron does: two for each weight and token in the forward pass, twice as many in
+the backward pass, and half of attention's scores, which are causal.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ from megatron_patch.errors import UserError
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a rank: its shape here, and the operations that it takes for a token of the rank."""
+    """One parameter as a rank holds it: its shape there, and the operations that it takes for a token."""
 
     shape: tuple[int, ...]
     operations: float = 0.0
-    """Forward, of one token of the microbatch."""
+    """Operations of the forward pass for one token of the microbatch."""
     expert: bool = False
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return math.prod(self.shape)
 
     @property
     def exact(self) -> bool:
-        """Whether its gradient travels as it is: a vector."""
+        """Whether its gradient is sent uncompressed, as those of vectors are."""
         return len(self.shape) < 2
 
 
@@ -42,16 +41,16 @@ class PipelineStage:
 
     @property
     def operations(self) -> float:
-        """Forward, of one token."""
+        """Operations of the forward pass for one token."""
         return sum(parameter.operations for parameter in self.parameters)
 
     def numel(self, expert: bool) -> int:
-        """Elements of the experts, or of the rest."""
+        """Return the number of elements of the experts' parameters, or of all others."""
         return sum(p.numel for p in self.parameters if p.expert == expert)
 
 
 def padded_vocabulary(args: argparse.Namespace) -> int:
-    """Rows of the embedding on all tensor-parallel ranks, as Megatron pads them."""
+    """Return the rows of the embedding over all tensor-parallel ranks, padded as by Megatron."""
     if getattr(args, "padded_vocab_size", None):
         return int(args.padded_vocab_size)
     if not args.vocab_size:
@@ -63,7 +62,7 @@ def padded_vocabulary(args: argparse.Namespace) -> int:
 
 
 def stages_of(args: argparse.Namespace) -> tuple[PipelineStage, ...]:
-    """The stages of a recipe, from Megatron's validated arguments."""
+    """Return the pipeline stages of a recipe, from Megatron's validated arguments."""
     if getattr(args, "multi_latent_attention", False) or getattr(
         args, "heterogeneous_layers_config_path", None
     ):
@@ -141,7 +140,7 @@ def _layer(args: argparse.Namespace, number: int) -> Iterator[Parameter]:
     ffn = (args.moe_ffn_hidden_size or args.ffn_hidden_size) // ways
     held = args.num_experts // args.expert_model_parallel_size
     up = (2 if args.swiglu else 1) * ffn
-    # A token meets `moe_router_topk` experts somewhere; a rank's share of them is spread over those it holds.
+    # Each token uses `moe_router_topk` experts; a rank's share of this work is spread over its experts.
     each = 2.0 * args.moe_router_topk / held * ways / tensor
     yield from [Parameter((up, hidden), each * up * hidden, expert=True)] * held
     yield from [Parameter((hidden, ffn), each * ffn * hidden, expert=True)] * held

@@ -1,4 +1,4 @@
-"""What a plan says: a row for each method, which one to take and why, and how a recipe grows."""
+"""Makes a plan's results: a row for each method, the recommended method, and a recipe's scaling."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from megatron_patch.workflows.plan.step import Step
 from megatron_patch.workflows.run.configuration import RunConfig
 
 GRID = tuple(10 ** (place / 4) for place in range(15))
-"""Gbit/s of a node's uplink in the chart: 1 to 3,162."""
+"""The chart's bandwidths of a node's uplink in Gbit/s, from 1 to 3,162."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method on one cluster."""
+    """The prediction for one method on one cluster."""
 
     method: Method
     step: Step
@@ -36,31 +36,30 @@ class Row:
     speedup: float
     """The step's speed-up over Megatron's own exchange with the recipe's flags."""
     pays_below: float | None = None
-    """Gbit/s of a node's uplink below which it gains `worth` or more; 0: nowhere, infinity: everywhere."""
+    """It gains `worth` or more below this bandwidth of a node's uplink in Gbit/s; 0: never, inf: always."""
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step."""
         return self.step.seconds
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What to take, and why."""
+    """The recommended method and the reason."""
 
     row: Row
     reason: str
     stays: bool
-    """Whether it is Megatron's own exchange with the recipe's flags."""
+    """Whether the recommendation is Megatron's own exchange with the recipe's flags."""
 
 
 def simulate(job: Job, cluster: Cluster, method: Method) -> Step:
-    """A step under the job's strategy."""
+    """Simulate a step under the job's strategy."""
     return (step if job.strategy == MEGATRON else torch_step).simulate(job, cluster, method)
 
 
 def rows(job: Job, cluster: Cluster, chosen: Sequence[Method]) -> list[Row]:
-    """A row for each method; the first of `chosen` is what speed-ups refer to."""
+    """Return a row for each method; speed-ups are relative to the first method."""
     found: list[Row] = []
     needed_by = exchange.bytes_of if job.strategy == MEGATRON else torch_step.memory_bytes
     for method in chosen:
@@ -74,7 +73,7 @@ def rows(job: Job, cluster: Cluster, chosen: Sequence[Method]) -> list[Row]:
 
 
 def curves(job: Job, cluster: Cluster, chosen: Sequence[Method]) -> dict[str, list[float]]:
-    """Seconds of a step for each method over `GRID`; a single node has no such curves."""
+    """Return each method's seconds of a step at the bandwidths of `GRID`, for clusters of several nodes."""
     return {
         method.name: [simulate(job, cluster.with_inter(gbit * 1e9 / 8), method).seconds for gbit in GRID]
         for method in chosen
@@ -82,7 +81,7 @@ def curves(job: Job, cluster: Cluster, chosen: Sequence[Method]) -> dict[str, li
 
 
 def pays_below(stock: Sequence[float], other: Sequence[float], worth: float) -> float:
-    """Gbit/s below which `other` is faster by `worth` or more, from curves over GRID."""
+    """Return the Gbit/s below which `other` is faster by `worth` or more; both are curves over GRID."""
     gains = [one / two - 1 - worth for one, two in zip(stock, other, strict=True)]
     if gains[-1] >= 0:
         return math.inf
@@ -95,10 +94,10 @@ def pays_below(stock: Sequence[float], other: Sequence[float], worth: float) -> 
 
 
 def advise(job: Job, cluster: Cluster, found: Sequence[Row], worth: float) -> Advice:
-    """The method to take: of those that are about as fast as the fastest, the one that changes least.
+    """Recommend, of the methods that are within `worth` of the fastest, the one that changes least.
 
-    `found` is in the order of what changes least. What does not fit in memory is left out, unless nothing
-    fits.
+    `found` begins with the method that changes least. Methods that do not fit in memory are left out,
+    unless none fits.
     """
     stock = found[0]
     fitting = [row for row in found if row.fits] or list(found)
@@ -132,7 +131,6 @@ def advise(job: Job, cluster: Cluster, found: Sequence[Row], worth: float) -> Ad
 
 
 def percent(value: float) -> str:
-    """A share, as words say it."""
     return f"{100 * value:.1f} %"
 
 
@@ -146,7 +144,7 @@ METHOD = "loco4_exact"
 
 @dataclass(frozen=True)
 class Point:
-    """One size of a job."""
+    """The prediction for one number of GPUs."""
 
     kind: str
     """strong or weak."""
@@ -154,19 +152,19 @@ class Point:
     microbatches: int
     stock_seconds: float
     stock_efficiency: float
-    """Tokens a second and GPU, of those of the same size without communication."""
+    """The throughput as a share of that without communication."""
     seconds: float
-    """With METHOD."""
+    """The seconds of a step with METHOD; `stock_seconds` are those of Megatron's own exchange."""
     efficiency: float
 
 
 def grow(job: Job, cluster: Cluster, home: int) -> Iterator[Point]:
-    """The points that are possible: at least one replica of the model, and one microbatch on each.
+    """Yield the sizes that hold at least one replica of the model, with one microbatch or more on each.
 
     Args:
-        job: with the recipe's own batch.
-        cluster: of any number of nodes.
-        home: the GPUs that the recipe was made for, whose batch a replica keeps in weak scaling.
+        job: the job with the recipe's own batch.
+        cluster: the cluster, whose number of nodes is not used.
+        home: the number of GPUs for which the recipe was made; weak scaling keeps a replica's batch on it.
     """
     stock, other = methods.parse(methods.STOCK), methods.parse(METHOD)
     each = job.tensor * job.pipeline * job.context
@@ -195,7 +193,7 @@ def grow(job: Job, cluster: Cluster, home: int) -> Iterator[Point]:
 
 
 def scaling_table(name: str, found: list[Point]) -> Table:
-    """One recipe's growth."""
+    """Return the table of one recipe's strong and weak scaling."""
     columns = ("scaling", "GPUs", "microbatches", "stock (s)", "not waiting", f"{METHOD} (s)", "not waiting")
     rows = [
         (
@@ -214,9 +212,9 @@ def scaling_table(name: str, found: list[Point]) -> Table:
 
 
 def hint(run: RunConfig, args: argparse.Namespace, recipe: str) -> str | None:
-    """What to say of a run on GPUs whose compression gains less than is worth it; None: nothing.
+    """Return a line for the user if compression is predicted to gain too little in a run on GPUs, else None.
 
-    The GPU and its links are the plan's defaults: nobody knows here where the run will be.
+    The GPU and its links are the plan's defaults, because the cluster of the run is not known here.
     """
     if run.launch.device != "cuda" or not run.attach:
         return None
@@ -226,7 +224,7 @@ def hint(run: RunConfig, args: argparse.Namespace, recipe: str) -> str | None:
     try:
         job = jobs.of_arguments(recipe, args)
     except UserError:
-        return None  # a model that the plan does not know
+        return None  # The planner does not know this model.
     cluster = cluster_file.build({}, run.launch.nnodes, run.launch.nproc_per_node)
     gain = (
         simulate(job, cluster, methods.parse(methods.STOCK)).seconds / simulate(job, cluster, method).seconds

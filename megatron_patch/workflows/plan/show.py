@@ -1,4 +1,4 @@
-"""A plan as tables for the terminal, and as JSON."""
+"""Shows a plan as tables for the terminal, as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_patch.workflows.plan.recommend import GRID, Advice, Row
 
 
 def title(job: Job, cluster: Cluster, gpu: str) -> str:
-    """One line on what is planned."""
+    """Return one line on the job, the cluster and the layout that are planned."""
     links = f"{cluster.nodes} x {cluster.per_node} {gpu}"
     if cluster.nodes > 1:
         links += f", {8 * cluster.between.bandwidth / 1e9:.4g} Gbit/s usable between nodes"
@@ -37,7 +37,7 @@ def title(job: Job, cluster: Cluster, gpu: str) -> str:
 
 
 def table(found: Sequence[Row], best: Row) -> Table:
-    """A row for each method."""
+    """Return the table of methods, in which `best` is marked."""
     columns = ("method", "step (s)", "speed-up", "tokens/s", "exposed (s)", "GB a node sends", "memory GB")
     rows = [
         (
@@ -58,7 +58,7 @@ def table(found: Sequence[Row], best: Row) -> Table:
 
 
 def below(gbit: float | None) -> str:
-    """The column of break-even bandwidths."""
+    """Format a break-even bandwidth of a row (Row.pays_below)."""
     if gbit is None:
         return "-"
     if gbit == 0:
@@ -67,7 +67,7 @@ def below(gbit: float | None) -> str:
 
 
 def explanation(job: Job, cluster: Cluster, gpu: constants.Gpu) -> list[Table]:
-    """Every number of the model, with its source."""
+    """Return the tables of `--explain`: every number of the planner, with its source."""
     numbers = tables.terminal(
         ("name", "value", "unit", "kind", "source"),
         [
@@ -105,7 +105,7 @@ def explanation(job: Job, cluster: Cluster, gpu: constants.Gpu) -> list[Table]:
 def as_json(
     job: Job, cluster: Cluster, found: Sequence[Row], advice: Advice, curves: dict[str, list[float]]
 ) -> dict[str, Any]:
-    """What `--json` writes."""
+    """Return the content that `--json` writes."""
     return {
         "recipe": job.name,
         "strategy": job.strategy,
@@ -147,7 +147,7 @@ def _row(row: Row) -> dict[str, Any]:
 
 
 def draw(path: Path, plan: dict[str, Any]) -> None:
-    """Tokens a second against Gbit/s of a node's uplink, from show.as_json, as a PNG (or SVG) at `path`."""
+    """Draw the curves of a plan, as returned by `as_json`, as a PNG (or SVG) at `path`."""
     from megatron_patch.workflows.plots import pyplot
 
     plt = pyplot()
@@ -158,7 +158,7 @@ def draw(path: Path, plan: dict[str, Any]) -> None:
 
 
 def lines(axes: Any, plan: dict[str, Any]) -> None:
-    """The curves of a plan: speed of each method against stock's own at the same bandwidth."""
+    """Draw each method's speed, relative to stock at the same bandwidth, over the uplink's Gbit/s."""
     curves = plan["curves"]
     stock = curves["step_seconds"][plan["methods"][0]["name"]]
     styles = ("-", "--", ":", "-.")

@@ -1,17 +1,19 @@
-"""One training step of a job on a cluster: how long it takes with a method, and where the time goes.
+"""Simulates one training step of a job on a cluster: how long it takes with a method, and where time goes.
 
-All ranks of a stage do the same at the same time, so one of each is placed (the ranks that share its node
-share the uplink, and on a CPU the cores). Megatron's schedule, one forward and one backward in turns:
+All ranks of a stage do the same at the same time, so that one rank of each stage is simulated (it shares the
+uplink with the ranks of its node, and on a CPU the cores). The step follows Megatron's 1F1B schedule:
 
-    first forward      with overlap_param_gather: waits for each bucket's weights, and asks for the next
-    the rest           all other passes in one piece: nothing is exchanged
-    last backward      with overlap_grad_reduce: each bucket starts when its last gradient is there
-    optimizer          once all stages' exchanges have ended and the norm is known; 1-bit Adam's exchange
-    gather             without overlap, here
+    first forward      with overlap_param_gather it waits for each bucket's weights, and asks for the next
+    the rest           all other passes are one task, in which nothing is exchanged
+    last backward      with overlap_grad_reduce each bucket's exchange starts with its last gradient
+    optimizer          it starts once all stages' exchanges have ended and the norm is known, and contains
+                       1-bit Adam's exchange
+    gather             without overlap the weights are gathered here
 
-A stage waits for the one before it in its first forward, and for the one behind in its last backward, which
-makes the pipeline's bubble; with v virtual stages for the first v-th of it only. What stages send each other
-(both ways at once) adds to each microbatch; with virtual stages Megatron hides it behind computing.
+A stage waits for the stage before it in its first forward pass, and for the stage after it in its last
+backward pass, which makes the pipeline's bubble; with v virtual stages it waits only for the first v-th of
+the pass. What stages send each other, both ways at once, adds to each microbatch; with virtual stages
+Megatron hides it behind computing.
 """
 
 from __future__ import annotations
@@ -28,20 +30,20 @@ from megatron_patch.workflows.plan.methods import FREE, Method
 from megatron_patch.workflows.plan.timeline import Task, Timeline
 
 _BACKWARD = 2.0
-"""Backward to forward, in operations."""
+"""How many times the operations of the forward pass the backward pass takes."""
 _LENGTHS_BYTES = 24
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one step takes."""
+    """The simulated time and traffic of one step."""
 
     method: Method
     seconds: float
     exposed: float
-    """Seconds more than without communication."""
+    """The seconds that communication adds to the step."""
     sent: tuple[Sent, ...]
-    """By stage, of one rank."""
+    """What one rank of each stage sends."""
     tasks: tuple[Task, ...] = ()
 
     @property
@@ -51,7 +53,7 @@ class Step:
 
 
 def simulate(job: Job, cluster: Cluster, method: Method) -> Step:
-    """A step in the middle of training: what overlaps with its ends belongs to it once."""
+    """Simulate a step in the middle of training, with the gather that overlaps its first forward pass."""
     made = _placed(job, cluster, method)
     timeline = made[0].timeline
     alone = seconds = timeline.end
@@ -63,7 +65,7 @@ def simulate(job: Job, cluster: Cluster, method: Method) -> Step:
 
 
 def capacity(job: Job, cluster: Cluster) -> dict[str, float]:
-    """What each resource of each stage does in a second."""
+    """Return what each resource of each stage does in a second (processor seconds, bytes of links)."""
     share = min(1.0, cluster.processor.share)
     found = {}
     for stage in range(job.pipeline):
@@ -74,7 +76,7 @@ def capacity(job: Job, cluster: Cluster) -> dict[str, float]:
 
 
 def forward_seconds(job: Job, cluster: Cluster, operations: float) -> float:
-    """Seconds of one microbatch's forward pass, for so many operations a token."""
+    """Return the seconds of one microbatch's forward pass that takes `operations` for each token."""
     tokens = job.micro_batch * job.sequence / job.context
     return operations * tokens / cluster.processor.flops
 
@@ -117,7 +119,7 @@ def _placed(job: Job, cluster: Cluster, method: Method) -> list[Exchanges]:
 
 
 def norm_latency(cluster: Cluster) -> float:
-    """A small all-reduce over all ranks, for the gradients' norm: a tree."""
+    """Return the seconds of the small all-reduce of the gradients' norm over all ranks, by a tree."""
     from math import ceil, log2
 
     turns = 2 * ceil(log2(cluster.nodes)) if cluster.nodes > 1 else 0
@@ -125,7 +127,7 @@ def norm_latency(cluster: Cluster) -> float:
 
 
 def _at(pieces: Sequence[Task], share: float) -> Task:
-    """The piece with which so much of a pass is done."""
+    """Return the first piece at whose end this share of a pass is done."""
     whole = sum(task.seconds for task in pieces)
     done = 0.0
     for task in pieces:
@@ -140,7 +142,7 @@ def _pieces(operations: float, virtual: int) -> list[float]:
 
 
 def _first_forward(maker: Exchanges, buckets: Sequence[Bucket], after: Sequence[Task]) -> list[Task]:
-    """The stage's first forward pass, and the gathers that it waits for."""
+    """Place the stage's first forward pass, and the gathers for which it waits."""
     job = maker.job
     overlapped = job.overlap_weights and _gathers(maker)
     places = [0, 0]
@@ -148,7 +150,7 @@ def _first_forward(maker: Exchanges, buckets: Sequence[Bucket], after: Sequence[
     numbers = [0, 0]
     due = {
         (bucket.expert, bucket.first): bucket for bucket in buckets
-    }  # a bucket is needed by its first parameter in the forward pass
+    }  # The forward pass needs a bucket at its first parameter.
     done: list[Task] = []
     operations = 0.0
     before: list[Task] = list(after)
@@ -162,7 +164,7 @@ def _first_forward(maker: Exchanges, buckets: Sequence[Bucket], after: Sequence[
                 before = [_forward(maker, operations, before)]
                 done += before
                 operations = 0.0
-            # Asked for when the bucket before it was waited for; the first when it is needed.
+            # A gather starts when the bucket before it is waited for, the first one when it is needed.
             asked = last_gather[parameter.expert] or before
             places[parameter.expert] += 1
             arrived = gather(maker, [bucket], asked, places[parameter.expert])
@@ -182,7 +184,7 @@ def _forward(maker: Exchanges, operations: float, after: Sequence[Task]) -> Task
 def _last_backward(
     maker: Exchanges, buckets: Sequence[Bucket], backward: float, after: Sequence[Task]
 ) -> list[Task]:
-    """The stage's last backward pass; with overlap each bucket starts once it is complete."""
+    """Place the stage's last backward pass; with overlap each bucket's exchange starts within it."""
     job = maker.job
     numbers = [
         sum(p.expert == expert for p in job.stages[maker.stage].parameters) for expert in (False, True)
@@ -208,7 +210,7 @@ def _last_backward(
 
 
 def _optimizer(maker: Exchanges, buckets: Sequence[Bucket], ready: Task) -> None:
-    """The optimizer's step of a stage, 1-bit Adam's exchange, and what of the gather belongs to it."""
+    """Place a stage's optimizer step, with 1-bit Adam's exchange, and the gather if it is not overlapped."""
     processor, job = maker.cluster.processor, maker.job
     before: list[Task] = [ready]
     if maker.method.momentum:
@@ -225,12 +227,12 @@ def _optimizer(maker: Exchanges, buckets: Sequence[Bucket], ready: Task) -> None
 
 
 def _gathers(maker: Exchanges) -> bool:
-    """Whether a stage's updated weights travel."""
+    """Whether the ranks gather updated weights."""
     return maker.method.shards_optimizer(maker.job) and not maker.method.free
 
 
 def encode(maker: Exchanges, buckets: Sequence[Bucket], after: Sequence[Task]) -> list[Task]:
-    """What the exact gather does once the optimizer has stepped: messages, and all ranks' lengths."""
+    """Place what the exact gather does after the optimizer's step: encode messages, and gather lengths."""
     if not (_gathers(maker) and maker.method.exact):
         return list(after)
     processor, before = maker.cluster.processor, list(after)
@@ -249,7 +251,7 @@ def encode(maker: Exchanges, buckets: Sequence[Bucket], after: Sequence[Task]) -
 
 
 def gather(maker: Exchanges, batch: Sequence[Bucket], after: Sequence[Task], number: int) -> list[Task]:
-    """The gather of buckets of one group, which travel in one piece; ends when the weights are there."""
+    """Place one gather of buckets of one group; the returned tasks end when the weights are written."""
     expert = batch[0].expert
     group = maker.job.group(maker.cluster, expert)
     if not _gathers(maker) or group.ranks == 1:
@@ -266,7 +268,7 @@ def gather(maker: Exchanges, batch: Sequence[Bucket], after: Sequence[Task], num
 
 
 def _batches(maker: Exchanges, buckets: Sequence[Bucket]) -> list[list[Bucket]]:
-    """The pieces in which gathers that begin together travel (weights/batch.py)."""
+    """Split buckets whose gathers begin together into the batches that are sent (weights/batch.py)."""
     found: list[list[Bucket]] = []
     for expert in (False, True):
         chosen = [bucket for bucket in buckets if bucket.expert == expert]

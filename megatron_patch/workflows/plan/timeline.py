@@ -1,8 +1,8 @@
-"""When the parts of a step begin and end, by recurrence: each is placed as soon as it is known.
+"""Computes when the tasks of a step begin and end, each at the moment when it is placed.
 
-A part waits for others, for the one before it on its stream, and for a latency of its own. Then it uses links
-and the rank's processor, each of which serves what comes to it in turn. No two parts share a link: what two
-streams send at the same time takes as long in sum, and the first one is through earlier.
+A task waits for other tasks, for the one before it on its stream, and for a latency of its own. Then it uses
+links and the rank's processor, each of which serves one task after the other. Two tasks never share a link:
+one after the other, they take as long in sum as they would together, and the first one ends earlier.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """One part of a step; times in seconds from the step's beginning."""
+    """One task of a step, with its times in seconds from the beginning of the step."""
 
     name: str
     start: float
@@ -21,15 +21,15 @@ class Task:
 
     @property
     def seconds(self) -> float:
-        """From its start to its end, what it waited for on its way included."""
+        """The time from its start to its end, including waits for resources."""
         return self.end - self.start
 
 
 @dataclass
 class Timeline:
-    """The parts of a step, in the order in which they were placed.
+    """The tasks of a step in the order in which they were placed.
 
-    `capacity` is what each resource does in a second.
+    `capacity` says what each resource does in a second.
     """
 
     capacity: Mapping[str, float]
@@ -46,9 +46,9 @@ class Timeline:
         latency: float = 0.0,
         at_once: bool = False,
     ) -> Task:
-        """Place a part that needs amounts of resources (processor seconds, bytes of a link).
+        """Place a task that needs amounts of resources (processor seconds, bytes of a link).
 
-        What is served `at_once` waits for nothing that is under way; what is placed after it waits longer.
+        With `at_once` it does not wait for tasks that use its resources; tasks placed after it wait longer.
         """
         start = max([self._streams.get(stream, 0.0), *(task.end for task in after)])
         begun = end = start + latency
@@ -64,5 +64,5 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """When the last part ends."""
+        """The time at which the last task ends."""
         return max((task.end for task in self.tasks), default=0.0)

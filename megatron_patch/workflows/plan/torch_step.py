@@ -1,14 +1,14 @@
-"""One training step of a job under Megatron-FSDP, or PyTorch's DDP, FSDP2 or hybrid sharding, on one rank.
+"""Simulates one training step under Megatron-FSDP, or PyTorch's DDP, FSDP2 or hybrid sharding, on one rank.
 
     optim_grads   Megatron-FSDP with whole weights on every rank: in every microbatch each unit's gradients
                   are reduced, and once a step the weights are gathered
-    fsdp2         weights in shards over all ranks: in every microbatch each unit is gathered for its forward
-                  pass and again for its backward pass, and its gradients are reduced
+    fsdp2         weights are sharded over all ranks: in every microbatch each unit is gathered for its
+                  forward pass and again for its backward pass, and its gradients are reduced
     hybrid        the same inside each node; in the last microbatch the shards are all-reduced between nodes
-    ddp           weights whole on every rank: in the last microbatch buckets of 25 MiB are all-reduced
+    ddp           weights are whole on every rank: in the last microbatch buckets of 25 MiB are all-reduced
 
-A unit is what is sharded at a time: here pieces of about a layer's size. A unit is gathered while the one
-before it computes, as FSDP2 prefetches; weights travel in bf16, and so do torch's uncompressed gradients.
+A unit is the part of the model that is sharded at a time, here about a layer. A unit is gathered while the
+one before it computes, as FSDP2 prefetches; weights and torch's uncompressed gradients are sent in bf16.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from megatron_patch.workflows.plan.timeline import Task, Timeline
 _BF16 = 2
 _DDP_BUCKET = 25 * 2**20 / _BF16
 _ADAM = 16
-"""Bytes of an owned parameter: weight, gradient and two moments in fp32."""
+"""Bytes per owned parameter: weight, gradient and two moments in fp32."""
 _MEGATRON_FSDP = "megatron.use_megatron_fsdp=true megatron.data_parallel_sharding_strategy=optim_grads"
 
 
 def planned_with(job: Job, strategy: str) -> Job:
-    """The recipe's model and batch under another strategy than Megatron's DDP.
+    """Return the job of a recipe's model and batch under this strategy.
 
     Raises:
-        UserError: the recipe has parallelism of other kinds, too.
+        UserError: the strategy is not Megatron's DDP, and the recipe has other than data parallelism.
     """
     if strategy == MEGATRON:
         return job
@@ -65,10 +65,10 @@ def planned_with(job: Job, strategy: str) -> Job:
 
 
 def methods_of(names: str | None, job: Job) -> list[Method]:
-    """The methods of `--methods`, with what switches them on.
+    """Return the methods of `--methods`, with the options that switch them on.
 
     Raises:
-        UserError: one of them is not served under the job's strategy.
+        UserError: a method is not served under the job's strategy.
     """
     strategy = job.strategy
     if strategy == OPTIM_GRADS:
@@ -79,7 +79,7 @@ def methods_of(names: str | None, job: Job) -> list[Method]:
                     f"--methods: {method.name} needs Megatron's DDP; leave it out with --strategy {strategy}"
                 )
         return [dataclasses.replace(method, options=f"{method.options} {_MEGATRON_FSDP}") for method in found]
-    # Over all ranks a byte a parameter for errors is much beside what FSDP2 itself keeps.
+    # With FSDP2 LoCo's errors, a byte per parameter on every rank, are much beside the sharded state.
     usual = "stock,naive4,loco4" if strategy == FSDP2 else "stock,loco4,loco2"
     found = chosen(names or usual, one_precision=True, several_hops=strategy == FSDP2, gathers=True)
     for method in found:
@@ -102,7 +102,7 @@ def _options(method: Method) -> str:
 
 
 def simulate(job: Job, cluster: Cluster, method: Method) -> Step:
-    """A step in the middle of training."""
+    """Simulate a step in the middle of training."""
     seconds, made = _step(job, cluster, method)
     free = seconds if method.free else _step(job, cluster, FREE)[0]
     sent = [dataclasses.asdict(one.sent) for one in made]
@@ -111,7 +111,7 @@ def simulate(job: Job, cluster: Cluster, method: Method) -> Step:
 
 
 def _step(job: Job, cluster: Cluster, method: Method) -> tuple[float, list[Exchanges]]:
-    """All microbatches but the last are alike: one is placed, and counted so many times."""
+    """Simulate the last microbatch, and one of the others, which are alike, to be counted for all of them."""
     last = _microbatch(job, cluster, method, last=True)
     seconds = last.timeline.end
     rest = job.microbatches(cluster.world) - 1
@@ -122,7 +122,7 @@ def _step(job: Job, cluster: Cluster, method: Method) -> tuple[float, list[Excha
 
 
 def _microbatch(job: Job, cluster: Cluster, method: Method, *, last: bool) -> Exchanges:
-    # FSDP2 waits for each of gloo's collectives before it goes on: all is one stream.
+    # FSDP2 waits for each of gloo's collectives before it continues, so that everything is one stream.
     waits = bool(cluster.processor.transport) and job.strategy != DDP
     maker = Exchanges(job, cluster, method, 0, Timeline(step.capacity(job, cluster)), one_stream=waits)
     whole = job.group(cluster, False)
@@ -130,7 +130,7 @@ def _microbatch(job: Job, cluster: Cluster, method: Method, *, last: bool) -> Ex
     shards = _shard_group(job, whole)
     operations = [_operations(job, unit) for unit in units]
     before: list[Task] = []
-    # In the order of the forward pass; `cut` has that of the backward pass.
+    # Units come in the order of the backward pass from `cut`, and the forward pass reverses it.
     for place in reversed(range(len(units))):
         if job.strategy == OPTIM_GRADS:
             arrived = step.gather(maker, [units[place]], before[-2:-1], place) if last else []
@@ -139,9 +139,9 @@ def _microbatch(job: Job, cluster: Cluster, method: Method, *, last: bool) -> Ex
         before.append(_compute(maker, "forward", operations[place], [*before[-1:], *arrived]))
     backward = 3.0 if job.recompute else 2.0
     handles: list[Handle] = []
-    arrived = []  # The forward pass has left the last unit's weights where they are.
+    arrived = []  # The last unit's weights are still there after the forward pass.
     for place, unit in enumerate(units):
-        # Asked for before this unit's gradients are reduced: both wait for one communicator.
+        # The gather precedes the reduction of this unit's gradients, because both use one communicator.
         more = place + 1 < len(units) and job.strategy != OPTIM_GRADS
         following = _gather(maker, units[place + 1], shards, before[-1:]) if more else []
         before.append(_compute(maker, "backward", backward * operations[place], [*before[-1:], *arrived]))
@@ -171,7 +171,7 @@ def _units(job: Job, whole: Group) -> list[Bucket]:
 
 
 def _shard_group(job: Job, whole: Group) -> Group:
-    """The ranks that share the weights."""
+    """Return the group over which the weights are sharded."""
     if job.strategy in (FSDP2, OPTIM_GRADS):
         return whole
     return traffic.inside_of(whole) if job.strategy == HYBRID else Group(1, 1, 1)
@@ -195,7 +195,7 @@ def _gather(maker: Exchanges, unit: Bucket, shards: Group, after: Sequence[Task]
 def _reduce(
     maker: Exchanges, unit: Bucket, whole: Group, ready: Sequence[Task], place: int, last: bool
 ) -> list[Handle]:
-    """A unit's gradients, from when its backward pass has ended."""
+    """Place the reduction of a unit's gradients after `ready`, the end of its backward pass."""
     name, cluster, strategy = f"unit {place}", maker.cluster, maker.job.strategy
     if strategy in (FSDP2, OPTIM_GRADS):
         if whole.ranks == 1:
@@ -224,14 +224,14 @@ def _reduce(
 
 
 def memory_bytes(job: Job, cluster: Cluster, method: Method) -> float:
-    """State, gathered units, buffers and activations of a rank."""
+    """Return the bytes that a rank needs for state, gathered units, buffers and activations."""
     whole = job.group(cluster, False)
     shards = _shard_group(job, whole)
     units = sorted((unit.elements for unit in _units(job, whole)), reverse=True)
     total = job.activation_bytes + _ADAM * sum(units) / shards.ranks
-    if job.strategy == OPTIM_GRADS:  # whole weights; old shards, and messages of as many bytes at most
+    if job.strategy == OPTIM_GRADS:  # Weights are whole; the exact gather adds old shards and messages.
         total += sum(units) * (_BF16 + (4 / shards.ranks if method.exact else 0))
-    if shards.ranks > 1:  # weights and gradients of two units
+    if shards.ranks > 1:  # Two units' weights and gradients are whole at a time.
         total += 2 * _BF16 * sum(units[:2])
     senders = traffic.across(whole) if job.strategy == HYBRID else whole
     if method.bits is None or senders.ranks == 1:

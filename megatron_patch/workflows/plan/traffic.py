@@ -1,12 +1,12 @@
-"""Bytes of one collective of one bucket: what leaves a node, and what a rank sends inside it.
+"""Computes the bytes of one collective of one bucket: what leaves a node, and what a rank sends inside it.
 
-By how NCCL's rings and an all-to-all move them. N ranks on M nodes, R of them on each; S bytes of a shard:
+This follows NCCL's rings and all-to-all. With N ranks on M nodes, R of them on each, and S bytes of a shard:
 
-    ring (reduce-scatter, all-gather)   every rank passes on (N-1) S, one of a node's R to the next node
+    ring (reduce-scatter, all-gather)   every rank sends (N-1) S, and one of a node's R sends to the next node
     all-to-all                          every rank sends S to each of the N-R ranks elsewhere, and to R-1 here
     two hops                            a ring, or an all-to-all, inside the node, then one between M nodes
 
-A node's uplink carries `beside` groups at a time. Payloads in low bits are quantization/layout.py's own.
+A node's uplink carries `beside` groups at a time. Sizes of low-bit payloads come from quantization/layout.py.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from megatron_patch.workflows.plan.job import BETWEEN, INSIDE, Group
 
 _BLOCK = 128
 ERROR = 1 + 2 / _BLOCK
-"""Bytes of an element of an 8-bit error state with a bf16 scale for each block."""
+"""Bytes per element of an 8-bit error state with a bf16 scale for each block."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One collective of one rank."""
+    """One collective, as one rank takes part in it."""
 
     kind: str
     uplink: float
-    """Bytes that leave the node, by all of its ranks that do the same."""
+    """Bytes that leave the node, sent by all of its ranks in the same collective."""
     inside: float
     """Bytes that this rank sends to ranks of its node."""
     sent: float
-    """Bytes that this rank sends at all."""
+    """Bytes that this rank sends in all."""
     latency: float
     """Seconds before the first byte arrives."""
     scope: str
     """The group's scope: all, inside or between."""
     calls: int = 1
-    """Collectives that it stands for."""
+    """How many collectives this one represents."""
 
     def between(self, group: Group) -> float:
-        """Bytes that this rank sends to other nodes."""
+        """Return the bytes that this rank sends to other nodes."""
         return self.uplink / (group.beside * group.local)
 
 
 def ring(kind: str, shard: float, group: Group, cluster: Cluster) -> Call:
-    """A reduce-scatter or an all-gather of shards of so many bytes."""
+    """Return a reduce-scatter or all-gather of shards of `shard` bytes, by a ring."""
     n, m, r = group.ranks, group.nodes, group.local
     sent = (n - 1) * shard
     between, inside = m - 1, n - m
@@ -58,7 +58,7 @@ def ring(kind: str, shard: float, group: Group, cluster: Cluster) -> Call:
 
 
 def all_to_all(shard: float, group: Group, cluster: Cluster) -> Call:
-    """Every rank sends a payload of so many bytes to each other one."""
+    """Return an all-to-all in which every rank sends `shard` bytes to each other rank."""
     n, r = group.ranks, group.local
     elsewhere = n - r
     turns = -(-elsewhere // constants.value("peers_at_once"))
@@ -70,44 +70,44 @@ def all_to_all(shard: float, group: Group, cluster: Cluster) -> Call:
 
 
 def inside_of(group: Group) -> Group:
-    """The group's ranks on one node."""
+    """Return the group of a group's ranks on one node."""
     return Group(group.local, 1, group.local, group.beside, INSIDE)
 
 
 def across(group: Group) -> Group:
-    """One rank of each node."""
+    """Return the group of one rank of each of a group's nodes."""
     return Group(group.nodes, group.nodes, 1, group.beside * group.local, BETWEEN)
 
 
 @functools.cache
 def payload(elements: int, shards: int, bits: int, exact: int = 0, whole_blocks: bool = False) -> float:
-    """Bytes of one shard's payload; `exact` elements travel in fp32 and are spread over the shards."""
-    from megatron_patch.quantization.layout import BlockLayout  # torch: not for --help
+    """Return the bytes of one shard's payload, with its share of the `exact` elements, sent in fp32."""
+    from megatron_patch.quantization.layout import BlockLayout  # imports torch, which --help does not need
 
     layout = BlockLayout.of(elements, shards, bits, _BLOCK, whole_blocks)
     return layout.payload_bytes + (4 - bits / 8) * exact / shards
 
 
 def stock_reduce(elements: int, nbytes: int, group: Group, cluster: Cluster, fp32_sum: bool) -> Call:
-    """Megatron's reduce-scatter of a bucket; with fp32 accumulation it is an all-to-all."""
+    """Return Megatron's reduce-scatter of a bucket, which is an all-to-all with fp32 accumulation."""
     shard = elements * nbytes / group.ranks
     if fp32_sum:
         return all_to_all(shard, group, cluster)
     call = ring(REDUCE_SCATTER, shard, group, cluster)
     if not cluster.processor.transport:
         return call
-    # gloo's own moves twice the bytes over the links (docs/benchmarks.md).
+    # gloo's reduce-scatter moves twice the bytes over the links (docs/benchmarks.md).
     return dataclasses.replace(call, uplink=2 * call.uplink, inside=2 * call.inside)
 
 
 def all_reduce(elements: int, nbytes: int, group: Group, cluster: Cluster) -> tuple[Call, Call]:
-    """Its halves, with a replicated optimizer: a reduce-scatter's ring and an all-gather's."""
+    """Return the two halves of an all-reduce: a reduce-scatter and an all-gather, by rings."""
     shard = elements * nbytes / group.ranks
     back = gather(shard, group, cluster)
-    # gloo's all-reduce has a ring of its own, of which each half moves what an all-gather does.
+    # gloo's all-reduce is another ring, of which each half moves as many bytes as an all-gather.
     return back if cluster.processor.transport else ring(REDUCE_SCATTER, shard, group, cluster), back
 
 
 def gather(shard: float, group: Group, cluster: Cluster) -> Call:
-    """An all-gather of shards of so many bytes."""
+    """Return an all-gather of shards of `shard` bytes."""
     return ring(ALL_GATHER, shard, group, cluster)

@@ -1,1 +1,1 @@
-"""`megatron-loco report`: runs' folders to one HTML page that needs nothing else."""
+"""`megatron-loco report`: makes one self-contained HTML page of runs' folders."""

@@ -28,13 +28,13 @@ from megatron_patch.workflows.report.table import SEEDS, Group, digits, group_ru
 from megatron_patch.workflows.run_reader import Run, read_runs
 
 _MOST_LETTERS = 50
-"""Letters of all names together that the heading has room for."""
+"""The heading lists the names if they have no more letters than this in all."""
 _MOST_NAMES = 12
-"""Runs that are named at the end of the page; of more it says how many they are."""
+"""If more runs than this share an environment, the end of the page gives their number, not their names."""
 _MOST_COLUMNS = 6
-"""Configurations that stand side by side in the table of differences; more stand one below the other."""
+"""If there are more configurations than this, the table of differences lists them one below the other."""
 _MOST_OPEN = 12
-"""Buckets; more of them are folded away."""
+"""If there are more buckets than this, their table is folded."""
 _PLAN_HEAD = ["step (s)", "speed-up", "tokens/s", "exposed (s)", "GB a node sends", "memory GB"]
 
 
@@ -70,10 +70,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def render(runs: Sequence[Run], plan: Plan | None = None) -> str:
-    """The whole page.
+    """Return the page as HTML.
 
-    It is one file without scripts that asks for nothing: its Content-Security-Policy forbids what it does not
-    hold itself. jinja2 escapes every text that comes from a run; only the pictures go in as they are.
+    The page is one file without scripts, and its Content-Security-Policy forbids to load anything. jinja2
+    escapes every text that comes from a run; only the pictures are inserted unescaped.
     """
     environment = Environment(
         loader=PackageLoader("megatron_patch.workflows.report", "."),
@@ -82,7 +82,7 @@ def render(runs: Sequence[Run], plan: Plan | None = None) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    # A long name or key may be broken into lines there.
+    # A long name or key may be broken into lines after these characters.
     environment.filters["foldable"] = lambda text: Markup("<wbr>").join(re.split(r"(?<=[/,_.])", text))
     groups = group_runs(runs)
     exact = [group for group in groups if any(run.gathers_exactly for run in group.runs)]
@@ -102,7 +102,7 @@ def render(runs: Sequence[Run], plan: Plan | None = None) -> str:
         notes=_notes(runs, groups, differences),
         columns=columns,
         rows=[(g.name, table.state(g.runs), table.row(columns, g.runs, g.counted, against)) for g in groups],
-        # Every run has a row of its own where the first table has means.
+        # If the first table has means, a second one has a row for every run.
         each_run=[
             (name, table.state([run]), table.row(columns, [run], [run], against)) for name, run in named
         ]
@@ -142,7 +142,7 @@ def _heading(runs: Sequence[Run], groups: Sequence[Group]) -> str:
 
 
 def _notes(runs: Sequence[Run], groups: Sequence[Group], differences: dict[str, list[str]]) -> list[str]:
-    """What a reader must know before comparing."""
+    """Return the warnings that a reader must know before comparing the runs."""
     notes = []
     unfinished = sum(not run.finished for run in runs)
     if unfinished:
@@ -177,7 +177,7 @@ def _notes(runs: Sequence[Run], groups: Sequence[Group], differences: dict[str, 
 
 
 def _environments(named: Sequence[tuple[str, Run]]) -> list[tuple[str, str]]:
-    """What runs were made with, each once, and which runs."""
+    """Return each environment (ranks, device, versions) in which runs were made, with the runs' names."""
     found: dict[str, list[str]] = {}
     for name, run in named:
         versions = ", ".join(f"{key} {value}" for key, value in (run.summary.get("versions") or {}).items())
@@ -192,20 +192,20 @@ def _environments(named: Sequence[tuple[str, Run]]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the page shows of what `megatron-loco plan` predicted."""
+    """The part of a plan of `megatron-loco plan` that the page shows."""
 
     title: str
     reason: str
     head: list[str]
     rows: list[list[str]]
-    """Name, then a cell for each of `head`."""
+    """Each row has the method's name and a cell for each of `head`."""
     svg: str
-    """Empty where the job has one node."""
+    """The picture of speed over bandwidth; empty if the job has one node."""
     legend: list[figures.Entry]
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a file of `plan --json` or `--out`."""
+    """Read a plan that `plan --json` or `plan --out` has written."""
     try:
         return plan_of(load_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
@@ -217,7 +217,6 @@ def read_plan(path: Path) -> Plan:
 
 
 def plan_of(plan: dict[str, Any]) -> Plan:
-    """The same of what `plan --json` writes."""
     rows = [
         [
             one["name"] + (" (recommended)" if one["name"] == plan["recommended"] else ""),

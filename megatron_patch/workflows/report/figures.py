@@ -1,4 +1,4 @@
-"""The page's figures: a quantity's curves over the steps, a thick line of each configuration."""
+"""Draws the page's figures: a quantity's curves over the steps, with a thick line for each configuration."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from megatron_patch.workflows.run_reader import Run
 
 MOST_GROUPS = plots.COLOURS * len(plots.DASHES)
 MOST_EACH = 8
-"""Groups; of more only the means are drawn."""
+"""With more groups than this, only each group's mean is drawn, and not its single runs."""
 MOST_POINTS = 600
 Curve = dict[int, float]
-"""A value by optimizer step."""
+"""Maps optimizer steps to values."""
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """What one figure shows of every run."""
+    """The quantity that one figure shows for every run."""
 
     key: str
-    """Its name in metrics.jsonl, or `difference`."""
+    """The quantity's name in metrics.jsonl, or `difference`."""
     title: str
     axis: str
     about: str
     factor: float = 1.0
     last: bool = False
-    """The legend gives the last value; otherwise the median."""
+    """Whether the legend shows the last value, and not the median."""
     from_zero: bool = False
     form: str = ""
-    """The legend's numbers, as a format of Python's; empty: three significant digits."""
+    """The format specification of the legend's numbers; if empty, they have three significant digits."""
     unit: str = ""
     of_exact_gather: bool = False
-    """Drawn only where a run gathers weights exactly."""
+    """Whether the figure is drawn only if a run gathers weights exactly."""
 
     def curve(self, run: Run) -> Curve:
         return {step: value * self.factor for step, value in run.curve(self.key).items()}
@@ -141,7 +141,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Figure:
-    """A quantity's picture and the words around it."""
+    """The picture of a quantity with its legend and notes."""
 
     quantity: Quantity
     svg: str
@@ -151,16 +151,16 @@ class Figure:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """What a figure shows of one group."""
+    """The curves of one group in a figure."""
 
     mean: Curve
     each: list[Curve]
     value: float
-    """The legend's number."""
+    """The number in the legend."""
 
 
 def draw(quantity: Quantity, groups: Sequence[Group]) -> Figure | None:
-    """The figure of one quantity; None if no run has a value of it."""
+    """Return the figure of one quantity; None if no run has a value of it."""
     found = {
         style: drawn for style, group in enumerate(groups) if (drawn := _drawn(quantity, groups[0], group))
     }
@@ -199,7 +199,7 @@ def _drawn(quantity: Quantity, first: Group, group: Group) -> _Drawn | None:
 
 
 def _differences(first: Group, group: Group) -> dict[int, Curve]:
-    """id(run) -> its training loss against the first group's, in percent."""
+    """Return for each id(run) the difference of its training loss to the first group's, in percent."""
     base = {repr(run.seed): curve for run in first.runs if (curve := run.curve("loss"))}
     mean = _mean(list(base.values())) if base else {}
     found = {}
@@ -215,13 +215,13 @@ def _median(curve: Curve) -> float:
 
 
 def _mean(curves: list[Curve]) -> Curve:
-    """At the steps that all curves have."""
+    """Return the mean of the curves at the steps that all of them have."""
     common = sorted(set.intersection(*(set(curve) for curve in curves)))
     return {step: statistics.fmean(curve[step] for curve in curves) for step in common}
 
 
 def _described(quantity: Quantity, legend: list[Entry]) -> str:
-    """The picture's text for readers who do not see it; the legend has the numbers of all curves."""
+    """Return the picture's alternative text; the legend on the page has the numbers of all curves."""
     shown = "; ".join(f"{entry.name}: {entry.value}" for entry in legend[:4])
     more = f"; and {len(legend) - 4} more below" if len(legend) > 4 else ""
     kind = "Last values" if quantity.last else "Medians"
@@ -238,7 +238,7 @@ def _thinned(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _limits(axes: Any, quantity: Quantity, found: list[_Drawn]) -> list[str]:
-    """Set the y axis so that a few slow steps do not press all curves flat; says what lies above it."""
+    """Set the y axis so that a few slow steps do not flatten all curves; return a note on points above it."""
     curves = [curve for drawn in found for curve in drawn.each or [drawn.mean]]
     values = np.array([value for curve in curves for value in curve.values()])
     values = values[np.isfinite(values)]

@@ -1,8 +1,8 @@
-"""The page's tables: runs that differ in their seeds alone are one configuration, a row and a colour.
+"""Makes the page's tables, in which runs that differ only in their seeds are one row: a group.
 
-group_runs(runs)      runs -> groups, named by the shortest part of their paths that tells them apart
-row(...)              the numbers of a group or a run; means where there are several
-differences(groups)   the settings in which runs differ, with what each group has
+group_runs(runs)      makes the groups, named by the shortest parts of their paths that distinguish them
+row(...)              gives the numbers of a run, or the means of a group
+differences(groups)   gives the settings in which runs differ, with each group's value
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ RAW_GATHERS = {
     "no_shorter": "the code saved nothing",
     "edited": "weights changed between step and gather",
 }
-"""The reasons of megatron/seams/traffic.py, in words."""
+"""The RAW_REASONS of megatron/seams/traffic.py, as the page words them."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one configuration."""
+    """The runs of one configuration."""
 
     name: str
     runs: list[Run]
 
     @property
     def counted(self) -> list[Run]:
-        """The runs that means are made of.
+        """The runs over which means are taken: the finished ones, or all if none is finished.
 
-        Runs that came to their end are not mixed with others: a loss at half of the steps is something else.
+        Finished runs are not mixed with others, because a loss after half of the steps is not comparable.
         """
         return [run for run in self.runs if run.finished] or self.runs
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Groups in the order of their first runs.
+    """Return the groups in the order of their first runs.
 
-    Runs of equal settings and equal seeds stay apart, and so does all that has these settings: they were
-    made at different times or by different code, and which of them belong together only the user knows.
+    If two runs have the same settings and the same seed, no runs of these settings are grouped: they were
+    made at different times or by different code, and only the user knows which of them belong together.
     """
     alike: dict[Any, list[Run]] = {}
     for run in runs:
@@ -66,7 +66,6 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def run_names(runs: Sequence[Run]) -> list[str]:
-    """A name for each single run."""
     return _shortest_ends([_parts(run) for run in runs])
 
 
@@ -92,7 +91,7 @@ def _names(groups: list[list[Run]]) -> list[str]:
 
 
 def _shared_parts(paths: list[tuple[str, ...]]) -> tuple[str, ...]:
-    """The parts of a path that name the configuration: not those of a single seed."""
+    """Return the parts that all paths share, without those that name a seed."""
     if len({len(path) for path in paths}) > 1:
         return paths[0]
     columns = zip(*paths, strict=True)
@@ -102,7 +101,7 @@ def _shared_parts(paths: list[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _shortest_ends(paths: list[tuple[str, ...]]) -> list[str]:
-    """As few last parts of the paths as tell them apart, without the parts in which all of them end."""
+    """Return the fewest last parts that distinguish the paths, without the last parts that all share."""
     if len(paths) > 1:
         while min(map(len, paths)) > 1 and len({path[-1] for path in paths}) == 1:
             paths = [path[:-1] for path in paths]
@@ -113,7 +112,7 @@ def _shortest_ends(paths: list[tuple[str, ...]]) -> list[str]:
 
 
 def differences(groups: Sequence[Group]) -> dict[str, list[str]]:
-    """Key -> its value in each group, of the keys that have not the same value in all runs."""
+    """Return, for each key whose value is not the same in all runs, its value in each group."""
     recorded = [run for group in groups for run in group.runs if run.config]
     keys = dict.fromkeys(key for run in recorded for key in run.config)
     return {
@@ -124,7 +123,7 @@ def differences(groups: Sequence[Group]) -> dict[str, list[str]]:
 
 
 def _shown(run: Run, key: str) -> str:
-    """A value as YAML writes it."""
+    """Return a value as YAML writes it."""
     if not run.config:
         return "not recorded"
     value = run.config.get(key, "not set")
@@ -135,19 +134,19 @@ def _shown(run: Run, key: str) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """A number of a run: what it is called, how it is written."""
+    """A column of the table: the name of a run's number and its format."""
 
     key: str
     title: str
     form: str = ""
-    """A format of Python's; empty: as many places as give the number three significant digits."""
+    """The format specification; if empty, the number has three significant digits."""
     factor: float = 1.0
     unit: str = ""
     of_exact_gather: bool = False
-    """There only where a run gathers weights exactly."""
+    """Whether the column is shown only if a run gathers weights exactly."""
 
     def write(self, values: Sequence[float]) -> str:
-        """One value, or the mean and the standard deviation of several, with the same decimal places."""
+        """Format one value, or the mean and the standard deviation of several."""
         if not values:
             return NOTHING
         mean = statistics.fmean(values) * self.factor
@@ -159,7 +158,7 @@ class Column:
 
 
 def digits(value: float) -> str:
-    """At least three significant digits, no exponent: 0.184, 1.43, 1,427."""
+    """Format a number with at least three significant digits and no exponent: 0.184, 1.43, 1,427."""
     return format(value, _three_digits(value))
 
 
@@ -170,7 +169,7 @@ def _three_digits(value: float) -> str:
 
 
 _COLUMNS = (
-    # A narrow screen shows the first ones without moving the table.
+    # A narrow screen shows the first columns without scrolling the table.
     Column("valid_loss", "validation loss", ".4f"),
     Column("difference", "against the first", "+.2f", unit=" %"),
     Column("train_loss", "training loss", ".4f"),
@@ -186,7 +185,6 @@ _COLUMNS = (
 
 
 def columns(runs: Sequence[Run]) -> list[Column]:
-    """The columns of a page of these runs."""
     exact = any(run.gathers_exactly for run in runs)
     return [column for column in _COLUMNS if exact or not column.of_exact_gather]
 
@@ -194,7 +192,7 @@ def columns(runs: Sequence[Run]) -> list[Column]:
 def row(
     columns: Sequence[Column], runs: Sequence[Run], counted: Sequence[Run], against: dict[int, float]
 ) -> list[str]:
-    """The numbers of one run, or the means of those that are counted; method, bits and steps of all."""
+    """Return a row's cells: the means of `counted`'s numbers, then method, bits and steps of `runs`."""
     found = []
     for column in columns:
         numbers = [{"difference": against.get(id(run)), **run.numbers}[column.key] for run in counted]
@@ -205,7 +203,7 @@ def row(
 
 
 def _steps(runs: Sequence[Run]) -> str:
-    """`200`, or `85 of 200` of a run that has not made all of its steps; a range for several."""
+    """Return `200`, or `85 of 200` for an unfinished run; several runs give a range."""
     done = sorted({run.steps for run in runs})
     text = str(done[0]) if len(done) == 1 else f"{done[0]} to {done[-1]}"
     planned = [run.planned_steps for run in runs if run.planned_steps is not None]
@@ -214,7 +212,7 @@ def _steps(runs: Sequence[Run]) -> str:
 
 
 def state(runs: Sequence[Run]) -> str:
-    """What the row says below its name; empty for one run that came to its end."""
+    """Return the line below the row's name; it is empty for a single finished run."""
     if len(runs) == 1:
         return "" if runs[0].finished else runs[0].state.partition(" ")[0]
     unfinished = sum(not run.finished for run in runs)
@@ -222,10 +220,10 @@ def state(runs: Sequence[Run]) -> str:
 
 
 def validation_differences(groups: Sequence[Group]) -> dict[int, float]:
-    """id(run) -> its validation loss against the first configuration's, in percent.
+    """Return for each id(run) the difference of its validation loss to the first group's, in percent.
 
-    The counterpart is that configuration's run with the same seed: seeds scatter more than methods differ.
-    Without one it is the mean of all its runs.
+    A run is compared with the first group's run of the same seed, because seeds differ more than methods.
+    If there is no such run, it is compared with the mean of the first group.
     """
     losses = {id(run): run.numbers["valid_loss"] for group in groups for run in group.runs}
     first = {repr(run.seed): loss for run in groups[0].runs if (loss := losses[id(run)]) is not None}
@@ -239,7 +237,7 @@ def validation_differences(groups: Sequence[Group]) -> dict[int, float]:
 
 
 def raw_gathers(groups: Sequence[Group]) -> dict[str, list[str]]:
-    """Reason in words -> how often it was in each group, of the reasons that there were."""
+    """Return, for each reason that occurred, in words, how often it occurred in each group."""
     reasons = dict.fromkeys(reason for group in groups for run in group.runs for reason in run.raw_gathers)
     return {
         RAW_GATHERS.get(reason, reason): [
@@ -251,7 +249,7 @@ def raw_gathers(groups: Sequence[Group]) -> dict[str, list[str]]:
 
 
 def weight_buckets(groups: Sequence[Group]) -> dict[str, list[str]]:
-    """Bucket -> its bits per weight in each group, where a run has several buckets."""
+    """Return each bucket's bits per weight in each group; nothing if no run has several buckets."""
     of_runs = {id(run): run.weight_bits_by_bucket for group in groups for run in group.runs}
     if all(len(bits) < 2 for bits in of_runs.values()):
         return {}

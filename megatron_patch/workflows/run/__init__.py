@@ -1,1 +1,1 @@
-"""One run: its configuration, its folder, its processes."""
+"""Runs one configuration: its flags, its folder and its processes."""

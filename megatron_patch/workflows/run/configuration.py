@@ -1,4 +1,4 @@
-"""A run's configuration: YAML over Megatron's own flags, composed, overridden, and checked.
+"""Loads a run's configuration: composes YAML files, applies overrides, and checks the result.
 
     defaults:                      # other files, composed first; paths relative to this one
       - ../methods/loco.yaml
@@ -33,34 +33,34 @@ from megatron_patch.workflows.run.job import Launch
 _PACKAGE = Path(__file__).resolve().parents[2]
 _ENDPOINT = re.compile(r"\S+:\d{1,5}")
 _NOT_ONEBIT_ADAMS = ("bits", "codec", "rotation", "rounding", "error_beta", "reset_interval", "start_step")
-"""Options that say something else, or nothing, with onebit_adam: a file states its method's."""
+"""Options that have another meaning, or none, with onebit_adam, so that another method's do not apply."""
 _PARTS = ("train", "valid", "test")
 SECTIONS = ("defaults", "megatron", "compression", "launch", "data")
 _MOST_FILES = 100
-"""Files that `defaults` may bring into one configuration."""
+"""How many files one configuration may include by `defaults`."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """Which data set a run reads; both None: Megatron's flags alone decide (e.g. mock_data)."""
+    """The `data:` section; without `path`, only Megatron's flags choose the data set (e.g. mock_data)."""
 
     path: str | None = None
-    """Prefix of a Megatron data set, PATH.bin and PATH.idx."""
+    """The prefix of a Megatron data set, PATH.bin and PATH.idx."""
     source: str | None = None
-    """What to prepare it from if it is not there: a folder, a file, `stdlib` (Python's own library) or
-    `installed:NAME,...` (source of installed packages)."""
+    """The source from which a missing data set is prepared: a folder, a file, `stdlib` (Python's own
+    library) or `installed:NAME,...` (source of installed packages)."""
     tokenizer: str = "bytes"
-    """For preparation: bytes, bpe:SIZE, or the path of a tokenizer.json."""
+    """The tokenizer for preparation: bytes, bpe:SIZE, or the path of a tokenizer.json."""
     valid_path: str | None = None
-    """Prefix of a data set for validation alone, in place of a share of `path` (megatron.split)."""
+    """The prefix of a separate data set for validation, in place of a share of `path` (megatron.split)."""
     valid_source: str | None = None
     test_path: str | None = None
-    """The same for the test after the last step: text of another kind, say."""
+    """The prefix of a separate data set for the test after the last step, e.g. of another kind of text."""
     test_source: str | None = None
 
     @property
     def parts(self) -> list[tuple[str, str | None]]:
-        """Prefix and source of training data, and of validation's and test's if they have their own."""
+        """The prefixes and sources of the training data, and of separate validation and test data."""
         pairs = (
             (self.path, self.source),
             (self.valid_path, self.valid_source),
@@ -70,7 +70,7 @@ class Data:
 
     @property
     def path_flags(self) -> dict[str, list[str]]:
-        """Megatron's flags that name the data sets."""
+        """The flags of Megatron that name the data sets."""
         if self.valid_path is None:
             return {"data_path": [path for path, _ in self.parts]}
         return {f"{part}_data_path": [path] for part, (path, _) in zip(_PARTS, self.parts, strict=False)}
@@ -78,7 +78,7 @@ class Data:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run, resolved."""
+    """The resolved configuration of one run."""
 
     megatron: dict[str, Any] = field(default_factory=dict)
     compression: CompressionConfig = field(default_factory=CompressionConfig)
@@ -87,7 +87,7 @@ class RunConfig:
     data: Data = field(default_factory=Data)
 
     def as_yaml(self) -> str:
-        """The resolved configuration; loading it gives this one back."""
+        """Return the configuration as YAML, from which `load` makes an equal one."""
         content = {
             "megatron": self.megatron,
             "compression": {"attach": self.attach, **self.compression.as_dict()},
@@ -98,19 +98,19 @@ class RunConfig:
 
 
 def shipped(name: str) -> Path:
-    """`configs/...` or `pretrain_scripts/...`, at the top of the repository or inside an installed wheel."""
+    """Return the path of `configs/...` or `pretrain_scripts/...` in the repository or an installed wheel."""
     root = _PACKAGE.parent if (_PACKAGE.parent / "configs").is_dir() else _PACKAGE / "_shipped"
     return root / name
 
 
 def find(name: str) -> Path:
-    """`name` as given if it is there, else the shipped file of that name."""
+    """Return the path `name` if it exists or is absolute, else the shipped file of that name."""
     path = Path(name)
     return path if is_file(path) or path.is_absolute() else shipped(name)
 
 
 def is_file(path: Path) -> bool:
-    """Whether it is there; a name that no file can have (too long, a NUL) is not."""
+    """Whether a path is a file; an impossible name (too long, with a NUL) is not."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -118,7 +118,7 @@ def is_file(path: Path) -> bool:
 
 
 def method_recipe(name: str) -> Path:
-    """configs/methods/NAME.yaml."""
+    """Return the path of configs/methods/NAME.yaml."""
     path = shipped(f"configs/methods/{name}.yaml")
     if Path(name).name != name or not path.is_file():
         known = sorted(p.stem for p in path.parent.glob("*.yaml"))
@@ -130,8 +130,8 @@ def load(path: Path, overrides: Sequence[str] = (), *, and_files: Sequence[Path]
     """Compose `path`, then `and_files`, then `overrides` (`section.key=value`).
 
     Raises:
-        UserError: a file that does not exist or is no YAML mapping, an unknown key, a wrong type or an
-            impossible value; the message names the key, the value and what is allowed.
+        UserError: a file does not exist or is not a YAML mapping, or a key, type or value is not allowed;
+            the message names the key, the value and what is allowed.
     """
     composed = compose(path)
     for extra in and_files:
@@ -154,7 +154,7 @@ def _override(text: str) -> DictConfig:
 
 
 def resolved(composed: DictConfig, path: Path) -> dict[str, Any]:
-    """What was composed of `path`, as plain values, `${...}` replaced."""
+    """Return the content composed of `path` as plain values, with every `${...}` replaced."""
     try:
         content = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
@@ -166,12 +166,12 @@ def resolved(composed: DictConfig, path: Path) -> dict[str, Any]:
 
 
 def compose(path: Path) -> DictConfig:
-    """The YAML mapping at `path` over the files that its `defaults` name."""
+    """Return the YAML mapping at `path`, merged over the files that its `defaults` name."""
     return _compose(path, (), [])
 
 
 def _compose(path: Path, including: tuple[Path, ...], read: list[Path]) -> DictConfig:
-    """`including` are the files on the way here, `read` all that were read so far."""
+    """Compose `path`; `including` are the files that include it, `read` all files read so far."""
     loaded = _load(path, including)
     path = path.resolve()
     read.append(path)
@@ -192,7 +192,7 @@ def _load(path: Path, including: tuple[Path, ...]) -> DictConfig:
     try:
         path = path.resolve()
         found = path.is_file()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, a loop of links
+    except (OSError, ValueError, RuntimeError) as error:  # The name is too long, has a NUL, or links loop.
         raise UserError(
             f"{str(path)!r}: no such configuration file: {getattr(error, 'strerror', None) or error}"
         ) from error
@@ -230,9 +230,9 @@ def _merge(base: DictConfig, over: Any, where: str, drop: bool = True) -> DictCo
 
 
 def _drop_options_of_other_methods(base: DictConfig, merged: Any) -> bool:
-    """Where `merged` has onebit_adam for `base`'s method, bits and the like of that one go with it.
+    """Remove the options in _NOT_ONEBIT_ADAMS from `base` if `merged` changes its method to onebit_adam.
 
-    Returns whether they were taken from `base`.
+    Returns whether they were removed.
     """
     found = _known(base, "compression")
     changed = _known(merged, "compression.method") == "onebit_adam" != _known(base, "compression.method")
@@ -244,7 +244,7 @@ def _drop_options_of_other_methods(base: DictConfig, merged: Any) -> bool:
 
 
 def _known(config: Any, key: str) -> Any:
-    """A value as far as `config` says: None where it is of another kind, or refers to what is not there."""
+    """Return a value of `config`; None if a parent is not a mapping, or it refers to something missing."""
     try:
         return OmegaConf.select(config, key, throw_on_resolution_failure=False)
     except OmegaConfBaseException:

@@ -1,4 +1,4 @@
-"""What every rank of a run executes: the torchrun command and its environment, and where its words go."""
+"""Describes what every rank of a run executes: the torchrun command, its environment and its logs."""
 
 from __future__ import annotations
 
@@ -10,35 +10,34 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SAVE_SECONDS = 600
-"""How long the agent waits for ranks that were asked to stop, where they save before they do."""
+"""How long torchrun's agent waits for ranks that were asked to stop and save a checkpoint first."""
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a run's processes are started."""
+    """The `launch:` section: how a run's processes are started."""
 
     device: str = "cuda"
-    """cuda, or cpu: Megatron over gloo on this machine's processor."""
+    """`cuda`, or `cpu` to run Megatron over gloo on this machine's processor."""
     nproc_per_node: int = 1
     nnodes: int = 1
     node_rank: int = 0
     rdzv_endpoint: str | None = None
-    """host:port of the first node, for nnodes > 1; asked for when a run starts, not when it is planned."""
+    """The first node's host:port, which nnodes > 1 needs when a run starts, but not in a dry run."""
     script: str = "pretrain_scripts/pretrain_gpt.py"
-    """The training script, relative to the repository or an absolute path."""
+    """The path of the training script, absolute or relative to the repository."""
     max_restarts: int = 0
-    """How often all ranks are started again, from the last checkpoint, after one of them has died."""
+    """How often all ranks are restarted from the last checkpoint after one of them has died."""
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the whole job."""
         return self.nproc_per_node * self.nnodes
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank of a run executes: `script` with `flags`; logs and failures go below `folder`."""
+    """The job of a run: every rank executes `script` with `flags`; logs and failures go below `folder`."""
 
     launch: Launch
     script: Path
@@ -47,7 +46,7 @@ class Job:
 
     @property
     def logs(self) -> Path:
-        """This node's logs: several nodes share the run's folder."""
+        """The folder of this node's logs; several nodes share the run's folder."""
         logs = self.folder / "logs"
         return logs / f"node-{self.launch.node_rank}" if self.launch.nnodes > 1 else logs
 
@@ -57,11 +56,11 @@ class Job:
 
     @property
     def forked(self) -> bool:
-        """Whether the ranks are forked from the launcher."""
+        """Whether the ranks are forked from the launcher's process."""
         return self.launch.device == "cpu" and self.launch.nnodes == 1
 
     def torchrun(self) -> list[str]:
-        """The torchrun command of this job, for this node."""
+        """Return the torchrun command of this job for this node."""
         launch = self.launch
         command = ["torchrun", f"--nproc-per-node={launch.nproc_per_node}"]
         if launch.nnodes > 1:
@@ -79,25 +78,25 @@ class Job:
         return [*command, "-m", "megatron_patch.launch", str(self.script), *self.flags]
 
     def variables(self) -> dict[str, str]:
-        """The environment variables that go with `torchrun`."""
+        """Return the environment variables that the torchrun command needs."""
         found: dict[str, str] = {}
         if self.launch.device == "cpu":
             from megatron_patch.megatron.cpu.device import CPU_ENVIRONMENT
 
             found = {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
-            if self.launch.nnodes > 1:  # the loopback interface reaches no other node (train.py asks for it)
+            if self.launch.nnodes > 1:  # The loopback interface reaches no other node (see prepare.py).
                 found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "INTERFACE")
         elif _wants_one_connection(self.flags):
             found[_CONNECTIONS] = os.environ.get(_CONNECTIONS, "1")
         if "--exit-signal-handler" in self.flags:
             found["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_SAVE_SECONDS)
         if self.launch.max_restarts:
-            # Else ranks that are started again find the addresses of the dead ones: pytorch/pytorch#135712.
+            # Otherwise restarted ranks find the addresses of the dead ones: pytorch/pytorch#135712.
             found["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         return found
 
     def command_text(self) -> str:
-        """The command as a user would type it."""
+        """Return the command, with its environment variables, as a user would type it."""
         variables = [f"{name}={value}" for name, value in self.variables().items()]
         return " ".join([*variables, shlex.join(self.torchrun())]) + "\n"
 
@@ -105,8 +104,8 @@ class Job:
 def _wants_one_connection(flags: Sequence[str]) -> bool:
     """Whether ranks with these flags need CUDA_DEVICE_MAX_CONNECTIONS, or have it set already.
 
-    Megatron asserts 1 with tensor or context parallelism up to Hopper, and more than 1 with FSDP. Elsewhere
-    one queue would only hold exchanges, on streams of their own, up behind backward passes.
+    Megatron asserts 1 with tensor or context parallelism up to Hopper, and more than 1 with FSDP. In other
+    cases a single queue would only delay exchanges, which have their own streams, behind backward passes.
     """
     if {"--use-megatron-fsdp", "--use-torch-fsdp2"} & set(flags):
         return False
@@ -117,5 +116,5 @@ def _wants_one_connection(flags: Sequence[str]) -> bool:
         return False
     import torch
 
-    # Where there is no GPU the job is planned for a Hopper one (prepare.py).
+    # Without a GPU here, the job is planned for Hopper (prepare.py).
     return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 10

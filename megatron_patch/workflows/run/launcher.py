@@ -1,16 +1,16 @@
-"""Starts a run's ranks, tells which one failed first, and hands signals on to them.
+"""Starts a run's ranks, reports which one failed first, and passes signals on to them.
 
-The ranks are those of torch's elastic agent, which torchrun starts too: it watches them, ends all after the
-first failure, and with `launch.max_restarts` starts them again, from the last checkpoint. The agent is forked
-from this process, which goes on showing progress. On the CPU of one machine the agent forks the ranks, too:
-this process has imported Megatron already to check the flags, and that import takes 7 to 20 seconds of
-processor time, which four ranks on two cores would pay four times over. Elsewhere every rank is a
+torch's elastic agent, which is also that of torchrun, starts and watches the ranks: it ends all of them after
+the first failure, and with `launch.max_restarts` restarts them from the last checkpoint. The agent is forked
+from this process, which continues to show progress. On the CPU of a single machine the agent forks the ranks,
+too: this process has already imported Megatron to check the flags, and that import takes 7 to 20 seconds of
+processor time, which every rank would spend again. In other cases every rank is a new process,
 `python -m megatron_patch.launch SCRIPT FLAGS`.
 
-Clusters that take machines back say so: Kubernetes and Slurm's preemption with SIGTERM, Slurm's `--signal`
-with a signal of one's choice, SIGUSR1 here. Both reach the ranks as SIGTERM. With
-`megatron.exit_signal_handler` they then finish their step, save and end; without it they just end. Ctrl-C
-does not wait for a checkpoint.
+Clusters announce that they take a machine back: Kubernetes and Slurm's preemption send SIGTERM, and Slurm's
+`--signal` sends a chosen signal, which is SIGUSR1 here. Both reach the ranks as SIGTERM. With
+`megatron.exit_signal_handler` the ranks then finish their step, save and end; without it they only end.
+Ctrl-C does not wait for a checkpoint.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ from megatron_patch.errors import RankFailed, UserError
 from megatron_patch.workflows.run.job import Job
 
 ASKING = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals that ask a run to stop."""
+"""The signals that ask a run to stop."""
 _POLL_SECONDS = 0.1
 _PR_SET_PDEATHSIG = 1
 _ROOM_OF_A_RECORD = 1 << 16
-"""Bytes: a disk with fewer had no room for what a rank says of its failure."""
-# How the end of a peer looks from the other side of a socket: an effect, never the cause.
+"""A disk with fewer free bytes had no room for the record of a rank's failure."""
+# Errors of sockets whose peer has ended. They are an effect of the first failure, never its cause.
 _CONNECTION_LOST = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket closed|peer", re.IGNORECASE
 )
 
 
 class Stopped(RankFailed):
-    """The run was asked to stop, by a signal, and did."""
+    """Raised when a signal has asked the run to stop, and it did."""
 
 
 # --- the launcher ----------------------------------------------------------------------------------------
 
 
 def start(job: Job, tick: Callable[[], None], say: Callable[[str], None]) -> str | None:
-    """Run the job to its end, calling `tick` a few times a second and `say` with a line about every restart.
+    """Run the job to its end, calling `tick` about ten times a second and `say` with a line about restarts.
 
-    Returns the name of the signal that asked it to stop, None if there was none.
+    Returns the name of the signal that asked the run to stop; None if there was none.
 
     Raises:
-        RankFailed: a rank died or raised, and no restart was left; all others have been ended.
-        Stopped: a rank failed after it had been asked to stop, e.g. in its save.
+        RankFailed: a rank died or raised, and no restart was left; all other ranks have been ended.
+        Stopped: a rank failed after it had been asked to stop, e.g. while it saved.
         UserError: a rank found a mistake of the user's.
-        KeyboardInterrupt: after all ranks have been ended.
+        KeyboardInterrupt: Ctrl-C was pressed; all ranks have been ended.
     """
     job.logs.mkdir(parents=True, exist_ok=True)
     fork = multiprocessing.get_context("fork")
@@ -73,18 +73,18 @@ def start(job: Job, tick: Callable[[], None], say: Callable[[str], None]) -> str
     asked, names = fork.Event(), list[str]()
     failure: Exception | None = None
     with _noticed(names):
-        # What arrives before the agent has handlers of its own waits until it has.
+        # Signals that arrive before the agent has its own handlers are delivered when it has them.
         signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
         agent = fork.Process(target=_agent, args=(job, told, asked))
         agent.start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
         assert agent.pid is not None
-        os.setpgid(agent.pid, agent.pid)  # here too: the group must be there before anyone ends it
+        os.setpgid(agent.pid, agent.pid)  # As in `_agent`: the group must exist before it is killed.
         try:
             while agent.is_alive() or not told.empty():
                 if names and not asked.is_set():
                     asked.set()
-                    agent.terminate()  # it hands the signal on to its ranks
+                    agent.terminate()  # The agent passes the signal on to its ranks.
                 tick()
                 while not told.empty():
                     message = told.get()
@@ -95,9 +95,9 @@ def start(job: Job, tick: Callable[[], None], say: Callable[[str], None]) -> str
                 agent.join(_POLL_SECONDS)
         finally:
             if agent.is_alive() and not job.forked:
-                os.kill(agent.pid, signal.SIGINT)  # ranks that are not forked have groups of their own
+                os.kill(agent.pid, signal.SIGINT)  # Ranks that are not forked have their own groups.
                 agent.join(30)
-            # Ranks have children too, e.g. the process that an asynchronous checkpoint writer talks to.
+            # Ranks have children too, e.g. the process of an asynchronous checkpoint writer.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(agent.pid, signal.SIGKILL)
             agent.join()
@@ -112,8 +112,8 @@ def start(job: Job, tick: Callable[[], None], say: Callable[[str], None]) -> str
 
 @contextlib.contextmanager
 def _noticed(names: list[str]) -> Iterator[None]:
-    """Within the block the names of signals in ASKING are noted in `names`; they do not end this process."""
-    if threading.current_thread() is not threading.main_thread():  # others cannot set handlers
+    """Within the block, signals in ASKING do not end this process; their names are appended to `names`."""
+    if threading.current_thread() is not threading.main_thread():  # Other threads cannot set handlers.
         yield
         return
     before = {
@@ -131,16 +131,16 @@ def _noticed(names: list[str]) -> Iterator[None]:
 
 
 def _agent(job: Job, told: SimpleQueue[Any], asked: Event) -> None:
-    """Run torch's agent as torchrun does; `told` gets a line for every restart, in the end the failure."""
-    os.setpgid(0, 0)  # Ctrl-C reaches the launcher, which ends this group
-    # The launcher's lock on the folder dies with it: ranks that trained on would write beside the next run's.
+    """Run torch's agent as torchrun does; `told` gets a line for every restart, and finally the failure."""
+    os.setpgid(0, 0)  # Ctrl-C must reach only the launcher, which ends this group.
+    # The launcher's lock on the folder ends with it: ranks that go on would write into the next run's files.
     _end_with_parent(signal.SIGKILL if job.forked else signal.SIGTERM)
     _as_a_rank()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
     path = job.logs / "torchrun.log"
     _write_to(path)
     begin = path.stat().st_size
-    # The agent's own words, some of which `_seen` reads.
+    # `_seen` reads some of the agent's log messages.
     logging.getLogger("torch.distributed.elastic").addHandler(logging.StreamHandler())
     os.environ.update({**job.variables(), "MEGATRON_LOCO_FAILURES": str(job.failures)})
 
@@ -150,17 +150,17 @@ def _agent(job: Job, told: SimpleQueue[Any], asked: Event) -> None:
     from torch.distributed.launcher.api import elastic_launch
 
     class Logs(DefaultLogsSpecs):
-        """Where ranks write; it is asked at every start of them, also at those after the first."""
+        """Says where ranks write their logs; torch asks it at every start, so that it notices restarts."""
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
             if restart := int(envs[0]["TORCHELASTIC_RESTART_COUNT"]):
                 failure = first_failure(job, _seen(path, begin))
                 if isinstance(failure, UserError):
-                    raise failure  # started again, a rank would find the mistake again
+                    raise failure  # A restarted rank would find the same mistake.
                 told.put(_note_restart(job, restart, failure))
             if not job.forked:
                 return super().reify(envs)
-            console = dict.fromkeys(envs, "")  # `_rank` has a file of its own for that
+            console = dict.fromkeys(envs, "")  # `_rank` redirects its output itself.
             return LogsDest(console, console, {}, {}, dict.fromkeys(envs, os.devnull))
 
     options = run.parse_args(job.torchrun()[1:])
@@ -186,7 +186,7 @@ def _agent(job: Job, told: SimpleQueue[Any], asked: Event) -> None:
 
 
 def _rank(job: Job, asked: Event) -> None:
-    """A forked rank: what `python -m megatron_patch.launch` does, with Megatron imported already."""
+    """Run a forked rank, as `python -m megatron_patch.launch` does, but with Megatron imported already."""
     _end_with_parent(signal.SIGKILL)
     _as_a_rank()
     _write_to(job.logs / f"rank-{os.environ['RANK']}.log")
@@ -194,7 +194,7 @@ def _rank(job: Job, asked: Event) -> None:
 
     from megatron_patch.megatron.run_script import main
 
-    torch.set_num_threads(1)  # as torchrun does: the ranks share the cores
+    torch.set_num_threads(1)  # As with torchrun, the ranks share the cores.
     try:
         status = main([str(job.script), *job.flags])
     except Exception:
@@ -202,34 +202,34 @@ def _rank(job: Job, asked: Event) -> None:
         status = 1
     sys.stdout.flush()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # A rank that returns waits for the others', and for the agent, which after a signal looks no more.
+    # A rank that returned would wait for the others and for the agent, which stops watching after a signal.
     if status or asked.is_set():
         os._exit(status)
 
 
 def _write_to(log: Path) -> None:
-    """Have what this process prints at the end of a file."""
+    """Append the output of this process to a file."""
     sys.stdout = sys.stderr = log.open("a", buffering=1, encoding="utf-8")
     for descriptor in (1, 2):
         os.dup2(sys.stdout.fileno(), descriptor)
 
 
 def _as_a_rank() -> None:
-    """Have SIGTERM as Megatron wants to find it, and leave SIGUSR1 to the launcher.
+    """Give SIGTERM its default handler, which Megatron expects, and ignore SIGUSR1.
 
-    A scheduler may send SIGUSR1 to every process of a step; unhandled it would end the agent and the ranks.
+    A scheduler may send SIGUSR1 to every process of a step; if not ignored, it would end agent and ranks.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def _end_with_parent(number: signal.Signals) -> None:
-    """Get this signal when the process that started this one has died."""
+    """Have the kernel send this process a signal when its parent has died."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _note_restart(job: Job, restart: int, failure: Exception) -> str:
-    """Tell of a restart in the logs, and clear away what the attempt that failed left; returns the line."""
+    """Write a line about a restart to the logs, remove the failed attempt's records, and return the line."""
     line = f"restart {restart} of {job.launch.max_restarts}: {str(failure).splitlines()[0]}"
     for log in job.logs.glob("rank-*.log"):
         with log.open("a", encoding="utf-8") as stream:
@@ -242,17 +242,18 @@ def _note_restart(job: Job, restart: int, failure: Exception) -> str:
 
 
 def _seen(log: Path, begin: int) -> dict[int, int]:
-    """The exit code of the rank that the agent saw fail last: it is in its log alone, after byte `begin`."""
+    """Return {rank: exit code} of the last failure in the agent's log after byte `begin`."""
     text = log.read_bytes()[begin:].decode(errors="replace")
     found = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", text)
     return {int(rank): int(code) for code, rank in found[-1:]} or {0: 1}
 
 
 def first_failure(job: Job, ended: dict[int, int]) -> Exception:
-    """The first cause: a killed rank, else the earliest error that is no lost connection.
+    """Return the first cause: a killed rank, else the earliest error that is not a lost connection.
 
     Args:
-        ended: exit codes by rank.
+        job: the job, whose ranks have written their errors to `job.failures`.
+        ended: the exit codes by rank.
     """
     records = list(_read_failures(job.failures))
     for record in records:

@@ -1,7 +1,7 @@
-"""The `megatron:` section against Megatron's real parser: keys become flags, before any process is spawned.
+"""Turns the `megatron:` section into flags, and checks them by Megatron's parser before a process starts.
 
-The parser is `megatron.training.arguments.add_megatron_arguments` with our flags added, the very one that a
-rank uses; it looks at the values, and preflight.py at their combination.
+The parser is that of a rank: `megatron.training.arguments.add_megatron_arguments` with our flags added. It
+checks each value, and preflight.py checks their combination.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _OURS = PREFIX.replace("-", "_")
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        # `argument --num-layers: invalid int value` is what the file has as `num_layers`.
+        # The error is about `--num-layers`, but the key in the file is `num_layers`.
         flag = re.match(r"argument --([\w/-]+): ", message)
         name = flag[1].split("/")[0].replace("-", "_") if flag else ""
         raise UserError(f"megatron.{name}: {message[flag.end() :]}" if flag else f"megatron: {message}")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Megatron's parser with the --compression-* flags. Imports Megatron."""
+    """Return Megatron's parser with the --compression-* flags. This imports Megatron."""
     from megatron.training.arguments import add_megatron_arguments
 
     return add_compression_arguments(add_megatron_arguments(_Parser(allow_abbrev=False)))
 
 
 def flags_of(section: Mapping[str, Any], parser: argparse.ArgumentParser) -> list[str]:
-    """`{num_layers: 4, swiglu: true}` -> `["--num-layers", "4", "--swiglu"]`.
+    """Turn `{num_layers: 4, swiglu: true}` into `["--num-layers", "4", "--swiglu"]`.
 
-    `null` leaves a flag out, and so does `false` for one that is a switch.
+    The value `null` leaves a flag out, and so does `false` if the flag is a switch.
     """
     options = {option: action for action in parser._actions for option in action.option_strings}
     flags: list[str] = []
@@ -71,7 +71,7 @@ def _flag(key: str, value: Any, option: str, action: argparse.Action) -> list[st
 
 
 def compression_flags(config: CompressionConfig, attach: bool) -> list[str]:
-    """The --compression-* flags that give this configuration."""
+    """Return the --compression-* flags of a configuration."""
     flags = [] if attach else ["--no-compression-attach"]
     for name, value in config.as_dict().items():
         flag = (PREFIX + name).replace("_", "-")
@@ -85,7 +85,7 @@ def compression_flags(config: CompressionConfig, attach: bool) -> list[str]:
 
 
 def check(run: RunConfig, flags: list[str], parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse `flags` as a rank would, and refuse what cannot run; returns Megatron's validated arguments."""
+    """Parse `flags` as a rank would, refuse what cannot run, and return Megatron's validated arguments."""
     args = parser.parse_args(flags)
     if run.attach:
         refuse_flags(args)

@@ -1,9 +1,9 @@
-"""What Megatron asserts between parsing and the first step, asked before any process starts.
+"""Checks, before any process starts, what Megatron asserts between parsing and the first step.
 
-`check` has Megatron itself look: it validates the arguments, and builds the learning-rate schedule and the
-transformer's and the optimizer's configurations as every rank would, here on the CPU, without process groups
-and in milliseconds. What it raises is shown in one line. Rules of our own stand only where it would fail
-late, with words that name no flag: a division by zero, shapes that do not match.
+`check` has Megatron validate the arguments, and build the learning-rate schedule and the configurations of
+the transformer and the optimizer as every rank would, but on the CPU, without process groups and in
+milliseconds. An error of Megatron's is shown in one line. Rules of our own cover only cases in which Megatron
+fails late and names no flag, for example by a division by zero or shapes that do not match.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _AT_LEAST_1 = (
     *("micro_batch_size", "global_batch_size", "seed", "log_interval", "save_interval"),
 )
 _EMERGING = ("muon", "dist_muon", "adaptive_muon", "soap", "lion")
-"""Optimizers that megatron-core imports from emerging-optimizers, and does not bring."""
+"""Optimizers that megatron-core imports from the package emerging-optimizers, which it does not install."""
 
 
 def check(args: argparse.Namespace, world_size: int) -> None:
-    """Validate a job's arguments in place, as each of its ranks would, and look at what comes later."""
+    """Validate a job's arguments in place, as each of its ranks would, and check what ranks build later."""
     _check_values(args)
     _check_batch(args, world_size)
     from megatron.training.arguments import validate_args
@@ -50,7 +50,7 @@ def check(args: argparse.Namespace, world_size: int) -> None:
 
 
 def build(args: argparse.Namespace) -> None:
-    """Build what a rank builds before its first step, from validated `args`, which stay as they are."""
+    """Build what a rank builds before its first step, from validated `args`, which are not changed."""
     for one in (_schedule, _transformer, _optimizer):
         try:
             with _in_one_line(), _assumed_transformer_engine(args):
@@ -81,7 +81,7 @@ def _check_values(args: argparse.Namespace) -> None:
 
 
 def _check_batch(args: argparse.Namespace, world_size: int) -> None:
-    """Megatron says this of the micro-batches of one rank, in numbers that no flag has."""
+    """Check the batch size; Megatron's own error has numbers that the user cannot find in any flag."""
     model_parallel = (
         args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     )
@@ -128,18 +128,17 @@ def _rules(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _schedule(args: argparse.Namespace) -> None:
-    """The learning rate's and the weight decay's, over an optimizer without parameters."""
+    """Build the schedule of learning rate and weight decay, for an optimizer without parameters."""
     from megatron.training import training
 
     growing = getattr(args, "step_batch_size_schedule", None) or getattr(args, "rampup_batch_size", None)
     if args.skip_train or (growing and args.train_samples):
-        return  # the number of steps of a growing batch comes from a calculator that only ranks have
+        return  # Only ranks have the calculator that gives the number of steps of a growing batch.
     with patching.swapped({symbols.GET_ARGS: lambda: args}):
         training.get_optimizer_param_scheduler(SimpleNamespace(param_groups=[]))
 
 
 def _transformer(args: argparse.Namespace) -> None:
-    """The configuration of the model's layers."""
     from megatron.training.arguments import core_transformer_config_from_args
 
     if getattr(args, "yaml_cfg", None) is None:
@@ -154,7 +153,7 @@ def _optimizer(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _in_one_line() -> Iterator[None]:
-    """Within the block what Megatron raises is a UserError, and what it prints, as ranks will, is dropped."""
+    """Within the block, turn Megatron's errors into UserErrors and drop its output, which ranks repeat."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -168,7 +167,7 @@ def _in_one_line() -> Iterator[None]:
 
 
 def _told(error: Exception) -> str:
-    """An error in one line; of a bare assert its condition, and the values of the fields that it names."""
+    """Describe an error in one line; a bare assert is shown by its condition and the values it names."""
     message = (str(error).strip().splitlines() or [""])[0]
     if message:
         kind = "" if isinstance(error, AssertionError | ValueError) else f"{type(error).__name__}: "
@@ -187,7 +186,7 @@ def _told(error: Exception) -> str:
 
 
 def _for_want_of_a_package(error: BaseException | None, args: argparse.Namespace) -> bool:
-    """Whether it is this machine that lacks something, where a job for GPUs is planned elsewhere."""
+    """Whether the error says that this machine lacks a package which the job's machines will have."""
     asked = isinstance(error, ImportError) or re.search(
         r"install|\bTE\b|transformer.engine", str(error), re.I
     )
@@ -195,13 +194,13 @@ def _for_want_of_a_package(error: BaseException | None, args: argparse.Namespace
 
 
 def _plans_transformer_engine(args: argparse.Namespace) -> bool:
-    """Whether ranks use Transformer Engine, which this machine has not."""
+    """Whether ranks use Transformer Engine, which is not installed here."""
     return args.transformer_impl == "transformer_engine" and not find_spec("transformer_engine")
 
 
 @contextlib.contextmanager
 def _assumed_transformer_engine(args: argparse.Namespace) -> Iterator[None]:
-    """Within the block Transformer Engine counts as there and recent, where ranks elsewhere will have it."""
+    """Within the block, have Megatron assume a recent Transformer Engine if the job's ranks use it."""
     if not _plans_transformer_engine(args):
         yield
         return
@@ -226,7 +225,7 @@ def _assumed_transformer_engine(args: argparse.Namespace) -> Iterator[None]:
 
 
 def _where(error: Exception) -> str:
-    """The `if` that the assert stands under, as words behind its condition; not that something is given."""
+    """Return the condition of the `if` around an assert as words, unless it only compares with None."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     line = linecache.getline(last.filename, last.lineno or 0)
     for number in range((last.lineno or 0) - 1, 0, -1):

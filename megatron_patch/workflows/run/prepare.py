@@ -1,8 +1,8 @@
-"""A run before it starts: its data prepared, its configuration turned into flags that Megatron accepts.
+"""Prepares a run: its data set, and the flags of its configuration, which Megatron must accept.
 
-A dry run shows what that comes to, checked by Megatron's own parser and validation for all of the job's
-ranks. It writes nothing, and needs neither the data set nor a GPU: what a data set would add to the flags is
-known from its tokenizer, and Megatron's questions about the GPU are answered for a Hopper one.
+A dry run shows the flags after Megatron's own parser and validation have checked them for all of the job's
+ranks. It writes nothing, and needs neither the data set nor a GPU: the flags that a data set adds follow from
+its tokenizer, and Megatron's questions about the GPU are answered as for Hopper.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from megatron_patch.workflows.run.job import Job, Launch
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that has been checked as far as one can without starting it."""
+    """A run that has been checked as far as possible without starting it."""
 
     run: RunConfig
     job: Job
     args: argparse.Namespace
-    """Megatron's own, parsed and validated."""
+    """Megatron's parsed and validated arguments."""
 
     @property
     def steps(self) -> int:
@@ -49,16 +49,16 @@ class PreparedRun:
 
     @property
     def checkpoints(self) -> Path:
-        """Where the run saves, and resumes from."""
+        """The folder where the run saves checkpoints, and from which it resumes."""
         return run_folder.place(self.run, self.folder)
 
 
 def prepare_run(run: RunConfig, folder: Path, *, dry: bool = False, cache: Path | None = None) -> PreparedRun:
-    """Prepare the data, resolve and check the flags. Imports Megatron (on CPU with its stand-ins).
+    """Prepare the data, and resolve and check the flags. This imports Megatron, on CPU with its stand-ins.
 
-    With `dry` nothing is written, and neither data nor GPUs nor the other nodes have to be there. `cache` is
-    where Megatron keeps the data set's shuffled index, beside the data set if None: it writes without a lock,
-    so that runs that begin at the same time with the same seed each need one of their own.
+    With `dry` nothing is written, and neither data nor GPUs nor the other nodes need to exist. `cache` is the
+    folder in which Megatron keeps the data set's shuffled index; None puts it beside the data set. Megatron
+    writes it without a lock, so that runs that begin at the same time with the same seed need separate ones.
     """
     if not dry:
         _check_nodes(run.launch)
@@ -71,13 +71,13 @@ def prepare_run(run: RunConfig, folder: Path, *, dry: bool = False, cache: Path 
         from megatron_patch.megatron.cpu import device as cpu_device
 
         cpu_device.install()
-    elif dry:  # importing Megatron would warn that there is no GPU
+    elif dry:  # Megatron's import would warn that there is no GPU.
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     from megatron_patch.workflows.run import megatron_flags
 
     parser = megatron_flags.build_parser()
     settings = {**(cpu_device.CPU_FLAGS if on_cpu else {}), **run.megatron}
-    # The user's own keys and values are looked at before minutes go into preparing data.
+    # The user's own keys and values are checked before the data set is prepared, which may take minutes.
     parser.parse_args(megatron_flags.flags_of(settings, parser))
     data = planned_data(run) if dry else prepared_data(run)
     settings = {**data, **_folder_settings(run, folder, cache), **settings}
@@ -89,13 +89,13 @@ def prepare_run(run: RunConfig, folder: Path, *, dry: bool = False, cache: Path 
     job = Job(run.launch, script, flags, folder)
     with _environment(job.variables()), contextlib.nullcontext() if on_cpu else assumed_gpu():
         args = megatron_flags.check(run, flags, parser)
-    if on_cpu and not dry:  # it imports transformers: once here, and not in every rank that is forked
+    if on_cpu and not dry:  # It imports transformers, here once and not in every forked rank.
         importlib.import_module("megatron.core.tokenizers.text")
     return PreparedRun(run, job, args)
 
 
 def _check_nodes(launch: Launch) -> None:
-    """What a run needs and a plan does not: GPUs, and the way to the other nodes."""
+    """Check what a run needs and a dry run does not: GPUs, and the address of the other nodes."""
     if launch.nnodes > 1 and not launch.rdzv_endpoint:
         raise UserError(
             f"launch.nnodes: {launch.nnodes} needs launch.rdzv_endpoint, host:port of the first node "
@@ -123,7 +123,7 @@ def _check_nodes(launch: Launch) -> None:
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Within the block the environment that ranks will have: Megatron's validation looks at it."""
+    """Within the block, set the environment variables of ranks, which Megatron's validation reads."""
     before = os.environ.copy()
     os.environ.update(variables)
     try:
@@ -135,13 +135,13 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def assumed_gpu() -> Iterator[None]:
-    """Within the block Megatron's validation, which asks for the GPU's generation, sees Hopper's.
+    """Within the block, Megatron's validation sees the compute capability of Hopper if there is no GPU here.
 
-    Only where there is no GPU: a run on GPUs is checked against the one it finds.
+    If there is one, the run is checked for that GPU.
     """
     import torch
 
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() > (0, 0):  # cpu_device's stand-in
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() > (0, 0):  # (0, 0) is cpu_device's
         yield
         return
     hopper = {
@@ -168,7 +168,7 @@ def _folder_settings(run: RunConfig, folder: Path, cache: Path | None) -> dict[s
 
 
 def prepared_data(run: RunConfig) -> dict[str, Any]:
-    """The flags that name the data set of a run, which is prepared if it has a source and is not there."""
+    """Return the flags that name a run's data sets, and prepare those that have a source and do not exist."""
     data = run.data
     if data.path is None:
         for prefix in _named_prefixes(run):
@@ -183,14 +183,14 @@ def prepared_data(run: RunConfig) -> dict[str, Any]:
 
             known = load_manifest(Path(path)) is not None
             prepare(parse_source(source), Path(path), tokenizer=tokenizer, quiet=known)
-        if tokenizer.startswith("bpe"):  # trained on the training data, and used for the other parts
+        if tokenizer.startswith("bpe"):  # It is trained on the training data and used for the other parts.
             tokenizer = str(beside(Path(data.path), "-tokenizer"))
     found = load_manifest(Path(data.path))
     return {**data.path_flags, **(found.megatron_flags if found else {})}
 
 
 def planned_data(run: RunConfig) -> dict[str, Any]:
-    """The same flags as if the data set were there already."""
+    """Return the flags of `prepared_data` without preparing anything."""
     data = run.data
     if data.path is None:
         return {}
@@ -198,12 +198,12 @@ def planned_data(run: RunConfig) -> dict[str, Any]:
     found = load_manifest(prefix)
     kind = found.tokenizer if found else data.tokenizer.partition(":")[0]
     if found is None and data.source is None and is_whole(prefix):
-        return {**data.path_flags}  # made by other means: the flags of its tokenizer stand in megatron:
+        return {**data.path_flags}  # Other tools made it: the section megatron has its tokenizer's flags.
     return {**data.path_flags, **tokenizer_flags(kind, prefix)}
 
 
 def _named_prefixes(run: RunConfig) -> list[str]:
-    """The data sets of megatron.data_path, Megatron's own form: weights and prefixes in turn."""
+    """Return the prefixes in megatron.data_path, which alternates weights and prefixes."""
     named = map(str, run.megatron.get("data_path") or [])
     return [text for text in named if not re.fullmatch(r"[\d.]+(e[+-]?\d+)?", text, re.IGNORECASE)]
 
@@ -212,7 +212,7 @@ def _named_prefixes(run: RunConfig) -> list[str]:
 
 
 def shown(run: RunConfig, job: Job, notes: Sequence[str] = ()) -> str:
-    """What a dry run prints: comments, `notes` among them, the command, the resolved configuration."""
+    """Return what a dry run prints: comments with `notes`, the command, and the resolved configuration."""
     launch = run.launch
     nodes = f" on {launch.nnodes} nodes, this is node {launch.node_rank}" if launch.nnodes > 1 else ""
     lines = [f"# {launch.world_size} ranks{nodes}; nothing is started", f"# {data_line(run)}"]
@@ -223,7 +223,7 @@ def shown(run: RunConfig, job: Job, notes: Sequence[str] = ()) -> str:
 
 
 def data_line(run: RunConfig) -> str:
-    """One line on the data: there already, prepared by the run itself, or to be prepared first."""
+    """Return lines on the data sets: whether each exists, is prepared by the run, or must be prepared."""
     data = run.data
     if data.path is None:
         missing = [text for text in _named_prefixes(run) if not is_whole(Path(text))]

@@ -1,10 +1,10 @@
-"""A live line about a run, read from its metrics.jsonl (step, loss, speed, time left), and about several.
+"""Shows the progress of one run, read from its metrics.jsonl (step, loss, speed, time left), or of several.
 
-On a terminal the line is redrawn in place; elsewhere a plain line comes about every tenth of the run. There
-is no refreshing thread: ranks are forked from this process, and a fork must not meet a held lock.
+On a terminal the line is redrawn in place; elsewhere one is printed about every tenth of the run. No thread
+refreshes it, because ranks are forked from this process, and a fork must not happen while a lock is held.
 
-A run that resumes from a checkpoint writes its metrics.jsonl anew (megatron/metrics.py): a file that was
-there before is left alone until it is replaced, and the time left comes from the steps made since.
+A run that resumes from a checkpoint rewrites its metrics.jsonl (megatron/metrics.py): an existing file is
+ignored until it is replaced, and the time left is estimated from the steps made since.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 
 class Live:
-    """`progress`, shown within a `with` block where its console is a terminal."""
+    """Shows `progress` within a `with` block if its console is a terminal."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
@@ -36,9 +36,10 @@ class Live:
 
 
 class Board(Live):
-    """A bar over `total` runs, of which `done` need not be made, with the bar of the run under way below it.
+    """A bar over `total` runs, of which `done` exist already, with the bar of the current run below it.
 
-    Elsewhere than on a terminal: a line per run. The time left is the mean time of the runs so far.
+    Without a terminal it prints a line per run. The time left is estimated from the mean time of the runs
+    made so far.
     """
 
     def __init__(self, label: str, total: int, done: int = 0) -> None:
@@ -50,11 +51,11 @@ class Board(Live):
         self._task = self.progress.add_task(label, total=max(total, 1), completed=done, shown="runs")
 
     def begin(self) -> None:
-        """A run begins."""
+        """Note that a run begins, to measure its time."""
         self._began = time.monotonic()
 
     def end(self, line: str) -> None:
-        """A run has ended; `line` says how."""
+        """Advance the bar when a run has ended, and print `line`, which says how it ended."""
         self._seconds.append(time.monotonic() - self._began)
         self._left -= 1
         left = _time(self._left * sum(self._seconds) / len(self._seconds))
@@ -65,9 +66,9 @@ class Board(Live):
 
 
 class StepProgress(Live):
-    """Follows `metrics`, a metrics.jsonl that a run appends to, from step `done` to `steps`; `tick` often.
+    """Follows `metrics`, the metrics.jsonl of a run, from step `done` to `steps`; call `tick` often.
 
-    With a `board` it is a line of that, and silent where there is no terminal.
+    With a `board` it is a line of that board, and prints nothing without a terminal.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class StepProgress(Live):
         self._task = self.progress.add_task(label, total=max(steps, 1), completed=done, shown="starting")
 
     def _begin(self) -> None:
-        """Wait for a metrics file other than the one that is there now."""
+        """Ignore the metrics file that exists now, until another one replaces it."""
         self._position = 0
         self._first: tuple[float, int] | None = None
         self._stale = self._path.stat().st_ino if self._path.exists() else None
@@ -100,13 +101,13 @@ class StepProgress(Live):
             super().__exit__(*problem)
 
     def say(self, line: str) -> None:
-        """Show a line of its own; what it tells of has all ranks started again."""
+        """Print a line about a restart of all ranks, and wait for their new metrics file."""
         self._begin()
         self.progress.update(self._task, shown="starting again")
         self.console.print(f"{self._label}: {line}", highlight=False, soft_wrap=True)
 
     def tick(self) -> None:
-        """Read what is new and show it."""
+        """Read new records and show the last one."""
         fresh = self._read()
         if self.console.is_terminal:
             if fresh:
@@ -151,7 +152,7 @@ def _bars() -> Progress:
         TextColumn("{task.completed:.0f}/{task.total:.0f}"),
         TextColumn("{task.fields[shown]}"),
         TimeElapsedColumn(),
-        console=Console(stderr=True, markup=False),  # what ranks said may have brackets
+        console=Console(stderr=True, markup=False),  # Lines of ranks may contain brackets.
         auto_refresh=False,
     )
 

@@ -1,15 +1,15 @@
-"""What a run's folder says of it, whether a run may begin there, and the lock that keeps it to one process.
+"""Determines the state of a run's folder, whether a run may begin there, and locks it for one process.
 
 The folders are the only record of how far an ablation, or a comparison, has come.
 
     config.yaml alone           interrupted: it resumes from its last checkpoint, or starts anew without one
-    summary.json                done: written in one piece, as the run's last act; of fewer steps than were
-                                asked for, interrupted: Megatron saved and ended on request
-    failed.txt                  failed: the launcher's report of why
+    summary.json                done: the run writes it last, in one piece; but with fewer steps than wanted
+                                the run is interrupted, because Megatron saved and ended on request
+    failed.txt                  failed: it has the launcher's report of the failure
 
-A folder whose config.yaml is another one than is now asked for is `changed`: its numbers would be compared
+A folder whose config.yaml differs from the wanted configuration is `changed`: its numbers would be compared
 with those of other settings. Checkpoints are Megatron's own, FOLDER/checkpoints/iter_0000050, or below
-megatron.save: everything that saves, loads, resumes or asks how far a run has come gets the place from here.
+megatron.save: all code that saves, loads or resumes a run gets their folder from `place`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from megatron_patch.workflows.run.configuration import RunConfig
 
 _LOCK = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""A file system that is mounted without them, e.g. Lustre without -o flock."""
+"""The errors of a file system that is mounted without locks, e.g. Lustre without -o flock."""
 _APPENDED = ("metrics.jsonl", "tensorboard", "logs")
-"""What a resumed run writes on."""
+"""The files and folders to which a resumed run appends."""
 _REMOVE = "remove it to have the run made again"
 _NEEDED = (("steps",), ("world_size",), ("valid_loss",))
 
@@ -56,7 +56,7 @@ class State(enum.Enum):
 
 
 def look(folder: Path, wanted: RunConfig) -> State:
-    """The state of the run in `folder`, which should have the configuration `wanted`."""
+    """Return the state of the run in `folder`, which should have the configuration `wanted`."""
     path = folder / "config.yaml"
     if not path.exists():
         return State.NEW
@@ -70,9 +70,9 @@ def look(folder: Path, wanted: RunConfig) -> State:
     return State.DONE if whole else State.INTERRUPTED
 
 
-@functools.cache  # an ablation asks after every run for all of them
+@functools.cache  # An ablation looks at all of its runs after every run.
 def _loaded(path: Path, written: int) -> RunConfig | None:
-    """The configuration in `path`, None if it is none: of another version, or torn by a kill."""
+    """Return the configuration in `path`; None if it is of another version, or incomplete after a kill."""
     try:
         return configuration.load(path)
     except UserError:
@@ -80,10 +80,10 @@ def _loaded(path: Path, written: int) -> RunConfig | None:
 
 
 def summary(folder: Path, also: Sequence[Sequence[str]] = ()) -> dict[str, Any] | None:
-    """summary.json of a run that has ended; None without one.
+    """Return summary.json of a run that has ended; None if there is no such file.
 
     Args:
-        also: where numbers must be, beside those that say how far the run came.
+        also: the keys of further values that must be numbers.
     """
     path = folder / "summary.json"
     if not path.exists():
@@ -102,19 +102,19 @@ def summary(folder: Path, also: Sequence[Sequence[str]] = ()) -> dict[str, Any] 
 
 
 def failure(folder: Path) -> str | None:
-    """Why the run failed, None if it did not."""
+    """Return the report of why the run failed; None if it did not."""
     path = folder / "failed.txt"
     return path.read_text(encoding="utf-8") if path.exists() else None
 
 
 def note_failure(folder: Path, report: str) -> None:
-    """Remember that the run failed, whole or not at all."""
+    """Write the report of a failure to failed.txt, atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "failed.txt", report.rstrip() + "\n")
 
 
 def forget_failure(folder: Path) -> None:
-    """Before the run is tried again."""
+    """Remove failed.txt before the run is tried again."""
     (folder / "failed.txt").unlink(missing_ok=True)
 
 
@@ -122,24 +122,24 @@ def forget_failure(folder: Path) -> None:
 
 
 def place(run: RunConfig, folder: Path) -> Path:
-    """Where `run`, in `folder`, saves its checkpoints, and resumes from."""
+    """Return the folder where `run`, in `folder`, saves its checkpoints, and from which it resumes."""
     return Path(str(run.megatron.get("save") or folder / "checkpoints"))
 
 
 def latest_step(checkpoints: Path) -> int | None:
-    """The step of the checkpoint below `checkpoints` that Megatron would load, None if there is none.
+    """Return the step of the checkpoint that Megatron would load; None if there is none.
 
-    It repairs the tracker file, so the caller must hold the run's folder.
+    It repairs the tracker file, so that the caller must hold the lock of the run's folder.
     """
     tracker.repair(checkpoints)
     return tracker.latest(checkpoints)
 
 
 def refuse_other_checkpoints(run: RunConfig, folder: Path, *, started_again: bool = False) -> None:
-    """See that a start of `run` which finds checkpoints of its own would load them.
+    """Refuse settings by which a restarted `run` would not load its own checkpoints.
 
     Args:
-        started_again: the same command will be given again, whether there are checkpoints yet or not.
+        started_again: whether a scheduler will repeat the command, so that there may be no checkpoints yet.
     """
     own = place(run, folder)
     load, finetune = run.megatron.get("load"), run.megatron.get("finetune")
@@ -161,7 +161,7 @@ def refuse_other_checkpoints(run: RunConfig, folder: Path, *, started_again: boo
 
 
 def refuse_shared(runs: Iterable[RunConfig]) -> None:
-    """See that several runs do not save into one folder."""
+    """Refuse megatron.save, by which several runs would save into the same folder."""
     for run in runs:
         if run.megatron.get("save"):
             raise UserError(
@@ -174,11 +174,11 @@ def refuse_shared(runs: Iterable[RunConfig]) -> None:
 
 
 def check_folder(folder: Path, checkpoints: Path, overwrite: bool, resume: bool = False) -> None:
-    """Look whether a run that saves in `checkpoints` may start in `folder`, or be resumed there.
+    """Check that a run that saves in `checkpoints` may start in `folder`, or resume there.
 
     Raises:
-        UserError: it holds a run already, and neither `overwrite` nor `resume` was asked for; there are
-            checkpoints, which only `resume` may use; or none to resume from.
+        UserError: the folder holds a run, and neither `overwrite` nor `resume` is set; there are checkpoints
+            without `resume`; or there are none with `resume`.
     """
     check_output(folder)
     step = latest_step(checkpoints)
@@ -197,7 +197,7 @@ def check_folder(folder: Path, checkpoints: Path, overwrite: bool, resume: bool 
 
 
 def check_unchanged(folder: Path, wanted: RunConfig) -> None:
-    """Look whether the run in `folder` may be resumed."""
+    """Refuse to resume the run in `folder` if it has another configuration."""
     if look(folder, wanted) is State.CHANGED:
         raise UserError(
             f"out: {folder} holds a run of another configuration; choose another folder, or add --overwrite "
@@ -206,13 +206,14 @@ def check_unchanged(folder: Path, wanted: RunConfig) -> None:
 
 
 def begin(folder: Path, files: dict[str, str], *, resume: bool = False) -> None:
-    """Make `folder` ready for a run's ranks; what a run that is not resumed left there goes.
+    """Prepare `folder` for a run's ranks: write `files`, and remove the earlier run's results.
 
     Args:
-        files: what is written there: config.yaml and command.txt.
+        files: the texts of config.yaml and command.txt, by name.
+        resume: whether to keep the files to which a resumed run appends.
     """
     try:
-        # The summary first: a kill in between must not leave it beside another run's config.yaml.
+        # The summary is removed first: a kill in between must not leave it beside another run's config.yaml.
         for name in ("summary.json", "failures", *(() if resume else _APPENDED)):
             _remove(folder / name)
         for name, text in files.items():
@@ -222,7 +223,7 @@ def begin(folder: Path, files: dict[str, str], *, resume: bool = False) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Remove everything of a run, its checkpoints too; the lock's file stays, for it is held."""
+    """Remove all files of a run with its checkpoints, except the file of the lock, which is held."""
     for path in folder.iterdir():
         if path.name != _LOCK:
             _remove(path)
@@ -237,14 +238,14 @@ def _remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def only_one(folder: Path, command: str, wait: float = 0, option: str = "out") -> Iterator[None]:
-    """Within the block no other process gets into the same block for `folder`, which is created.
+    """Create `folder`, and lock it within the block against other processes.
 
-    The lock ends with this process, however that ends. Blocks of one process may be nested.
+    The lock ends with this process, even if it is killed. Blocks of one process may be nested.
 
     Args:
-        command: what the other process is called in the message.
-        wait: for how many seconds to wait for the other process's end.
-        option: what says that it is this folder.
+        command: the command that the message names as the holder of the lock.
+        wait: the seconds to wait for another process's end.
+        option: the option that the message names as the source of the folder.
     """
     with contextlib.ExitStack() as held:
         try:
