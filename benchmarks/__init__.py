@@ -1,1 +1,1 @@
-"""What only developers run, from the root of a clone; no wheel has it, and the package imports none of it."""
+"""Benchmarks and studies that developers run from the root of a clone; they are not part of the wheel."""

@@ -1,4 +1,4 @@
-"""What every `python -m benchmarks.NAME` does: parse the options, run, report an error in one line."""
+"""Runs `python -m benchmarks.NAME`: parses the options, runs the command, and reports errors in one line."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from megatron_patch.workflows.cli import Parser, guarded
 
 
 def main(command: ModuleType, argv: list[str] | None = None) -> int:
-    """Run a module's `run` with the options of its `add_arguments`; returns the exit status.
+    """Run a module's `run` with the options of its `add_arguments`, and return the exit status.
 
     Args:
-        command: the module. Its docstring is the text of --help.
-        argv: the options; None: those of this process.
+        command: the module, whose docstring is the text of --help.
+        argv: the options; None takes those of this process.
     """
 
     def run() -> int:

@@ -1,16 +1,16 @@
-"""How much of rounding's noise in Adam's steps a code would save that knew sqrt(v), from a checkpoint.
+"""Computes from a checkpoint how much of the noise in Adam's steps a code that knew sqrt(v) would save.
 
     python benchmarks/error_feedback/adam_blocks.py runs/llama_3m/checkpoints/iter_0003000
 
-Adam divides by sqrt(v), a code of today does not: it spreads what rounding loses evenly over a block of 128
+Adam divides by sqrt(v), but today's codes do not: they spread the rounding error evenly over a block of 128
 elements, in proportion to the block's energy. With E[g^2] proportional to v, the noise in the block's step is
 
-    sum(v) * sum(1 / v)             today
-    sum(v / f) * sum(f / v)         of senders that divide by sqrt(f), f: v's row means times its column means
-    128^2                           of senders that divide by sqrt(v) itself
+    sum(v) * sum(1 / v)             with today's codes
+    sum(v / f) * sum(f / v)         if senders divide by sqrt(f), f being v's row means times its column means
+    128^2                           if senders divide by sqrt(v) itself
 
-each times the same factor. Printed for each matrix: the standard deviation of log sqrt(v) within blocks, mean
-over blocks, and the share of the noise that would go, by the median block and by the sum over blocks.
+each times the same factor. For each matrix it prints the standard deviation of log sqrt(v) within blocks, as
+the mean over blocks, and the share of the noise that is saved, in the median block and in the sum of blocks.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class Found:
-    """What a matrix's blocks are like."""
+    """The statistics of a matrix's blocks."""
 
     spread: float
-    """Standard deviation of log sqrt(v) within a block, mean over blocks."""
+    """The standard deviation of log sqrt(v) within a block, as the mean over blocks."""
     noise: torch.Tensor
-    """fp64 [3, blocks]: of a code of today, with row and column factors, with v itself."""
+    """The noise with today's codes, with row and column factors, and with v itself; fp64 [3, blocks]."""
 
 
 def look_at(v: torch.Tensor) -> Found:
-    """The blocks of one matrix of Adam's second moments, [R, C]: as many whole ones as a row has."""
+    """Analyse the whole blocks in each row of one matrix of Adam's second moments, [R, C]."""
     v = v.double()
-    v = v[(v > 0).all(1)]  # Rows without a gradient, as of a token that never came, are sent as zeros.
+    v = v[(v > 0).all(1)]  # Rows without a gradient, as of a token that never occurred, are sent as zeros.
     factors = v.mean(1, keepdim=True) * v.mean(0, keepdim=True) / v.mean()
     width = min(BLOCK, v.shape[1])
     whole = v.shape[1] // width * width
@@ -53,17 +53,17 @@ def look_at(v: torch.Tensor) -> Found:
 
 
 def line(name: str, spread: float, noise: torch.Tensor) -> str:
-    """A row of the table: shares of today's noise that would go."""
+    """Return a row of the table: the shares of today's noise that would be saved."""
     each, sums = 1 - noise[1:] / noise[0], 1 - noise[1:].sum(1) / noise[0].sum()
     shares = [value for one in zip(each.median(1).values, sums, strict=True) for value in one]
     return f"| {name} | {spread:.2f} | " + " | ".join(f"{share:.0%}" for share in shares) + " |"
 
 
 def moments(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Adam's second moments of matrices by parameter, from a folder of Megatron's distributed optimizer.
+    """Return Adam's second moments of matrices by parameter, from a checkpoint of the distributed optimizer.
 
-    Its states are whole buckets there. Where a parameter lies in one is found by its values: the optimizer's
-    fp32 copy of it, rounded, is the weight.
+    The optimizer's states are whole buckets there. A parameter's place in a bucket is found by its values,
+    because the optimizer's fp32 copy of it, rounded, equals the weight.
     """
     metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     tensors = {key: torch.empty(m.size, dtype=m.properties.dtype) for key, m in metadata.items()

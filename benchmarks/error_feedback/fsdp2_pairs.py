@@ -1,10 +1,10 @@
-"""What 4 bits between the replicas of FSDP2 cost in loss: paired runs of a LLaMA without Megatron.
+"""Measures the loss that 4 bits between FSDP2's replicas cost, by paired runs of a LLaMA without Megatron.
 
     torchrun --nproc-per-node 4 benchmarks/error_feedback/fsdp2_pairs.py --seeds 1,2 --steps 1000
 
-Two replicas of two shards each. The model is `llama_3m`'s in width and depth (hidden size 256, 3 layers) over
-bytes; it learns Python's standard library, and its loss is measured on numpy's source. For each seed it is
-trained twice, with the same weights and batches: uncompressed, and with LoCo.
+There are two replicas of two shards each. The model has the width and depth of `llama_3m` (hidden size 256, 3
+layers) over bytes; it learns Python's standard library, and its loss is measured on numpy's source. For each
+seed it is trained twice, with the same weights and batches: uncompressed, and with LoCo.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import megatron_patch
 from megatron_patch import CompressionConfig
 
 LENGTH, BATCH, PEAK, LEAST, WARM_UP = 128, 4, 1e-3, 1e-5, 100
-"""Tokens, sequences a rank, learning rates, steps."""
+"""Tokens of a sequence, sequences per rank, peak and least learning rate, steps of the warm-up."""
 VALIDATION = 256
-"""Sequences."""
+"""The number of sequences on which the loss is measured."""
 
 
 def main() -> None:
@@ -100,7 +100,7 @@ def _rate(step: int, steps: int) -> float:
 
 @torch.no_grad()
 def _validation(model: Any, text: torch.Tensor) -> float:
-    """Mean loss over the same sequences, a rank's share of them at a time."""
+    """Return the mean loss over the same sequences for every run; each rank computes a share of them."""
     starts = torch.linspace(0, len(text) - LENGTH - 1, VALIDATION).long()[
         dist.get_rank() :: dist.get_world_size()
     ]
@@ -115,7 +115,7 @@ def _rows(text: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes_below(folder: Path) -> torch.Tensor:
-    """All Python source below a folder, in order, but for what is installed there."""
+    """Return all Python source below a folder, in order, without site-packages."""
     files = sorted(
         path for path in folder.rglob("*.py") if "site-packages" not in path.relative_to(folder).parts
     )

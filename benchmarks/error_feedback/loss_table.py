@@ -1,10 +1,9 @@
-"""The loss tables of README and docs/benchmarks.md, from the results files of ablations.
+"""Prints the loss tables of README and docs/benchmarks.md, from the results files of ablations.
 
     python -m benchmarks.error_feedback.loss_table
 
-Prints what today's codes cost, a row for each question: percent of the loss of uncompressed training with
-the same seed, mean and 95 % interval over the pairs, **0** where it contains zero. A test compares the pages
-with it.
+A row shows what a setting costs, in percent of the loss of uncompressed training with the same seed: the mean
+and the 95 % interval over the pairs, with **0** if it contains zero. A test compares the pages with it.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Row:
-    """A question and the cell that answers it; `readme`: whether README has it, too."""
+    """A question and the cell that answers it; `readme` says whether README has the row, too."""
 
     question: str
     model: str
     steps: str
     file: str
-    """Below docs/ablations, without its ending."""
+    """The name of the results file below docs/ablations, without its ending."""
     cell: str
     setting: str
     readme: bool = False
 
     def text(self) -> str:
-        """The row in Markdown."""
+        """Return the row in Markdown."""
         valid, pairs = self._difference("valid_loss")
         other, _ = self._difference("test_loss")
         what = f"{self.model} | {self.steps}, {pairs}"
@@ -106,7 +105,7 @@ ROWS = (
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The table in Markdown, without a last line break."""
+    """Return the table in Markdown, without a newline at its end."""
     head = [f"| {' | '.join(COLUMNS)} |", "|" + " --- |" * len(COLUMNS)]
     return "\n".join([*head, *(row.text() for row in rows)])
 

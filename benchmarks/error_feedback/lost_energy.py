@@ -1,11 +1,11 @@
-"""How much of a gradient's energy each code loses, by kind of parameter and by step of a real training.
+"""Measures how much of a gradient's energy each code loses, by kind of parameter and step of a real training.
 
     megatron-loco train configs/models/llama_tiny.yaml \
         launch.script=benchmarks/error_feedback/lost_energy.py compression.method=none --out runs/lost_energy
 
-Megatron's pretrain_gpt.py; at some steps every matrix of rank 0's own gradient, as it enters the exchange, is
-coded and decoded with each code, without error feedback. The run's folder gets lost_energy.json and
-lost_energy.md: the share of the energy that is lost, sum |decoded - g|^2 / sum g^2. Training is not touched.
+It runs Megatron's pretrain_gpt.py. At some steps every matrix of rank 0's own gradient is encoded and decoded
+with each code, without error feedback, before it enters the exchange. lost_energy.json and lost_energy.md in
+the run's folder have the lost share of the energy, sum |decoded - g|^2 / sum g^2. Training is not changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_patch.quantization.layout import BlockLayout
 
 _SCRIPT = Path(__file__).resolve().parents[2] / "pretrain_scripts" / "pretrain_gpt.py"
 STEPS = (1, 10, 50, 100, 200)
-"""Optimizer steps, from 1."""
+"""The optimizer steps in which gradients are measured, counted from 1."""
 CODES: dict[str, dict[str, Any]] = {
     "4 bits": {"bits": 4},
     "4, not rotated": {"bits": 4, "rotation": "none"},
@@ -41,14 +41,14 @@ CODES: dict[str, dict[str, Any]] = {
     "1 bit": {"bits": 1},
     "1, rotated": {"bits": 1, "rotation": "hadamard"},
 }
-"""Options of CompressionConfig by the table's headings."""
+"""The options of CompressionConfig for each of the table's headings."""
 
 Energies = dict[str, dict[str, list[float]]]
-"""By "step N, layer", then by code: [energy lost, energy]."""
+"""For each "STEP KIND" and each code: [energy lost, energy]."""
 
 
 def measure(gradient: torch.Tensor, shape: Sequence[int], found: dict[str, list[float]]) -> None:
-    """Add one matrix's energies, lost and whole, for each code; `gradient` is flat."""
+    """Add the lost and the whole energy of one matrix for each code; `gradient` is flat."""
     span = [Span.of(0, shape)]
     for name, options in CODES.items():
         config = CompressionConfig(method="naive", **options)
@@ -64,12 +64,12 @@ def measure(gradient: torch.Tensor, shape: Sequence[int], found: dict[str, list[
 
 
 def kind_of(name: str) -> str:
-    """A parameter's kind: its name in Megatron without numbers and the module's path."""
+    """Return a parameter's kind: its name in Megatron without the layer's number and the module's path."""
     return re.sub(r"^module\.|layers\.\d+\.|\.weight$", "", name)
 
 
 def table(found: Energies) -> str:
-    """Markdown: a line for each step and kind, the share that is lost in percent."""
+    """Return a table in Markdown of the lost shares in percent, a line for each step and kind."""
     lines = ["| step | parameters | " + " | ".join(CODES) + " |", "| --- | --- |" + " --- |" * len(CODES)]
     for where, by_code in found.items():
         step, kind = where.split(" ", 1)

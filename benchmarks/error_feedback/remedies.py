@@ -1,22 +1,23 @@
-"""Trials of remedies for error feedback's harm to Adam, and oracles that say where it lies.
+"""Tries remedies for the harm of error feedback to Adam, and oracles that show its cause.
 
     LOCO_TRIAL=exact_v megatron-loco train configs/models/llama_tiny.yaml \
         launch.script=benchmarks/error_feedback/remedies.py \
         compression.method=error_feedback compression.bits=2 compression.start_step=0 --out runs/exact_v
 
-Megatron's pretrain_gpt.py with an Adam of this file and one of these trials:
+It runs Megatron's pretrain_gpt.py with this file's Adam and one of these trials:
 
-- `none`: Adam as it is.
-- `exact_m`, `exact_v`: Adam's first, or second, moment from the true mean gradient, which a second reduction
-  in full precision brings. Oracles, which no real exchange can have: they say which moment is harmed.
-- `noise_v`: v less the running mean of the exchange's noise, |received - true|^2, which is measured over 128
-  elements; a twentieth of v at least. More than what an owner could learn of the noise.
+- `none`: Adam is not changed.
+- `exact_m`, `exact_v`: Adam's first, or second, moment comes from the true mean gradient, which a second
+  reduction in full precision gives. No real exchange has it: these oracles show which moment is harmed.
+- `noise_v`: the running mean of the exchange's noise, |received - true|^2, measured over 128 elements, is
+  subtracted from v, of which at least a twentieth remains. No owner could know as much of the noise.
 - `damped`: half of each error is kept, e <- e/2 (with `compression.method=error_feedback`).
 - `ef21`: momentum at the sender (EF21-SGDM, Fatkhullin et al. 2023): m <- beta1*m + (1-beta1)*g, the rank
   sends the code of m - G and adds what was sent to G; owners add up what they receive. Adam then has beta1 of
   0 and v of sqrt((1+beta1)/(1-beta1)) * G, which has the energy of g (with `compression.method=naive`).
 
-The optimizer's state of these runs is of no use to others. Dense models in fp32, the distributed optimizer.
+Other runs cannot use the optimizer's state of these runs. Models must be dense and in fp32, with the
+distributed optimizer.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ _LEAST = 0.05
 """The least share of v that `noise_v` leaves."""
 
 Received = dict[int, tuple[torch.Tensor, torch.Tensor]]
-"""By the address of a gradient buffer's memory: (what the exchange gave, the true mean), as long as it."""
+"""For the address of each gradient buffer: (the exchange's result, the true mean), each of its length."""
 
 
 def block_means(x: torch.Tensor) -> torch.Tensor:
-    """x, flat, with every number replaced by the mean of its block of 128, the last perhaps shorter."""
+    """Replace every number of x, flat, by the mean of its block of 128; the last block may be shorter."""
     return torch.cat([part.mean().expand_as(part) for part in x.split(_BLOCK)]) if x.numel() else x
 
 
@@ -55,8 +56,7 @@ def adam_step(
     group: dict[str, Any],
     trial: str,
 ) -> None:
-    """One step of AdamW on a flat parameter, changed by a trial. `true` is the mean without compression, None
-    where it is not known."""
+    """Make a step of AdamW, changed by a trial, on a flat parameter; `true` is the uncompressed mean."""
     if not state:
         state.update(step=torch.tensor(0.0))
         for name in ("exp_avg", "exp_avg_sq", "noise"):
@@ -80,7 +80,7 @@ def adam_step(
 
 
 def _replace_adam(received: Received, trial: str) -> None:
-    """Have torch.optim.AdamW, which Megatron takes without Apex, step as `adam_step`."""
+    """Have torch.optim.AdamW, which Megatron uses without Apex, make its steps by `adam_step`."""
 
     @torch.no_grad()
     def step(self: Any, closure: object = None) -> None:
@@ -92,7 +92,7 @@ def _replace_adam(received: Received, trial: str) -> None:
                 if found := received.get(gradient.untyped_storage().data_ptr()):
                     first = gradient.storage_offset()
                     given, wanted = (one[first : first + gradient.numel()] for one in found)
-                    norm = float(given.norm())  # Megatron has clipped the gradient: the true one follows
+                    norm = float(given.norm())  # The true gradient is clipped as Megatron has clipped this.
                     true = wanted * (float(gradient.norm()) / norm if norm else 1.0)
                 adam_step(self.state[parameter], parameter, gradient, true, group, trial)
 
@@ -100,8 +100,10 @@ def _replace_adam(received: Received, trial: str) -> None:
 
 
 def _reduce_twice(received: Received, accumulate: bool) -> None:
-    """Have every bucket group reduce its gradients a second time, as they were; with `accumulate` (`ef21`)
-    the reduced shards are changes, and their sum is what the optimizer gets."""
+    """Have every bucket group reduce its gradients a second time, uncompressed.
+
+    With `accumulate` (`ef21`) the reduced shards are changes, and the optimizer gets their sum.
+    """
     cls = buffers._ParamAndGradBucketGroup
     start, finish = cls.start_grad_sync, cls.finish_grad_sync
     pending: dict[int, list[torch.Tensor]] = {}
@@ -137,7 +139,7 @@ def _reduce_twice(received: Received, accumulate: bool) -> None:
 
 
 def _send_momentum() -> None:
-    """`ef21`: senders code the difference between their momentum and what owners hold of it."""
+    """For `ef21`, have senders encode the difference between their momentum and the owners' copy of it."""
     compress = Sender.compress
     held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -155,7 +157,7 @@ def _send_momentum() -> None:
 
 
 def _damp() -> None:
-    """`damped`: half of every error is dropped."""
+    """For `damped`, drop half of every error."""
     compress = Sender.compress
 
     def compress_and_halve(self: Sender, gradient: torch.Tensor, payload: torch.Tensor) -> None:

@@ -1,15 +1,14 @@
-"""What a gradient exchange does to Adam's steps, for coordinates with small and with large gradients.
+"""Measures how a gradient exchange changes Adam's steps, for coordinates with small and large gradients.
 
     megatron-loco train configs/models/llama_tiny.yaml \
         launch.script=benchmarks/error_feedback/step_directions.py \
         compression.method=error_feedback compression.bits=1 compression.start_step=0 --out runs/directions
 
-Megatron's pretrain_gpt.py, with a second reduction of every bucket, in full precision, beside the one under
-test. From both come Adam's moments and steps, u = m / (sqrt(v) + eps) with bias correction. The run's folder
-gets step_directions.json: the cosine between the step that was exchanged and the true one, and the ratio of
-their norms, over all optimizer steps and rank 0's shards; in all, and for the four quarters of each shard's
-coordinates in the order of the true sqrt(v), smallest gradients first. Training is not touched. Dense models
-in fp32.
+It runs Megatron's pretrain_gpt.py, and reduces every bucket a second time in full precision. Adam's moments
+and steps, u = m / (sqrt(v) + eps) with bias correction, are computed from both results. step_directions.json
+in the run's folder has the cosine between the step of the tested exchange and the true one, and the ratio of
+their norms, over all optimizer steps and rank 0's shards: in all, and for the four quarters of each shard's
+coordinates by the true sqrt(v), smallest first. Training is not changed. Models must be dense and in fp32.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ _EPS = 1e-8
 
 
 class Adam:
-    """Adam's moments of one stream of gradients."""
+    """Adam's moments of one sequence of gradients."""
 
     def __init__(self, like: torch.Tensor) -> None:
         self.m, self.v, self.step = torch.zeros_like(like), torch.zeros_like(like), 0
 
     def direction(self, gradient: torch.Tensor, betas: tuple[float, float]) -> torch.Tensor:
-        """The next step in units of the learning rate, same shape as `gradient`."""
+        """Return the next step in units of the learning rate, in the shape of `gradient`."""
         self.step += 1
         self.m.lerp_(gradient, 1 - betas[0])
         self.v.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
@@ -43,24 +42,24 @@ class Adam:
 
 
 class Directions:
-    """Compares what an exchange gave with the true mean, bucket by bucket, step by step."""
+    """Compares the results of an exchange with the true mean, for each bucket and step."""
 
     def __init__(self) -> None:
         self._pairs: dict[int, tuple[Adam, Adam]] = {}
         self._sums = torch.zeros(4, 3, dtype=torch.float64)
 
     def add(self, key: int, exchanged: torch.Tensor, true: torch.Tensor, betas: tuple[float, float]) -> None:
-        """One shard of one step: flat tensors of equal length."""
+        """Add one shard of one step; both tensors are flat and of equal length."""
         given, wanted = self._pairs.setdefault(key, (Adam(true), Adam(true)))
         u, w = given.direction(exchanged, betas), wanted.direction(true, betas)
         order = wanted.v.argsort()
-        order = order[wanted.v[order] > 0]  # padding, and rows of the embedding that no token has used
+        order = order[wanted.v[order] > 0]  # This drops padding and embedding rows that no token has used.
         for row, quarter in zip(self._sums, order.tensor_split(4), strict=True):
             a, b = u[quarter].double(), w[quarter].double()
             row += torch.stack([a @ b, a @ a, b @ b])
 
     def result(self) -> dict[str, Any]:
-        """Cosine and ratio of norms, in all and by quarters."""
+        """Return cosine and ratio of norms, in all and by quarters."""
         rows = [self._sums.sum(0), *self._sums]
         cosines = [float(dot / (a * b).sqrt()) for dot, a, b in rows]
         ratios = [float((a / b).sqrt()) for _, a, b in rows]
@@ -72,7 +71,7 @@ class Directions:
 
 
 def _watch(directions: Directions) -> None:
-    """Have every bucket group of this process reduce its gradients a second time, as they were."""
+    """Have every bucket group of this process reduce its gradients a second time, uncompressed."""
     cls = buffers._ParamAndGradBucketGroup
     start, finish = cls.start_grad_sync, cls.finish_grad_sync
     pending: dict[int, list[torch.Tensor]] = {}

@@ -1,4 +1,4 @@
-"""Does the cost of compression depend on the model's size? A line through the results of several ablations.
+"""Fits a line through several ablations' results: how the cost of compression depends on the model's size.
 
     python benchmarks/error_feedback/trend_over_sizes.py compression.method=loco compression.bits=4 --at 1e9 \
         1.03e6=docs/ablations/long_runs_llama_1m.csv 3.4e6=docs/ablations/long_llama_3m.csv
@@ -30,7 +30,7 @@ class OverSizes:
 
     Attributes:
         doubling: the change per doubling of the parameters, percentage points.
-        there: the line at the size that was asked for, percent.
+        there: the line's value at the requested size, in percent.
     """
 
     doubling: Interval
@@ -38,10 +38,12 @@ class OverSizes:
 
 
 def over_sizes(differences: Sequence[tuple[float, Sequence[float]]], parameters: float) -> OverSizes:
-    """The line through [(a model's parameters, its seeds' differences in percent)], also at `parameters`.
+    """Fit the line through [(a model's parameters, its seeds' differences in percent)].
+
+    `parameters` is the size at which `there` is evaluated.
 
     Raises:
-        ValueError: fewer than two sizes, or fewer than three differences.
+        ValueError: there are fewer than two sizes, or fewer than three differences.
     """
     points = [(math.log2(size), one) for size, each in differences for one in each]
     if len({x for x, _ in points}) < 2 or len(points) < 3:
@@ -67,7 +69,7 @@ def over_sizes(differences: Sequence[tuple[float, Sequence[float]]], parameters:
 
 
 def differences(path: Path, settings: dict[str, str]) -> list[float]:
-    """Percent against uncompressed of each seed of the cell.
+    """Return each seed's difference to uncompressed training, in percent, of the cell with these settings.
 
     Raises:
         ValueError: no cell, or more than one, has these settings.
@@ -84,7 +86,7 @@ def differences(path: Path, settings: dict[str, str]) -> list[float]:
 
 
 def main() -> None:
-    """Print each model's difference, the line's slope, and where it is at the size that was asked for."""
+    """Print each model's difference, the line's slope, and its value at the requested size."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -107,7 +109,7 @@ def main() -> None:
 
 
 def shown(found: Interval) -> str:
-    """`+0.01 (-0.05 to +0.07)`."""
+    """Format an interval as `+0.01 (-0.05 to +0.07)`."""
     return f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
 
 

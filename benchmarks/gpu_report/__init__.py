@@ -1,1 +1,1 @@
-"""What the owner of a GPU runs once, and sends as one page and one JSON file."""
+"""A report that the owner of a GPU makes once, and sends as one page and one JSON file."""

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, runner: Run = run_command) -> int:
-    """The command line's way in; exit status 1 where a step failed."""
+    """Run the steps and write the report; return exit status 1 if a step failed."""
     names = list(STEPS) if args.only is None else [name.strip() for name in args.only.split(",")]
     if unknown := [name for name in names if name not in STEPS]:
         raise UserError(f"--only: {', '.join(unknown)}: no such step; there are {', '.join(STEPS)}")
@@ -99,14 +99,13 @@ def _is_there(folder: Path, name: str) -> bool:
 
 
 def _done(path: Path, machine: Machine) -> bool:
-    """Whether a step succeeded, on as many GPUs as there are now."""
+    """Whether a step has succeeded on as many GPUs as there are now."""
     content = json.loads(path.read_text(encoding="utf-8"))
     out_of_time = content["found"].get("not_run") == "no time remained"
     return content["gpus"] == machine.gpus and not problems(content["found"]) and not out_of_time
 
 
 def problems(found: Any) -> list[str]:
-    """The failures within a step."""
     if not isinstance(found, dict):
         return []
     own = [str(found["failed"])] if found.get("failed") else []

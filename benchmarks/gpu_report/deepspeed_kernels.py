@@ -1,4 +1,4 @@
-"""Our kernels beside DeepSpeed's CUDA kernels of LoCo on one GPU: 4 bits, fp16 gradients, 8-bit errors.
+"""Compares our kernels with DeepSpeed's LoCo kernels on one GPU: 4 bits, fp16 gradients, 8-bit errors.
 
 A rank's `all_to_all_loco_quant_reduce` launches (DeepSpeed 0.19.6, coalesced_collectives.py):
 
@@ -25,15 +25,15 @@ from megatron_patch.config import CompressionConfig
 from megatron_patch.workflows.bench import gpu_rates
 
 ROW = 4096
-"""Elements for each of DeepSpeed's scales: a row of a matrix of that hidden size."""
+"""DeepSpeed has a scale for each row; this is the length of a row, as with such a hidden size."""
 RANKS = gpu_rates.SHARDS
 _BETA = 0.8
 
 
 def measure(quantizer: Any, elements: int, device: torch.device, runs: int) -> dict[str, Any]:
-    """Median seconds of a call of each; `quantizer` is DeepSpeed's extension.
+    """Measure the median seconds of a call of each kernel; `quantizer` is DeepSpeed's extension.
 
-    `elements` is the size of a bucket; it is rounded down to whole rows for each of 8 ranks.
+    `elements`, the size of a bucket, is rounded down to whole rows for each of 8 ranks.
 
     Raises:
         ValueError: there is less than one row for each rank.

@@ -1,7 +1,7 @@
 """Measures one bucket's exchange: torchrun starts this on every rank, and rank 0 prints one line of JSON.
 
-Megatron's reduce-scatter sends a bucket's gradients to their owners in bf16, and this package's exchange in
-low bits. NCCL needs a GPU for each rank; with fewer GPUs the ranks use gloo, with tensors on the CPU.
+Megatron's reduce-scatter sends a bucket's gradients to their owners in bf16, this package's exchange in low
+bits. NCCL needs a GPU for each rank; with fewer GPUs the ranks use gloo, with tensors on the CPU.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _a_gpu_each() -> bool:
 
 
 def _reduce_scatter(output: torch.Tensor, whole: torch.Tensor) -> None:
-    """NCCL's reduce-scatter; with gloo an all-to-all and a sum, which send as many bytes as it does."""
+    """Run NCCL's reduce-scatter, or with gloo an all-to-all and a sum, which send as many bytes."""
     if dist.get_backend() == "nccl":
         dist.reduce_scatter_tensor(output, whole)
         return
@@ -69,7 +69,7 @@ def _reduce_scatter(output: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def _seconds(way: Callable[[], object], device: torch.device, runs: int) -> float:
-    """Median seconds of a run, of the slowest rank."""
+    """Return the median over runs of the slowest rank's seconds."""
     measured = []
     for _ in range(runs + 1):
         dist.barrier()

@@ -1,4 +1,4 @@
-"""The report as one page of Markdown, mostly ratios; both numbers of a ratio are from one run."""
+"""Makes the report's page in Markdown, mostly of ratios; both numbers of a ratio are from one run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def page(report: dict[str, Any]) -> str:
-    """The page of report.json's content."""
+    """Return the page of a report, which is the content of report.json."""
     gpus = next((one["gpus"] for one in report.values()), 0)
     of = (
         f"{gpus} GPU{'s' if gpus > 1 else ''}"
@@ -134,7 +134,6 @@ def _sanitizers(found: dict[str, Any]) -> list[str]:
 
 
 def _step(one: Any) -> float | None:
-    """Median seconds of a run's step."""
     return one["step_seconds"]["median"] if isinstance(one, dict) and "step_seconds" in one else None
 
 

@@ -1,7 +1,7 @@
-"""The steps of a report: each runs commands in processes of their own, and reads their output.
+"""Defines the steps of a report, each of which runs commands in separate processes and reads their output.
 
 A step returns a dictionary for the JSON file. `not_run` says why a step cannot run on this machine, and
-`failed` why its command failed, with the end of its output. Neither ends the report.
+`failed` why its command failed, with the end of its output. The report continues in both cases.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_patch.workflows.run import configuration
 
 Command = Sequence[str]
 Run = Callable[[Command, dict[str, str], Path, float], int]
-"""Runs a command with more environment, its output into a file, for some seconds at most: its exit status."""
+"""Runs (command, additional environment, file for the output, time limit in seconds); returns the status."""
 
 TIMED_OUT = 124
 _TESTS = Path(__file__).resolve().parents[2] / "tests" / "quantization" / "test_backends.py"
@@ -36,9 +36,9 @@ class Machine:
     """The machine of the report.
 
     Attributes:
-        gpus: how many; 0 with `--device cpu`, which shows that the report works and measures nothing.
-        folder: where runs and logs are kept.
-        run: runs commands.
+        gpus: the number of GPUs; 0 with `--device cpu`, which shows that the report works, without measuring.
+        folder: the folder of runs and logs.
+        run: the function that runs commands.
     """
 
     gpus: int
@@ -50,7 +50,7 @@ class Machine:
         return self.gpus == 0
 
     def command(self, name: str, command: Command, seconds: float, **environment: str) -> tuple[int, str]:
-        """Run one: its exit status, and its output, which is kept in logs/NAME.txt."""
+        """Run a command; return its exit status and its output, which is also written to logs/NAME.txt."""
         log = self.folder / "logs" / f"{name}.txt"
         log.parent.mkdir(parents=True, exist_ok=True)
         status = self.run(command, environment, log, seconds)
@@ -58,7 +58,7 @@ class Machine:
 
 
 def run_command(command: Command, environment: dict[str, str], log: Path, seconds: float) -> int:
-    """The `Run` of a real machine; ends a command that takes too long, with all that it started."""
+    """Run a command, as the `Run` of a real machine; after the time limit end it and its children."""
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
             command,
@@ -85,7 +85,7 @@ def _failed(status: int, output: str) -> dict[str, Any]:
 
 
 def environment(machine: Machine, seconds: float) -> dict[str, Any]:
-    """Versions, the GPUs, and how they are connected."""
+    """Record the versions, the GPUs, and how they are connected."""
     status, output = machine.command("doctor", [*_CLI, "doctor"], seconds)
     found: dict[str, Any] = {"doctor": output, "python": platform.python_version(), "gpus": machine.gpus}
     for name, query in {"gpu": ["-L"], "topology": ["topo", "-m"], "state": []}.items():
@@ -95,7 +95,7 @@ def environment(machine: Machine, seconds: float) -> dict[str, Any]:
 
 
 def tests(machine: Machine, seconds: float) -> dict[str, Any]:
-    """The tests of the kernels, on the GPU."""
+    """Run the kernels' tests on the GPU."""
     choice, interpret = ("gpu", "0") if not machine.on_cpu else ("native and not random", "1")
     command = [sys.executable, "-m", "pytest", "-q", str(_TESTS), "-k", choice]
     status, output = machine.command("tests", command, seconds, TRITON_INTERPRET=interpret)
@@ -106,7 +106,7 @@ def tests(machine: Machine, seconds: float) -> dict[str, Any]:
 
 
 def kernels(machine: Machine, seconds: float) -> dict[str, Any]:
-    """The kernels beside a copy, in one process for each number of bits and dtype."""
+    """Compare the kernels with a copy, in one process for each number of bits and dtype."""
     found: dict[str, Any] = {}
     size = ["--device", "cpu", "--elements", "262144", "--seconds", "0.05"] if machine.on_cpu else []
     for dtype in ("fp32", "bf16"):
@@ -120,7 +120,7 @@ def kernels(machine: Machine, seconds: float) -> dict[str, Any]:
 
 
 def exchanges(machine: Machine, seconds: float) -> dict[str, Any]:
-    """One bucket's exchange, beside Megatron's in bf16, over NCCL; over gloo where there is one GPU."""
+    """Compare one bucket's exchange with Megatron's in bf16, over NCCL, or with one GPU over gloo."""
     ranks = max(machine.gpus, 2)
     elements, runs = ("65536", "2") if machine.on_cpu else ("40000000", "20")
     command = [
@@ -133,7 +133,7 @@ def exchanges(machine: Machine, seconds: float) -> dict[str, Any]:
 
 
 def deepspeed(machine: Machine, seconds: float) -> dict[str, Any]:
-    """The kernels beside DeepSpeed's, where it is installed."""
+    """Compare the kernels with DeepSpeed's, if it is installed."""
     if importlib.util.find_spec("deepspeed") is None:
         return {"not_run": "deepspeed is not installed (pip install deepspeed; its kernels need nvcc)"}
     if machine.on_cpu:
@@ -148,7 +148,7 @@ METHODS = {"stock": ["none"], "LoCo": ["loco"], "LoCo, exact gather": ["loco", "
 
 
 def training(machine: Machine, seconds: float) -> dict[str, Any]:
-    """A real run with each method, profiled for two steps."""
+    """Train with each method, and profile two steps."""
     return {
         name: _train(machine, name, seconds / len(METHODS), method[0], exact="exact" in method, profile=True)
         for name, method in METHODS.items()
@@ -156,7 +156,7 @@ def training(machine: Machine, seconds: float) -> dict[str, Any]:
 
 
 def connections(machine: Machine, seconds: float) -> dict[str, Any]:
-    """The step with 1, 8 and 32 hardware queues."""
+    """Measure the step with 1, 8 and 32 hardware queues (CUDA_DEVICE_MAX_CONNECTIONS)."""
     return {
         number: _train(
             machine, f"connections {number}", seconds / 3, "loco", CUDA_DEVICE_MAX_CONNECTIONS=number
@@ -166,7 +166,7 @@ def connections(machine: Machine, seconds: float) -> dict[str, Any]:
 
 
 def sanitizers(machine: Machine, seconds: float) -> dict[str, Any]:
-    """Stream order by torch's sanitizer, memory by compute-sanitizer."""
+    """Check stream order by torch's sanitizer, and memory by compute-sanitizer."""
     if machine.on_cpu:
         return {"not_run": "no GPU"}
     found = {"torch": _train(machine, "csan", seconds / 2, "loco", steps=4, TORCH_CUDA_SANITIZER="1")}
@@ -197,7 +197,7 @@ def _train(
     steps: int | None = None,
     **environment: str,
 ) -> dict[str, Any]:
-    """One training run: the parts of its summary and of its trace that are reported."""
+    """Make one training run, and return the parts of its summary and trace that are reported."""
     out = machine.folder / "runs" / re.sub(r"\W+", "-", name)
     overrides = _overrides(machine, steps or (4 if machine.on_cpu else 40), profile)
     if method != "none":
@@ -224,7 +224,7 @@ def _train(
 
 
 def _overrides(machine: Machine, steps: int, profile: bool) -> list[str]:
-    """Overrides for a short run, on text that every machine has."""
+    """Return the overrides for a short run on text that every machine has."""
     overrides = [
         f"megatron.train_iters={steps}",
         "megatron.lr_warmup_iters=2",

@@ -23,26 +23,26 @@ Spans = list[tuple[float, float]]
 
 
 def kind_of(name: str) -> str:
-    """What a kernel is for: "nccl", "compression", or "other"."""
+    """Return what a kernel is for: "nccl", "compression", or "other"."""
     if "nccl" in name.lower():
         return "nccl"
     return "compression" if any(name.startswith(one) for one in _OURS) else "other"
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace, gzipped or not."""
     text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     events: list[dict[str, Any]] = json.loads(text)["traceEvents"]
     return events
 
 
 def summary(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Milliseconds of all steps in the trace.
+    """Return milliseconds of all steps in the trace.
 
     Returns:
-        `span_ms`: from the first to the last operation. `busy_ms`: any of them runs. `kinds`: for each kind
-        how long one runs, and `exposed_ms`, how long nothing of kind "other" runs beside it. `streams`: by
-        stream its operations, how long it is busy, and its five longest kernels.
+        `span_ms`: the time from the first to the last operation. `busy_ms`: the time in which any operation
+        runs. `kinds`: for each kind the time in which it runs, and `exposed_ms`, in which nothing of kind
+        "other" runs beside it. `streams`: for each stream the number of operations, the time in which it is
+        busy, and its five longest kernels.
     """
     streams: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
     kinds: dict[str, Spans] = {"nccl": [], "compression": [], "other": []}
@@ -80,7 +80,6 @@ def _of_stream(found: Sequence[tuple[float, float, str]]) -> dict[str, Any]:
 
 
 def _joined(spans: Spans) -> Spans:
-    """Spans without overlaps."""
     joined: Spans = []
     for start, end in sorted(spans):
         if joined and start <= joined[-1][1]:

@@ -1,11 +1,11 @@
-"""How near the GPU kernels come to the speed of a copy on the same device, in the same run.
+"""Compares the speed of the GPU kernels with that of a copy on the same device, in the same run.
 
     python benchmarks/kernels/gpu_kernels.py --json gpu_kernels.json     # a few minutes on an H100 or H200
 
-Per gradient dtype: compress at 4 bits (block 128, 8-bit error) by the Triton kernel, by the torch reference
-and by torch.compile of it; decompress_reduce of 8 and of 64 senders. Bytes are those that must move (6.55 an
-element for compress from fp32); the yardstick is a large copy on the device. How it is timed:
-megatron_patch/workflows/bench/gpu_rates.py.
+For each gradient dtype it measures compress at 4 bits (block 128, 8-bit error) by the Triton kernel, by the
+torch reference and by torch.compile of it, and decompress_reduce of 8 and of 64 senders. Bytes are those that
+must move (6.55 an element for compress from fp32); they are compared with a large copy on the device.
+megatron_patch/workflows/bench/gpu_rates.py does the timing.
 
 `--device cpu` with TRITON_INTERPRET=1 and few elements shows that the script runs; its times mean nothing.
 """

@@ -3,8 +3,8 @@
     python benchmarks/kernels/host_time.py
 
 The exchange runs over torch's fake process group of 16 ranks, on small CPU tensors. Triton compiles its
-kernels for an H100 and does for each launch all but the driver's call; a collective is its Python and its
-dispatch. torch's own operations are run on the CPU, in place of being launched. Medians, one thread.
+kernels for an H100 and does all of a launch but the driver's call; a collective is only its Python code and
+dispatch. torch's own operations run on the CPU instead of being launched. Times are medians of one thread.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LAYER = Contents(1 << 16, (Span.of(0, (512,), exact=True), Span.of(512, (127, 51
 
 
 class Hopper:
-    """What Triton asks of a driver before it launches."""
+    """The driver of an H100, as far as Triton asks for it before it launches a kernel."""
 
     def get_current_device(self) -> int:
         return 0
@@ -50,7 +50,7 @@ class Hopper:
 
 
 def all_but_the_launch() -> None:
-    """Triton's launches end before the driver's call."""
+    """Have Triton's launches end before the driver's call."""
 
     def nothing_to_load(self: CompiledKernel) -> None:
         self._run = lambda *args: None
@@ -68,7 +68,7 @@ def exchange_of(contents: Contents, config: CompressionConfig) -> Any:
 
 
 def microseconds(contents: Contents, config: CompressionConfig, runs: int) -> tuple[float, float]:
-    """Median host time of (start, wait) of a bucket's exchange."""
+    """Return the median host time of `start` and of `wait` of a bucket's exchange."""
     exchange = exchange_of(contents, config)
     gradient, shard = torch.zeros(contents.numel), torch.zeros(contents.numel // RANKS)
     begun, ended = [], []

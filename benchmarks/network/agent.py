@@ -1,4 +1,4 @@
-"""What a host runs: torchrun's agent, which meets the other hosts' and starts this one's ranks."""
+"""Runs torchrun's agent on a host: it meets the other hosts' agents and starts this host's ranks."""
 
 from __future__ import annotations
 

@@ -43,10 +43,10 @@ from megatron_patch.files import output_folder
 DEFAULT_METHODS = f"{BASELINE},loco4,loco2,loco4_exact,ddp_bf16"
 _UNSHAPED_STEPS = 5
 _MOST_UNSHAPED = 1 << 24
-"""Most bytes that a rank sends where collectives are timed alone; at most what a link carries in a second."""
+"""A rank sends at most this many bytes when collectives are timed alone, or those of a link in a second."""
 _LEARNING_RATE = 3e-4
 _SETTLE = 45
-"""After so many steps of the default model the exact weight gather is within 5 % of its bits at step 60."""
+"""After this many steps of the default model the exact gather is within 5 % of its bits at step 60."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,16 +111,16 @@ ALL_METHODS = (
 
 
 def plan(args: argparse.Namespace) -> Plan:
-    """The plan of parsed arguments.
+    """Return the plan of parsed arguments.
 
     Raises:
-        UserError: an impossible value; names the option, the value and what is allowed.
+        UserError: a value is not allowed; the message names the option, the value and what is allowed.
     """
     names = ALL_METHODS if args.methods == "all" else _split(args.methods)
     if not names or len(set(names)) != len(names):
         raise UserError(f"--methods: {args.methods!r} must be different names, separated by commas")
     methods = tuple(map(parse, names))
-    if BASELINE in names:  # every speed-up refers to it: first, whatever the order
+    if BASELINE in names:  # It is always measured first, because every speed-up refers to it.
         methods = tuple(sorted(methods, key=lambda method: method.name != BASELINE))
     if args.settle < FIRST_STEPS:
         raise UserError(f"--settle: {args.settle} is not allowed; it must be {FIRST_STEPS} or more")
@@ -239,13 +239,13 @@ def run(args: argparse.Namespace) -> int:
 def measure(
     what: Plan, patience: float, curves: list[dict[str, Any]] | None = None
 ) -> tuple[list[dict[str, Any]], float]:
-    """Measure all cells over a network that exists only meanwhile.
+    """Measure all cells over a network that exists only during this call.
 
-    Returns the rows, and the seconds that starting took. Where `curves` is a list, the curves of the
-    collectives alone (bench/links.py) at every rate are added to it.
+    Returns the rows, and the seconds of the start. If `curves` is a list, the curves of the collectives
+    alone (bench/links.py) at every rate are added to it.
 
     Raises:
-        launcher.RankFailed: a rank or a host failed; says which, and why.
+        RankFailed: a rank or a host failed; the message says which, and why.
     """
     from benchmarks.network.progress import Show
     from benchmarks.network.ranks import Ranks
@@ -304,7 +304,6 @@ def measure(
 
 
 def processor() -> str:
-    """The name of this machine's processor."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

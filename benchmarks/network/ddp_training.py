@@ -1,8 +1,8 @@
-"""The LLaMA of training.py under PyTorch's DDP, as a user without Megatron would train it.
+"""Trains the LLaMA under PyTorch's DDP, as a user without Megatron would.
 
 A communication hook all-reduces the gradients: PyTorch's in bf16, or its PowerSGD (Vogels et al., NeurIPS
-2019), which sends two thin matrices in place of each gradient matrix; or LoCo's. Every rank holds all of the
-weights and all of Adam's state, in fp32 as in Megatron, so there is no gather.
+2019), which sends two thin matrices in place of each gradient matrix, or LoCo's. Every rank holds all of the
+weights and all of Adam's state, in fp32 as in Megatron, so that there is no gather.
 
 Without overlap all gradients are one bucket, which DDP sends after the backward pass. The exchange is then
 timed from the hook's call, after a barrier, to the end of the backward pass, which waits for it. With overlap
@@ -25,19 +25,19 @@ from benchmarks.network.llama import Llama
 from benchmarks.network.training import Training
 
 POWERSGD_START = 2
-"""Steps before PowerSGD begins: DDP rebuilds its buckets after the first one."""
+"""PowerSGD begins after this many steps, because DDP rebuilds its buckets after the first one."""
 _ONE_BUCKET_MB = 1 << 20
 
 
 class DdpTraining(Training):
-    """Under PyTorch's DDP.
+    """The training under PyTorch's DDP.
 
     Args:
-        llama: the model.
-        powersgd_rank: of the matrices that PowerSGD sends; None: the bf16 hook.
-        compression: the options to attach with, in place of both.
-        learning_rate: Adam's, the same in every step.
-        overlap: exchange buckets while backward computes.
+        llama: the shape of the model.
+        powersgd_rank: the rank of the matrices that PowerSGD sends; None uses the bf16 hook.
+        compression: the options to attach with, in place of both hooks.
+        learning_rate: Adam's learning rate, the same in every step.
+        overlap: whether buckets are exchanged while the backward pass computes.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class DdpTraining(Training):
         self.model = DistributedDataParallel(
             self.module,
             bucket_cap_mb=None if overlap else _ONE_BUCKET_MB,
-            init_sync=False,  # the same seed made the same weights
+            init_sync=False,  # All ranks have the same weights, from the same seed.
             gradient_as_bucket_view=True,
         )
         self.config.no_sync_func = self.model.no_sync
@@ -67,9 +67,9 @@ class DdpTraining(Training):
         self._compression = compression
         if compression is not None:
             megatron_patch.attach(self.model, compression)
-            self._steps = torch.optim.SGD(self.module.parameters(), lr=0.0)  # whose steps are counted
+            self._steps = torch.optim.SGD(self.module.parameters(), lr=0.0)  # Compression counts its steps.
         else:
-            # DDP wants no annotations, or its own; as text, which they are in this file, it refuses them.
+            # DDP checks a hook's annotations and refuses the strings that they are in this file.
             self.model.register_comm_hook(self._powersgd, lambda state, bucket: self._exchange(state, bucket))
         self._started: float | None = None
         self._elements_before = 0

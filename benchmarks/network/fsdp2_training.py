@@ -1,8 +1,8 @@
-"""The LLaMA of training.py under PyTorch's FSDP2: sharded over all ranks, or over each host's and replicated.
+"""Trains the LLaMA under PyTorch's FSDP2: sharded over all ranks, or over each host's ranks and replicated.
 
 Weights and gradients are bf16, Adam's copies fp32, as in Megatron. Each transformer layer is a parameter
-group, as is the rest. Exchanges run within the backward pass: their time is not told apart from it. Of
-several microbatches the last one exchanges; with replicas, all of them within the host.
+group, and so is the rest. Exchanges run within the backward pass, from which their time cannot be separated.
+With several microbatches only the last one exchanges; with replicas every one is reduced within the host.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from benchmarks.network.training import Training
 
 
 class Fsdp2Training(Training):
-    """Under FSDP2.
+    """The training under FSDP2.
 
     Args:
-        llama: the model.
-        shards: ranks that share the weights; all others hold replicas of them.
-        compression: the options to attach with; method none counts bytes only.
-        learning_rate: Adam's, the same in every step.
+        llama: the shape of the model.
+        shards: how many ranks the weights are sharded over; the other ranks hold replicas.
+        compression: the options to attach with; method none only counts bytes.
+        learning_rate: Adam's learning rate, the same in every step.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Fsdp2Training(Training):
         local = [parameter.detach().to_local() for parameter in self._parameters]
         self._copies = [weights.float() for weights in local]
         self._adam = torch.optim.AdamW(self._copies, lr=learning_rate)
-        # compression counts the steps of an optimizer of the model's own parameters.
+        # Compression counts the steps of an optimizer of the model's own parameters.
         self._steps = torch.optim.SGD(self._parameters, lr=0.0)
 
     @contextmanager
@@ -68,7 +68,7 @@ class Fsdp2Training(Training):
 
     @property
     def weight_bytes(self) -> float:
-        """One microbatch gathers them for the forward pass and again for the backward pass."""
+        """A microbatch gathers the weights for the forward pass and again for the backward pass."""
         return 2 * 2 * self.weights_sent
 
     @property

@@ -1,9 +1,9 @@
 """Makes gloo's all-to-all use both directions of a link, for every method of the benchmark alike.
 
-gloo's all-to-all posts each send before the receive, and the message "ready to receive" travels on the same
-connection as the payload. Of two ranks the later one queues it behind its own payload, and the other waits: a
-full-duplex link then carries one direction at a time (0.48 of 200 Mbit/s with 2 hosts, 0.6 to 0.7 with 4).
-With receives posted first it carries 0.95 and 0.93. The bytes are the same. Without this the uncompressed
+gloo's all-to-all posts each send before the receive, and the message "ready to receive" is sent over the same
+connection as the payload. The later one of two ranks queues it behind its own payload, while the other waits,
+so that a full-duplex link carries one direction at a time (0.48 of 200 Mbit/s with 2 hosts, 0.6 to 0.7 with
+4). With receives posted first it carries 0.95 and 0.93. The bytes are the same. Without this the uncompressed
 baseline would be slower than the link allows.
 """
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 
 def install() -> None:
-    """Post receives first from now on, in place of torch's all-to-all or cpu/device.py's."""
+    """Replace torch's all-to-all, or that of cpu/device.py, by one that posts receives first."""
     dist.all_to_all_single = _receiving_first(dist.all_to_all_single)
 
 
@@ -33,7 +33,7 @@ class _All:
 
 
 def _receiving_first(original: Any) -> Any:
-    """all_to_all_single by receives, then sends; what has uneven splits goes to the original."""
+    """Return an all_to_all_single that posts receives, then sends; uneven splits use the original."""
 
     @functools.wraps(original)
     def all_to_all_single(

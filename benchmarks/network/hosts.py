@@ -1,4 +1,4 @@
-"""Hosts on slow links, made of nothing but this machine's kernel: network namespaces, a bridge, `tc tbf`.
+"""Makes hosts on slow links of this machine's kernel alone: network namespaces, a bridge, `tc tbf`.
 
     host 0: eth0 10.77.0.1 ----- port0 \\
     host 1: eth0 10.77.0.2 ----- port1 -- bridge        every line is a veth pair,
@@ -9,17 +9,17 @@ namespace of its own. `shape` puts a token bucket on eth0 (what the host sends) 
 receives): a full-duplex link of that rate. What ranks of one host send each other to eth0's own address
 stays on the namespace's loopback, as the kernel routes it, and is not shaped.
 
-**No namespace has a name.** Each lives as long as a file descriptor or a process holds it, so the kernel
-takes everything down with the last process, whatever it died of: nothing can be left over, and the machine's
-own interfaces, addresses and firewall rules are never touched. (`ip netns add` would leave a mount behind a
-command that was killed.) To look into a running one: `nsenter --net --target PID ss -ti`.
+**No namespace has a name.** Each exists as long as a file descriptor or a process holds it. So the kernel
+removes everything with the last process, however that ends: nothing can remain, and the machine's own
+interfaces, addresses and firewall rules are never touched. (`ip netns add` would leave a mount if the command
+was killed.) To look into a running one: `nsenter --net --target PID ss -ti`.
 
-The token bucket. Segmentation offload hands tbf packets of up to 64 KiB, and what is larger than its burst
-would be cut up or dropped: the burst is as small as that allows, since a burst is what an idle link lets
-through at once, or what 1 ms of the rate is, if that is more (a late timer must not waste tokens). The queue
-is long (QUEUE_BYTES), so that nothing is lost in it. It must not fill up all the same: acknowledgements wait
-in it behind data, and streams that begin late behind those that began early. So every host's TCP has little
-in its own queue (tcp_limit_output_bytes) and on its way (tcp_rmem), as on a link with a queue of that size.
+The token bucket: segmentation offload gives tbf packets of up to 64 KiB, and a packet larger than the burst
+would be split or dropped. An idle link lets a burst through at once, so that the burst is as small as these
+packets allow, or 1 ms of the rate if that is more, since a late timer must not waste tokens. The queue is
+long (QUEUE_BYTES), so that nothing is lost in it. Still it must not fill up, because acknowledgements wait in
+it behind data, and late streams behind early ones. So every host's TCP has little in its own queue
+(tcp_limit_output_bytes) and in flight (tcp_rmem), as on a link with a queue of that size.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron_patch.errors import UserError
 INTERFACE = "eth0"
 QUEUE_BYTES = 64 << 20
 _SMALLEST_BURST = 70_000
-"""A packet of 64 KiB and the headers that tbf counts for the segments it stands for."""
+"""The bytes of a packet of 64 KiB with the headers that tbf counts for its segments."""
 _TCP = {
     "tcp_limit_output_bytes": "131072",
     "tcp_rmem": "4096 131072 131072",
@@ -50,17 +50,17 @@ _WAY_OUT = "run it as root, in a container with --privileged (or --cap-add NET_A
 
 
 def address(host: int) -> str:
-    """The address of a host's interface."""
+    """Return the address of a host's interface."""
     return f"10.77.0.{host + 1}"
 
 
 def burst_bytes(rate_mbit: float) -> int:
-    """What a link lets through at once after it was idle."""
+    """Return how many bytes a link lets through at once after it was idle."""
     return max(_SMALLEST_BURST, int(rate_mbit * 1e6 / 8 * 0.001))
 
 
 def shape_command(interface: str, rate_mbit: float | None) -> str:
-    """The line for `tc -batch` that sets an interface's rate; None: no limit."""
+    """Return the line for `tc -batch` that sets an interface's rate; None removes the limit."""
     if rate_mbit is None:
         return f"qdisc replace dev {interface} root pfifo_fast"
     return (
@@ -70,19 +70,19 @@ def shape_command(interface: str, rate_mbit: float | None) -> str:
 
 
 class Namespace:
-    """A nameless network namespace, kept by a file descriptor until `close`."""
+    """A network namespace without a name, kept by a file descriptor until `close`."""
 
     def __init__(self) -> None:
         self.fd = _new_namespace()
 
     @property
     def path(self) -> str:
-        """Where other processes of this machine find it, for `ip link add ... netns`."""
+        """The path by which other processes of this machine find it, for `ip link add ... netns`."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Within the block this thread, and every process that it starts, is in the namespace."""
+        """Within the block, this thread and every process that it starts are in the namespace."""
         before = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.setns(self.fd, _CLONE_NEWNET)
@@ -92,10 +92,10 @@ class Namespace:
             os.close(before)
 
     def run(self, program: str, lines: Sequence[str]) -> None:
-        """Give lines to `ip` or `tc`, run in this namespace.
+        """Run `ip` or `tc` in this namespace with these lines as a batch.
 
         Raises:
-            UserError: it refused one; the message is its own.
+            UserError: the program refused a line; the error has its message.
         """
         with self.entered():
             done = subprocess.run(
@@ -106,7 +106,7 @@ class Namespace:
             raise UserError(f"bench network: `{program}` failed: {words}; {_WAY_OUT}")
 
     def tune(self, settings: dict[str, str]) -> None:
-        """Settings of the namespace's own TCP, below net.ipv4; those that this kernel lacks stay out."""
+        """Set the namespace's TCP settings, below net.ipv4; those that this kernel lacks are skipped."""
         with self.entered():
             for name, value in settings.items():
                 with contextlib.suppress(FileNotFoundError, PermissionError):
@@ -119,7 +119,7 @@ class Namespace:
 
 
 def _new_namespace() -> int:
-    """A thread leaves for a new namespace and is gone; what stays is a descriptor of it."""
+    """Create a namespace in a thread that ends, and return a descriptor of the namespace."""
     found: list[int | OSError] = []
 
     def leave() -> None:
@@ -139,10 +139,10 @@ def _new_namespace() -> int:
 
 
 def check() -> None:
-    """Whether this machine can do it at all.
+    """Check that this machine can create the network.
 
     Raises:
-        UserError: naming what is missing, and the way out.
+        UserError: it cannot; the message names what is missing, and what to do.
     """
     if not hasattr(os, "setns"):
         raise UserError("bench network: needs Linux network namespaces; run it on Linux")
@@ -158,7 +158,7 @@ def check() -> None:
 
 
 class Network:
-    """Some hosts at one switch, up while the block runs. Links have no limit until `shape`."""
+    """Some hosts at one switch, which exist while the block runs; links have no limit until `shape`."""
 
     def __init__(self, hosts: int) -> None:
         self.hosts: list[Namespace] = []
@@ -194,7 +194,7 @@ class Network:
             host.tune(_TCP)
 
     def shape(self, rate_mbit: float | None) -> None:
-        """Every host's link, both ways; None: no limit."""
+        """Set the rate of every host's link in both directions; None removes the limit."""
         assert self.switch is not None
         for host in self.hosts:
             host.run("tc", [shape_command(INTERFACE, rate_mbit)])
@@ -202,12 +202,11 @@ class Network:
         self.switch.run("tc", ports)
 
     def cut(self, number: int) -> None:
-        """Pull a host's plug at the switch: nothing comes back, as when a cable breaks."""
+        """Disconnect a host at the switch, so that packets are lost as when a cable breaks."""
         assert self.switch is not None
         self.switch.run("ip", [f"link set port{number} down"])
 
     def close(self) -> None:
-        """Let go of the namespaces: the kernel removes each with the last process in it."""
         for namespace in [*self.hosts, *([self.switch] if self.switch else [])]:
             namespace.close()
         self.hosts, self.switch = [], None

@@ -1,4 +1,4 @@
-"""No process outlives the command, and the next start removes what a killed one left on disk.
+"""Ensures that no process outlives the command; the next start removes what a killed one left on disk.
 
 The command starts agents, and an agent starts ranks. Each first asks the kernel to be killed when its parent
 ends (PR_SET_PDEATHSIG). So `kill -9` of the command ends them all, and a namespace disappears with its last
@@ -20,13 +20,13 @@ from pathlib import Path
 from types import FrameType
 
 PREFIX = "megatron-loco-network-"
-"""How the folder of a run's sockets and logs is called, below the system's temporary one."""
+"""The prefix of the folder with a run's sockets and logs, below the system's temporary folder."""
 PARENT = "MEGATRON_LOCO_NETWORK_PARENT"
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends; exit if it has. Children call this too."""
+    """Have the kernel kill this process when its parent ends; exit if it has ended. Children call it too."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.environ.get(PARENT) != str(os.getppid()):
         sys.exit("megatron-loco: the parent process is gone")
@@ -35,11 +35,11 @@ def die_with_parent() -> None:
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """A temporary folder for the length of the block; removes those of runs that were killed."""
+    """Yield a temporary folder for the length of the block, and remove those of runs that were killed."""
     remove_left_overs()
     path = Path(tempfile.mkdtemp(prefix=PREFIX))
     with (path / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it when this process ends, however it does
+        fcntl.flock(lock, fcntl.LOCK_EX)  # The kernel releases it when this process ends, even by a kill.
         try:
             yield path
         finally:
@@ -59,7 +59,7 @@ def remove_left_overs() -> list[Path]:
 
 @contextlib.contextmanager
 def ending_cleanly() -> Iterator[None]:
-    """Within the block SIGTERM and SIGHUP end the command as Ctrl-C does: with everything taken down."""
+    """Within the block, SIGTERM and SIGHUP end the command as Ctrl-C does, so that everything is removed."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""The shape of the model that is trained; the rest of the training imports Megatron, which takes seconds."""
+"""Has the shape of the trained model apart from training.py, which imports Megatron and takes seconds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Llama:
-    """The shape of the model, and of the data that one microbatch has."""
+    """The shape of the model and of a microbatch."""
 
     layers: int = 4
     hidden: int = 384
@@ -19,6 +19,6 @@ class Llama:
 
     @property
     def parameters(self) -> int:
-        """Embedding and output layer are not tied."""
+        """The number of parameters; embedding and output layer are not tied."""
         layer = 4 * self.hidden**2 + 3 * self.hidden * self.ffn + 2 * self.hidden
         return self.layers * layer + 2 * self.vocabulary * self.hidden + self.hidden

@@ -1,7 +1,7 @@
-"""The LLaMA of training.py under Megatron-FSDP with `optim_grads`: whole weights, sharded gradients.
+"""Trains the LLaMA under Megatron-FSDP with `optim_grads`: whole weights, sharded gradients.
 
 Its reduce-scatter is torch's, which over gloo moves twice the ideal bytes. Exchanges run within the backward
-pass, once a microbatch, and weights are gathered within the optimizer's step: their time is not told apart.
+pass, once a microbatch, and weights are gathered within the optimizer's step: neither can be timed alone.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from benchmarks.network.training import Training
 
 
 class MegatronFsdpTraining(Training):
-    """Under Megatron-FSDP.
+    """The training under Megatron-FSDP.
 
     Args:
-        llama: the model.
-        compression: the options to attach with; method none counts bytes only.
-        learning_rate: Adam's, the same in every step.
+        llama: the shape of the model.
+        compression: the options to attach with; method none only counts bytes.
+        learning_rate: Adam's learning rate, the same in every step.
         buckets: about how many buckets Megatron makes of the gradients.
     """
 

@@ -1,7 +1,7 @@
-"""The benchmark's LLaMA under Megatron's DDP and optimizer, attached or not.
+"""Trains the LLaMA under Megatron's DDP and optimizer, with or without compression.
 
 `exchange` is the time of start_grad_sync of all buckets and of finish_grad_sync. `overlap_grad_reduce` is
-always on, because Megatron would make one bucket of all gradients without it; where nothing overlaps, the
+always on, because Megatron would make one bucket of all gradients without it; to overlap nothing, the
 backward pass runs within `no_sync`. After its warm-up, 1-bit Adam exchanges momentum within the optimizer's
 step, and that is its `exchange`.
 
@@ -38,18 +38,18 @@ _MEGATRONS_REDUCE_SCATTER = param_and_grad_buffer.dist_reduce_scatter_func
 
 
 class MegatronTraining(Training):
-    """Under Megatron's DDP and distributed optimizer, or its replicated one.
+    """The training under Megatron's DDP and distributed optimizer, or its replicated one.
 
     Args:
-        llama: the model.
-        gradients: dtype of the gradient buffer, and on stock Megatron's wire: "fp32" or "bf16".
-        fp32_accumulation: Megatron's all-to-all with a sum in fp32, instead of a reduce-scatter.
-        replicated: every rank holds all of the optimizer's state: gradients are all-reduced, and no weight
-            is gathered.
-        compression: attach with these options; None: the seam is not touched.
-        learning_rate: Adam's, the same in every step.
+        llama: the shape of the model.
+        gradients: the dtype of the gradient buffer, and of stock Megatron's exchange: "fp32" or "bf16".
+        fp32_accumulation: whether Megatron uses an all-to-all with a sum in fp32, not a reduce-scatter.
+        replicated: whether every rank holds all of the optimizer's state, so that gradients are all-reduced
+            and no weight is gathered.
+        compression: the options to attach with; None attaches nothing.
+        learning_rate: Adam's learning rate, the same in every step.
         buckets: about how many buckets Megatron makes of the gradients.
-        overlap: exchange buckets while backward computes.
+        overlap: whether buckets are exchanged while the backward pass computes.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class MegatronTraining(Training):
         self._finish(*args, **kwargs)
 
     def _beginning_the_gather(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`start_param_sync` of a bucket group; the first call within a step begins the gather."""
+        """Wrap `start_param_sync` of a bucket group; the first call within a step begins the gather."""
 
         @functools.wraps(call)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -146,10 +146,10 @@ class MegatronTraining(Training):
         if self._gather_began is not None:
             self.lap.gather = time.perf_counter() - self._gather_began
             self.together()
-        if not successful:  # 1-bit Adam would have exchanged nothing
+        if not successful:  # In such a step 1-bit Adam exchanges nothing.
             raise RuntimeError("the optimizer skipped a step: a gradient is not finite")
         if self._onebit is None:
-            self._onebit = onebit_of(self.optimizer)  # made by the first step, which is in the warm-up
+            self._onebit = onebit_of(self.optimizer)  # The first step, in the warm-up, creates it.
             if self._onebit is not None:
                 self._onebit._exchange = self.timed_exchange(self._onebit._exchange)
 

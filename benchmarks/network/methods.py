@@ -35,7 +35,7 @@ FIRST_STEPS = 3
 """The fewest unmeasured steps of a model, in which buffers are allocated and 1-bit Adam's warm-up ends."""
 EXACT = "_exact"
 EXACT_BITS = 2.7
-"""About what the exact gather sends of a weight, for estimates of time; a step's real bits are measured."""
+"""About how many bits per weight the exact gather sends, to estimate times; the real bits are measured."""
 _FOR_EVER = 10**9
 _STOCK = {"fp32_reduce_scatter": 32, "bf16_reduce_scatter": 16, BASELINE: 16, ALL_REDUCE: 16}
 _KNOWN = (
@@ -52,11 +52,11 @@ _POWERSGD = re.compile(r"ddp_powersgd_rank([1-9][0-9]{0,3})")
 
 @dataclass(frozen=True)
 class Method:
-    """One line of the comparison.
+    """One compared method.
 
-    `name` is what the user wrote; `method`, `bits` and `topology` are what the rows say. `topology` is
-    "two_hop" where hosts sum first, else "flat": one exchange over all ranks. PowerSGD has no `bits`, and the
-    warm-up of 1-bit Adam has 16.
+    `name` is the user's text; `method`, `bits` and `topology` are written to the rows. `topology` is
+    "two_hop" if hosts sum first, else "flat", which is one exchange over all ranks. PowerSGD has no `bits`,
+    and the warm-up of 1-bit Adam has 16.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Method:
 
     @property
     def replicated(self) -> bool:
-        """Whether hosts hold all of the optimizer's state: an all-reduce, no weight gather between them."""
+        """Whether hosts hold all of the optimizer's state, so that they all-reduce and gather no weights."""
         return self.kind in ("ddp", "hsdp") or self.method in (ALL_REDUCE, ONEBIT)
 
     @property
@@ -96,15 +96,15 @@ class Method:
         return gradient + (0 if self.replicated else weights)
 
     def settle(self, steps: int) -> int:
-        """The unmeasured steps: `steps`, but few where no changes of weights are gathered."""
+        """Return the number of unmeasured steps: `steps`, or few if no changes of weights are gathered."""
         return FIRST_STEPS if self.kind in _WRAPPERS and not self.exact else steps
 
     def compression(self, ranks_per_host: int, settle: int = FIRST_STEPS) -> CompressionConfig | None:
-        """The options to attach with; None: the seam is not touched.
+        """Return the options to attach with; None if nothing is attached.
 
         Args:
-            ranks_per_host: for two hops.
-            settle: unmeasured steps, in which 1-bit Adam's warm-up ends.
+            ranks_per_host: the ranks of a host, for two hops.
+            settle: the unmeasured steps, in which 1-bit Adam's warm-up ends.
         """
         options: dict[str, Any]
         if self.kind in _WRAPPERS:
@@ -137,10 +137,10 @@ _OWN = {
 
 
 def parse(name: str) -> Method:
-    """The method of a name; the planner parses names with bits in them.
+    """Return the method of a name; the planner parses names with bits in them.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: there is no method of that name.
     """
     if own := _own(name):
         return own
@@ -159,7 +159,7 @@ def parse(name: str) -> Method:
 
 
 def _own(name: str) -> Method | None:
-    """A method that only the benchmark has; None: it has none of that name."""
+    """Return a method that only the benchmark has, and not the planner; None for other names."""
     if found := _TORCH_LOCO.fullmatch(name):
         return Method(name, name, int(found[2]))
     if found := _MEGATRON_FSDP.fullmatch(name):

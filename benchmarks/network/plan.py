@@ -1,4 +1,4 @@
-"""What a network benchmark measures: methods, links, a model, and the order of the cells."""
+"""Defines what a network benchmark measures: methods, links, the model, and the order of the cells."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.network.results import Cell
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured; each pass takes one accumulation count after another."""
+    """The settings of a benchmark; each pass takes one accumulation count after another."""
 
     hosts: int
     ranks_per_host: int
@@ -24,13 +24,13 @@ class Plan:
     llama: Llama
     learning_rate: float
     settle: int
-    """Unmeasured steps of a model, until Adam's moments have settled."""
+    """The unmeasured steps of a model, until Adam's moments have settled."""
     passes: int = 1
     """How often all cells are measured, one pass after another."""
 
     @property
     def cells(self) -> list[Cell]:
-        """The cells of all passes, grouped by method: a model is built once for all rates."""
+        """The cells of all passes, grouped by method, so that a model is built once for all rates."""
         return [
             Cell(method, count, rate)
             for _ in range(self.passes)
@@ -40,11 +40,11 @@ class Plan:
         ]
 
     def estimate_settling(self, method: Method, accumulation: int, unshaped_seconds: float) -> float:
-        """Seconds of a model's unmeasured steps, for the time left."""
+        """Estimate the seconds of a model's unmeasured steps, for the time left."""
         return method.settle(self.settle) * unshaped_seconds * accumulation
 
     def estimate(self, cell: Cell, unshaped_seconds: float) -> float:
-        """Seconds that a cell may take, for the time left."""
+        """Estimate the seconds of a cell, for the time left."""
         seconds = unshaped_seconds * cell.accumulation
         if cell.rate_mbit is not None:
             share = self.ranks_per_host * (1 - 1 / self.hosts)

@@ -1,4 +1,4 @@
-"""network.png: speed-up of the step over the bf16 all-to-all against the links' rate."""
+"""Draws network.png: the step's speed-up over the bf16 all-to-all against the links' rate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MARKERS = "os^vDP*X"
 
 
 def draw(path: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
-    """A PNG at `path`: a panel per accumulation count, a line per method, what bytes predict dashed."""
+    """Draw a PNG with a panel per accumulation count and a line per method; byte limits are dashed."""
     plt = pyplot()
     shaped = [one for one in rows if one["rate_mbit"] and one["speedup_vs_bf16_alltoall"] is not None]
     counts = sorted({one["accumulation"] for one in shaped}) or [1]

@@ -1,4 +1,4 @@
-"""What the network benchmark shows while it runs: the current cell, the progress and the time left."""
+"""Shows the progress of the network benchmark: the current cell, the finished cells and the time left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BUILD_SECONDS = 3.0
 
 
 class Show(Live):
-    """A bar on a terminal, elsewhere a line for each cell; on stderr, because stdout is for the table.
+    """Shows a bar on a terminal, elsewhere a line for each cell; on stderr, because stdout has the table.
 
     The time left is estimated from each cell's bytes and the last unshaped step, and corrected by the ratio
     of measured to estimated time so far.
@@ -45,11 +45,10 @@ class Show(Live):
         self._task = self.progress.add_task("", total=len(self._left), left="")
 
     def elapsed(self) -> float:
-        """Seconds since the beginning."""
         return time.monotonic() - self._started
 
     def say(self, what: str) -> None:
-        """Show what happens between cells."""
+        """Show what the benchmark is doing between cells."""
         self._update(what)
         if not self.console.is_terminal and not self._spent and len(self._left) == len(self._plan.cells):
             self.console.print(f"{what}, about {self.left() / 60:.1f} min in all", highlight=False)
@@ -76,7 +75,7 @@ class Show(Live):
             )
 
     def left(self) -> float:
-        """Estimated seconds until the end."""
+        """Return the estimated seconds until the end."""
         correction = self._spent / self._expected if self._expected else 1.0
         cells = sum(self._plan.estimate(cell, self._unshaped) for cell in self._left)
         builds = [build for build, _ in groupby((cell.method, cell.accumulation) for cell in self._left)]

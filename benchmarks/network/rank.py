@@ -1,7 +1,7 @@
-"""What a rank of the network benchmark runs: one process, one process group, one cell after another.
+"""Runs a rank of the network benchmark: one process, one process group, one cell after another.
 
     command                                             every rank
-    {"do": "prepare", "method": ..., ...}    ------>    builds the model anew, takes a few steps
+    {"do": "prepare", "method": ..., ...}    ------>    builds a new model, takes a few steps
                                              <------    {"unshaped_step_seconds": [...], ...}
     (sets the links' rate)
     {"do": "measure", "steps": ..., ...}     ------>    steps, from barrier to barrier
@@ -10,8 +10,8 @@
                                              <------    {"curves": [...]}
     {"do": "stop"}                           ------>    ends
 
-Processes stay warm because importing Megatron costs seconds of processor time. Bytes are those of the host's
-interface, which each rank reads from the kernel's counters (/proc/self/net/dev is that of its namespace).
+Processes are reused because importing Megatron takes seconds of processor time. Bytes are those of the host's
+interface, which each rank reads from the kernel's counters (/proc/self/net/dev belongs to its namespace).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ CHANNEL = "MEGATRON_LOCO_NETWORK_CHANNEL"
 SECONDS = "MEGATRON_LOCO_NETWORK_SECONDS"
 """How long a collective may take before the run fails."""
 START_SECONDS = 120.0
-"""How long ranks may take to start and meet: they import Megatron at the same time, on few cores."""
+"""How long ranks may take to start and meet, while all of them import Megatron on few cores."""
 
 
 def counters(interface: str, text: str) -> tuple[int, int]:
-    """(bytes sent, bytes received) of an interface, from the text of /proc/net/dev."""
+    """Return (bytes sent, bytes received) of an interface, from the text of /proc/net/dev."""
     for line in text.splitlines():
         name, colon, numbers = line.partition(":")
         if colon and name.strip() == interface:
@@ -46,13 +46,13 @@ def counters(interface: str, text: str) -> tuple[int, int]:
 
 
 def _read_counters() -> list[int]:
-    """Bytes sent and received by the host's interface, and sent within the host."""
+    """Return the bytes sent and received by the host's interface, and those sent within the host."""
     text = Path("/proc/self/net/dev").read_text(encoding="ascii")
     return [*counters("eth0", text), counters("lo", text)[0]]
 
 
 class _Cells:
-    """The model of the current cell."""
+    """Answers the orders about cells; it holds the training of the current one."""
 
     def __init__(self) -> None:
         self.training: Any = None
@@ -117,7 +117,7 @@ class _Cells:
         }
 
     def _weight_bits(self, *laps: Any) -> float | None:
-        """Bits a weight, the mean of some steps; None where no weight is gathered."""
+        """Return the mean bits per weight of some steps; None if no weight is gathered."""
         sent = self.training.weights_sent
         return 8 * statistics.fmean(lap.weight_bytes for lap in laps) / sent if sent else None
 
@@ -177,7 +177,7 @@ def _start() -> None:
 
 
 def main() -> int:
-    """The life of a rank; returns the exit status."""
+    """Answer orders until `stop` or an error, and return the exit status."""
     rank = int(os.environ["RANK"])
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(os.environ[CHANNEL])
@@ -210,4 +210,4 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # gloo's threads wait for peers that may have ended already
+    os._exit(status)  # Otherwise gloo's threads wait for peers that may have ended already.

@@ -1,11 +1,11 @@
 """Starts torchrun on every host of the network, and sends its ranks their orders.
 
-    command --unix socket--> every rank       (rank.py says what goes over it, one JSON object a line)
+    command --unix socket--> every rank       (one JSON object a line, described in rank.py)
        |  starts, in each namespace
        +--> agent (torchrun) --starts--> ranks
 
 The agents meet by torchrun's c10d rendezvous at host 0's address, over the links as in a cluster. A unix
-socket is reached from every namespace, so orders do not travel over the links that are measured.
+socket can be reached from every namespace, so that orders are not sent over the links that are measured.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _CONNECTION_LOST = re.compile(r"connection (closed|reset|refused)|broken pipe|pe
 
 
 class Ranks:
-    """All ranks of a network, warm, while the block runs.
+    """All ranks of a network, which run while the block runs.
 
     Args:
-        network: hosts that are up.
-        ranks_per_host: how many ranks each has.
-        folder: for the socket, the logs and the agents' temporary files.
-        patience: seconds that ranks wait for each other before they give up.
+        network: the network, whose hosts are up.
+        ranks_per_host: the number of ranks on each host.
+        folder: the folder for the socket, the logs and the agents' temporary files.
+        patience: the seconds that ranks wait for each other before they fail.
     """
 
     def __init__(self, network: hosts.Network, ranks_per_host: int, folder: Path, patience: float) -> None:
@@ -61,7 +61,7 @@ class Ranks:
     def __enter__(self) -> Ranks:
         try:
             with _open(self._folder) as descriptor, socket.socket(socket.AF_UNIX) as listener:
-                # A socket's path has at most 107 characters; the temporary folder's may be longer.
+                # A socket's path has at most 107 characters, and the temporary folder's may have more.
                 path = f"/proc/{os.getpid()}/fd/{descriptor}/channel"
                 listener.bind(path)
                 listener.listen(self.count)
@@ -86,7 +86,7 @@ class Ranks:
         self._kill()
 
     def ask(self, **order: Any) -> list[dict[str, Any]]:
-        """Send every rank an order; returns their answers by rank.
+        """Send every rank an order, and return their answers by rank.
 
         Raises:
             RankFailed: a rank failed; the message names it and the cause.
@@ -94,7 +94,7 @@ class Ranks:
         try:
             self._tell(order)
         except OSError:
-            self._answers(order["do"])  # says who is gone
+            self._answers(order["do"])  # It raises an error that names the rank that has ended.
             raise
         return self._answers(order["do"])
 
@@ -127,7 +127,7 @@ class Ranks:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C reaches the command alone, which then ends them
+                    start_new_session=True,  # Ctrl-C reaches only the command, which then ends them.
                 )
             )
 
@@ -161,7 +161,7 @@ class Ranks:
             stream.sendall(line)
 
     def _answers(self, what: str) -> list[dict[str, Any]]:
-        """One line of every rank, by rank."""
+        """Wait for one line of every rank, and return them in the order of ranks."""
         found: dict[int, dict[str, Any]] = {}
         end = time.monotonic() + max(self._patience, rank.START_SECONDS) + 30
         with selectors.DefaultSelector() as selector:
@@ -222,7 +222,7 @@ class Ranks:
         return f"host {number} said: {errors[-1] if errors else 'nothing'}"
 
     def _kill(self) -> None:
-        """Kill the agents that remain, with which their ranks die, and wait until those have ended."""
+        """Kill the remaining agents, which ends their ranks too, and wait until the ranks have ended."""
         for stream in self._streams.values():
             stream.close()
         for agent in self._agents:
@@ -244,7 +244,7 @@ def _open(folder: Path) -> Iterator[int]:
 
 
 def _is_rank(pid: int) -> bool:
-    """Whether a process is still one of ours: the kernel reuses numbers."""
+    """Whether a process is still one of ours, because the kernel reuses process ids."""
     try:
         return b"benchmarks.network" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""Turns what ranks measured into rows: step and exchange, bytes, speed-ups, and what bytes alone predict.
+"""Turns the ranks' measurements into rows: step and exchange, bytes, speed-ups, and limits by bytes.
 
 A row is one cell: a method at a rate and an accumulation count. A step's times are those of its slowest rank,
 and a row has the median over the steps. `byte_limit_speedup` is what bytes predict for the whole step:
@@ -60,7 +60,7 @@ NOTES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """What is measured once: a method at a rate (None: unshaped) and an accumulation count."""
+    """One measurement: a method at a rate (None: unshaped) and an accumulation count."""
 
     method: Method
     accumulation: int
@@ -68,17 +68,17 @@ class Cell:
 
 
 def slowest_median(laps_of_ranks: Sequence[Sequence[float]]) -> float:
-    """The median over steps of the slowest rank's seconds."""
+    """Return the median over steps of the slowest rank's seconds."""
     return statistics.median(max(times) for times in zip(*laps_of_ranks, strict=True))
 
 
 def unshaped_seconds(prepared: Sequence[dict[str, Any]]) -> float:
-    """Seconds of a step without rate limits, from the ranks' answers to "prepare"."""
+    """Return the seconds of a step without rate limits, from the ranks' answers to "prepare"."""
     return slowest_median([answer["unshaped_step_seconds"] for answer in prepared])
 
 
 def pooled(passes: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The ranks' answers to the same order in several passes, as one answer of each rank."""
+    """Combine the ranks' answers to the same order in several passes into one answer of each rank."""
     return [_pooled(answers) for answers in zip(*passes, strict=True)]
 
 
@@ -102,13 +102,11 @@ def row(
     prepared: Sequence[dict[str, Any]],
     answers: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """The row of a cell, without the values that need the baseline.
+    """Return the row of a cell, without the values that need the baseline.
 
     Args:
-        cell: what was measured.
-        hosts, ranks_per_host: where.
-        prepared: the ranks' answers to "prepare" (rank.py), of all passes.
-        answers: their answers to "measure", likewise.
+        prepared: the ranks' answers to "prepare" (rank.py), combined over all passes.
+        answers: the ranks' answers to "measure", combined over all passes.
     """
     steps = len(answers[0]["laps"])
     step, exchange, gather = (
@@ -152,14 +150,14 @@ def _first_steps(prepared: Sequence[dict[str, Any]]) -> list[float] | None:
 
 
 def byte_limit_seconds(row: dict[str, Any]) -> float:
-    """Seconds of a step by its bytes: the step without rate limits, plus the bytes over the rate."""
+    """Return a step's seconds by its bytes: the step without rate limits, plus the bytes over the rate."""
     return row["unshaped_step_seconds"] + 8 * row["interface_bytes"] / (row["rate_mbit"] * 1e6)
 
 
 def compare(rows: Sequence[dict[str, Any]], overlap: bool) -> None:
-    """Add the speed-ups over the baseline of the same rate and accumulation; None where there is none.
+    """Add to each row its speed-ups over the baseline of the same rate and accumulation; None without one.
 
-    There is no byte limit with overlap, where bytes travel while ranks compute.
+    There is no byte limit with overlap, because bytes are then sent while ranks compute.
     """
     baselines, all_reduces = _by_cell(rows, BASELINE), _by_cell(rows, ALL_REDUCE)
     for one in rows:
@@ -188,10 +186,10 @@ def _by_cell(rows: Sequence[dict[str, Any]], name: str) -> dict[tuple[float | No
 
 
 def whole_runs(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The mean step of a whole run with 1-bit Adam, where both of its phases were measured.
+    """Return the mean step of a whole run with 1-bit Adam, if both of its phases were measured.
 
-    `WARM_UP_SHARE` of the steps are as in the row of its warm-up, the others as in the compressed one's.
-    Speed-up and bytes saved are over bf16_allreduce; None where that was not measured.
+    `WARM_UP_SHARE` of the steps are as in the row of the warm-up, and the others as in the compressed row.
+    Speed-up and bytes saved are relative to bf16_allreduce; None if that was not measured.
     """
     warm_ups, all_reduces = _by_cell(rows, ONEBIT_WARM_UP), _by_cell(rows, ALL_REDUCE)
     found = []
@@ -210,7 +208,6 @@ def whole_runs(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def sentences(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each of `whole_runs`."""
     lines = []
     for run in whole_runs(rows):
         text = (
@@ -247,7 +244,7 @@ _COLUMNS = (
     "by bytes",
 )
 _OVER_ALL_REDUCE = "over all-reduce"
-"""An additional column, where an all-reduce was measured."""
+"""An additional column if an all-reduce was measured."""
 
 
 def _columns(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
@@ -256,7 +253,7 @@ def _columns(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The table on the terminal: bytes per step, speed-ups over the bf16 all-to-all."""
+    """Return the table for the terminal: bytes per step, and speed-ups over the bf16 all-to-all."""
     shown = Table(box=None, pad_edge=False, header_style="bold")
     columns = _columns(rows)
     for column in columns:
@@ -272,7 +269,6 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """The same table in Markdown."""
     columns = _columns(rows)
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     lines += ["| " + " | ".join(_texts(one)[: len(columns)]) + " |" for one in rows]

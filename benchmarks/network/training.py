@@ -1,13 +1,13 @@
 """Trains a LLaMA with Megatron's GPTModel and schedule, and times the parts of a step.
 
 The model is in bf16, and its tokens are random. Subclasses wrap the model and update the weights. There is no
-data set, checkpoint or logging, so a step has only what every Megatron step has.
+data set, checkpoint or logging, so that a step has only the parts of every Megatron step.
 
     forward and backward of every microbatch | exchange of the gradients | optimizer, gather of the weights
                                                `exchange`                              `gather`
 
-Without overlap all buckets start after the backward pass, and a barrier before the exchange keeps the ranks'
-waiting for each other out of its time. With overlap buckets start during the backward pass, and `exchange` is
+Without overlap all buckets start after the backward pass, and a barrier before the exchange excludes the time
+in which ranks wait for each other. With overlap buckets start during the backward pass, and `exchange` is
 only the part that was not hidden. megatron_training.py and ddp_training.py wrap the model.
 """
 
@@ -37,24 +37,24 @@ from megatron_patch.collectives.topology import time_limit
 
 @dataclass
 class Lap:
-    """Seconds of one step on one rank; the rest of the step is arithmetic."""
+    """The seconds of one step on one rank, and of its parts; the rest of the step is arithmetic."""
 
     step: float = 0.0
     exchange: float = 0.0
     gather: float = 0.0
     exchange_sent: int = 0
-    """Bytes, by `Training.counters`, while the exchange ran on all ranks; none with overlap."""
+    """Bytes by `Training.counters` while the exchange ran on all ranks; 0 with overlap."""
     exchange_received: int = 0
     weight_bytes: float = 0.0
     """Payload bytes of weights that this rank sent."""
 
 
 def initialize() -> None:
-    """Megatron's groups, data-parallel only, with the default group's time limit. Idempotent."""
+    """Create Megatron's data-parallel groups with the default group's time limit, unless they exist."""
     if not parallel_state.model_parallel_is_initialized():
         world = dist.group.WORLD
         assert world is not None
-        minutes: Any = time_limit(world).total_seconds() / 60  # Megatron says int; what it makes of it is not
+        minutes: Any = time_limit(world).total_seconds() / 60  # Annotated as int, but fractions work too.
         parallel_state.initialize_model_parallel(distributed_timeout_minutes=minutes)
 
 
@@ -124,11 +124,11 @@ class Training:
         raise NotImplementedError
 
     def update(self) -> None:
-        """The optimizer's step."""
+        """Make the optimizer's step."""
         raise NotImplementedError
 
     def step(self, microbatches: int) -> Lap:
-        """One step of all ranks, from barrier to barrier."""
+        """Make one step on all ranks, and time it from barrier to barrier."""
         self.lap = Lap()
         dist.barrier()
         start = time.perf_counter()
@@ -158,18 +158,18 @@ class Training:
         """Called when the schedule has ended."""
 
     def together(self) -> None:
-        """Without overlap: wait for every rank, so that what follows is timed alone."""
+        """Without overlap, wait for every rank, so that the next part is timed alone."""
         if not self.overlap:
             dist.barrier()
 
     def exchange_begins(self) -> None:
-        """All ranks are ready for the exchange; not with overlap."""
+        """Begin the exchange: without overlap, wait until all ranks are ready, and read the counters."""
         self.together()
         if self.counters is not None:
             self._counted = self.counters()
 
     def exchange_ended(self) -> None:
-        """The exchange is over on this rank: wait for the others, and count its bytes; not with overlap."""
+        """End the exchange on this rank: without overlap, wait for the other ranks, and count its bytes."""
         self.together()
         if self.counters is not None and not self.overlap:
             sent, received, *_ = self.counters()
@@ -177,7 +177,7 @@ class Training:
             self.lap.exchange_received += received - self._counted[1]
 
     def timed_exchange(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, its time added to the lap's exchange."""
+        """Wrap `call` so that its time is added to the lap's exchange."""
 
         @functools.wraps(call)
         def wrapped(*args: Any, **kwargs: Any) -> Any:

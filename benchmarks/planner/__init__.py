@@ -1,1 +1,1 @@
-"""How good `megatron-loco plan` is: measured cells of the network benchmark beside its predictions."""
+"""Compares the predictions of `megatron-loco plan` with measured cells of the network benchmark."""

@@ -2,12 +2,12 @@
 
 The ranks share one machine's cores, and gloo's transport uses them too. The sources of each quantity:
 
-    computing, the optimizer     the cells of bf16_alltoall and bf16_allreduce without rate limits, one and
-                                 four microbatches; also gloo's all-gather by the byte, and the sum of an
-                                 all-to-all. These cells are given, not predicted
-    what a link carries          bf16_alltoall at one rate, which is none of the cells'
+    computing, the optimizer     the cells of bf16_alltoall and bf16_allreduce without rate limits, with one
+                                 and four microbatches; they also give gloo's all-gather per byte, and the
+                                 sum of an all-to-all. These cells are given, not predicted
+    a link's usable share        bf16_alltoall at one rate that no predicted cell has
     gloo's all-to-all            `--links` of the benchmark without a rate limit: the collectives alone
-    a bucket's call              bf16_alltoall in more buckets: what each of them adds to a step
+    a bucket's call              bf16_alltoall with more buckets: what each of them adds to a step
     compression, weight code     `bench kernels --typical` on one core
 
 No source is a cell with compression. The exact gather's bits are those of docs/weight_gather.md.
@@ -39,9 +39,9 @@ from megatron_patch.workflows.plan.model import Parameter, PipelineStage
 from megatron_patch.workflows.plan.recommend import simulate
 
 _PARTS = {ALL_TO_ALL: "exchange_seconds", ALL_GATHER: "gather_seconds"}
-"""The columns of a stock step that have its collectives' time."""
+"""The columns that have the time of each collective in a stock step."""
 _STRATEGIES = {"ddp": "ddp", "fsdp2": "fsdp2", "hsdp": "hybrid", "mfsdp": "optim_grads"}
-"""By the first word of the benchmark's name."""
+"""The planner's strategy for the first word of a method's name in the benchmark."""
 _NEVER = 1e15
 _RANKS = 4
 """The calibration's runs have 4 hosts with one rank each."""
@@ -65,7 +65,7 @@ class Cell:
 
 
 def predicted(cell: Cell, found: Mapping[str, Any]) -> float:
-    """Predicted seconds of a step of the cell; `found` is a calibration (docs/plan/calibration.yaml)."""
+    """Predict the seconds of a cell's step; `found` is a calibration (docs/plan/calibration.yaml)."""
     method = method_of(cell.name)
     replicated = method.distributed is False
     job = _job(found, cell, replicated)
@@ -75,7 +75,7 @@ def predicted(cell: Cell, found: Mapping[str, Any]) -> float:
 
 
 def method_of(name: str) -> Method:
-    """The planner's method for a name of the benchmark's."""
+    """Return the planner's method for a method's name in the benchmark."""
     wrapped, _, rest = name.partition("_")
     if wrapped in _STRATEGIES:
         known = {"bf16": methods.STOCK, "bf16_exact": "none_exact"}
@@ -85,7 +85,7 @@ def method_of(name: str) -> Method:
         return methods.parse(methods.STOCK)
     if name == ALL_REDUCE:
         return methods.parse(methods.REPLICATED)
-    if name == "onebit_adam":  # replicated there
+    if name == "onebit_adam":  # Its optimizer is replicated in the benchmark.
         return dataclasses.replace(methods.parse(methods.ONEBIT), distributed=False, exact=False)
     found = methods.parse(name)
     return found if found.hops != "auto" else dataclasses.replace(found, hops="flat")
@@ -125,7 +125,7 @@ def _parameters(llama: Mapping[str, int]) -> int:
 
 
 def stage_of(llama: Mapping[str, int]) -> PipelineStage:
-    """The network benchmark's model (network/training.py), in Megatron's order of registration."""
+    """Return the network benchmark's model (network/training.py), in Megatron's order of registration."""
     hidden, ffn, rows = llama["hidden"], llama["ffn"], llama["vocabulary"]
 
     def matrix(*shape: int) -> Parameter:
@@ -157,7 +157,7 @@ def _cluster(found: Mapping[str, Any], cell: Cell, job: Job) -> Cluster:
         weight_decode=Work(unit=1 / kernels["weight_decode"]),
         weight_sums=Work(unit=2 / kernels["memcpy_bytes"]),
         optimizer=Work(unit=compute.optimizer),
-        # 1-bit Adam's update replaces AdamW's, which `optimizer` has.
+        # 1-bit Adam's update replaces AdamW's, which is part of `optimizer`.
         momentum=Work(unit=1 / kernels["form"] + 1 / kernels["update"] - 1 / kernels["adamw"]),
         stock_sum=Work(unit=compute.stock_sum),
         step=compute.step,
@@ -169,34 +169,34 @@ def _cluster(found: Mapping[str, Any], cell: Cell, job: Job) -> Cluster:
 
 
 def carried(found: Mapping[str, Any], collective: str) -> float:
-    """The share of a link's rate that a collective reaches, by the run without compression over slow links.
+    """Return the share of a link's rate that a collective reaches in the uncompressed run over slow links.
 
-    The reduce-scatter reaches what the all-gather reaches: both are rings.
+    The reduce-scatter is assumed to reach as much as the all-gather, because both are rings.
     """
     rows = [row for row in found["uncompressed"] if row["rate_mbit"] is not None and row["name"] == BASELINE]
     bits = 8 * 2 * _parameters(found["llama"]) * (1 - 1 / _RANKS)
     part = _PARTS[ALL_TO_ALL if collective == ALL_TO_ALL else ALL_GATHER]
-    # Each bucket is summed before the next one is sent; gathers follow one another without that.
+    # Each bucket is summed before the next one is sent, and the link is idle meanwhile; gathers have no sum.
     idle = _sums(found) if collective == ALL_TO_ALL else 0.0
     return statistics.fmean(bits / (row[part] - idle) / (row["rate_mbit"] * 1e6) for row in rows)
 
 
 def _sums(found: Mapping[str, Any]) -> float:
-    """Seconds of an uncompressed exchange without rate limits that its collectives do not take: the sums."""
+    """Return the seconds of the sums in an uncompressed exchange: those that its collectives do not take."""
     _, unit = fit(points(_free(found), ALL_TO_ALL, ALL))
     sent = 2 * _parameters(found["llama"]) * (1 - 1 / _RANKS)
     return max(0.0, _part(found, ALL_TO_ALL) - _buckets(found) * _call(found, ALL_TO_ALL) - unit * sent)
 
 
 def _part(found: Mapping[str, Any], collective: str, buckets: int | None = None) -> float:
-    """The median seconds of a stock step's exchange or gather without rate limits."""
+    """Return the median seconds of a stock step's exchange or gather without rate limits."""
     return statistics.median(
         row[_PARTS[collective]] for row in _unshaped(found, buckets) if row["name"] == BASELINE
     )
 
 
 def _unshaped(found: Mapping[str, Any], buckets: int | None = None) -> list[dict[str, Any]]:
-    """The uncompressed runs without rate limits, with that many buckets, else as the cells have."""
+    """Return the uncompressed runs without rate limits, with `buckets`, or as many as the cells have."""
     wanted = buckets or found["buckets"]
     return [
         row
@@ -206,16 +206,16 @@ def _unshaped(found: Mapping[str, Any], buckets: int | None = None) -> list[dict
 
 
 def _buckets(found: Mapping[str, Any], asked: int | None = None) -> int:
-    """How many buckets Megatron makes of the gradients where `asked` are requested."""
+    """Return how many buckets Megatron makes of the gradients if `asked` are requested."""
     cell = Cell(_RANKS, 1, BASELINE, None, 1)
     job = _job({**found, "buckets": asked or found["buckets"]}, cell, False)
     return len(job.buckets(0, Cluster(_RANKS, 1, Link(_NEVER), Link(_NEVER), Processor(1.0)), False))
 
 
 def _call(found: Mapping[str, Any], collective: str) -> float:
-    """Seconds that one more bucket adds to a step, by runs with more buckets.
+    """Return the seconds that one more bucket adds to a step, from runs with more buckets.
 
-    No run has a reduce-scatter: its seconds are those of the collective alone.
+    No run has a reduce-scatter, whose seconds are therefore those of the collective alone.
     """
     if collective not in _PARTS:
         return fit(points(_free(found), collective, ALL))[0]
@@ -226,7 +226,7 @@ def _call(found: Mapping[str, Any], collective: str) -> float:
 
 
 def _free(found: Mapping[str, Any], per_host: int = 1) -> list[dict[str, Any]]:
-    """The curves of collectives without a rate limit."""
+    """Return the measured collectives without a rate limit."""
     return [one for one in _of_hosts(found, per_host) if one["rate_mbit"] is None]
 
 
@@ -236,24 +236,23 @@ def _of_hosts(found: Mapping[str, Any], per_host: int = 1) -> list[dict[str, Any
 
 @dataclass(frozen=True)
 class Computing:
-    """The processor's rates by the run without compression; seconds are those of one core."""
+    """The processor's rates in the uncompressed run, in seconds of one core."""
 
     flops: float
     optimizer: float
-    """A parameter that a rank updates."""
+    """Seconds per parameter that a rank updates."""
     step: float
     stock_sum: float
-    """An element of a bucket."""
+    """Seconds per element of a bucket."""
     all_gather: float
-    """A byte sent."""
+    """Seconds per byte sent."""
 
     @staticmethod
     def of(found: Mapping[str, Any], job: Job) -> Computing:
-        """From the calibration's `uncompressed` rows, of 4 hosts with one rank each."""
+        """Derive the rates from the calibration's `uncompressed` rows, of 4 hosts with one rank each."""
         free = _unshaped(found)
 
         def seconds(name: str, count: int, part: str = "compute_seconds") -> float:
-            """The median over the calibration's runs."""
             chosen = [row for row in free if (row["name"], row["accumulation"]) == (name, count)]
             return statistics.median(row[part] for row in chosen)
 
@@ -277,7 +276,7 @@ class Computing:
         )
 
     def transport(self, found: Mapping[str, Any], per_host: int) -> dict[tuple[str, str], Work]:
-        """gloo's processor time, from the curves without a rate limit and the run's all-gather."""
+        """Return gloo's processor time, from the curves without a rate limit and the run's all-gather."""
         share = found["cores"] / _RANKS
         works = {}
         for name in COLLECTIVES:
@@ -293,7 +292,7 @@ class Computing:
 
 @dataclass(frozen=True)
 class Compared:
-    """A cell's step as measured and as predicted, and its speed-up over bf16_alltoall of the same links."""
+    """A cell's measured and predicted step, with the speed-ups over bf16_alltoall on the same links."""
 
     cell: Cell
     measured: float
@@ -303,19 +302,18 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """The prediction's relative error."""
         return self.predicted / self.measured - 1
 
     @property
     def ratio_error(self) -> float | None:
-        """The predicted speed-up's relative error; None for the baseline and for given cells."""
+        """The relative error of the predicted speed-up; None for the baseline and for given cells."""
         if self.ratio_measured is None or self.ratio_predicted is None:
             return None
         return self.ratio_predicted / self.ratio_measured - 1
 
 
 def compared(rows: Sequence[Mapping[str, str]], found: Mapping[str, Any]) -> list[Compared]:
-    """Every cell of a file such as docs/plan/network.csv, in its order."""
+    """Return every cell of a file such as docs/plan/network.csv, in order."""
     cells = []
     for row in rows:
         rate = float(row["rate_mbit"]) if row["rate_mbit"] else None
@@ -337,7 +335,7 @@ def _place(cell: Cell) -> tuple[int, int, float | None, int]:
 
 
 def fastest(cells: Sequence[Compared]) -> dict[tuple[int, int, float | None, int], tuple[str, str]]:
-    """By links and accumulation: the fastest method as measured, and as predicted."""
+    """Return the measured and the predicted fastest method for each links and accumulation count."""
     places: dict[tuple[int, int, float | None, int], list[Compared]] = {}
     for one in cells:
         places.setdefault(_place(one.cell), []).append(one)

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read(cells: Path, calibration: Path) -> list[Compared]:
-    """Every cell of a file, beside what the planner predicts by a calibration."""
+    """Return every cell of a file, with the planner's prediction from a calibration."""
     found = yaml.safe_load(calibration.read_text(encoding="utf-8"))
     with cells.open(encoding="utf-8") as file:
         return compared(list(csv.DictReader(file)), found)
@@ -60,7 +60,7 @@ def _links(one: Compared) -> str:
 
 
 def errors(cells: Sequence[Compared]) -> list[str]:
-    """Rows of a table: relative errors of steps and of speed-ups, by rate and in all; not of given cells."""
+    """Return table rows of the errors of steps and speed-ups, by rate and in all, without given cells."""
     cells = [c for c in cells if not c.cell.given]
     groups = {rate: [c for c in cells if _links(c) == rate] for rate in dict.fromkeys(map(_links, cells))}
     lines = []
@@ -77,7 +77,7 @@ def errors(cells: Sequence[Compared]) -> list[str]:
 
 
 def steps(cells: Sequence[Compared]) -> list[str]:
-    """Rows of a table: seconds of a step, measured / predicted, by rate."""
+    """Return table rows of the seconds of a step, measured / predicted, by rate."""
     rows: dict[tuple[str, int], list[str]] = {}
     for c in sorted(cells, key=lambda c: c.cell.accumulation):
         shown = f"{c.measured:.2f} / " + ("given" if c.cell.given else f"{c.predicted:.2f}")
@@ -86,6 +86,6 @@ def steps(cells: Sequence[Compared]) -> list[str]:
 
 
 def choices(cells: Sequence[Compared]) -> str:
-    """On how many of the shaped links the method that is predicted to be the fastest was."""
+    """Return on how many of the shaped links the predicted fastest method was the fastest."""
     places = {place: names for place, names in fastest(cells).items() if place[2] is not None}
     return f"{sum(one == other for one, other in places.values())} of {len(places)} shaped"
