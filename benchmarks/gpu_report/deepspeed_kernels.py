@@ -25,7 +25,7 @@ from megatron_patch.config import CompressionConfig
 from megatron_patch.workflows.bench import gpu_rates
 
 ROW = 4096
-"""DeepSpeed has a scale for each row; this is the length of a row, as with such a hidden size."""
+"""The elements of a row, for which DeepSpeed has one scale: a matrix's row at this hidden size."""
 RANKS = gpu_rates.SHARDS
 _BETA = 0.8
 

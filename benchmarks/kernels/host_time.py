@@ -1,4 +1,4 @@
-"""How long the host takes to launch one bucket's exchange: Python, torch and Triton, without a GPU.
+"""Measures how long the host takes to launch one bucket's exchange: Python, torch and Triton, without a GPU.
 
     python benchmarks/kernels/host_time.py
 

@@ -43,7 +43,7 @@ from megatron_patch.files import output_folder
 DEFAULT_METHODS = f"{BASELINE},loco4,loco2,loco4_exact,ddp_bf16"
 _UNSHAPED_STEPS = 5
 _MOST_UNSHAPED = 1 << 24
-"""A rank sends at most this many bytes when collectives are timed alone, or those of a link in a second."""
+"""The most bytes that a rank sends when collectives are timed alone; on slow links, those of a second."""
 _LEARNING_RATE = 3e-4
 _SETTLE = 45
 """After this many steps of the default model the exact gather is within 5 % of its bits at step 60."""
@@ -183,7 +183,7 @@ def _rate(text: str) -> float | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command line's way in; returns the exit status."""
+    """Run the command, and return the exit status."""
     what = plan(args)
     hosts.check()
     if args.out:

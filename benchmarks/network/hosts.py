@@ -1,4 +1,4 @@
-"""Makes hosts on slow links of this machine's kernel alone: network namespaces, a bridge, `tc tbf`.
+"""Builds hosts with slow links from this machine's kernel alone: network namespaces, a bridge, `tc tbf`.
 
     host 0: eth0 10.77.0.1 ----- port0 \\
     host 1: eth0 10.77.0.2 ----- port1 -- bridge        every line is a veth pair,

@@ -1,4 +1,4 @@
-"""Has the shape of the trained model apart from training.py, which imports Megatron and takes seconds."""
+"""The shape of the trained model, in a file of its own because importing training.py takes seconds."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class Ranks:
             *("-m", "benchmarks.network.rank"),
         ]
         environment = os.environ | {
-            "TORCHDYNAMO_DISABLE": "1",  # as cpu_device.CPU_ENVIRONMENT; the ranks set the rest of it
+            "TORCHDYNAMO_DISABLE": "1",  # It is part of cpu_device.CPU_ENVIRONMENT; ranks set the rest.
             "GLOO_SOCKET_IFNAME": hosts.INTERFACE,
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",

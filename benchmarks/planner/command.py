@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command line's way in; returns the exit status."""
+    """Run the command, and return the exit status."""
     cells = read(args.cells, args.calibration)
     print("| links | step: median | worst | within 20 % | speed-up: median | worst | within 8 % |")
     print("|" + " --- |" * 7, *errors(cells), sep="\n")

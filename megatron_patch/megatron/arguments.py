@@ -150,7 +150,7 @@ def lr_warmup_steps() -> int:
     samples = _lr_warmup_samples(all_flags())
     module = sys.modules.get("megatron.core.num_microbatches_calculator")
     calculator = copy.copy(getattr(module, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None))
-    if calculator is None:  # before Megatron's initialization
+    if calculator is None:  # Megatron is not initialized yet.
         return math.ceil(round(samples / (_number("global_batch_size") or math.inf), 6))
     consumed = steps = 0
     while consumed < samples and steps < _STEPS_LOOKED_AHEAD:

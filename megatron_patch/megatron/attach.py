@@ -80,7 +80,7 @@ class Attachment:
     def detach(self) -> None:
         for seam in self.seams:
             if self.state.unreduced and seam.momentum is not None:
-                seam.momentum.reduce_gradients()  # the next step is Megatron's own and needs them reduced
+                seam.momentum.reduce_gradients()  # The next step is Megatron's own and needs them reduced.
             seam.detach()
         self.weights.detach()
         replicated_params.unmark(self._marked)
@@ -170,7 +170,7 @@ def attach(chunks: Sequence[Any], config: CompressionConfig) -> None:
             raise UserError(
                 "compression is attached to this model already, with other options; disable() first"
             )
-    for chunk in new:  # only now: a refused chunk leaves the others as they were
+    for chunk in new:  # Attaching comes last, so that a refused chunk leaves the other chunks unchanged.
         _attachments[chunk] = _attached(chunk, config)
         if chunk in _detached:
             _count_on(_attachments[chunk].state, *_detached.pop(chunk))

@@ -101,7 +101,7 @@ class RunMetrics:
     def _before_step(self, arguments: dict[str, Any]) -> None:
         self._model = arguments["model"]
         args = get_args()
-        iteration = getattr(args, "curr_iteration", None)  # the previous step's
+        iteration = getattr(args, "curr_iteration", None)  # This is still the previous step.
         for state in self._states():
             state.measures = iteration is None or self._logs(args, iteration + 1)
         self._started = time.perf_counter()
@@ -111,7 +111,7 @@ class RunMetrics:
         return step % args.log_interval == 0 or step == args.train_iters
 
     def _before_evaluation(self, arguments: dict[str, Any]) -> None:
-        self._model = arguments["model"]  # a run that resumes after its last step makes no further step
+        self._model = arguments["model"]  # A run that resumes after its last step makes no further step.
         self._evaluating = "test_loss" if "test set" in str(arguments["prefix"]) else "valid_loss"
 
     def _after_evaluation(self, result: Any) -> None:
@@ -255,7 +255,7 @@ class RunMetrics:
         if self._file is not None:
             self._file.close()
         if writer := get_tensorboard_writer():
-            writer.flush()  # a forked rank ends without the interpreter's exit handlers
+            writer.flush()  # A forked rank ends without the interpreter's exit handlers.
         if self._output is None or not self._writes():
             return
         records = [record for record, _ in _read(self._output / "metrics.jsonl")]

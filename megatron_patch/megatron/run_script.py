@@ -85,7 +85,7 @@ def _run(script: str, flags: list[str]) -> None:
         installed.append(RunMetrics(output))
         installed[0].install()
 
-    checkpoint.install()  # before the script imports checkpoint functions by name
+    checkpoint.install()  # The script has not imported checkpoint functions by name yet.
     patching.replace(symbols.ADD_ARGUMENTS, lambda original: after_parsing(original, switch_on, defaults))
     saved, sys.argv = sys.argv, [script, *flags]
     try:

@@ -116,7 +116,7 @@ def unmet() -> Iterator[str]:
     for path, takes in SYMBOLS.items():
         module, _, names = path.partition(":")
         if importlib.util.find_spec(module.rpartition(".")[0]) is None:
-            continue  # megatron.training is in the wheel, and in no other distribution of the core
+            continue  # megatron.training is in the wheel, but in no other distribution of megatron-core.
         shown = path.replace(":", ".")
         try:
             found: Any = importlib.import_module(module)

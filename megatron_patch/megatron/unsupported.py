@@ -101,7 +101,7 @@ def _refuse_gradients(chunk: Any) -> None:
     served = (torch.float32, torch.bfloat16, torch.float16)
     for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
         for dtype in {bucket.grad_data.dtype for bucket in group.buckets}.difference(served):
-            if chunk.dp_cp_group.size() > 1:  # else none is exchanged
+            if chunk.dp_cp_group.size() > 1:  # Over a single rank no gradient is exchanged.
                 raise UserError(
                     f"gradients in {dtype} cannot be compressed, those in float32, bfloat16 or float16 can: "
                     "cast the model, or set DistributedDataParallelConfig.grad_reduce_in_fp32"
@@ -227,7 +227,7 @@ def _refuse_for_megatron_fsdp(settings: Any, flags: Any, method: str | None, exa
     what = "weight_gather exact" if method == "none" else "gradient compression"
     if method == "onebit_adam":
         _refuse(MEGATRON_FSDP, True, "it keeps no whole gradient; use loco", "onebit_adam")
-    if (version := getattr(settings, "megatron_fsdp_version", 1)) != 1:  # of upstream's main
+    if (version := getattr(settings, "megatron_fsdp_version", 1)) != 1:  # Megatron's main branch has it.
         _refuse("megatron_fsdp_version", version, "it exchanges by other code; use 1", what)
     name = "data_parallel_sharding_strategy"
     strategy, outer = getattr(settings, name), getattr(settings, "outer_dp_sharding_strategy", "no_shard")

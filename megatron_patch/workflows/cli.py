@@ -52,7 +52,7 @@ EXTRAS = {
     "recipes": ("omegaconf", "rich", "yaml", "scipy", "tokenizers", "tensorboard"),
     "report": ("matplotlib", "scipy", "jinja2", "rich", "yaml"),
 }
-"""The modules that commands import from each of pyproject.toml's extras."""
+"""The modules, beside torch, megatron-core and numpy, that commands import from pyproject.toml's extras."""
 
 
 _FILE_ERRORS = {

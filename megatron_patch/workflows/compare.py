@@ -1,4 +1,4 @@
-"""`megatron-loco compare`: the same run with several methods, one after another, and what came of it.
+"""`megatron-loco compare`: runs a configuration with several methods, one after another, and compares them.
 
 Below the folder: one run per method, comparison.json (all numbers), comparison.md (the table) and
 comparison.png (loss curves, bytes on the wire). The first method named is the baseline of the differences.
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command line's way in; returns the exit status."""
+    """Run the command, and return the exit status."""
     path = configuration.find(args.config)
     names = [name.strip() for name in args.methods.split(",") if name.strip()]
     if not names or len(set(names)) != len(names):

@@ -95,7 +95,7 @@ def _finish(prepared: PreparedRun, stopped: str | None, patience: float) -> dict
     deadline = time.monotonic() + patience
     while not written.exists() and not stopped and time.monotonic() < deadline:
         time.sleep(1)
-    if not written.exists() and first and not stopped:  # e.g. megatron.exit_interval
+    if not written.exists() and first and not stopped:  # One cause is megatron.exit_interval.
         raise RankFailed(f"the run left no summary: Megatron ended before it did (see {prepared.job.logs})")
     # Nodes other than the first have a summary only if the folder is shared.
     summary: dict[str, Any] = {"steps": 0, "train_loss": None, "valid_loss": None}
@@ -161,7 +161,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyExcl
 
 
 def run(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
-    """The command line's way in; returns the exit status."""
+    """Run the command, and return the exit status."""
     path = configuration.find(args.config)
     extra = [configuration.find(name) for name in args.and_files]
     configured = configuration.load(path, args.overrides, and_files=extra)

@@ -43,7 +43,7 @@ class Prepared:
         self._probes: list[tuple[torch.Tensor, float]] = []
         for part in parts:
             for parameter, _ in own(part):
-                parameter.grad = parameter.grad / found.scale  # not in place: it may be the gradient buffer
+                parameter.grad = parameter.grad / found.scale  # In place it might change the gradient buffer.
             largest = ((p.grad.view(-1)[p.grad.abs().argmax()], p) for p, _ in own(part))
             probe = next((element for element, _ in largest if element), None)
             if probe is not None:

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command line's way in; returns the exit status: 1 if a run failed."""
+    """Run the command, and return the exit status, which is 1 if a run failed."""
     path = definition.find(args.config)
     ablation = definition.read(path, args.overrides, args.base, _seeds(args.seeds))
     out = args.out or Path("runs/ablations") / ablation.name / ablation.base.stem

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command line's way in; returns the exit status."""
+    """Run the command, and return the exit status."""
     return {"links": links.run, "kernels": _run_kernels}[args.what](args)
 
 

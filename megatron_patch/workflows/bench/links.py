@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command line's way in, on every rank; returns the exit status."""
+    """Run the command on every rank, and return the exit status."""
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= set(os.environ):
         raise UserError(
             "bench links: it measures between ranks: start it by torchrun, e.g. torchrun --nproc-per-node 8 "

@@ -231,7 +231,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command line's way in; returns the exit status."""
+    """Run the command, and return the exit status."""
     if args.out.endswith("/") or Path(args.out).is_dir():
         raise UserError(f"out: {args.out} is a folder; allowed: a prefix, such as {Path(args.out) / 'text'}")
     manifest = prepare(

@@ -29,7 +29,7 @@ class Link:
     """The share of the bandwidth that each collective reaches; 1 for a collective that is not named."""
 
     def of(self, collective: str) -> float:
-        """The bandwidth that a collective reaches."""
+        """Return the bandwidth that a collective reaches."""
         return self.bandwidth * self.efficiency.get(collective, 1.0)
 
 

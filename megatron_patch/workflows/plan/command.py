@@ -102,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command line's way in; returns the exit status."""
+    """Run the command, and return the exit status."""
     paths = [item for item in args.recipes if "=" not in item]
     overrides = [item for item in args.recipes if "=" in item] + args.overrides
     if args.scale and args.strategy != MEGATRON:

@@ -181,7 +181,7 @@ def of_arguments(name: str, args: argparse.Namespace) -> Job:
 
 
 def _passed_bytes(args: argparse.Namespace) -> float:
-    """Every tensor-parallel rank sends all of it, or its part of the sequence with sequence parallelism."""
+    """Return the bytes that a rank sends to the next stage: with sequence parallelism, only its own part."""
     parts = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
     size = 2 if args.bf16 or args.fp16 else 4
     return float(size * args.seq_length * args.micro_batch_size * args.hidden_size / parts)

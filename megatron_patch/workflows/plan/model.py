@@ -123,7 +123,7 @@ def _layer(args: argparse.Namespace, number: int) -> Iterator[Parameter]:
     hidden, tensor, heads = args.hidden_size, args.tensor_model_parallel_size, args.num_attention_heads
     width = args.kv_channels or hidden // heads
     groups = args.num_query_groups if args.group_query_attention else heads
-    scores = 2 * 2 * args.seq_length / 2 * heads * width / tensor  # half of them are masked
+    scores = 2 * 2 * args.seq_length / 2 * heads * width / tensor  # Half of the scores are masked.
     yield from _norm(args)
     yield from _matrix(args, (heads + 2 * groups) * width // tensor, hidden, scores)
     if args.qk_layernorm:

@@ -1,8 +1,8 @@
 """`megatron-loco report`: runs' curves, numbers and differences on one HTML page.
 
-RUN is a run's folder or a folder that holds runs: `megatron-loco report runs/quickstart` takes what `compare`
-has left. The others are compared with the first run; below a folder it is one without compression. Runs that
-differ in their seeds alone share a row and a colour. A run need not be over. The page is one file and loads
+RUN is a run's folder or a folder that holds runs: `megatron-loco report runs/quickstart` shows the runs of a
+`compare`. All runs are compared with the first one, which in a folder is one without compression. Runs that
+differ only in their seeds share a row and a colour. A run need not have ended. The page is one file and loads
 nothing.
 """
 
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command line's way in; returns the exit status."""
+    """Run the command, and return the exit status."""
     out: Path = args.out
     if out.suffix not in (".html", ".htm") or out.is_dir():  # No run's file may be overwritten.
         raise UserError(f"--out: {out} must be a file that ends in .html")

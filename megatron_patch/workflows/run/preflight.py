@@ -100,7 +100,7 @@ def _check_batch(args: argparse.Namespace, world_size: int) -> None:
 
 
 def _rules(args: argparse.Namespace) -> Iterator[str]:
-    """What a layer would fail at in its first step, with the shapes of tensors for an explanation."""
+    """Yield an error for each setting with which a layer would fail late, naming only tensors' shapes."""
     heads, groups = args.num_attention_heads, args.num_query_groups
     own_attention = not (args.multi_latent_attention or args.heterogeneous_layers_config_path)
     if own_attention and args.group_query_attention and groups and heads % groups:
