@@ -76,8 +76,7 @@ class Session:
         self._together = StartTogether(ranks, device)
         self.phase = Phase()
         self._prepared: float | None = None
-        """The factor by which the loss scale changed when an optimizer prepared this step's gradients; None
-        if no optimizer has prepared them."""
+        """The loss scale's change when an optimizer prepared this step's gradients; None: none prepared."""
 
     @property
     def active(self) -> bool:
@@ -113,10 +112,7 @@ class Session:
         average: bool,
         group: dist.ProcessGroup | None = None,
     ) -> Handle:
-        """Start the exchange of one bucket over `group`, and count its bytes.
-
-        It first waits until fewer than IN_FLIGHT exchanges over `group` are under way.
-        """
+        """Start a bucket's exchange and count its bytes, once fewer than IN_FLIGHT over `group` run."""
         in_flight = self.workspace.pool.in_flight.setdefault(group, deque())
         while len(in_flight) >= IN_FLIGHT:
             in_flight.popleft().wait()
@@ -163,10 +159,9 @@ class Session:
     def exchange_begins(self, passes: int, rerun: bool) -> None:
         """Note that a bucket group exchanges gradients, for the `passes`-th time since an optimizer step.
 
-        A second exchange has one of three reasons. With `rerun` Megatron's rerun state machine has run the
-        backward pass again, and the first exchange must not count. Else, if optimizer steps were seen before,
-        the loop exchanges several times per step. Else the loop's optimizer cannot be observed, and exchanges
-        are counted as steps.
+        A second exchange has one of three reasons: with `rerun` Megatron's rerun state machine has repeated
+        the backward pass, and the first exchange must not count; or, where steps were seen before, the loop
+        exchanges several times a step; or its optimizer cannot be observed, and exchanges count as steps.
         """
         self.memory.bring_back()
         if passes <= self._passes:
@@ -294,10 +289,7 @@ class Session:
         rates: Sequence[float] | None = None,
         optimizer: int = 0,
     ) -> None:
-        """End an optimizer step: report it, count it, and clear or rescale the errors.
-
-        `rates` and `optimizer` are those of Onset.after_step.
-        """
+        """End a step: report and count it, clear or rescale errors; arguments as of Onset.after_step."""
         measured = [sender.statistics for sender in set(self._used) if sender.measures] + self._earlier
         self.report = SessionReport(
             traffic=self._traffic,
@@ -334,8 +326,7 @@ class Session:
     def use_default_method_of(self, optimizer: object) -> bool:
         """Use the default method for Megatron's `optimizer`, given by name; returns whether it changes.
 
-        Errors are rescaled so that e / (1 - beta), the gradient still to be sent, is unchanged
-        (docs/numerics.md, "The error").
+        Errors are rescaled so that the gradient still to be sent, e / (1 - beta), is unchanged.
         """
         config = self.config.for_optimizer(optimizer)
         if config == self.config:
