@@ -81,9 +81,7 @@ def attach[Chunks](
 
 
 def report(model: Any = None) -> StepReport:
-    """Report what this rank sent in its last optimizer step.
-
-    It communicates nothing, so any rank may call it at any time.
+    """Report what this rank sent in its last optimizer step; any rank may call it, without communication.
 
     Args:
         model: an attached model; all attached models if None.
@@ -129,9 +127,7 @@ def reload(model: Any = None) -> None:
 def state_dict(
     model: Any, optimizer: Any = None, reader: Any = None, path: str | None = None
 ) -> dict[str, Any]:
-    """Return a model's error states for torch.distributed.checkpoint (docs/checkpoints.md).
-
-    All ranks must call it.
+    """Return error states for torch.distributed.checkpoint (docs/checkpoints.md). All ranks must call it.
 
     Args:
         model: an attached model.
@@ -149,9 +145,7 @@ def state_dict(
 
 
 def load_state_dict(model: Any, state: dict[str, Any], optimizer: Any = None) -> None:
-    """Restore the error states that torch.distributed.checkpoint.load has read into a `state_dict`.
-
-    All ranks must call it.
+    """Restore error states that torch.distributed.checkpoint.load has read. All ranks must call it.
 
     Raises:
         UserError: `state` does not come from `state_dict`, or is damaged.

@@ -34,8 +34,7 @@ from megatron_patch.quantization.rotation import rotate, rotate_back
 from megatron_patch.quantization.uniform import Uniform, dequantize
 
 STATISTICS = ("signal", "noise", "gradient", "error", "non_finite_blocks")
-"""The names of the five fp64 `statistics`: the sums of h^2, r^2, g^2 and decode(e)^2 over the blocks that are
-finite, and the number of blocks that are not."""
+"""`statistics`, fp64 [5]: sums of h^2, r^2, g^2, decode(e)^2 over finite blocks; number of other blocks."""
 INT8 = Uniform(8)
 """The codec in which e is stored with `error_dtype: int8`."""
 

@@ -28,8 +28,7 @@ class StepReport:
     gradient_bytes: float
     """Bytes sent to reduce gradients; with two hops, the bytes sent to other nodes."""
     gradient_bytes_inside_node: float
-    """With two hops, bytes sent to ranks of the same node; with hybrid FSDP2, bytes sent within the shard
-    group; else 0."""
+    """With two hops, bytes sent within the node; with hybrid FSDP2, within the shard group; else 0."""
     bits_per_gradient: float
     """Bits sent per gradient element, with scales and uncompressed vectors included."""
     weight_bytes: float
@@ -48,8 +47,7 @@ class StepReport:
     gradient_norm: float | None
     """Norm of the compressed gradients g, with the scaling that Megatron applies before the exchange."""
     snr_db: float | None
-    """Signal-to-noise ratio, 10 log10(sum h^2 / sum r^2) with h = g + e and r what rounding lost of it; None
-    if either sum is 0."""
+    """10 log10(sum h^2 / sum r^2), where r is what rounding lost of h = g + e; None if a sum is 0."""
     non_finite_blocks: int | None
     """The number of blocks with a NaN or an infinity, which are sent as NaN."""
     compression_seconds: float

@@ -99,7 +99,6 @@ class MovingAverageError:
             tensor.copy_(saved[name])
 
     def reset(self) -> None:
-        """Set e <- 0."""
         for tensor in self._state.values():
             tensor.zero_()
 

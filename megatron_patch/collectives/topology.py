@@ -135,8 +135,7 @@ def split_by_node(ranks: Sequence[int], per_node: int | None) -> tuple[int, int]
 
 
 _made: dict[tuple[int, ...], tuple[Any, Any]] = {}
-"""The groups made, by their ranks, each with the default group of its time: another default group makes its
-own."""
+"""Groups by their ranks, each with the default group for which it was made: a later job makes its own."""
 
 
 def two_hops(group: dist.ProcessGroup, per_node: int | None) -> TwoHops:

@@ -35,8 +35,7 @@ class Pool:
         self.device = device
         self._free: dict[_Key, list[torch.Tensor]] = {}
         self._taken: MutableMapping[torch.Tensor, tuple[_Key, torch.Tensor]] = WeakIdKeyDictionary()
-        """The whole buffer of each view that `take` returned. References are weak, since an exchange that
-        failed, for example for lack of memory, gives nothing back."""
+        """The buffer behind each view of `take`, by weak references: a failed exchange gives nothing back."""
         self._streams: dict[dist.ProcessGroup, torch.cuda.Stream] = {}
         self.in_flight: dict[dist.ProcessGroup | None, deque[Any]] = {}
         """Handles of exchanges that may be under way, by process group."""

@@ -135,7 +135,6 @@ def rank_of(models: Sequence[nn.Module]) -> RankOf | None:
 
 
 def detach_all() -> None:
-    """Detach all models."""
     for attachment in _attachments.values():
         attachment.detach()
     _attachments.clear()
@@ -143,8 +142,6 @@ def detach_all() -> None:
 
 
 class _Steps:
-    """torch_steps.Listener."""
-
     def torch_step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward and any(_updates(optimizer, model) for model in _attachments):

@@ -111,7 +111,6 @@ class Sets:
                     )
 
     def parameters(self, current: Sequence[int]) -> list[Sharded]:
-        """Return the parameters of a set."""
         parameters = self.group.parameters
         return [parameters[number] for number in current]
 

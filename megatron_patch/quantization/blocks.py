@@ -131,7 +131,6 @@ class BlockTable:
     """The blocks of N shards, in their order."""
 
     runs: tuple[tuple[Run, ...], ...]
-    """For each shard its runs."""
     block: int
     bits: int
     blocks: int
@@ -170,7 +169,7 @@ class BlockTable:
         )
 
     def shards(self, first: int, count: int, step: int) -> BlockTable:
-        """Return the table of `count` shards, from `first` on and `step` apart."""
+        """Select `count` shards, from `first` on and `step` apart."""
         chosen = slice(first, first + step * count, step)
         source = (self, chosen) if step == 1 else None  # A slice of its copies on devices is used then.
         return replace(self, runs=self.runs[chosen], _copies={}, _source=source)

@@ -21,7 +21,6 @@ def planes(bits: int) -> tuple[tuple[int, int], ...]:
 
 
 def packed_bytes(size: int, bits: int) -> int:
-    """Return the bytes of `size` packed codes."""
     return sum(-(-size * width // 8) for _, width in planes(bits))
 
 

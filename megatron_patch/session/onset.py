@@ -28,8 +28,7 @@ LONG = 2000
 _ROUNDING = 1e-9
 """A relative change of a rate that is below this is taken for rounding in the schedule's arithmetic."""
 _SCHEDULED = 0.3
-"""A rate that falls by more than this fraction right after a rise is that of another schedule, after a
-resume."""
+"""A rate that falls by more than this fraction right after a rise is another schedule's, after a resume."""
 
 
 @dataclass

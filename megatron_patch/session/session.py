@@ -87,7 +87,6 @@ class Session:
 
     @property
     def error_bytes(self) -> int:
-        """The bytes of all error states on this rank."""
         return sum(error.nbytes for error in self._errors)
 
     @property

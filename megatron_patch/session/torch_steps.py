@@ -82,7 +82,6 @@ def exchange_begins(session: Session) -> None:
 
 
 def learning_rates(optimizer: Any) -> list[float]:
-    """Return the learning rates of an optimizer's parameter groups."""
     return [float(group.get("lr") or 0.0) for group in optimizer.param_groups]
 
 

@@ -59,7 +59,6 @@ class Mismatch(Exception):
 
 
 def check(found: int) -> None:
-    """Raise Mismatch if `decode` found an error."""
     if found:
         raise Mismatch(found)
 

@@ -64,7 +64,6 @@ class WeightGather:
         self.lengths = self.sizes
         """`sizes`, each rounded up to a multiple of 8."""
         self.longest = 0
-        """The largest of `lengths`."""
 
     @property
     def shard_size(self) -> int:

@@ -24,7 +24,6 @@ MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 
 def tiles_of(numel: int) -> int:
-    """Return T, the number of tiles of `numel` weights."""
     return -(-numel // TILE)
 
 

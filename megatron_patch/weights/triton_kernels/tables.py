@@ -54,13 +54,11 @@ def difference(old, new):
 
 @triton.jit
 def context_of(bits, mantissa, base):
-    """Return the contexts of old weights, int32."""
     return tl.minimum(tl.maximum(((bits & 0x7FFF) >> mantissa) - base, 0), CONTEXTS - 1)
 
 
 @triton.jit
 def number_of_tiles(log2_tile, n):
-    """Return T, the number of tiles, int64."""
     return (n + (tl.full([], 1, tl.int64) << log2_tile) - 1) >> log2_tile
 
 
