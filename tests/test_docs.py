@@ -158,6 +158,19 @@ def test_relative_links_point_to_a_file_and_a_heading(page: Path) -> None:
             assert not anchor or anchor in anchors(target), f"{link}: no such heading"
 
 
+def test_pages_name_source_files_that_are_there() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    there = tuple(f"/{name}" for name in listed.split())
+    pages = [page for page in PAGES if page.name not in ("log.md", "CHANGELOG.md")]
+    named = [
+        (page.name, name)
+        for page in pages
+        for name in re.findall(r"`([\w./-]+\.(?:py|cpp|h|sh))`", page.read_text(encoding="utf-8"))
+    ]
+    assert len(named) > 100
+    assert [one for one in named if not any(file.endswith(f"/{one[1]}") for file in there)] == []
+
+
 def test_anchors_are_those_of_github(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(

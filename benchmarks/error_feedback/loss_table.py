@@ -55,6 +55,8 @@ class Row:
         assert found is not None, f"{self.file} has no pair of {self.cell}"
         if found.low is None:
             return f"{found.mean:+.2f} (one pair)", 1
+        if found.n == 2:  # Student's t of one degree of freedom says next to nothing.
+            return f"{', '.join(f'{one:+.2f}' for one in percent(*losses).values())} (two pairs)", 2
         zero = " **0**" if found.verdict == "contains zero" else ""
         return f"{found.mean:+.2f} ({found.low:+.2f} to {found.high:+.2f}){zero}", found.n
 

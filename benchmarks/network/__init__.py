@@ -1,4 +1,4 @@
-"""`python -m benchmarks.network`: training over slow links on one machine (docs/network.md).
+"""`python -m benchmarks.network`: training over slow links on one machine (docs/benchmarks.md).
 
 command.py             the options, and the order of the measurements
 plan.py, methods.py    the cells in their order; the methods by name
