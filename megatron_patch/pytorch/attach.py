@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -55,7 +55,31 @@ class Attachment(Protocol):
         """Return the number of gradient elements of the whole model."""
 
 
-_attachments: WeakKeyDictionary[nn.Module, Attachment] = WeakKeyDictionary()
+class _Held:
+    """An attribute of a model that has its attachment, which refers to the model; copies of it are empty.
+
+    A table of attachments by model would keep its models alive.
+    """
+
+    def __init__(self, attachment: Attachment | None = None) -> None:
+        self.attachment = attachment
+
+    def __reduce__(self) -> tuple[type[_Held], tuple[()]]:
+        return _Held, ()
+
+
+_HELD = "_megatron_loco"
+_models: WeakSet[nn.Module] = WeakSet()
+
+
+def attachment_of(model: nn.Module) -> Attachment | None:
+    """Return a model's attachment; None if nothing is attached to it."""
+    held = vars(model).get(_HELD)
+    return None if held is None else held.attachment
+
+
+def _all() -> list[Attachment]:
+    return [found for model in list(_models) if (found := attachment_of(model)) is not None]
 
 
 def attach(
@@ -67,13 +91,15 @@ def attach(
         UserError: a model or option is not supported, or a model is already attached with other options.
     """
     for model in models:
-        found = _attachments.get(model)
+        found = attachment_of(model)
         if found is not None and found.asked != config:
             raise UserError(
                 "compression is attached to this model already, with other options; disable() first"
             )
         if found is None:
-            _attachments[model] = made = _made(model, config, replicas)
+            made = _made(model, config, replicas)
+            vars(model)[_HELD] = _Held(made)  # nn.Module.__setattr__ is for parameters and modules.
+            _models.add(model)
             made.session.announces = dist.get_rank() == 0
             for line in lines(made) if made.session.announces else ():
                 logger.info("megatron-loco: %s", line)
@@ -115,13 +141,13 @@ def _updates(optimizer: Any, model: nn.Module) -> bool:
 
 def sessions(models: Sequence[nn.Module] | None) -> list[Session]:
     """Return the sessions of attached models among `models`; None: of all attached models."""
-    found = list(_attachments.values()) if models is None else map(_attachments.get, models)
+    found = _all() if models is None else map(attachment_of, models)
     return [attachment.session for attachment in found if attachment is not None]
 
 
 def rank_of(models: Sequence[nn.Module]) -> RankOf | None:
     """Return the RankOf of the models, for a checkpoint; None if none of them compresses."""
-    found = [made for model in models if (made := _attachments.get(model)) and made.config.compresses]
+    found = [made for model in models if (made := attachment_of(model)) and made.config.compresses]
     if not found:
         return None
 
@@ -135,29 +161,32 @@ def rank_of(models: Sequence[nn.Module]) -> RankOf | None:
 
 
 def detach_all() -> None:
-    for attachment in _attachments.values():
+    for model in list(_models):
+        attachment = attachment_of(model)
+        assert attachment is not None
         attachment.detach()
-    _attachments.clear()
+        del vars(model)[_HELD]
+    _models.clear()
     torch_steps.stop_listening(_steps)
 
 
 class _Steps:
     def torch_step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward and any(_updates(optimizer, model) for model in _attachments):
+        if in_backward and any(_updates(optimizer, model) for model in _models):
             raise UserError(
                 f"{type(optimizer).__name__} steps within the backward pass, once for each parameter, so "
                 "that compression cannot tell what a step is: step it after the backward pass"
             )
 
     def torch_step_ended(self, optimizer: torch.optim.Optimizer) -> None:
-        for attachment in _attachments.values():
+        for attachment in _all():
             if _updates(optimizer, attachment.model):
                 rates = torch_steps.learning_rates(optimizer)
                 attachment.session.optimizer_stepped([optimizer], True, 1.0, rates)
 
     def rescaled(self, optimizers: list[Any], factor: float) -> None:
-        for attachment in _attachments.values():
+        for attachment in _all():
             if any(_updates(optimizer, attachment.model) for optimizer in optimizers):
                 attachment.session.loss_rescaled(factor)
 

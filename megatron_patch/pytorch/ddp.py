@@ -6,17 +6,16 @@ begins, or the last one does, so that all ranks issue the same collectives in th
 on a stream of its own, and so does not block the backward pass.
 
 DDP assigns its parameters to buckets anew after the first backward pass, which is therefore exchanged
-uncompressed. If buckets change later, the errors of the old ones are dropped, and the log says so.
+uncompressed. If buckets change later, errors follow their parameters.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -32,10 +31,8 @@ from megatron_patch.errors import UserError
 from megatron_patch.pytorch.contents import contents_of, pieces_of, plain_name
 from megatron_patch.pytorch.fsdp2_fields import Sharded
 from megatron_patch.session import torch_steps
-from megatron_patch.session.resharding import Part
+from megatron_patch.session.resharding import Part, reshard
 from megatron_patch.session.session import IN_FLIGHT, Session
-
-logger = logging.getLogger(__name__)
 
 _hooks: WeakKeyDictionary[nn.Module, _Hook] = WeakKeyDictionary()
 """The hooks of models. DDP takes one hook and cannot remove it, so a model that is attached again has it."""
@@ -45,11 +42,12 @@ class _Hook:
     """The communication hook of one model, which compresses while `to` is set."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        self.to: Ddp | None = None
+        self.to: ReferenceType[Ddp] | None = None  # DDP's C++ reducer keeps the hook; gc cannot look there.
         self._group: dist.ProcessGroup = model.process_group
 
     def __call__(self, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-        return self.in_full(bucket) if self.to is None else self.to.exchange(bucket, self)
+        to = None if self.to is None else self.to()
+        return self.in_full(bucket) if to is None else to.exchange(bucket, self)
 
     def in_full(self, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         """All-reduce a bucket uncompressed, bit for bit as DDP does without a hook."""
@@ -90,7 +88,7 @@ class Ddp:
         self._exchanges: dict[tuple[str, ...], Exchange] = {}
         """The exchanges by the names of a bucket's parameters, in the bucket's order."""
         self._open: deque[tuple[Handle, Future[torch.Tensor], torch.Tensor]] = deque()
-        _hooks[model].to = self
+        _hooks[model].to = ref(self)
 
     def detach(self) -> None:
         _hooks[self.model].to = None
@@ -104,7 +102,7 @@ class Ddp:
     def exchange(self, bucket: dist.GradBucket, hook: _Hook) -> Future[torch.Tensor]:
         """Reduce a bucket in place; the future's value is the bucket."""
         session, gradients = self.session, bucket.buffer()
-        torch_steps.exchange_begins(session)
+        torch_steps.exchange_begins(session, bucket.index())
         first_pass, self._passes = self._passes == 0, self._passes + bucket.is_last()
         if first_pass or not session.active or self._group.size() == 1 or gradients.is_sparse:
             session.count(all_reduced(gradients, self._group.size()))
@@ -135,13 +133,28 @@ class Ddp:
     def _exchange_of(self, bucket: dist.GradBucket) -> Exchange:
         key = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
         if key not in self._exchanges:
-            moved = [old for old in self._exchanges if not set(old).isdisjoint(key)]
-            for old in moved:
-                self.session.exchanges.remove(self._exchanges.pop(old))
-            if moved and self.session.announces:
-                logger.warning("megatron-loco: DDP has changed its buckets: their errors start from zero")
             self._make(key)
+            moved = [old for old in self._exchanges if old != key and not set(old).isdisjoint(key)]
+            if moved:
+                self._carry_over(moved, key)
         return self._exchanges[key]
+
+    def _carry_over(self, moved: Sequence[tuple[str, ...]], key: tuple[str, ...]) -> None:
+        """Give a new bucket the errors that belong to its parameters in the buckets that had them before.
+
+        An owner's error of elements that another rank owned is not here: it starts from zero.
+        """
+        pairs = self._senders_of(key)
+        before = [(part, sender.error) for old in moved for sender, part in self._senders_of(old)]
+        saved = [(part, error.flat) for part, error in before if error is not None]
+        if saved:
+            for (sender, _), (values, _) in zip(pairs, reshard([p for _, p in pairs], saved), strict=True):
+                assert sender.error is not None
+                sender.error.set(values)
+        now = {name for other in self._exchanges if other not in moved for name in other}
+        for old in moved:
+            if now.issuperset(old):
+                self.session.exchanges.remove(self._exchanges.pop(old))
 
     def _make(self, key: tuple[str, ...]) -> None:
         contents = contents_of([self._parameters[name] for name in key])
@@ -162,15 +175,14 @@ class Ddp:
                 self._make(key)
 
     def senders(self) -> list[tuple[Sender, Part]]:
-        found = []
-        for key, exchange in self._exchanges.items():
-            parameters = [self._parameters[name] for name in key]
-            contents, pieces = contents_of(parameters), pieces_of(parameters, key)
-            for state in exchange.states():
-                spans = () if state.sender.layout.by_shard else contents.spans or ()
-                numel, weight = contents.numel, 1 / state.ranks
-                part = Part(
-                    state.kind, pieces, numel, state.position, state.index, state.senders, weight, spans
-                )
-                found.append((state.sender, part))
+        return [pair for key in self._exchanges for pair in self._senders_of(key)]
+
+    def _senders_of(self, key: tuple[str, ...]) -> list[tuple[Sender, Part]]:
+        parameters, found = [self._parameters[name] for name in key], []
+        contents, pieces = contents_of(parameters), pieces_of(parameters, key)
+        for state in self._exchanges[key].states():
+            spans = () if state.sender.layout.by_shard else contents.spans or ()
+            numel, weight = contents.numel, 1 / state.ranks
+            part = Part(state.kind, pieces, numel, state.position, state.index, state.senders, weight, spans)
+            found.append((state.sender, part))
         return found

@@ -146,7 +146,7 @@ class Flat(Sets, ReduceScatter):
     ) -> None:
         """Reduce [N*S] to this rank's [S]. On CUDA FSDP2 calls it on its reduce-scatter stream."""
         session = self._session
-        torch_steps.exchange_begins(session)
+        torch_steps.exchange_begins(session, id(self))
         if not session.active or group.size() == 1:
             session.count(reduce_scattered(input_tensor, group.size()))
             self._stock(output_tensor, input_tensor, group, op, async_op)
@@ -194,7 +194,7 @@ class Hybrid(Sets):
             return
         self._add_what_waited(output)
         self._check()
-        torch_steps.exchange_begins(session)
+        torch_steps.exchange_begins(session, id(self))
         # If a divide factor was set, the reduce-scatter has divided by it, and replicas are summed.
         average = self.group.divide_factor is None
         if not session.active or replicas.size() == 1:
@@ -283,8 +283,8 @@ class Fsdp2:
             return
         self._unchecked = False
         assert self.replicas is not None
-        chunks = [local_of(tensor).double() for group in self.groups for tensor in group.tensors]
-        sums = torch.stack([torch.stack([c.sum(), c.square().sum()]) for c in chunks]).to(self.session.device)
+        tensors = [tensor for group in self.groups for tensor in group.tensors]
+        sums = torch.stack([_two_sums(local_of(tensor)) for tensor in tensors]).to(self.session.device)
         ends = torch.stack([sums, -sums])
         dist.all_reduce(ends, dist.ReduceOp.MIN, group=self.replicas)
         unlike = ((ends[0] != -ends[1]) & ~ends.isnan().any(0)).any().int()
@@ -317,6 +317,12 @@ class Fsdp2:
 
     def elements(self) -> int:
         return sum(p.numel() for group in self.groups for p in group.tensors if p.requires_grad)
+
+
+def _two_sums(chunk: torch.Tensor) -> torch.Tensor:
+    """Return sum and norm in fp64, without a copy of the chunk: activations may leave no room for one."""
+    chunk = chunk.detach()
+    return torch.stack([chunk.sum(dtype=torch.float64), torch.linalg.vector_norm(chunk, dtype=torch.float64)])
 
 
 def _ranks(

@@ -7,6 +7,7 @@ adds one tensor and one object to a checkpoint's metadata, however many senders 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -136,10 +137,21 @@ def content_of(rank: RankState, iteration: int, scale: float) -> dict[str, Any]:
 
 
 def gathered(layout: RankLayout, mine: Any) -> list[Any]:
-    """Gather (`mine`, layout, positions) from every rank, for `listed`. All ranks must call it."""
+    """Gather (`mine`, layout, positions) from every rank, for `listed`. All ranks must call it.
+
+    Equal layouts are sent once, because each may name all ranks' pieces.
+    """
+    own = layout.without_positions().as_json()
+    digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (mine, layout.without_positions().as_json(), layout.positions))
-    return everyone
+    dist.all_gather_object(everyone, (mine, digest, layout.positions))
+    layouts: dict[str, Any] = {}
+    for rank, (_, found, _) in enumerate(everyone):
+        if found not in layouts:
+            sent = [own]
+            dist.broadcast_object_list(sent, src=rank)
+            layouts[found] = sent[0]
+    return [(theirs, layouts[found], positions) for theirs, found, positions in everyone]
 
 
 def listed(files: Sequence[Any], everyone: Sequence[Any]) -> dict[str, Any]:

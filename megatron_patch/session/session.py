@@ -152,10 +152,9 @@ class Session:
 
     @property
     def _sends_momentum(self) -> bool:
-        """Whether the optimizer's step is the exchange (1-bit Adam after its warm-up)."""
         return self.config.is_onebit_adam and self.active
 
-    def exchange_begins(self, passes: int, rerun: bool) -> None:
+    def exchange_begins(self, passes: int, rerun: bool, agrees: bool = True) -> None:
         """Note that a bucket group exchanges gradients, for the `passes`-th time since an optimizer step.
 
         A second exchange has one of three reasons: with `rerun` Megatron's rerun state machine has repeated
@@ -185,9 +184,10 @@ class Session:
                         "exchange loses is added to the next one"
                     )
                 self.events.repeated_exchanges += 1
-        self._agree()
+        if agrees:
+            self.agree()
 
-    def _agree(self) -> None:
+    def agree(self) -> None:
         """Agree with all ranks, before the first exchange of a pass, whether to compress."""
         if self.config.is_onebit_adam or not self.config.compresses:
             return
@@ -232,9 +232,7 @@ class Session:
             loss_scale_factor: the factor by which fp16's loss scale has changed.
             rates: the learning rates of the parameter groups.
         """
-        if not self._optimizer_seen:
-            self._optimizer_seen = True
-            self._forget_unseen_steps()
+        self._see_optimizer()
         stepped = {id(optimizer) for optimizer in optimizers}
         if stepped not in self._optimizers:
             self._optimizers.append(stepped)
@@ -252,7 +250,8 @@ class Session:
 
     def loss_rescaled(self, factor: float) -> None:
         """Note that torch's GradScaler changed its scale; if gradients are unused, it skipped their step."""
-        if self._passes and self._optimizer_seen:
+        if self._passes:
+            self._see_optimizer()
             self.end_step(False, factor)
         elif factor != 1.0:
             self._scale_errors(factor)
@@ -262,8 +261,11 @@ class Session:
         stepped = {id(optimizer) for optimizer in optimizers}
         return not self._passes and bool(self._stepped) and self._stepped.isdisjoint(stepped)
 
-    def _forget_unseen_steps(self) -> None:
+    def _see_optimizer(self) -> None:
         """Undo the counting of exchanges as steps, when the first optimizer step is seen."""
+        if self._optimizer_seen:
+            return
+        self._optimizer_seen = True
         self.steps -= self._unseen_steps
         self.steps_seen -= self._unseen_steps
         if self._started_unseen:
@@ -313,7 +315,7 @@ class Session:
                 self.clear_errors()
         else:
             self.events.skipped_steps += 1
-            if not self.config.is_onebit_adam:  # 1-bit Adam exchanges nothing in a step that is skipped.
+            if not self.config.is_onebit_adam:  # It exchanges nothing in a step that is skipped.
                 self.clear_errors()
         if loss_scale_factor != 1.0 and not self.config.is_onebit_adam:  # Momentum carries no loss scale.
             self._scale_errors(loss_scale_factor)

@@ -9,6 +9,7 @@ import functools
 import logging
 from collections.abc import Callable
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -41,6 +42,7 @@ _SCALED = "_megatron_loco_optimizers"
 _listeners: list[Listener] = []
 _hooks: list[RemovableHandle] = []
 _scaler_methods: dict[str, Callable[..., Any]] = {}
+_first_parts: WeakKeyDictionary[Session, int] = WeakKeyDictionary()
 
 
 def listen(listener: Listener) -> None:
@@ -69,9 +71,16 @@ def stop_listening(listener: Listener) -> None:
     _scaler_methods.clear()
 
 
-def exchange_begins(session: Session) -> None:
-    """Note that torch exchanges gradients; log a warning after UNSEEN exchanges without an optimizer step."""
-    session.exchange_begins(1, rerun=False)
+def exchange_begins(session: Session, part: int) -> None:
+    """Note that torch exchanges the gradients of a part of the model, a number that is the same in each pass.
+
+    The part that was exchanged first begins a pass, in which ranks agree whether to compress: a rank whose
+    optimizer has none of the model's parameters sees no steps, and must ask when the others do. After UNSEEN
+    exchanges without an optimizer step a warning is logged.
+    """
+    session.exchange_begins(1, rerun=False, agrees=False)
+    if part == _first_parts.setdefault(session, part):
+        session.agree()
     session.exchanges_unseen += not session.ended_steps
     if session.exchanges_unseen == UNSEEN and session.announces and session.config.compresses:
         logger.warning(

@@ -34,7 +34,7 @@ def train(how: dict[str, Any], compression: dict[str, Any] | None) -> dict[str, 
     record: list[dict[str, Any]] = []
     if compression is not None:
         megatron_patch.attach(ddp, megatron_patch.CompressionConfig(**compression))
-        _record(attach._attachments[ddp], record)
+        _record(attach.attachment_of(ddp), record)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
     rank, microbatches, norms, steps = torch.distributed.get_rank(), how.get("microbatches", 1), [], []
     for step in range(STEPS):

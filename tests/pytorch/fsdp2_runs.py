@@ -96,7 +96,7 @@ def train(how: dict[str, Any], compression: dict[str, Any] | None) -> dict[str, 
     if compression is not None:
         megatron_patch.attach(model, megatron_patch.CompressionConfig(**compression), group)
         if compression["method"] != "none":
-            _record(attach._attachments[model], record)
+            _record(attach.attachment_of(model), record)
     if factor := how.get("factor"):
         for block in model.blocks:
             block.set_gradient_divide_factor(factor)

@@ -281,7 +281,7 @@ def default_methods() -> list[str]:
     for how in ({}, {"replicas": 2}):
         model, _ = sharded(how)
         megatron_patch.attach(model)
-        found.append(attach._attachments[model].config.method)
+        found.append(attach.attachment_of(model).config.method)
         megatron_patch.disable()
         for part in groups_of(model):
             assert part.is_taken is None, "disable gives FSDP2 its own exchange back"

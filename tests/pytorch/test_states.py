@@ -51,7 +51,7 @@ def errors(model: Any) -> dict[str, np.ndarray]:
 
     shapes = {name: tuple(p.shape) for name, p in Model().named_parameters()}
     found = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    for sender, part in attach._attachments[model].senders():
+    for sender, part in attach.attachment_of(model).senders():
         bucket = part.in_bucket(sender.error.flat() * part.weight)
         for piece in part.pieces:
             if 0 not in piece.shape:
@@ -141,3 +141,100 @@ def test_what_is_pending_is_carried_to_another_layout(
         rows = np.abs(values).reshape(len(values), -1).max() if values.ndim > 1 else 0.0
         assert np.abs(new[name] - values).max() <= rows / 32, name
         assert values.ndim < 2 or rows > 0
+
+
+def moved_buckets() -> list[tuple[dict[str, np.ndarray], int]]:
+    """What this rank's senders have pending, and the number of exchanges: before and after buckets change."""
+    from types import SimpleNamespace
+
+    import megatron_patch
+    from megatron_patch.collectives.exchange import ALL_REDUCE
+    from megatron_patch.pytorch import attach
+
+    model, optimizer = built(DDP, LOCO)
+    steps(model, optimizer, 0, 3)
+    attachment = attach.attachment_of(model)
+
+    def pending() -> tuple[dict[str, np.ndarray], int]:
+        found = {}
+        for sender, part in attachment.senders():
+            bucket = part.in_bucket(sender.error.flat())
+            if part.kind == ALL_REDUCE:
+                found |= {piece.key: piece.of(bucket).clone().numpy() for piece in part.pieces}
+        return found, len(attachment.session.exchanges)
+
+    told = [pending()]
+    parameters = list(model.module.parameters())
+    for chosen in (parameters[1::2], parameters[::2]):
+        attachment._exchange_of(SimpleNamespace(parameters=lambda chosen=chosen: chosen))
+    told.append(pending())
+    megatron_patch.disable()
+    return told
+
+
+def test_errors_follow_their_parameters_when_ddp_changes_its_buckets(pool) -> None:
+    for (before, several), (after, two) in pool.run(moved_buckets, world_size=4):
+        assert several == 2
+        assert two == 2
+        assert before.keys() == after.keys()
+        for name, values in before.items():
+            assert np.abs(after[name] - values).max() <= np.abs(values).max() / 32, name
+        assert any(values.any() for values in before.values())
+
+
+def without_an_optimizer(kind: dict[str, Any]) -> tuple[int, bool]:
+    """Only rank 0's optimizer has parameters: passes that ended, and whether exchanges are compressed."""
+    import torch
+    import torch.distributed as dist
+
+    import megatron_patch
+    from megatron_patch.pytorch import attach
+
+    model, _ = built(kind, {"method": "loco"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2) if dist.get_rank() == 0 else None
+    whole, ended = getattr(model, "module", model), 0
+    for step in range(6):
+        model(gradients_of(whole, dist.get_rank(), step, torch.float32)).backward()
+        if optimizer:
+            optimizer.step()
+        model.zero_grad()
+        ended += 1
+    found = ended, attach.attachment_of(model).session.active
+    megatron_patch.disable()
+    return found
+
+
+@pytest.mark.parametrize("kind", [DDP, FLAT], ids=str)
+def test_ranks_whose_optimizer_steps_are_not_seen_ask_when_the_others_do(pool, kind) -> None:
+    """As with a ZeRO-1 of one's own, in which a rank may own nothing."""
+    told = pool.run(without_an_optimizer, kind, world_size=2)
+    assert [ended for ended, _ in told] == [6, 6]
+    assert told[0][1] == told[1][1]
+
+
+def gathered_bytes() -> int:
+    """Bytes of the largest object that every rank sends to every other one for a state dict."""
+    import pickle
+    from unittest import mock
+
+    import torch.distributed as dist
+
+    import megatron_patch
+
+    model, optimizer = built(FLAT, LOCO)
+    steps(model, optimizer, 0, 1)
+    sizes, original = [], dist.all_gather_object
+
+    def watched(everyone: Any, mine: Any, *args: Any) -> None:
+        sizes.append(len(pickle.dumps(mine)))
+        original(everyone, mine, *args)
+
+    with mock.patch.object(dist, "all_gather_object", watched):
+        megatron_patch.state_dict(model)
+    megatron_patch.disable()
+    return max(sizes)
+
+
+def test_equal_layouts_are_not_gathered_from_every_rank(pool) -> None:
+    """Each has the chunks of all ranks: of a model of 8 billion parameters on 512 ranks hundreds of MB."""
+    assert max(pool.run(gathered_bytes, world_size=4)) < 1000

@@ -134,7 +134,7 @@ def bad_gradients(kind: str) -> dict[str, Any]:
     megatron_patch.attach(model, megatron_patch.CompressionConfig(method="loco", start_step=0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", enabled=kind == "scaled", init_scale=8.0, growth_interval=100)
-    session = attach._attachments[model].session
+    session = attach.attachment_of(model).session
     rank, bad, errors = torch.distributed.get_rank(), [], []
     for step in range(5):
         x = torch.randn(4, 200, generator=torch.Generator().manual_seed(10 * step + rank))

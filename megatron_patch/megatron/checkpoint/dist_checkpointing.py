@@ -215,9 +215,11 @@ def _reader(rank: RankState, where: str | Path, name: str) -> PackedReader | Non
     """Return the reader of a model's states; None without states. `where` is a folder or an object store."""
     storage = _get_filesystem_reader(where)
     try:
-        keys = storage.read_metadata().state_dict_metadata
+        metadata = storage.read_metadata()
     except OSError:  # Earlier releases of Megatron wrote other formats than torch_dist.
         return None
+    keys = metadata.state_dict_metadata
+    storage.read_metadata = lambda *_, **__: metadata  # Each dcp.load below would read the whole file again.
 
     def of(saved: int) -> str:
         return f"{name}.rank_{saved}"

@@ -1,0 +1,129 @@
+"""Attached models are freed with their last reference; copies of them have nothing attached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+OPTIONS = {"method": "loco", "start_step": 0, "reset_interval": 0}
+
+
+def wrapped(kind: str, replicas: int = 1) -> Any:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    ranks = dist.get_world_size()
+    shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
+    names = ("replicate", "shard")[-len(shape) :]
+    fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    return model
+
+
+def left_alive(kind: str) -> tuple[bool, int]:
+    import gc
+    import weakref
+
+    import megatron_patch
+    from megatron_patch.pytorch import attach
+
+    model = megatron_patch.attach(wrapped(kind), megatron_patch.CompressionConfig(**OPTIONS))
+    there = weakref.ref(model)
+    del model
+    gc.collect()
+    found = there() is not None, len(attach.sessions(None))
+    megatron_patch.disable()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_model_is_freed_with_its_last_reference(pool, kind) -> None:
+    assert pool.run(left_alive, kind, world_size=2) == [(False, 0)] * 2
+
+
+def copied() -> tuple[bool, bool]:
+    import copy
+
+    import megatron_patch
+    from megatron_patch.pytorch import attach
+
+    model = megatron_patch.attach(wrapped("ddp"), megatron_patch.CompressionConfig(**OPTIONS))
+    held = copy.deepcopy(vars(model)[attach._HELD])
+    found = attach.attachment_of(model) is not None, held.attachment is None
+    megatron_patch.disable()
+    return found
+
+
+def test_a_copy_has_nothing_attached(pool) -> None:
+    assert pool.run(copied, world_size=2) == [(True, True)] * 2
+
+
+def overflows_at_the_start() -> list[tuple[float, int, int, float]]:
+    """A scale that is too large at first: pending errors, steps seen and skipped, bytes of the last step."""
+    import torch
+
+    import megatron_patch
+    from megatron_patch.pytorch import attach
+
+    model = megatron_patch.attach(wrapped("fsdp2"), megatron_patch.CompressionConfig(**OPTIONS))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    attachment, told = attach.attachment_of(model), []
+    for overflows in (True, True, False):
+        scaler.scale(model(torch.ones(8, 64)).square().mean()).backward()
+        if overflows:
+            next(model.parameters()).grad.to_local()[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        session = attachment.session
+        pending = sum(float(sender.error.flat().abs().sum()) for sender, _ in attachment.senders())
+        skipped = session.events.skipped_steps
+        told.append((pending, session.steps_seen, skipped, session.report.traffic.nbytes))
+    megatron_patch.disable()
+    return told
+
+
+def test_steps_that_overflow_before_the_first_good_one_are_skipped_ones(pool) -> None:
+    for first, second, third in pool.run(overflows_at_the_start, world_size=2):
+        assert first[:3] == (0.0, 1, 1)
+        assert second[:3] == (0.0, 2, 2)
+        assert third[0] > 0
+        assert third[1:3] == (3, 2)
+        assert first[3] == second[3] == third[3]
+
+
+def largest_copy() -> int:
+    """Numbers of the largest fp64 tensor that the check of replicas makes."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    import megatron_patch
+    from megatron_patch.pytorch import attach
+
+    class Sizes(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            made = function(*arguments, **(options or {}))
+            if isinstance(made, torch.Tensor) and made.dtype == torch.float64:
+                self.most = max(self.most, made.numel())
+            return made
+
+    model = megatron_patch.attach(wrapped("fsdp2", 2), megatron_patch.CompressionConfig(**OPTIONS))
+    with Sizes() as sizes:
+        attach.attachment_of(model)._check_replicas()
+    megatron_patch.disable()
+    return sizes.most
+
+
+def test_replicas_are_compared_without_a_copy_of_the_weights(pool) -> None:
+    assert all(0 < most <= 16 for most in pool.run(largest_copy, world_size=4))
