@@ -91,6 +91,11 @@ ROWS = (
         "4 bits, LoCo without resets",
     ),
     Row(
+        "And in fine-tuning?",
+        *("LLaMA, 3.4 M parameters, Adam", "1,000, 1e-4", "fine_tuning_llama_3m"),
+        *("method=loco,bits=4", "4 bits, LoCo", True),
+    ),
+    Row(
         "Does the model's size matter?",
         *("LLaMA, 10.4 M, Adam", "1,000, 2e-3", "long_10m_llama_10m"),
         "method=loco,bits=4",
