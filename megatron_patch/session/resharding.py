@@ -103,13 +103,17 @@ def _reshard_one(
 ) -> tuple[torch.Tensor, int]:
     total = torch.zeros(new.bucket_numel, dtype=torch.float32, device="cpu")
     found = torch.zeros_like(total, dtype=torch.bool)
+    known: dict[tuple[tuple[Piece, ...], str], list[_Pair]] = {}
+    # Under FSDP2 every rank's part has the pieces of all ranks: they are compared once for all saved ranks.
     for kind in dict.fromkeys(old.kind for old, _ in saved):
         of_kind = [(old, read) for old, read in saved if old.kind == kind]
         sums, holders = torch.zeros_like(total), torch.zeros_like(total)
         for old, read in of_kind:
             if kind == new.kind and old.senders == new.senders and old.index != new.index:
                 continue  # This error is another sender's.
-            pairs = list(_overlaps(new, old, kinds))
+            if (old.pieces, kind) not in known:
+                known[old.pieces, kind] = list(_overlaps(new, old, kinds))
+            pairs = known[old.pieces, kind]
             if not pairs:
                 continue
             values = old.in_bucket(read() * (old.share / new.share))
@@ -126,11 +130,10 @@ def _reshard_one(
 
 
 _Slices = tuple[slice, ...]
+_Pair = tuple[tuple["Piece", _Slices], tuple["Piece", _Slices]]
 
 
-def _overlaps(
-    new: Part, old: Part, kinds: dict[str, set[str]]
-) -> Iterator[tuple[tuple[Piece, _Slices], tuple[Piece, _Slices]]]:
+def _overlaps(new: Part, old: Part, kinds: dict[str, set[str]]) -> Iterator[_Pair]:
     """Yield the pairs of pieces of `new` and `old` that share elements, each piece with its shared slices."""
     by_key: dict[str, list[Piece]] = {}
     for other in old.pieces:

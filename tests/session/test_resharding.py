@@ -11,6 +11,7 @@ import pytest
 import torch
 from seeds import seeded
 
+from megatron_patch.session import resharding
 from megatron_patch.session.resharding import (
     ALL_REDUCE,
     OWNER,
@@ -173,3 +174,17 @@ def test_elements_that_nobody_held_are_counted_and_start_from_zero() -> None:
     assert missing == 12
     assert values.view(5, 6)[:, :].sum() == 12
     assert values[2:26].view(4, 6)[1:3].eq(1).all()
+
+
+def test_equal_pieces_are_compared_once_for_all_saved_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under FSDP2 each of N ranks has the chunks of all: compared for every rank they take N^3 steps."""
+    rng = random.Random(3)
+    new = _senders(REDUCE_SCATTER, _buckets(rng)[:1], 2, False)
+    old = _senders(REDUCE_SCATTER, _buckets(random.Random(3))[:1], 8, False)
+    compared, original = [], resharding._overlaps
+    monkeypatch.setattr(resharding, "_overlaps", lambda *parts: compared.append(parts) or original(*parts))
+    errors = _random_errors(rng, old)
+    saved = [(part, lambda error=error: error) for part, error in zip(old, errors, strict=True)]
+    found = list(reshard(new, saved))
+    assert len(found) == 2
+    assert len(compared) == 2
