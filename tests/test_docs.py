@@ -292,7 +292,7 @@ def test_the_benchmarks_speed_ups_are_those_of_the_measured_steps() -> None:
         "{:.0f} % faster than with 4 bits at 25 Mbit/s, {:.0f} % at 100, and not at all at".format(*gains)
         in page
     )
-    assert gains[2] < 2
+    assert round(gains[2]) <= 0
     with (ROOT / "docs/plan/network.csv").open(encoding="utf-8") as file:
         others = {
             (int(row["hosts"]), row["name"], row["rate_mbit"], row["accumulation"]): float(
@@ -301,7 +301,7 @@ def test_the_benchmarks_speed_ups_are_those_of_the_measured_steps() -> None:
             for row in csv.DictReader(file)
         }
     shown = re.findall(r"^\| (\d) x (\d) \| (\w+) \| (\d) \| (.*) \|$", page, re.MULTILINE)
-    assert len(shown) >= 10
+    assert len(shown) == 10
     for hosts, _, name, count, cells in shown:
         rates = ("100", "200", "300", "1000", "")
         assert cells.split(" | ") == [speedups(others, int(hosts), name, rate, count) for rate in rates]

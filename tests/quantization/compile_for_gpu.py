@@ -116,10 +116,10 @@ def decompress(dtype: str, bits: int, shape: tuple[int, int], spans: tuple[Span,
     return kernel
 
 
-def weight_code() -> dict[str, Any]:
-    """The weight code's kernels, by name."""
+def weight_code(start: int) -> dict[str, Any]:
+    """The kernels for weights that begin `start` weights behind an aligned address, by name."""
     n = 10_000
-    old, new = (torch.zeros(n, dtype=torch.int16) for _ in range(2))
+    old, new = (torch.zeros(start + n, dtype=torch.int16)[start:] for _ in range(2))
     message, facts = torch.zeros(bound(n), dtype=torch.uint8), torch.zeros(FACTS, dtype=torch.int64)
     weights.encode(old, new, False, message, facts)
     places = torch.tensor([[0, message.numel()]])
@@ -205,12 +205,13 @@ def main() -> None:
             report(f"compress-{dtype}-unlogged4-{where}", kernel, 16)
     part = decompress_reduce("fp32", 4, 1 << 16, 8, rows, levels=True)
     report("decompress-fp32-levels4-rows", part, 4 * 8 * 4)
-    for name, kernel in weight_code().items():
-        # A thread codes a weight in a round, moves 8 words, or counts 16 weights; others see no weights.
-        sees_tiles = name in ("count", "sums")
-        elements = 16 if sees_tiles else 8 if name == "pack" else 1
-        count = instructions_in_all if sees_tiles else instructions_of_the_longest_loop
-        report(f"weights-{name}", kernel, elements, count)
+    for start, where in ((0, "aligned"), (1, "odd")):
+        for name, kernel in weight_code(start).items():
+            # A thread codes a weight in a round, moves 8 words, or counts 16 weights; others see no weights.
+            sees_tiles = name in ("count", "sums")
+            elements = 16 if sees_tiles else 8 if name == "pack" else 1
+            count = instructions_in_all if sees_tiles else instructions_of_the_longest_loop
+            report(f"weights-{name}-{where}", kernel, elements, count)
     # The rest compiles. Sizes of 1 are constants to Triton.
     short_row = (Span.of(7, (3, 50)),)
     for bits in (8, 3, 2, 1):
