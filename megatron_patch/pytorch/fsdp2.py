@@ -146,7 +146,7 @@ class Flat(Sets, ReduceScatter):
     ) -> None:
         """Reduce [N*S] to this rank's [S]. On CUDA FSDP2 calls it on its reduce-scatter stream."""
         session = self._session
-        torch_steps.exchange_begins(session, id(self))
+        torch_steps.exchange_begins(session, self)
         if not session.active or group.size() == 1:
             session.count(reduce_scattered(input_tensor, group.size()))
             self._stock(output_tensor, input_tensor, group, op, async_op)
@@ -194,7 +194,7 @@ class Hybrid(Sets):
             return
         self._add_what_waited(output)
         self._check()
-        torch_steps.exchange_begins(session, id(self))
+        torch_steps.exchange_begins(session, self)
         # If a divide factor was set, the reduce-scatter has divided by it, and replicas are summed.
         average = self.group.divide_factor is None
         if not session.active or replicas.size() == 1:

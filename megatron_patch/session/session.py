@@ -68,6 +68,7 @@ class Session:
         self._optimizer_seen = False
         self._passes = 0
         self._stepped: set[int] = set()
+        self.first_part: object = None  # The part of a torch model that its first pass exchanged first.
         self._optimizers: list[set[int]] = []
         """The optimizers that have stepped, in the order of their first steps, as the ids of their parts."""
         self._unseen_steps = 0
@@ -154,8 +155,8 @@ class Session:
     def _sends_momentum(self) -> bool:
         return self.config.is_onebit_adam and self.active
 
-    def exchange_begins(self, passes: int, rerun: bool, agrees: bool = True) -> None:
-        """Note that a bucket group exchanges gradients, for the `passes`-th time since an optimizer step.
+    def exchange_begins(self, passes: int, rerun: bool) -> bool:
+        """Note a bucket group's `passes`-th exchange since an optimizer step; returns whether a pass begins.
 
         A second exchange has one of three reasons: with `rerun` Megatron's rerun state machine has repeated
         the backward pass, and the first exchange must not count; or, where steps were seen before, the loop
@@ -163,7 +164,7 @@ class Session:
         """
         self.memory.bring_back()
         if passes <= self._passes:
-            return  # This is another bucket group of the same backward pass.
+            return False  # This is another bucket group of the same backward pass.
         if self._prepared is not None:  # It did not step, because another optimizer found an overflow.
             self.end_step(successful=False)
             passes = 1
@@ -184,8 +185,7 @@ class Session:
                         "exchange loses is added to the next one"
                     )
                 self.events.repeated_exchanges += 1
-        if agrees:
-            self.agree()
+        return True
 
     def agree(self) -> None:
         """Agree with all ranks, before the first exchange of a pass, whether to compress."""

@@ -9,7 +9,6 @@ import functools
 import logging
 from collections.abc import Callable
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -42,7 +41,6 @@ _SCALED = "_megatron_loco_optimizers"
 _listeners: list[Listener] = []
 _hooks: list[RemovableHandle] = []
 _scaler_methods: dict[str, Callable[..., Any]] = {}
-_first_parts: WeakKeyDictionary[Session, int] = WeakKeyDictionary()
 
 
 def listen(listener: Listener) -> None:
@@ -71,15 +69,17 @@ def stop_listening(listener: Listener) -> None:
     _scaler_methods.clear()
 
 
-def exchange_begins(session: Session, part: int) -> None:
-    """Note that torch exchanges the gradients of a part of the model, a number that is the same in each pass.
+def exchange_begins(session: Session, part: object) -> None:
+    """Note that torch exchanges the gradients of a part of the model, which is equal in each pass.
 
     The part that was exchanged first begins a pass, in which ranks agree whether to compress: a rank whose
     optimizer has none of the model's parameters sees no steps, and must ask when the others do. After UNSEEN
     exchanges without an optimizer step a warning is logged.
     """
-    session.exchange_begins(1, rerun=False, agrees=False)
-    if part == _first_parts.setdefault(session, part):
+    session.exchange_begins(1, rerun=False)
+    if session.first_part is None:
+        session.first_part = part
+    if session.first_part == part:
         session.agree()
     session.exchanges_unseen += not session.ended_steps
     if session.exchanges_unseen == UNSEEN and session.announces and session.config.compresses:

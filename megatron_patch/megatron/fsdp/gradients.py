@@ -86,7 +86,8 @@ class GradientReductions:
         self.exchanges = {}  # Another override may still call this one.
 
     def _reduce(self, bucket_group: list[int], *args: Any, **kwargs: Any) -> Any:
-        self._state.exchange_begins(1, rerun=False)
+        if self._state.exchange_begins(1, rerun=False):
+            self._state.agree()
         with self._ours(bucket_group):
             return self._original(bucket_group, *args, **kwargs)
 

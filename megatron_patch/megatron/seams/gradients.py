@@ -270,7 +270,8 @@ class BucketGroupSeam:
         """Tell the chunk's session to which backward pass of this optimizer step the exchange belongs."""
         state = self._state
         self._passes = self._passes + 1 if self._step == state.ended_steps else 1
-        state.exchange_begins(self._passes, get_rerun_state_machine().state in _REPLAYING)
+        if state.exchange_begins(self._passes, get_rerun_state_machine().state in _REPLAYING):
+            state.agree()
         if self._step != state.ended_steps:  # This is also so if the call above has ended a step.
             self._step, self._passes = state.ended_steps, 1
 
