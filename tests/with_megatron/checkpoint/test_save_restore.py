@@ -417,6 +417,31 @@ DAMAGES: dict[str, tuple[Any, str]] = {
 }
 
 
+def metadata_read(folder: str) -> int:
+    """How often loading error states of another layout reads the checkpoint's metadata."""
+    from megatron_patch.megatron.checkpoint import dist_checkpointing
+
+    original, read = dist_checkpointing._get_filesystem_reader, []
+
+    def watched(where: Any) -> Any:
+        reader = original(where)
+        metadata = reader.read_metadata
+        reader.read_metadata = lambda *args, **options: read.append(where) or metadata(*args, **options)
+        return reader
+
+    dist_checkpointing._get_filesystem_reader = watched
+    try:
+        load(folder, {}, EXACT)
+    finally:
+        dist_checkpointing._get_filesystem_reader = original
+    return len(read)
+
+
+def test_a_checkpoints_metadata_is_read_once_however_many_ranks_saved_it(pool: Any, tmp_path: Path) -> None:
+    pool.run(save, str(tmp_path), {}, EXACT, world_size=4)
+    assert pool.run(metadata_read, str(tmp_path), world_size=2) == [1, 1]
+
+
 def load_damaged(folder: str, parallel: dict[str, Any]) -> dict[str, Any]:
     """In a worker: what is said of every damage, strict and not, and whether errors are zero then."""
     import torch
