@@ -568,7 +568,9 @@ def test_five_methods_over_two_hosts(tmp_path: Path) -> None:
         assert exact["gather_seconds"] > 0
         first = exact["weight_bits_first_steps"]
         assert len(first) == 5
-        assert all(0 < bits < 12 for bits in first)
+        # Adam's first step moves every weight by the same; from the second on moves become fewer.
+        assert 0 < first[0] < first[-1] < first[1]
+        assert sorted(first[1:], reverse=True) == first[1:]
         saved = stock["interface_bytes"] - exact["interface_bytes"]
         assert saved == pytest.approx(stock["weight_bytes"] - exact["weight_bytes"], rel=0.15)
     # 2 of 6 payloads go from each of two ranks to the other host; the owners' 3 go around by one of them.
