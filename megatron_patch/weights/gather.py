@@ -30,7 +30,7 @@ from megatron_patch.weights import code
 from megatron_patch.weights import sums as weight_sums
 
 _ALIGNMENT = 8
-"""Every message begins at a multiple of this many bytes, as the int64 numbers in it need."""
+"""Every message begins at a multiple of this many bytes; its numbers need 4 (docs/weight_code.md)."""
 
 
 class WeightGather:
