@@ -136,6 +136,14 @@ class CompressionConfig:
         "and fp16 weights)",
         WEIGHT_GATHERS,
     )
+    outer_interval: int = _option(
+        1,
+        "experimental, with several optimizer instances (num_distributed_optimizer_instances): each trains "
+        "by itself for this many optimizer steps, then all average how far their weights have moved "
+        "(DiLoCo); 1: gradients are summed over all instances in every step",
+    )
+    outer_rate: float = _option(0.7, "outer_interval: the learning rate of that average, more than 0")
+    outer_momentum: float = _option(0.9, "outer_interval: its Nesterov momentum, 0 <= momentum < 1")
     save_error: bool = _option(
         True, "save the errors with every checkpoint (int8: 1.02 bytes an element of every sender)"
     )
@@ -199,6 +207,12 @@ class CompressionConfig:
         size = self.block_size
         if size != SHARD and not (_is_int(size) and size in _BLOCK_SIZES):
             self._reject("block_size", f"a power of two from 16 to {MOST_IN_BLOCK}, or 'shard'")
+        if not _is_int(self.outer_interval) or not 1 <= self.outer_interval <= MOST:
+            self._reject("outer_interval", "a whole number, 1 or more")
+        if not _is_number(self.outer_rate) or self.outer_rate <= 0:
+            self._reject("outer_rate", "a number, more than 0")
+        if not _is_number(self.outer_momentum) or not 0 <= self.outer_momentum < 1:
+            self._reject("outer_momentum", "a number from 0 up to but not including 1")
         for name, also in (("reset_interval", ""), ("start_step", ", or auto"), ("seed", "")):
             value = getattr(self, name)
             if not (_is_int(value) and 0 <= value <= MOST) and not (also and value == AUTO):
@@ -257,9 +271,7 @@ class CompressionConfig:
         if beta is None:
             object.__setattr__(self, "error_beta", DEFAULT_ERROR_BETA if self.method == "loco" else 0.0)
             return
-        if isinstance(beta, bool) or not isinstance(beta, int | float) or not math.isfinite(beta):
-            self._reject("error_beta", "a number from 0 up to but not including 1")
-        if not 0 <= beta < 1:
+        if not _is_number(beta) or not 0 <= beta < 1:
             self._reject("error_beta", "a number from 0 up to but not including 1")
         if beta != 0 and self.method in ("error_feedback", "onebit_adam"):
             self._reject("error_beta", f"0 with method {self.method} (method loco has a moving average)")
@@ -298,6 +310,11 @@ class CompressionConfig:
         return self.method != "none"
 
     @property
+    def outer_steps(self) -> bool:
+        """Whether optimizer instances exchange what they have learned, every `outer_interval` steps."""
+        return self.outer_interval > 1
+
+    @property
     def codes_weights(self) -> bool:
         """Whether the exact weight gather replaces Megatron's all-gather of updated weights."""
         return self.weight_gather == "exact"
@@ -314,6 +331,10 @@ class CompressionConfig:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, for YAML and command-line flags."""
         return dataclasses.asdict(self)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_int(value: object) -> bool:

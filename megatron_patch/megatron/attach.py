@@ -28,8 +28,9 @@ from packaging.version import Version
 from megatron_patch.collectives.workspace import forget_shared_pools
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
-from megatron_patch.megatron import arguments, symbols
+from megatron_patch.megatron import arguments, outer_steps, symbols
 from megatron_patch.megatron.onebit_adam.step import OneBitAdam
+from megatron_patch.megatron.outer_steps import OuterSteps
 from megatron_patch.megatron.seams import gradients as replicated_params
 from megatron_patch.megatron.seams import optimizer_step
 from megatron_patch.megatron.seams.gradients import BucketGroupSeam
@@ -43,6 +44,7 @@ from megatron_patch.megatron.unsupported import (
     refuse_one_by_one,
     refuse_other_optimizer,
     refuse_stepping,
+    refuse_with_outer_steps,
 )
 from megatron_patch.session.onset import Onset
 from megatron_patch.session.session import Session
@@ -59,8 +61,10 @@ class Attachment:
         device = buckets[0].grad_data.device if buckets else torch.device("cpu")
         self.asked = config
         """The options as the caller gave them; with Muon, the session may use another method."""
-        ranks = [chunk.dp_cp_group, *([chunk.tp_group] if chunk.expert_parallel_bucket_groups else [])]
+        everyone = chunk.intra_dp_cp_group if config.outer_steps else chunk.dp_cp_group
+        ranks = [everyone, *([chunk.tp_group] if chunk.expert_parallel_bucket_groups else [])]
         self.state = Session(config.for_optimizer(arguments.megatron_flag("optimizer")), device, ranks)
+        self.outer = OuterSteps(chunk, self.state) if config.outer_steps else None
         self.seams = [
             BucketGroupSeam(group, self.state, expert=place >= len(chunk.bucket_groups))
             for place, group in enumerate(groups)
@@ -83,6 +87,8 @@ class Attachment:
                 seam.momentum.reduce_gradients()  # The next step is Megatron's own and needs them reduced.
             seam.detach()
         self.weights.detach()
+        if self.outer is not None:
+            self.outer.detach()
         replicated_params.unmark(self._marked)
 
 
@@ -248,6 +254,8 @@ class _Steps:
         updated = _updated_by(optimizer)
         if not updated:
             return
+        outer = [(a.outer, a.weights) for a in updated if getattr(a, "outer", None) is not None]
+        outer_steps.end_step(optimizer, outer)
         parts, rates = optimizer_step.leaves_of(optimizer), optimizer_step.learning_rates(optimizer)
         for attachment in updated:
             ended = attachment.state.optimizer_stepped(parts, successful, loss_scale_factor, rates)
@@ -262,9 +270,13 @@ def _updated_by(optimizer: Any) -> list[Any]:
 
 def _look_at(optimizer: Any) -> None:
     """Refuse optimizer settings that only the step shows, and choose the optimizer's default method."""
-    states = [attachment.state for attachment in _updated_by(optimizer)]
+    updated = _updated_by(optimizer)
+    states = [attachment.state for attachment in updated]
+    outer_steps.begin_step(optimizer, [a.outer for a in updated if getattr(a, "outer", None) is not None])
     for part in optimizer_step.leaves_of(optimizer) if states else ():
         refuse_graphed(part.config)
+        if any(state.config.outer_steps for state in states):
+            refuse_with_outer_steps(part.config)
         if any(state.config.compresses for state in states):
             refuse_stepping(part)
         # If the user gave no method, the default depends on the optimizer.

@@ -44,7 +44,7 @@ def enable(config: CompressionConfig | None = None) -> None:
     def refusing(original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            if options.compresses or options.codes_weights:
+            if options.compresses or options.codes_weights or options.outer_steps:
                 refuse_wrapper(self)
             original(self, *args, **kwargs)
             if fsdp_of(self) == MEGATRON_FSDP:  # The name of its class differs between releases.

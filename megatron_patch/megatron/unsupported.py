@@ -45,8 +45,10 @@ def refuse_flags(args: Any) -> None:
     """
     method = getattr(args, "compression_method", None)
     exact = getattr(args, "compression_weight_gather", None) == "exact"
+    if (interval := getattr(args, "compression_outer_interval", None) or 1) > 1:
+        _refuse_for_outer_steps(interval, args)
     if method == "none" and not exact:
-        return  # Nothing of Megatron's is replaced.
+        return
     if getattr(args, TORCH_FSDP2, False):
         _refuse_for_torch_fsdp2(method, exact)
     if getattr(args, MEGATRON_FSDP, False):
@@ -81,6 +83,9 @@ def refuse_chunk(chunk: Any, config: CompressionConfig) -> None:
     refuse_wrapper(chunk)
     _refuse_settings(chunk.config)
     kind = fsdp_of(chunk)
+    if config.outer_steps:
+        _refuse_for_outer_steps(config.outer_interval, chunk.ddp_config, kind)
+        refuse_with_outer_steps(chunk.config)
     if kind == TORCH_FSDP2:
         _refuse_for_torch_fsdp2(config.method, config.codes_weights)
     elif kind == MEGATRON_FSDP:
@@ -274,6 +279,46 @@ def _refuse_for_onebit_adam(settings: Any) -> None:
             _refuse(flag, True, "onebit_adam reads Adam's state, in fp32, and gradient buffers; leave it out")
     if found("decoupled_weight_decay") is False and found("weight_decay"):
         _refuse("decoupled_weight_decay", False, "onebit_adam decays weights apart from gradients")
+
+
+def _refuse_for_outer_steps(interval: int, settings: Any, kind: str | None = None) -> None:
+    """Check Megatron's flags, or the DistributedDataParallelConfig of a chunk wrapped by the FSDP `kind`."""
+    what = f"compression.outer_interval {interval}"
+    fsdp = kind or next(
+        (flag for flag in (TORCH_FSDP2, MEGATRON_FSDP) if getattr(settings, flag, False)), None
+    )
+    if fsdp is not None:
+        _refuse(fsdp, True, "it has no instances of the distributed optimizer; leave it out", what)
+    instances = getattr(settings, "num_distributed_optimizer_instances", None) or 1
+    if instances == 1:
+        why = "it needs several optimizer instances; set it to the number of sites"
+        _refuse("num_distributed_optimizer_instances", instances, why, what)
+    optimizer = getattr(settings, "optimizer", "adam")
+    if optimizer != "adam":
+        _refuse("optimizer", optimizer, "outer steps read Adam's fp32 weights; use adam", what)
+    refuse_with_outer_steps(settings)
+
+
+def refuse_with_outer_steps(settings: Any) -> None:
+    """Check Megatron's flags or one of its configurations for outer steps between optimizer instances.
+
+    Raises:
+        UserError: a setting cannot be served; the message names it and what to change.
+    """
+    what = "compression.outer_interval"
+    for flag, why in (
+        ("calculate_per_token_loss", "it divides by the tokens of all instances; leave it out"),
+        ("use_precision_aware_optimizer", "it hides the fp32 weights; leave it out"),
+        ("optimizer_cpu_offload", "it keeps fp32 weights elsewhere; leave it out"),
+        ("overlap_param_gather_with_optimizer_step", "it gathers within the step; leave it out"),
+        ("reuse_grad_buf_for_mxfp8_param_ag", "it gathers weights from gradient buffers; leave it out"),
+        (
+            "check_weight_hash_across_dp_replicas_interval",
+            "weights of instances differ between outer steps; leave it out",
+        ),
+    ):
+        if value := getattr(settings, flag, None):
+            _refuse(flag, value, why, what)
 
 
 def _refuse_settings(settings: Any) -> None:

@@ -114,6 +114,10 @@ def _made(model: nn.Module, config: CompressionConfig, replicas: dist.ProcessGro
             "compression.weight_gather: exact is for Megatron's distributed optimizer, which gathers weights "
             "once a step: leave it out"
         )
+    if config.outer_steps:
+        raise UserError(
+            "compression.outer_interval is for instances of Megatron's distributed optimizer: leave it out"
+        )
     if not isinstance(model, DistributedDataParallel):
         return fsdp2.Fsdp2(model, config, replicas)
     if replicas is not None:

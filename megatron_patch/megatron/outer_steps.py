@@ -1,0 +1,254 @@
+"""Outer steps between Megatron's optimizer instances, which otherwise train by themselves: DiLoCo.
+
+With `compression.outer_interval` H > 1, each of the K instances of the distributed optimizer
+(--num-distributed-optimizer-instances) reduces its gradients and gathers its weights among its own ranks
+alone. After every H-th optimizer step each rank exchanges its shard with the ranks that own it in the other
+instances (arXiv 2311.08105, algorithm 1, with the Nesterov momentum of torch.optim.SGD):
+
+    d_k = anchor - master_k                 how far instance k has moved, in fp32
+    D   = (1/K) * sum over k of d_k         in fp32, or in the job's codes with error feedback
+    v  <- momentum*v + D
+    anchor <- anchor - rate*(D + momentum*v)
+    master_k <- anchor                      on all instances
+
+`master_k` are the optimizer's fp32 weights. Adam's states are never exchanged. This is another training than
+that of one optimizer. Its weights are the same on all instances only after an outer step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_patch.collectives.exchange import Exchange, all_reduced
+from megatron_patch.collectives.makers import make_all_reduces
+from megatron_patch.errors import UserError
+from megatron_patch.megatron import patching
+from megatron_patch.megatron.seams.gradients import contents_of
+from megatron_patch.megatron.seams.optimizer_step import leaves_of
+from megatron_patch.megatron.seams.weights import ChunkWeights, gathered_after
+from megatron_patch.session.session import Session
+
+Masters = dict[torch.nn.Parameter, tuple[torch.Tensor, int]]
+"""The fp32 weights that this rank's optimizer updates of each model parameter, and where in its bucket they
+begin."""
+
+
+def outer_step(
+    anchor: torch.Tensor, velocity: torch.Tensor, difference: torch.Tensor, rate: float, momentum: float
+) -> None:
+    """Take one step of SGD with Nesterov momentum in place: v <- momentum*v + D, then anchor -= rate*(D +
+    momentum*v).
+
+    All tensors are fp32 of one shape; `difference` is D, the mean of `anchor - master` over the instances.
+    """
+    velocity.mul_(momentum).add_(difference)
+    anchor.add_(difference, alpha=-rate).add_(velocity, alpha=-rate * momentum)
+
+
+@dataclass
+class _Shard:
+    """This rank's shard of one bucket."""
+
+    bucket: Any
+    group: dist.ProcessGroup
+    """The ranks that own this shard, one in each instance."""
+    start: int
+    """Where in the bucket the shard begins."""
+    numel: int
+    exchange: Exchange | None
+    """The exchange in low bits; None with method none."""
+    anchor: torch.Tensor | None = None
+    velocity: torch.Tensor | None = None
+
+    def pieces(self, masters: Masters) -> Iterator[tuple[torch.Tensor, slice]]:
+        """Yield the fp32 weights in this shard, and their places in it."""
+        for parameter in self.bucket.params_list:
+            if parameter in masters:
+                master, start = masters[parameter]
+                first = start - self.start
+                yield master.view(-1), slice(first, first + master.numel())
+
+    def weights(self, masters: Masters, device: torch.device) -> torch.Tensor:
+        """Return the fp32 weights as one tensor, [numel], with 0 where the bucket has padding."""
+        found = torch.zeros(self.numel, device=device)
+        for master, here in self.pieces(masters):
+            found[here] = master
+        return found
+
+
+class OuterSteps:
+    """The outer steps of one model chunk, whose bucket groups it makes exchange within their instance alone.
+
+    It must be created before the seams of the bucket groups, and is attached until `detach`.
+
+    Args:
+        chunk: the DDP instance of Megatron.
+        session: the chunk's session.
+    """
+
+    def __init__(self, chunk: Any, session: Session) -> None:
+        self.chunk, self.session, self.config = chunk, session, session.config
+        self.steps = 0
+        """The optimizer steps since the last outer step, skipped ones too, as all instances count them."""
+        groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+        self.instances: int = chunk.ddp_config.num_distributed_optimizer_instances
+        self._shards = [shard for group in groups for shard in self._shards_of(group)]
+        self._overrides = [override for group in groups for override in self._separated(group)]
+
+    def _shards_of(self, group: Any) -> list[_Shard]:
+        between = group.inter_distributed_optimizer_instance_group
+        inside = group.intra_distributed_optimizer_instance_group
+        sizes = [bucket.grad_data.numel() // inside.size() for bucket in group.buckets]
+        starts = [inside.rank() * size for size in sizes]
+        exchanges: Sequence[Exchange | None] = [None] * len(sizes)
+        if self.config.compresses:
+            parts = zip(group.buckets, starts, sizes, strict=True)
+            contents = [contents_of(bucket).part(start, size) for bucket, start, size in parts]
+            exchanges = make_all_reduces(contents, between, self.session.setup, one_hop=True).exchanges
+        shards = zip(group.buckets, starts, sizes, exchanges, strict=True)
+        return [_Shard(bucket, between, *rest) for bucket, *rest in shards]
+
+    def _separated(self, group: Any) -> Iterator[patching.Override]:
+        """Have a bucket group reduce over the ranks of its instance, as if the job had no other instance."""
+        alone = dataclasses.replace(group.ddp_config, num_distributed_optimizer_instances=1)
+        yield patching.override(group, "ddp_config", alone)
+        for bucket in group.buckets if not alone.average_in_collective else ():
+            factor = (
+                bucket.gradient_scaling_factor * self.instances
+            )  # It divides by the ranks of all instances.
+            yield patching.override(bucket, "gradient_scaling_factor", factor)
+
+    def detach(self) -> None:
+        for override in self._overrides:
+            override.undo()
+
+    def forget(self) -> None:
+        """Begin anew from the weights that the next step finds, as after a checkpoint was loaded."""
+        self.steps = 0
+        for shard in self._shards:
+            shard.anchor = shard.velocity = None
+
+    def begin(self, masters: Masters) -> None:
+        """Remember the weights before the first step, which are equal on all instances."""
+        for shard in self._shards:
+            if shard.anchor is None:
+                shard.anchor = shard.weights(masters, self.session.device)
+                shard.velocity = torch.zeros_like(shard.anchor)
+
+    def exchange(self, masters: Masters) -> None:
+        """Make an outer step of this rank's shards: write the new anchor into the fp32 weights."""
+        compresses = self._agreed([master for master, _ in masters.values()])
+        for shard in self._shards:
+            assert shard.anchor is not None
+            assert shard.velocity is not None
+            difference = shard.anchor - shard.weights(masters, self.session.device)
+            self._average(shard, difference, compresses)
+            outer_step(
+                shard.anchor, shard.velocity, difference, self.config.outer_rate, self.config.outer_momentum
+            )
+            for master, here in shard.pieces(masters):
+                master.copy_(shard.anchor[here])
+
+    def _average(self, shard: _Shard, difference: torch.Tensor, compresses: bool) -> None:
+        """Replace this instance's difference, fp32 [numel], by the mean over all instances."""
+        if shard.exchange is None or not compresses:
+            dist.all_reduce(difference, group=shard.group)
+            difference /= self.instances
+            self.session.count(all_reduced(difference, self.instances))
+            return
+        for state in shard.exchange.states():
+            state.sender.measures = False  # The statistics that are reported are of gradients.
+        self.session.count(shard.exchange.traffic(difference).between)
+        shard.exchange.start(difference, difference, average=True).wait()
+
+    def _agreed(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Agree with all ranks of the model whether to compress, and that all weights are finite.
+
+        Raises:
+            RuntimeError: on all ranks, if weights of an instance are not finite. No weight has changed then.
+        """
+        chunk = self.chunk
+        instance = chunk.inter_dist_opt_group.rank()
+        found = torch.zeros(self.instances + 1, device=self.session.device)
+        if weights:
+            found[instance] = (~torch.isfinite(torch.stack(torch._foreach_norm(list(weights), 1)))).any()
+        found[-1] = not self.session.active
+        pipeline = chunk.pp_group if isinstance(chunk.pp_group, list) else [chunk.pp_group]
+        for group in (chunk.dp_cp_group, chunk.tp_group, *pipeline):
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        *bad, inactive = found.tolist()
+        if any(bad):
+            names = ", ".join(str(number) for number, flag in enumerate(bad) if flag)
+            raise RuntimeError(
+                f"megatron-loco: weights of optimizer instance {names} (counted from 0) are NaN or infinite "
+                "at an outer step, and were not averaged: resume from the last checkpoint"
+            )
+        return not inactive
+
+
+def masters_of(optimizer: Any) -> Masters:
+    """Return the fp32 weights that a Megatron optimizer updates on this rank."""
+    return {
+        parameter: (
+            leaf.optimizer.param_groups[place[0]]["params"][place[1]],
+            ranges["gbuf_world_in_bucket"].start,
+        )
+        for leaf in _distributed(optimizer)
+        for of_buffer in leaf.gbuf_ranges
+        for buckets in of_buffer.values()
+        for bucket in buckets
+        for parameter, ranges in bucket["param_map"].items()
+        for place in [leaf.model_param_group_index_map[parameter]]
+    }
+
+
+def _distributed(optimizer: Any) -> list[Any]:
+    return [leaf for leaf in leaves_of(optimizer) if not getattr(leaf, "is_stub_optimizer", False)]
+
+
+def begin_step(optimizer: Any, outer: Sequence[OuterSteps]) -> None:
+    """Called before an optimizer's step, with the outer steps of the chunks that it updates."""
+    if any(shard.anchor is None for one in outer for shard in one._shards):
+        masters = masters_of(optimizer)
+        for one in outer:
+            one.begin(masters)
+
+
+@torch.no_grad()
+def end_step(optimizer: Any, outer: Sequence[tuple[OuterSteps, ChunkWeights]]) -> None:
+    """Called after an optimizer's step: make an outer step if it is due, and gather the weights again.
+
+    Raises:
+        UserError: the optimizers of one model are stepped one by one.
+    """
+    due = []
+    for one, weights in outer:
+        if one.session.continues_step(leaves_of(optimizer)):
+            raise UserError(
+                "compression.outer_interval needs one step of all of a model's optimizers at once: call "
+                "step() of the optimizer that get_megatron_optimizer returns, not of those that it chains"
+            )
+        one.steps += 1
+        if one.steps == one.config.outer_interval:
+            one.steps = 0
+            due.append((one, weights))
+    if not due:
+        return
+    masters = masters_of(optimizer)
+
+    def write() -> None:
+        for one, _ in due:
+            one.exchange({p: found for p, found in masters.items() if p in one.chunk.param_to_bucket_group})
+        for leaf in _distributed(optimizer):
+            leaf._copy_main_params_to_model_params()
+        for one, _ in due:
+            if not one.chunk.ddp_config.overlap_param_gather:  # With it, the next forward pass gathers.
+                one.chunk.start_param_sync()
+
+    gathered_after([weights for _, weights in due], write)

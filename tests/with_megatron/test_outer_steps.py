@@ -1,0 +1,385 @@
+"""Outer steps between optimizer instances: instances are apart, and what they exchange is the simulation's.
+
+Between outer steps an instance must train, bit for bit, as stock Megatron trains it alone on its data. What
+an outer step does is compared with float64: the mean of how far the instances moved, or its low-bit
+all-reduce with error feedback (all_reduce_float64.py), then SGD with Nesterov momentum, written here from the
+formulas of its paper and of torch.optim.SGD.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from typing import Any
+
+import numpy as np
+import pytest
+from simulation.all_reduce_float64 import AllReduceAgreement
+from simulation.loco_float64 import block_labels
+
+from megatron_patch.errors import UserError
+from megatron_patch.megatron.unsupported import refuse_flags
+
+NEVER = {"method": "none", "outer_interval": 1000}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1500}
+BF16 = {"dtype": "bf16", "ddp": {"grad_reduce_in_fp32": False, **OVERLAP}}
+CLIP = {"clip_grad": 0.1}
+MOE = {"experts": 4, "ep": 2}
+RATE, MOMENTUM = 0.7, 0.9
+STEPS = 5
+
+
+def trained(model: dict[str, Any], compression: dict[str, Any] | None, instance: int) -> dict[str, Any]:
+    """In a worker: weights and norms after STEPS steps; without instances, on the data of `instance`."""
+    import torch
+    from with_megatron.gpt_model import build
+    from with_megatron.recording import weights
+
+    import megatron_patch
+
+    gpt = build(**model)
+    if compression is None:
+        from megatron.core import parallel_state
+
+        gpt.seed += 100_003 * parallel_state.get_data_parallel_world_size() * instance  # gpt_model.batches
+    else:
+        megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**compression))
+    norms = []
+    for step in range(STEPS):
+        gpt.backward(step)
+        norms.append(gpt.optimizer.step()[1])
+    gpt.gather()
+    megatron_patch.disable()
+    return {"weights": weights(gpt), "norms": norms, "rank": torch.distributed.get_rank()}
+
+
+ALONE: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "fp32": (4, {"optimizer": CLIP}, {}),
+    "bf16, overlap": (4, BF16 | {"optimizer": CLIP}, {"weight_gather": "exact"}),
+    "average in collective": (4, {"ddp": {"average_in_collective": True}}, {}),
+    "experts": (4, MOE, {}),
+    "experts, average": (4, MOE | {"ddp": {"average_in_collective": True}}, {}),
+    "tensor parallel": (8, {"tp": 2, "sequence_parallel": True}, {}),
+    "one rank an instance": (2, {}, {}),
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_between_outer_steps_an_instance_trains_as_a_job_of_its_own(pool, case: str) -> None:
+    ranks, model, compression = ALONE[case]
+    together = pool.run(trained, model | {"instances": 2}, NEVER | compression, 0, world_size=ranks)
+    for instance in (0, 1):
+        alone = pool.run(trained, model, None, instance, world_size=ranks // 2)
+        for rank, one in enumerate(alone):
+            mine = together[instance * (ranks // 2) + rank]
+            assert mine["norms"] == one["norms"]
+            for name, values in one["weights"].items():
+                assert np.array_equal(mine["weights"][name].numpy(), values.numpy()), (instance, name)
+    assert together[0]["norms"] != together[-1]["norms"]
+
+
+def exchanged(model: dict[str, Any], compression: dict[str, Any], steps: int) -> dict[str, Any]:
+    """In a worker: fp32 weights before and after every outer step, and what senders sent."""
+    import torch
+    from coded_values import sent_codes
+    from with_megatron.gpt_model import build
+    from with_megatron.recording import weights
+
+    import megatron_patch
+    from megatron_patch.megatron.attach import attachment_of
+
+    gpt = build(**model)
+    config = {"start_step": 0, "outer_rate": RATE, "outer_momentum": MOMENTUM} | compression
+    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**config))
+    found: dict[str, Any] = {"shards": [], "weights": [], "bytes": []}
+    for chunk in gpt.chunks:
+        outer = attachment_of(chunk).outer
+        for shard in outer._shards:
+            spans = [(start, tuple(p.shape)) for p, (start, _) in shard.bucket.param_to_index.items()]
+            entry = {"start": shard.start, "numel": shard.numel, "spans": spans, "steps": []}
+            entry["bucket"] = shard.bucket.grad_data.numel()
+            found["shards"].append(entry)
+        _watch(outer, found["shards"][-len(outer._shards) :], sent_codes)
+    for step in range(steps):
+        gpt.backward(step)
+        gpt.update()
+        if (step + 1) % config["outer_interval"] == 0:
+            gpt.gather()
+            found["weights"].append(weights(gpt))
+        found["bytes"].append(megatron_patch.report(gpt.chunks).gradient_bytes)
+    megatron_patch.disable()
+    found["stock"] = [g.ddp_config.num_distributed_optimizer_instances for g in gpt.chunks[0].bucket_groups]
+    found["peers"] = torch.distributed.get_process_group_ranks(gpt.chunks[0].inter_dist_opt_group)
+    return found
+
+
+def _watch(outer: Any, entries: list[dict[str, Any]], sent_codes: Any) -> None:
+    """Keep what every outer step of a chunk starts from, sends, and leaves."""
+    import torch
+
+    exchange, average, begin = outer.exchange, outer._average, outer.begin
+
+    def beginning(masters: Any) -> None:
+        begin(masters)
+        for shard, entry in zip(outer._shards, entries, strict=True):
+            entry["first"] = shard.weights(masters, torch.device("cpu"))
+
+    def exchanging(masters: Any) -> None:
+        for shard, entry in zip(outer._shards, entries, strict=True):
+            entry["steps"].append({"before": shard.weights(masters, torch.device("cpu"))})
+        exchange(masters)
+        for shard, entry in zip(outer._shards, entries, strict=True):
+            entry["steps"][-1]["after"] = shard.weights(masters, torch.device("cpu"))
+
+    def averaging(shard: Any, difference: torch.Tensor, compresses: bool) -> None:
+        step = entries[outer._shards.index(shard)]["steps"][-1]
+        if shard.exchange is None or not compresses:
+            average(shard, difference, compresses)
+            return
+        sender, owner = (state.sender for state in shard.exchange.states())
+        mine: dict[str, Any] = {}
+        with sent_codes(sender, step), sent_codes(owner, mine):
+            average(shard, difference, compresses)
+        step["owned"], step["mean"] = mine["sent"], difference.clone()
+
+    outer.exchange, outer._average, outer.begin = exchanging, averaging, beginning
+
+
+EXCHANGED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "in full": (4, {"instances": 2}, {"method": "none"}),
+    "in full, four instances, bf16": (
+        4,
+        BF16 | {"instances": 4},
+        {"method": "none", "weight_gather": "exact"},
+    ),
+    "4 bits": (4, {"instances": 2}, {"bits": 4}),
+    "4 bits, error feedback, bf16": (4, BF16 | {"instances": 2}, {"bits": 4, "method": "error_feedback"}),
+    "2 bits, experts": (4, MOE | {"instances": 2}, {"bits": 2, "weight_gather": "exact"}),
+    "4 bits, virtual chunks": (4, {"instances": 2, "pp": 2, "vpp": 2, "layers": 4}, {"bits": 4}),
+}
+
+
+@pytest.mark.parametrize("case", EXCHANGED)
+def test_an_outer_step_is_the_simulation_s(pool, case: str) -> None:
+    ranks, model, compression = EXCHANGED[case]
+    reports = pool.run(exchanged, model, compression | {"outer_interval": 2}, 6, world_size=ranks)
+    instances = model["instances"]
+    assert all(set(report["stock"]) == {instances} for report in reports), "detached, DDP is as before"
+    for report in reports:
+        of_gradients, with_weights = report["bytes"][0::2], report["bytes"][1::2]
+        assert len(set(of_gradients)) == len(set(with_weights)) == 1
+        sent = with_weights[0] - of_gradients[0]
+        in_full = sum(8 * shard["numel"] * (instances - 1) / instances for shard in report["shards"])
+        assert sent == in_full if compression.get("method") == "none" else 0 < sent < in_full / 3
+    for peers in {tuple(report["peers"]) for report in reports}:
+        assert len(peers) == instances
+        for shards in zip(*(reports[rank]["shards"] for rank in peers), strict=True):
+            _compare(shards, compression, instances)
+        first = reports[peers[0]]
+        for rank in peers[1:]:
+            for ours, theirs in zip(reports[rank]["weights"], first["weights"], strict=True):
+                assert all(np.array_equal(ours[name].numpy(), theirs[name].numpy()) for name in theirs)
+
+
+def _compare(shards: tuple[dict[str, Any], ...], compression: dict[str, Any], instances: int) -> None:
+    """One shard of one bucket, in all instances."""
+    numel = shards[0]["numel"]
+    anchor = shards[0]["first"].double().numpy()
+    velocity = np.zeros(numel)
+    assert all(np.array_equal(shard["first"].numpy(), shards[0]["first"].numpy()) for shard in shards)
+    labels = block_labels(shards[0]["bucket"], shards[0]["spans"], 128)[shards[0]["start"] :][:numel]
+    padded = np.concatenate([labels, np.full(-numel % instances, -1)])
+    agreement = AllReduceAgreement(
+        instances,
+        numel,
+        labels=padded,
+        average=True,
+        bits=compression.get("bits", 4),
+        **({"beta": 0.0} if compression.get("method") == "error_feedback" else {}),
+    )
+    assert len(shards[0]["steps"]) == 3
+    for step in zip(*(shard["steps"] for shard in shards), strict=True):
+        real_anchor = anchor.astype(np.float32)
+        differences = np.stack([real_anchor - one["before"].numpy() for one in step])
+        assert np.abs(differences).max() > 0 or numel == 0
+        if compression.get("method") == "none":
+            mean = differences.astype(np.float64).mean(axis=0)
+        else:
+            size = -(-numel // instances)
+            lengths = [min(size, numel - start) for start in range(0, numel, size)]
+            mean = agreement.exchange(
+                differences,
+                sent=np.stack([one["sent"].numpy() for one in step])[:, :numel],
+                owned=[one["owned"].numpy()[:n] for one, n in zip(step, lengths, strict=False)],
+            )
+            agreement.end_step()
+            decided = ~agreement.touched
+            for one in step:
+                assert np.array_equal(one["mean"].numpy()[decided], mean[decided])
+            mean = np.where(decided, mean, step[0]["mean"].numpy())
+        velocity = MOMENTUM * velocity + mean
+        expected = real_anchor - RATE * (mean + MOMENTUM * velocity)
+        for one in step:
+            after = one["after"].numpy()
+            assert np.array_equal(after, step[0]["after"].numpy())
+            assert np.abs(after - expected).max(initial=0) <= 2e-6 * max(1.0, np.abs(expected).max(initial=0))
+        anchor = step[0]["after"].double().numpy()
+
+
+def after_each_step(model: dict[str, Any], compression: dict[str, Any] | None) -> dict[str, Any]:
+    """In a worker: weights after some steps, with an outer step after every one of them."""
+    import dataclasses
+
+    from with_megatron.gpt_model import build
+    from with_megatron.recording import weights
+
+    import megatron_patch
+    from megatron_patch.megatron.attach import attachment_of
+
+    gpt = build(**model)
+    if compression is not None:
+        megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**compression))
+        outer = attachment_of(gpt.chunks[0]).outer
+        outer.config = dataclasses.replace(outer.config, outer_interval=1)
+    for group in gpt.optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    for step in range(STEPS):
+        gpt.backward(step)
+        gpt.optimizer.step()  # The scheduler would set the weight decay again.
+    megatron_patch.disable()
+    return weights(gpt)
+
+
+def test_averaging_after_every_step_of_sgd_is_synchronous_training(pool) -> None:
+    """The mean of what SGD does on each instance's gradient is what it does on the mean gradient. Megatron's
+    distributed optimizer has Adam alone, which is SGD with an eps far above any gradient."""
+    adam = {"adam_beta1": 0.0, "adam_eps": 1e6}
+    model = {"instances": 2, "optimizer": adam, "learning_rate": 1e5}
+    averaging = {"method": "none", "outer_interval": 2, "outer_rate": 1.0, "outer_momentum": 0.0}
+    mine = pool.run(after_each_step, model, averaging, world_size=4)[0]
+    stock = pool.run(after_each_step, model, None, world_size=4)[0]
+    moved = pool.run(after_each_step, model | {"learning_rate": 0.0}, None, world_size=4)[0]
+    assert max(float((stock[name] - moved[name]).abs().max()) for name in stock) > 0.01
+    for name, values in stock.items():
+        assert np.allclose(mine[name].numpy(), values.numpy(), rtol=0, atol=1e-6), name
+
+
+def poisoned(rank_with_nan: int) -> list[Any]:
+    """In a worker: what an outer step says of NaN in one rank's weights, and whether it changed others."""
+    import torch
+    from with_megatron.gpt_model import build
+
+    import megatron_patch
+    from megatron_patch.megatron.outer_steps import masters_of
+
+    gpt = build(instances=2, pp=2)
+    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(method="loco", outer_interval=2))
+    gpt.backward(0)
+    gpt.update()
+    gpt.backward(1)
+    masters = masters_of(gpt.optimizer)
+    if torch.distributed.get_rank() == rank_with_nan:
+        next(iter(masters.values()))[0].data.view(-1)[3] = float("nan")
+    try:
+        gpt.update()
+    except RuntimeError as error:
+        words = str(error)
+    finite = [bool(torch.isfinite(master).all()) for master, _ in masters.values()]
+    megatron_patch.disable()
+    return [words, all(finite)]
+
+
+def test_nan_in_one_instance_is_reported_on_all_ranks_and_averaged_nowhere(pool) -> None:
+    said = pool.run(poisoned, 3, world_size=4)
+    for words, _ in said:
+        assert "weights of optimizer instance 1 (counted from 0) are NaN or infinite" in words
+        assert "\n" not in words
+    assert [finite for _, finite in said] == [True, True, True, False]
+
+
+def skipping() -> list[Any]:
+    """In a worker: fp16, of which one instance skips a step at which an outer step is due."""
+    import torch
+    from with_megatron.gpt_model import build
+    from with_megatron.recording import weights
+
+    import megatron_patch
+
+    gpt = build(
+        instances=2,
+        dtype="fp16",
+        ddp={"grad_reduce_in_fp32": False},
+        optimizer={"hysteresis": 1, "initial_loss_scale": 2.0**10},
+    )
+    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(method="none", outer_interval=2))
+    successful = []
+    for step in range(4):
+        gpt.backward(step)
+        if torch.distributed.get_rank() >= 2 and step == 1:
+            gpt.chunks[0].bucket_groups[0].buckets[0].grad_data.fill_(float("inf"))
+        successful.append(gpt.update())
+    report = megatron_patch.report(gpt.chunks)
+    megatron_patch.disable()
+    return [successful, weights(gpt), report.step]
+
+
+def test_an_instance_that_skips_a_step_takes_part_in_the_outer_step(pool) -> None:
+    found = pool.run(skipping, world_size=4)
+    assert [successful for successful, _, _ in found] == [[True] * 4] * 2 + [[True, False, True, True]] * 2
+    for _, weights, step in found:
+        assert step == 4
+        assert all(np.array_equal(weights[name].numpy(), found[0][1][name].numpy()) for name in weights)
+
+
+def refused(model: dict[str, Any], compression: dict[str, Any]) -> str:
+    from with_megatron.gpt_model import build
+
+    import megatron_patch
+
+    gpt = build(**model)
+    try:
+        megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**compression))
+        gpt.backward(0)
+        parts = getattr(gpt.optimizer, "chained_optimizers", [gpt.optimizer])
+        for part in parts:
+            part.step()
+    except megatron_patch.UserError as error:
+        return str(error)
+    finally:
+        megatron_patch.disable()
+    return "nothing"
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "one instance": ({}, "num_distributed_optimizer_instances: 1 .*set it to the number of sites"),
+    "tokens": ({"instances": 2, "per_token_loss": True}, "calculate_per_token_loss: True .*leave it out"),
+    "one by one": ({"instances": 2, **MOE}, "get_megatron_optimizer returns, not of those"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_served_is_refused_in_one_line(pool, case: str) -> None:
+    model, words = REFUSED[case]
+    for line in pool.run(refused, model, {"method": "none", "outer_interval": 2}, world_size=4):
+        assert re.search(words, line)
+        assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({}, "num_distributed_optimizer_instances"),
+        ({"use_megatron_fsdp": True}, "use_megatron_fsdp"),
+        ({"optimizer": "muon"}, "use adam"),
+        ({"use_precision_aware_optimizer": True}, "hides the fp32 weights"),
+        ({"check_weight_hash_across_dp_replicas_interval": 10}, "differ between outer steps"),
+    ],
+)
+def test_flags_that_cannot_be_served_are_refused_before_ranks_start(
+    flags: dict[str, Any], words: str
+) -> None:
+    ours = {"compression_method": "none", "compression_outer_interval": 30, "optimizer": "adam"}
+    instances = {"num_distributed_optimizer_instances": 2} if flags else {}
+    with pytest.raises(UserError, match=words):
+        refuse_flags(Namespace(**ours | instances | flags))
+    refuse_flags(Namespace(**ours, num_distributed_optimizer_instances=2))
