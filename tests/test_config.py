@@ -78,6 +78,15 @@ REFUSED = [
     *[({"ranks_per_node": value}, "ranks_per_node", "1 or more") for value in (0, -8, 1.0, True, "8")],
     *[({"intra_bits": value}, "intra_bits", "one of 8") for value in (4, 16, "8", 8.0, True)],
     *[
+        ({"outer_interval": v}, "outer_interval", "a whole number, 1 or more")
+        for v in (0, -1, 1.5, True, "8")
+    ],
+    *[({"outer_rate": v}, "outer_rate", "a number, more than 0") for v in (0, -0.7, math.nan, True, "1")],
+    *[
+        ({"outer_momentum": v}, "outer_momentum", "up to but not including 1")
+        for v in (1, -0.1, math.inf, "0")
+    ],
+    *[
         ({name: value}, name, "true or false")
         for name in ("save_error", "strict_load", "error_compensation")
         for value in ("yes", 1, None)
@@ -246,6 +255,9 @@ def test_the_defaults_are_those_of_the_design():
         "ranks_per_node": None,
         "intra_bits": None,
         "weight_gather": "stock",
+        "outer_interval": 1,
+        "outer_rate": 0.7,
+        "outer_momentum": 0.9,
         "save_error": True,
         "strict_load": False,
     }
