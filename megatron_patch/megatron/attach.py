@@ -126,6 +126,12 @@ def session_of(chunk: Any) -> Session | None:
     return None if attachment is None else attachment.state
 
 
+def outer_steps_of(chunks: Sequence[Any]) -> list[OuterSteps]:
+    """Return the outer steps of those wrapped chunks that make some."""
+    found = (getattr(attachment_of(chunk), "outer", None) for chunk in chunks)
+    return [outer for outer in found if outer is not None]
+
+
 def attached_chunks() -> list[Any]:
     return list(_attachments)
 

@@ -18,6 +18,7 @@ that of one optimizer. Its weights are the same on all instances only after an o
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_patch.collectives.exchange import Exchange, all_reduced
+from megatron_patch.collectives.exchange import Exchange, Traffic, all_reduced
 from megatron_patch.collectives.makers import make_all_reduces
 from megatron_patch.errors import UserError
 from megatron_patch.megatron import patching
@@ -33,6 +34,8 @@ from megatron_patch.megatron.seams.gradients import contents_of
 from megatron_patch.megatron.seams.optimizer_step import leaves_of
 from megatron_patch.megatron.seams.weights import ChunkWeights, gathered_after
 from megatron_patch.session.session import Session
+
+logger = logging.getLogger(__name__)
 
 Masters = dict[torch.nn.Parameter, tuple[torch.Tensor, int]]
 """The fp32 weights that this rank's optimizer updates of each model parameter, and where in its bucket they
@@ -96,6 +99,9 @@ class OuterSteps:
         self.chunk, self.session, self.config = chunk, session, session.config
         self.steps = 0
         """The optimizer steps since the last outer step, skipped ones too, as all instances count them."""
+        self.loaded: dict[str, torch.Tensor] = {}
+        """The `state` of a checkpoint, which the next step begins from."""
+        self._instance: int = chunk.inter_dist_opt_group.rank()
         groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
         self.instances: int = chunk.ddp_config.num_distributed_optimizer_instances
         self._shards = [shard for group in groups for shard in self._shards_of(group)]
@@ -124,6 +130,10 @@ class OuterSteps:
             )  # It divides by the ranks of all instances.
             yield patching.override(bucket, "gradient_scaling_factor", factor)
 
+    @property
+    def begun(self) -> bool:
+        return all(shard.anchor is not None for shard in self._shards)
+
     def detach(self) -> None:
         for override in self._overrides:
             override.undo()
@@ -134,38 +144,67 @@ class OuterSteps:
         for shard in self._shards:
             shard.anchor = shard.velocity = None
 
-    def begin(self, masters: Masters) -> None:
+    def begin(self, masters: Masters, optimizer: Any) -> None:
         """Remember the weights before the first step, which are equal on all instances."""
         for shard in self._shards:
-            if shard.anchor is None:
-                shard.anchor = shard.weights(masters, self.session.device)
-                shard.velocity = torch.zeros_like(shard.anchor)
+            shard.anchor = shard.weights(masters, self.session.device)
+            shard.velocity = torch.zeros_like(shard.anchor)
+        if self.loaded:
+            mine = self.state(optimizer)
+            for name in mine.keys() & self.loaded.keys():  # Another codec has no such errors.
+                mine[name].copy_(self.loaded[name])
+            self.loaded = {}
 
-    def exchange(self, masters: Masters) -> None:
-        """Make an outer step of this rank's shards: write the new anchor into the fp32 weights."""
-        compresses = self._agreed([master for master, _ in masters.values()])
+    def layout(self) -> list[list[int]]:
+        """Return what must be equal where `state` is loaded: the instances, this one, and its shards."""
+        shards = [[s.bucket.grad_data.numel(), s.start, s.numel] for s in self._shards]
+        return [[self.instances, self._instance], *shards]
+
+    def state(self, optimizer: Any) -> dict[str, torch.Tensor]:
+        """Return by name, not copied, what Megatron's checkpoint does not have right after an outer step.
+
+        Megatron takes Adam's states to be equal on all instances, and saves those of some rank.
+        """
+        adam, found = _adam_of(optimizer), {}
+        for number, shard in enumerate(self._shards):
+            if shard.velocity is not None:
+                found[f"{number}.velocity"] = shard.velocity
+            for place, parameter in enumerate(shard.bucket.params_list):
+                for name, tensor in adam.get(parameter, {}).items():
+                    found[f"{number}.{place}.{name}"] = tensor
+            for place, state in enumerate(shard.exchange.states() if shard.exchange else ()):
+                for name, tensor in state.sender.error.tensors().items() if state.sender.error else ():
+                    found[f"{number}.error.{place}.{name}"] = tensor
+        return found
+
+    def exchange(self, masters: Masters) -> Traffic:
+        """Make an outer step of this rank's shards: write the new anchor into the fp32 weights.
+
+        Returns what this rank has sent.
+        """
+        compresses, sent = self._agreed([master for master, _ in masters.values()]), Traffic()
         for shard in self._shards:
             assert shard.anchor is not None
             assert shard.velocity is not None
             difference = shard.anchor - shard.weights(masters, self.session.device)
-            self._average(shard, difference, compresses)
+            sent.add(self._average(shard, difference, compresses))
             outer_step(
                 shard.anchor, shard.velocity, difference, self.config.outer_rate, self.config.outer_momentum
             )
             for master, here in shard.pieces(masters):
                 master.copy_(shard.anchor[here])
+        return sent
 
-    def _average(self, shard: _Shard, difference: torch.Tensor, compresses: bool) -> None:
+    def _average(self, shard: _Shard, difference: torch.Tensor, compresses: bool) -> Traffic:
         """Replace this instance's difference, fp32 [numel], by the mean over all instances."""
         if shard.exchange is None or not compresses:
             dist.all_reduce(difference, group=shard.group)
             difference /= self.instances
-            self.session.count(all_reduced(difference, self.instances))
-            return
+            return all_reduced(difference, self.instances)
         for state in shard.exchange.states():
             state.sender.measures = False  # The statistics that are reported are of gradients.
-        self.session.count(shard.exchange.traffic(difference).between)
         shard.exchange.start(difference, difference, average=True).wait()
+        return shard.exchange.traffic(difference).between
 
     def _agreed(self, weights: Sequence[torch.Tensor]) -> bool:
         """Agree with all ranks of the model whether to compress, and that all weights are finite.
@@ -174,10 +213,11 @@ class OuterSteps:
             RuntimeError: on all ranks, if weights of an instance are not finite. No weight has changed then.
         """
         chunk = self.chunk
-        instance = chunk.inter_dist_opt_group.rank()
         found = torch.zeros(self.instances + 1, device=self.session.device)
         if weights:
-            found[instance] = (~torch.isfinite(torch.stack(torch._foreach_norm(list(weights), 1)))).any()
+            found[self._instance] = (
+                ~torch.isfinite(torch.stack(torch._foreach_norm(list(weights), 1)))
+            ).any()
         found[-1] = not self.session.active
         pipeline = chunk.pp_group if isinstance(chunk.pp_group, list) else [chunk.pp_group]
         for group in (chunk.dp_cp_group, chunk.tp_group, *pipeline):
@@ -208,16 +248,25 @@ def masters_of(optimizer: Any) -> Masters:
     }
 
 
+def _adam_of(optimizer: Any) -> dict[torch.nn.Parameter, dict[str, torch.Tensor]]:
+    """Return Adam's states of the model parameters of which this rank updates a part."""
+    states = {id(p): state for leaf in _distributed(optimizer) for p, state in leaf.optimizer.state.items()}
+    return {
+        parameter: {n: t for n, t in states.get(id(master), {}).items() if isinstance(t, torch.Tensor)}
+        for parameter, (master, _) in masters_of(optimizer).items()
+    }
+
+
 def _distributed(optimizer: Any) -> list[Any]:
     return [leaf for leaf in leaves_of(optimizer) if not getattr(leaf, "is_stub_optimizer", False)]
 
 
 def begin_step(optimizer: Any, outer: Sequence[OuterSteps]) -> None:
     """Called before an optimizer's step, with the outer steps of the chunks that it updates."""
-    if any(shard.anchor is None for one in outer for shard in one._shards):
-        masters = masters_of(optimizer)
-        for one in outer:
-            one.begin(masters)
+    fresh = [one for one in outer if not one.begun]
+    masters = masters_of(optimizer) if fresh else {}
+    for one in fresh:
+        one.begin(masters, optimizer)
 
 
 @torch.no_grad()
@@ -236,19 +285,40 @@ def end_step(optimizer: Any, outer: Sequence[tuple[OuterSteps, ChunkWeights]]) -
             )
         one.steps += 1
         if one.steps == one.config.outer_interval:
-            one.steps = 0
             due.append((one, weights))
-    if not due:
-        return
+    if due:
+        for (one, _), sent in zip(due, _take(optimizer, due), strict=True):
+            one.session.count(sent)
+
+
+@torch.no_grad()
+def finish(optimizer: Any, outer: Sequence[tuple[OuterSteps, ChunkWeights]]) -> None:
+    """Make an outer step, as before a checkpoint, unless the last optimizer step has made one."""
+    due = [(one, weights) for one, weights in outer if one.steps]
+    if due:
+        if dist.get_rank() == 0:
+            line = "megatron-loco: an outer step before the checkpoint, %d optimizer steps after the last one"
+            logger.info(line, due[0][0].steps)
+        _take(optimizer, due)  # It belongs to no step, whose report would count what it sends.
+        for one, _ in due:
+            one.chunk.start_param_sync(force_sync=True)
+
+
+def _take(optimizer: Any, due: Sequence[tuple[OuterSteps, ChunkWeights]]) -> list[Traffic]:
     masters = masters_of(optimizer)
 
-    def write() -> None:
+    def write() -> list[Traffic]:
+        sent = []
         for one, _ in due:
-            one.exchange({p: found for p, found in masters.items() if p in one.chunk.param_to_bucket_group})
+            one.steps = 0
+            mine = {p: found for p, found in masters.items() if p in one.chunk.param_to_bucket_group}
+            sent.append(one.exchange(mine))
         for leaf in _distributed(optimizer):
             leaf._copy_main_params_to_model_params()
         for one, _ in due:
             if not one.chunk.ddp_config.overlap_param_gather:  # With it, the next forward pass gathers.
                 one.chunk.start_param_sync()
+        return sent
 
-    gathered_after([weights for _, weights in due], write)
+    found: list[Traffic] = gathered_after([weights for _, weights in due], write)
+    return found

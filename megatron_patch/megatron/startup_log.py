@@ -45,6 +45,8 @@ def log_startup(
 
 def _lines(state: Session, seams: Sequence[BucketGroupSeam]) -> Iterator[tuple[int, str]]:
     config = state.config
+    if config.outer_steps:
+        yield logging.INFO, _outer_line(config, seams)
     if not config.compresses:
         yield logging.INFO, "method none: Megatron's own gradient exchange"
         return
@@ -73,6 +75,20 @@ def _lines(state: Session, seams: Sequence[BucketGroupSeam]) -> Iterator[tuple[i
             yield logging.INFO, line
         else:
             yield logging.WARNING, f"{line}, not compressed: the group is a single rank"
+
+
+def _outer_line(config: CompressionConfig, seams: Sequence[BucketGroupSeam]) -> str:
+    shards = [
+        bucket.grad_data.numel() // seam.group.intra_distributed_optimizer_instance_size
+        for seam in seams
+        for bucket in seam.group.buckets
+    ]
+    return (
+        f"outer steps: optimizer instances train by themselves, and average {sum(shards):,} weights a rank "
+        f"every {config.outer_interval} steps (rate {config.outer_rate}, momentum {config.outer_momentum}), "
+        + (f"in {config.bits} bits" if config.compresses else "in fp32")
+        + f"; anchor and momentum take {sum(shards) * 8 / 1e6:.1f} MB"
+    )
 
 
 def _start_line(config: CompressionConfig) -> str:

@@ -18,6 +18,7 @@ DISTRIBUTED = ("--use-distributed-optimizer",)
 REPLICATED = [*UNTIED, "--overlap-grad-reduce"]
 GATHERED = [*OVERLAP, "--overlap-param-gather"]
 TWO_INSTANCES = [*OVERLAP, "--num-distributed-optimizer-instances", "2"]
+BETWEEN = [*GATHERED, "--num-distributed-optimizer-instances", "2"]
 MUON = ["--optimizer", "muon", "--bf16"]
 FP16 = [*UNTIED, "--fp16", "--initial-loss-scale", "65536", "--loss-scale-window", "3"]
 
@@ -28,6 +29,10 @@ CASES: dict[str, tuple[Run, int]] = {
     "experts-bf16": (Run([*EXPERTS, "--bf16", "--overlap-grad-reduce"], LOCO, ranks=4), 8),
     "parallel": (Run(PARALLEL, ["--compression-method", "error_feedback"], ranks=8), 8),
     "two-instances": (Run(TWO_INSTANCES, LOCO, ranks=4), 8),
+    "outer-steps": (
+        Run([*BETWEEN, "--bf16"], [*LOCO, *EXACT, "--compression-outer-interval", "3"], ranks=4),
+        8,
+    ),
     "two-hops": (Run(OVERLAP, [*LOCO, "--compression-ranks-per-node", "2"], ranks=4), 8),
     "replicated": (Run(REPLICATED, LOCO, without=DISTRIBUTED), 8),
     "sgd": (Run([*REPLICATED, "--optimizer", "sgd", "--ckpt-format", "torch"], LOCO, without=DISTRIBUTED), 8),

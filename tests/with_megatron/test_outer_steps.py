@@ -119,28 +119,29 @@ def _watch(outer: Any, entries: list[dict[str, Any]], sent_codes: Any) -> None:
 
     exchange, average, begin = outer.exchange, outer._average, outer.begin
 
-    def beginning(masters: Any) -> None:
-        begin(masters)
+    def beginning(masters: Any, optimizer: Any) -> None:
+        begin(masters, optimizer)
         for shard, entry in zip(outer._shards, entries, strict=True):
             entry["first"] = shard.weights(masters, torch.device("cpu"))
 
-    def exchanging(masters: Any) -> None:
+    def exchanging(masters: Any) -> Any:
         for shard, entry in zip(outer._shards, entries, strict=True):
             entry["steps"].append({"before": shard.weights(masters, torch.device("cpu"))})
-        exchange(masters)
+        sent = exchange(masters)
         for shard, entry in zip(outer._shards, entries, strict=True):
             entry["steps"][-1]["after"] = shard.weights(masters, torch.device("cpu"))
+        return sent
 
-    def averaging(shard: Any, difference: torch.Tensor, compresses: bool) -> None:
+    def averaging(shard: Any, difference: torch.Tensor, compresses: bool) -> Any:
         step = entries[outer._shards.index(shard)]["steps"][-1]
         if shard.exchange is None or not compresses:
-            average(shard, difference, compresses)
-            return
+            return average(shard, difference, compresses)
         sender, owner = (state.sender for state in shard.exchange.states())
         mine: dict[str, Any] = {}
         with sent_codes(sender, step), sent_codes(owner, mine):
-            average(shard, difference, compresses)
+            sent = average(shard, difference, compresses)
         step["owned"], step["mean"] = mine["sent"], difference.clone()
+        return sent
 
     outer.exchange, outer._average, outer.begin = exchanging, averaging, beginning
 
@@ -383,3 +384,61 @@ def test_flags_that_cannot_be_served_are_refused_before_ranks_start(
     with pytest.raises(UserError, match=words):
         refuse_flags(Namespace(**ours | instances | flags))
     refuse_flags(Namespace(**ours, num_distributed_optimizer_instances=2))
+
+
+def carried(model: dict[str, Any], other: dict[str, Any], steps: int) -> Any:
+    """In a worker: what a job keeps after some steps, what one of `other` begins with, and what is logged."""
+    import logging
+
+    from with_megatron.gpt_model import build
+
+    import megatron_patch
+    from megatron_patch.megatron.attach import outer_steps_of
+    from megatron_patch.megatron.checkpoint import outer_state
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(outer_state.__name__).addHandler(handler)
+    config = megatron_patch.CompressionConfig(method="error_feedback", start_step=0, outer_interval=2)
+    kept, saved = [], None
+    for parallel in (model, other):
+        gpt = build(**parallel)
+        megatron_patch.attach(gpt.chunks, config)
+        outer = outer_steps_of(gpt.chunks)
+        if kept:
+            outer_state.restore(outer, saved)
+        for step in range(1 if kept else steps):
+            gpt.backward(step)
+            gpt.update()
+        saved = outer_state.packed(outer, gpt.optimizer)
+        kept.append({name: tensor.clone() for name, tensor in outer[0].state(gpt.optimizer).items()})
+        megatron_patch.disable()
+    logging.getLogger(outer_state.__name__).removeHandler(handler)
+    return kept, lines
+
+
+def test_what_a_checkpoint_keeps_is_carried_over(pool) -> None:
+    """To the first step, which changes Adam's states; test_resume.py has whole runs."""
+    model = {"instances": 2}
+    for rank, (kept, lines) in enumerate(pool.run(carried, model, model, 4, world_size=4)):
+        before, after = kept
+        assert {name.rpartition(".")[2] for name in before} >= {"velocity", "codes", "scales", "exp_avg"}
+        for name, tensor in before.items():
+            assert tensor.any(), name
+            if name.endswith(("velocity", "codes", "scales")):
+                assert np.array_equal(after[name].float().numpy(), tensor.float().numpy()), name
+        assert lines == ([LATE] if rank == 0 else [])
+
+
+LATE = (
+    "megatron-loco: saved 1 optimizer steps after an outer step: the checkpoint mixes the weights of all "
+    "optimizer instances; save after a multiple of compression.outer_interval"
+)
+PLACED = "megatron-loco: the outer momentum starts from zero: the checkpoint's ranks were placed otherwise"
+
+
+def test_a_checkpoint_that_does_not_fit_is_said(pool) -> None:
+    model, small = {"instances": 2}, {"overlap_grad_reduce": True, "bucket_size": 1500}
+    _, lines = pool.run(carried, model, model | {"ddp": small}, 4, world_size=4)[0]
+    assert lines == [PLACED, LATE]

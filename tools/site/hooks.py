@@ -17,7 +17,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {"README.md": "index.md"}
 """Files at the top of the repository -> what they are called in the site."""
-OFF_SITE = ("docs/log.md", "docs/licences.md", "docs/weight_code.md")
+OFF_SITE = ("docs/log.md", "docs/licences.md", "docs/weight_code.md", "docs/outer_steps.md")
 """Pages of the repository that the site leaves out (mkdocs.yml: exclude_docs)."""
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")
 

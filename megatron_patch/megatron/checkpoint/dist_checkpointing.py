@@ -32,8 +32,8 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megatron_patch.errors import UserError
 from megatron_patch.megatron import patching, symbols
-from megatron_patch.megatron.attach import attached_chunks
-from megatron_patch.megatron.checkpoint import old_folder
+from megatron_patch.megatron.attach import attached_chunks, outer_steps_of
+from megatron_patch.megatron.checkpoint import old_folder, outer_state
 from megatron_patch.megatron.checkpoint.element_map import compressed, rank_state_of
 from megatron_patch.megatron.seams.optimizer_step import loss_scale, updates
 from megatron_patch.session.layouts import Damaged, RankState
@@ -43,7 +43,7 @@ from megatron_patch.session.reader import Reader
 logger = logging.getLogger(__name__)
 
 _NAME = "megatron_loco"
-_OURS = re.compile(rf"{_NAME}(_\d+)?\.rank_\d+")
+_OURS = re.compile(rf"{_NAME}(_\d+)?(_outer)?\.rank_\d+")
 _DEPTH = 4
 """How many levels of a trainer's dictionary are searched for optimizers' dictionaries."""
 
@@ -115,9 +115,8 @@ def _models(state: Any) -> Iterator[tuple[str, list[Any], _OfOptimizer, list[Any
     seen: set[int] = set()
     prefixes: dict[str, int] = {}
     for place, marked in _marked(state, []):
-        chunks = [
-            c for c in compressed(attached_chunks()) if updates(marked.optimizer, c) and id(c) not in seen
-        ]
+        served = [c for c in attached_chunks() if compressed(c) or outer_steps_of([c])]
+        chunks = [c for c in served if updates(marked.optimizer, c) and id(c) not in seen]
         if not chunks:
             continue
         seen |= {id(chunk) for chunk in chunks}
@@ -138,6 +137,11 @@ def _save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     state, here = bound.arguments["sharded_state_dict"], dist.get_rank()
     entries: dict[str, Any] = {}
     for name, chunks, marked, _ in _models(state):
+        if outer := outer_steps_of(chunks):
+            key = f"{name}_outer.rank_{here}"
+            entries[key] = ShardedTensor.from_rank_offsets(key, outer_state.packed(outer, marked.optimizer))
+        if not (chunks := compressed(chunks)):
+            continue
         key = f"{name}.rank_{here}"
         manifest, data = pack(rank_state_of(chunks), loss_scale(marked.optimizer))
         entries[f"{key}.manifest"] = ShardedObject(f"{key}.manifest", manifest, (1,), (0,))
@@ -155,6 +159,10 @@ def _load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     where, loaded = bound.arguments["checkpoint_dir"], result[0] if type(result) is tuple else result
     folder = Path(where)
     for name, chunks, marked, place in found:
+        if outer := outer_steps_of(chunks):
+            outer_state.restore(outer, _bytes(where, f"{name}_outer.rank_{dist.get_rank()}"))
+        if not (chunks := compressed(chunks)):
+            continue
         of_optimizer = functools.reduce(lambda value, key: value[key], place, loaded)
         rank, scale = rank_state_of(chunks), _scale(of_optimizer, marked)
         read = functools.partial(_reader, rank, where, name)
@@ -209,6 +217,20 @@ def restore(
             ) from problem
     if dist.get_rank() == 0 or level != logging.INFO:
         logger.log(level, "megatron-loco: step %d: %s", rank.states[0].steps, line)
+
+
+def _bytes(where: str | Path, key: str) -> torch.Tensor | None:
+    """Return a tensor of bytes of a checkpoint; None if it has none of this name."""
+    storage = _get_filesystem_reader(where)
+    try:
+        stored = storage.read_metadata().state_dict_metadata.get(key)
+    except OSError:
+        return None
+    if stored is None:
+        return None
+    room = {key: torch.empty(stored.size, dtype=torch.uint8, device="cpu")}
+    dcp.load(room, storage_reader=storage, no_dist=True)
+    return room[key]
 
 
 def _reader(rank: RankState, where: str | Path, name: str) -> PackedReader | None:

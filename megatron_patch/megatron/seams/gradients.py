@@ -154,7 +154,9 @@ class BucketGroupSeam:
         scatter, reduce = self.scatter_group, self.reduce_group
         if scatter is not None:
             made = make_reduce_scatters(buckets, scatter, setup) if compresses else Made()
-            copies, copy = (reduce.size(), reduce.rank()) if reduce is not None else (1, 0)
+            # With outer steps (outer_steps.py) other instances have errors of these elements, too.
+            between = getattr(self.group, "inter_distributed_optimizer_instance_group", None)
+            copies, copy = (between.size(), between.rank()) if between is not None else (1, 0)
             yield Stage(
                 "reduce-scatter", "gradient", scatter, buckets, average, made, copies=copies, copy=copy
             )

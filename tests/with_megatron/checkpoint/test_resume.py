@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,10 @@ def _compare(runs: Path, case: str) -> None:
     assert before.keys() == after.keys()
     assert sum(tensor.numel() for tensor in before.values() if isinstance(tensor, torch.Tensor)) > 100_000
     for name, tensor in before.items():
-        assert torch.equal(tensor, after[name]), name
+        if "megatron_loco_outer" in name:  # What torch.save writes of equal tensors may differ.
+            _compare_outer(tensor, after[name])
+        else:
+            assert torch.equal(tensor, after[name]), name
     first, second = (states_of(end) for end in ends)
     assert first.keys() == second.keys()
     assert any(data is not None and data.any() for _, data in first.values())
@@ -118,6 +122,17 @@ def _compare(runs: Path, case: str) -> None:
     assert kept in _log(runs / f"{case}-resumed")
 
 
+def _compare_outer(mine: torch.Tensor, theirs: torch.Tensor) -> None:
+    (layout, before), (same, after) = (
+        torch.load(io.BytesIO(data.numpy().tobytes()))[0] for data in (mine, theirs)
+    )
+    assert layout == same
+    assert before.keys() == after.keys()
+    assert {"velocity", "codes", "exp_avg"} <= {name.rpartition(".")[2] for name in before}
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
+
+
 def test_what_is_restored_matters(runs: Path) -> None:
     """Without the error states, the runs above would not agree."""
     whole, without = _records(runs / "dense"), _records(runs / "finetuned")
@@ -125,6 +140,11 @@ def test_what_is_restored_matters(runs: Path) -> None:
     assert without[2]["loss"] != whole[22]["loss"]
     assert [without[step]["compressed"] for step in (1, 2, 3)] == [False, False, True]  # a start of its own
     assert without[3]["compensation_norm_ratio"] == 0
+
+
+def test_an_outer_step_is_made_before_a_checkpoint(runs: Path) -> None:
+    line = "an outer step before the checkpoint, 1 optimizer steps after the last one"
+    assert line in _log(runs / "outer-steps"), "after 4 steps, of which 3 are one interval"
 
 
 def test_saving_disturbs_nothing(runs: Path) -> None:
