@@ -96,6 +96,11 @@ ROWS = (
         *("method=loco,bits=4", "4 bits, LoCo", True),
     ),
     Row(
+        "What does 1-bit Adam cost?",
+        *("LLaMA, 3.4 M, Adam", "3,000, 1e-3", "long_onebit_llama_3m"),
+        *("method=onebit_adam,bits=1", "1-bit Adam"),
+    ),
+    Row(
         "Does the model's size matter?",
         *("LLaMA, 10.4 M, Adam", "1,000, 2e-3", "long_10m_llama_10m"),
         "method=loco,bits=4",
