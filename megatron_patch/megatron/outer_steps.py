@@ -99,6 +99,8 @@ class OuterSteps:
         self.chunk, self.session, self.config = chunk, session, session.config
         self.steps = 0
         """The optimizer steps since the last outer step, skipped ones too, as all instances count them."""
+        self.squares = torch.zeros(2, dtype=torch.float64, device=session.device)
+        """Of the last outer step, over this rank's shards: the sums of the squares of d_k and of D."""
         self.loaded: dict[str, torch.Tensor] = {}
         """The `state` of a checkpoint, which the next step begins from."""
         self._instance: int = chunk.inter_dist_opt_group.rank()
@@ -183,11 +185,15 @@ class OuterSteps:
         Returns what this rank has sent.
         """
         compresses, sent = self._agreed([master for master, _ in masters.values()]), Traffic()
+        self.squares.zero_()
         for shard in self._shards:
             assert shard.anchor is not None
             assert shard.velocity is not None
             difference = shard.anchor - shard.weights(masters, self.session.device)
+            norms = [torch.linalg.vector_norm(difference, dtype=torch.float64)]
             sent.add(self._average(shard, difference, compresses))
+            norms.append(torch.linalg.vector_norm(difference, dtype=torch.float64))
+            self.squares += torch.stack(norms).square()
             outer_step(
                 shard.anchor, shard.velocity, difference, self.config.outer_rate, self.config.outer_momentum
             )

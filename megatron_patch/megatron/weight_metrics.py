@@ -1,13 +1,16 @@
-"""Metrics of a run's weight gathers: bytes sent, coded weights, and gathers in full."""
+"""Metrics of what happens to weights: gathers' bytes, coded weights, gathers in full, and outer steps."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from megatron_patch.collectives.exchange import Traffic
-from megatron_patch.megatron.attach import attachment_of
+from megatron_patch.megatron.attach import attachment_of, outer_steps_of
 from megatron_patch.megatron.seams import traffic
 from megatron_patch.megatron.seams.weights import ChunkWeights
 
@@ -43,6 +46,26 @@ def coded(model: Sequence[Any]) -> list[float]:
             totals[1] += int(bucket.unchanged)
             totals[2] += bucket.message_bytes
     return totals
+
+
+def outer_squares(model: Sequence[Any]) -> list[float]:
+    """Return the sums of the squares of d_k and D on this rank (outer_steps.py), of the last outer step."""
+    found = [outer.squares for outer in outer_steps_of(model)]
+    return [float(total) for total in torch.stack(found).sum(0)] if found else [0.0, 0.0]
+
+
+def outer(model: Sequence[Any], moved: float, mean: float) -> dict[str, float]:
+    """Return an outer step's metrics from the sums over all ranks of `outer_squares`.
+
+    `outer_norm` is the norm of D, and `outer_distance` how far instances are from their mean, by root mean
+    square; a parameter that tensor-parallel ranks do not split counts on each of them.
+    """
+    found = outer_steps_of(model)
+    if not found:
+        return {}
+    instances = found[0].instances
+    apart = max(moved - mean, 0.0)
+    return {"outer_norm": math.sqrt(mean / instances), "outer_distance": math.sqrt(apart / instances)}
 
 
 def by_bucket(model: Sequence[Any]) -> dict[str, float]:

@@ -130,6 +130,7 @@ def _watch(outer: Any, entries: list[dict[str, Any]], sent_codes: Any) -> None:
         sent = exchange(masters)
         for shard, entry in zip(outer._shards, entries, strict=True):
             entry["steps"][-1]["after"] = shard.weights(masters, torch.device("cpu"))
+        entries[0]["steps"][-1]["squares"] = outer.squares.tolist()
         return sent
 
     def averaging(shard: Any, difference: torch.Tensor, compresses: bool) -> Any:
@@ -172,6 +173,14 @@ def test_an_outer_step_is_the_simulation_s(pool, case: str) -> None:
         sent = with_weights[0] - of_gradients[0]
         in_full = sum(8 * shard["numel"] * (instances - 1) / instances for shard in report["shards"])
         assert sent == in_full if compression.get("method") == "none" else 0 < sent < in_full / 3
+        for step in range(3 if compression.get("method") == "none" and "vpp" not in model else 0):
+            moved, mean = report["shards"][0]["steps"][step]["squares"]
+            mine = [
+                (s["steps"][step - 1]["after"] if step else s["first"], s["steps"][step])
+                for s in report["shards"]
+            ]
+            expected = sum(((first - one["before"]).double() ** 2).sum() for first, one in mine)
+            assert 0 < mean < moved == pytest.approx(float(expected), rel=1e-5)
     for peers in {tuple(report["peers"]) for report in reports}:
         assert len(peers) == instances
         for shards in zip(*(reports[rank]["shards"] for rank in peers), strict=True):
