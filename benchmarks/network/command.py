@@ -291,7 +291,8 @@ def measure(
                     show.learned(results.unshaped_seconds(answers) / cell.accumulation)
                 network.shape(cell.rate_mbit)
                 show.begin(cell)
-                answers = ranks.ask(do="measure", steps=what.steps, accumulation=cell.accumulation)
+                steps = -(-what.steps // cell.method.outer) * cell.method.outer
+                answers = ranks.ask(do="measure", steps=steps, accumulation=cell.accumulation)
                 measured.setdefault(cell, []).append(answers)
                 of_passes = results.pooled(prepared[built]), results.pooled(measured[cell])
                 found[cell] = results.row(cell, what.hosts, what.ranks_per_host, *of_passes)

@@ -6,8 +6,8 @@ backward pass runs within `no_sync`. After its warm-up, 1-bit Adam exchanges mom
 step, and that is its `exchange`.
 
 `gather` begins with the first start_param_sync, which Megatron calls when its optimizer has updated the
-weights, and ends with the step. Megatron's own gathers run within those calls. The exact gather encodes,
-sends and decodes after them (seams/weights.py).
+weights, and ends with the step, an outer step's exchange included. Megatron's own gathers run within those
+calls. The exact gather encodes, sends and decodes after them (seams/weights.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from benchmarks.network.llama import Llama
-from benchmarks.network.training import Training
+from benchmarks.network.training import Training, initialize
 from megatron_patch.config import CompressionConfig
 from megatron_patch.megatron.attach import attachment_of, onebit_of, session_of
 from megatron_patch.megatron.doors import attach, disable
@@ -50,6 +50,7 @@ class MegatronTraining(Training):
         learning_rate: Adam's learning rate, the same in every step.
         buckets: about how many buckets Megatron makes of the gradients.
         overlap: whether buckets are exchanged while the backward pass computes.
+        instances: the number of optimizer instances.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class MegatronTraining(Training):
         learning_rate: float = 3e-4,
         buckets: int = 8,
         overlap: bool = False,
+        instances: int = 1,
     ) -> None:
+        initialize(instances)
         super().__init__(llama, overlap)
         # With fp32 accumulation Megatron replaces a global of its module, for all models built later too.
         param_and_grad_buffer.dist_reduce_scatter_func = _MEGATRONS_REDUCE_SCATTER
@@ -72,6 +75,7 @@ class MegatronTraining(Training):
             grad_reduce_in_fp32=gradients == "fp32",
             reduce_scatter_with_fp32_accumulation=fp32_accumulation,
             overlap_grad_reduce=True,
+            num_distributed_optimizer_instances=instances,
             bucket_size=max(1, llama.parameters // buckets),
         )
         self.model = DistributedDataParallel(self.config, ddp_config, self.module)

@@ -8,6 +8,8 @@ loco8, loco4, loco2     LoCo, flat (also naive4, error_feedback4, loco1, ...)
 loco4_two_hop           LoCo within the host first, then between hosts (_intra8: int8 within the host)
 none_exact              bf16_alltoall with the exact weight gather
 loco4_exact             LoCo with the exact weight gather (also loco2_exact, loco4_two_hop_exact, ...)
+outer30_loco4           outer steps every 30 steps between hosts, which are optimizer instances (also
+                        outer10_none_exact, ...); a cell measures whole intervals, and their mean step
 onebit_adam             1-bit Adam, replicated optimizer: after its warm-up (_two_hop: as above)
 onebit_adam_warmup      the same, still in its warm-up
 ddp_bf16                PyTorch DDP, its bf16 hook
@@ -21,7 +23,7 @@ mfsdp_bf16              Megatron-FSDP, optim_grads (mfsdp_loco4, mfsdp_loco4_exa
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_patch.config import CompressionConfig
@@ -47,6 +49,7 @@ _KNOWN = (
 _MEGATRON_FSDP = re.compile(r"mfsdp_(bf16|loco([8421]))(_exact)?")
 _WRAPPERS = ("ddp", "fsdp2", "hsdp", "mfsdp")
 _TORCH_LOCO = re.compile(r"(ddp|fsdp2|hsdp)_loco([8421])")
+_OUTER = re.compile(r"outer([1-9][0-9]{0,3})_(.+)")
 _POWERSGD = re.compile(r"ddp_powersgd_rank([1-9][0-9]{0,3})")
 
 
@@ -67,6 +70,8 @@ class Method:
     powersgd_rank: int | None = None
     exact: bool = False
     """Whether weights are gathered exactly, from their changes."""
+    outer: int = 1
+    """The steps after which hosts exchange weights; 1: gradients are summed over hosts in every step."""
 
     @property
     def kind(self) -> str:
@@ -79,7 +84,7 @@ class Method:
     @property
     def fp32_accumulation(self) -> bool:
         """Whether gradients are exchanged by Megatron's all-to-all with a sum in fp32."""
-        return self.method in (BASELINE, "none")
+        return self.method in (BASELINE, "none") and self.outer == 1  # Megatron has it for one instance only.
 
     @property
     def replicated(self) -> bool:
@@ -92,6 +97,8 @@ class Method:
         gradient = 1.0 if self.bits is None else self.bits * (1 if self.bits >= 16 else 1.04)
         if self.replicated or self.method.endswith("reduce_scatter"):
             gradient *= 2
+        if self.outer > 1:
+            return (64 if self.bits == 16 else 2 * gradient) / self.outer
         weights = EXACT_BITS if self.exact else 16
         return gradient + (0 if self.replicated else weights)
 
@@ -115,8 +122,8 @@ class Method:
         if self.kind != "attached":
             return None
         if self.method == "none":
-            return CompressionConfig(method="none", weight_gather="exact")
-        options = {"weight_gather": "exact" if self.exact else "stock"}
+            return CompressionConfig(method="none", weight_gather="exact", outer_interval=self.outer)
+        options = {"weight_gather": "exact" if self.exact else "stock", "outer_interval": self.outer}
         if self.method == ONEBIT:
             options["warmup_steps"] = _FOR_EVER if self.name == ONEBIT_WARM_UP else settle - 1
         else:
@@ -144,6 +151,18 @@ def parse(name: str) -> Method:
     """
     if own := _own(name):
         return own
+    if outer := _OUTER.fullmatch(name):
+        inner = parse(outer[2])
+        if (
+            inner.kind != "attached"
+            or inner.method == ONEBIT
+            or inner.topology != "flat"
+            or int(outer[1]) == 1
+        ):
+            raise UserError(
+                f"--methods: {name!r} is not possible: outer steps go with none_exact, loco4 and the like"
+            )
+        return replace(inner, name=name, outer=int(outer[1]))
     found = low_bit(name)
     if found and found.hops != "flat" and (found.hops == "two_hop" or not found.intra_bits):
         topology = "two_hop" if found.hops == "two_hop" else "flat"

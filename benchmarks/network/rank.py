@@ -107,6 +107,7 @@ class _Cells:
                 learning_rate=learning_rate,
                 buckets=order["buckets"],
                 overlap=overlap,
+                instances=dist.get_world_size() // order["ranks_per_host"] if method.outer > 1 else 1,
             )
         self.training.counters = _read_counters
         first = [self.training.step(order["accumulation"]) for _ in range(unmeasured)]
@@ -137,7 +138,7 @@ class _Cells:
             "loopback": loopback,
             "exchange_sent": sum(lap.exchange_sent for lap in laps),
             "exchange_received": sum(lap.exchange_received for lap in laps),
-            "gradient_bytes": self.training.gradient_bytes,
+            "gradient_bytes": statistics.fmean(lap.gradient_bytes for lap in laps),
             "weight_bytes": statistics.fmean(lap.weight_bytes for lap in laps),
             "weight_bits": self._weight_bits(*laps),
         }

@@ -34,7 +34,7 @@ WARM_UP_SHARE = 0.15
 """The share of a run's steps that `whole_runs` counts as the warm-up of 1-bit Adam."""
 
 NOTES = {
-    "step_seconds": "median over steps of the slowest rank's time, from barrier to barrier",
+    "step_seconds": "median over steps (outer steps: mean) of the slowest rank's time, barrier to barrier",
     "exchange_seconds": "of that, the exchange of gradients (1-bit Adam: momentum) alone, after a barrier "
     "(overlap: what is not hidden)",
     "gather_seconds": "of that, the gather of the updated weights (none with a replicated optimizer), by the "
@@ -70,6 +70,11 @@ class Cell:
 def slowest_median(laps_of_ranks: Sequence[Sequence[float]]) -> float:
     """Return the median over steps of the slowest rank's seconds."""
     return statistics.median(max(times) for times in zip(*laps_of_ranks, strict=True))
+
+
+def slowest_mean(laps_of_ranks: Sequence[Sequence[float]]) -> float:
+    """Return the mean over steps, one of which may make an outer step, of the slowest rank's seconds."""
+    return statistics.fmean(max(times) for times in zip(*laps_of_ranks, strict=True))
 
 
 def unshaped_seconds(prepared: Sequence[dict[str, Any]]) -> float:
@@ -109,8 +114,9 @@ def row(
         answers: the ranks' answers to "measure", combined over all passes.
     """
     steps = len(answers[0]["laps"])
+    typical = slowest_mean if cell.method.outer > 1 else slowest_median
     step, exchange, gather = (
-        slowest_median([[lap[part] for lap in answer["laps"]] for answer in answers]) for part in range(3)
+        typical([[lap[part] for lap in answer["laps"]] for answer in answers]) for part in range(3)
     )
     return {
         "method": cell.method.method,

@@ -45,17 +45,31 @@ class Lap:
     exchange_sent: int = 0
     """Bytes by `Training.counters` while the exchange ran on all ranks; 0 with overlap."""
     exchange_received: int = 0
+    gradient_bytes: float = 0.0
+    """Payload bytes of gradients that this rank sent."""
     weight_bytes: float = 0.0
     """Payload bytes of weights that this rank sent."""
 
 
-def initialize() -> None:
-    """Create Megatron's data-parallel groups with the default group's time limit, unless they exist."""
+def initialize(instances: int = 1) -> None:
+    """Create Megatron's groups for `instances` optimizer instances, with the default group's time limit.
+
+    If they exist for as many instances, this does nothing.
+    """
+    if parallel_state.model_parallel_is_initialized() and _instances() != instances:
+        parallel_state.destroy_model_parallel()
     if not parallel_state.model_parallel_is_initialized():
         world = dist.group.WORLD
         assert world is not None
         minutes: Any = time_limit(world).total_seconds() / 60  # Annotated as int, but fractions work too.
-        parallel_state.initialize_model_parallel(distributed_timeout_minutes=minutes)
+        parallel_state.initialize_model_parallel(
+            distributed_timeout_minutes=minutes, num_distributed_optimizer_instances=instances
+        )
+
+
+def _instances() -> int:
+    inside = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+    return dist.get_world_size() // inside.size()
 
 
 class Training:
@@ -147,7 +161,7 @@ class Training:
         self.update()
         dist.barrier()
         self.lap.step = time.perf_counter() - start
-        self.lap.weight_bytes = self.weight_bytes
+        self.lap.gradient_bytes, self.lap.weight_bytes = self.gradient_bytes, self.weight_bytes
         return self.lap
 
     def around_backward(self) -> AbstractContextManager[Any]:

@@ -109,9 +109,24 @@ def test_the_baseline_s_own_exchange_has_an_exact_weight_gather():
     assert exact.guessed_bits == 16 + 2.7
 
 
+def test_outer_steps_are_measured_over_whole_intervals():
+    in_full, low = methods.parse("outer10_none_exact"), methods.parse("outer30_error_feedback4_exact")
+    assert (in_full.outer, low.outer, low.method, low.bits) == (10, 30, "error_feedback", 4)
+    assert not in_full.fp32_accumulation, "Megatron has it for a single optimizer instance"
+    assert in_full.compression(2).outer_interval == 10
+    assert low.compression(2).outer_interval == 30
+    assert low.guessed_bits < 1 < in_full.guessed_bits == 6.4
+    laps = [[1.0, 1.0, 10.0], [2.0, 1.0, 1.0]]
+    assert results.slowest_median(laps) == 2
+    assert results.slowest_mean(laps) == pytest.approx(13 / 3)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
+        ("outer30_onebit_adam", "outer steps go with"),
+        ("outer30_bf16_alltoall", "outer steps go with"),
+        ("outer1_loco4", "outer steps go with"),
         ("onebit_adam_exact", "leave out _exact"),
         ("bf16_allreduce_exact", "leave out _exact"),
         ("ddp_bf16_exact", "leave out _exact"),

@@ -121,6 +121,28 @@ def test_every_exchange_trains_the_same_model(pool: Any, overlap: bool) -> None:
         assert (ranks[0]["weight_bytes"] > 0) == (not method.startswith(("ddp", "allreduce"))), method
 
 
+def trained_apart() -> list[float]:
+    """Bytes of gradients that a rank sends in each of four steps, with an outer step in every other."""
+    from benchmarks.network import megatron_training
+    from benchmarks.network.llama import Llama
+    from benchmarks.network.training import initialize
+    from megatron_patch import CompressionConfig
+
+    initialize()  # As for the cell before; the next line makes other groups.
+    compression = CompressionConfig(method="none", weight_gather="exact", outer_interval=2)
+    training = megatron_training.MegatronTraining(Llama(**SHAPE), compression=compression, instances=2)
+    sent = [training.step(1).gradient_bytes for _ in range(4)]
+    training.close()
+    initialize()
+    return sent
+
+
+def test_hosts_that_make_outer_steps_send_in_those_steps_alone(pool: Any) -> None:
+    for sent in pool.run(trained_apart, world_size=2):
+        assert sent[0::2] == [0, 0]
+        assert sent[1] == sent[3] > 0
+
+
 def trained_by_torch(method: str) -> dict[str, Any]:
     """Three steps of two microbatches under FSDP2, DDP or Megatron-FSDP."""
     import torch.distributed as dist
