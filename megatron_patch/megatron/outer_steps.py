@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,7 +97,8 @@ class OuterSteps:
     """
 
     def __init__(self, chunk: Any, session: Session) -> None:
-        self.chunk, self.session, self.config = chunk, session, session.config
+        self._chunk = weakref.ref(chunk)  # A strong reference would keep an attached model alive.
+        self.session, self.config = session, session.config
         self.steps = 0
         """The optimizer steps since the last outer step, skipped ones too, as all instances count them."""
         self.squares = torch.zeros(2, dtype=torch.float64, device=session.device)
@@ -127,16 +129,26 @@ class OuterSteps:
         alone = dataclasses.replace(group.ddp_config, num_distributed_optimizer_instances=1)
         yield patching.override(group, "ddp_config", alone)
         for bucket in group.buckets if not alone.average_in_collective else ():
-            factor = (
-                bucket.gradient_scaling_factor * self.instances
-            )  # It divides by the ranks of all instances.
+            # The factor divides by the number of ranks of all instances.
+            factor = bucket.gradient_scaling_factor * self.instances
             yield patching.override(bucket, "gradient_scaling_factor", factor)
 
     @property
+    def chunk(self) -> Any:
+        return self._chunk()
+
+    @property
     def begun(self) -> bool:
+        """Whether a step has begun, and the weights before it are the first anchor."""
         return all(shard.anchor is not None for shard in self._shards)
 
     def detach(self) -> None:
+        if self.begun and dist.get_rank() == 0:
+            logger.warning(
+                "megatron-loco: optimizer instances have trained apart: their Adam states differ, and so do "
+                "weights, by %d steps; load a checkpoint before they train together",
+                self.steps,
+            )
         for override in self._overrides:
             override.undo()
 
@@ -267,6 +279,7 @@ def _distributed(optimizer: Any) -> list[Any]:
     return [leaf for leaf in leaves_of(optimizer) if not getattr(leaf, "is_stub_optimizer", False)]
 
 
+@torch.no_grad()
 def begin_step(optimizer: Any, outer: Sequence[OuterSteps]) -> None:
     """Called before an optimizer's step, with the outer steps of the chunks that it updates."""
     fresh = [one for one in outer if not one.begun]

@@ -274,6 +274,44 @@ def test_averaging_after_every_step_of_sgd_is_synchronous_training(pool) -> None
         assert np.allclose(mine[name].numpy(), values.numpy(), rtol=0, atol=1e-6), name
 
 
+def detached() -> Any:
+    """In a worker: what detaching says after three steps, and whether the model is freed."""
+    import gc
+    import logging
+    import weakref
+
+    from with_megatron.gpt_model import build
+
+    import megatron_patch
+    from megatron_patch.megatron import outer_steps
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(outer_steps.__name__).addHandler(handler)
+    gpt = build(instances=2)
+    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(method="none", outer_interval=2))
+    for step in range(3):
+        gpt.backward(step)
+        gpt.update()
+    megatron_patch.disable()
+    logging.getLogger(outer_steps.__name__).removeHandler(handler)
+    model = weakref.ref(gpt.chunks[0])
+    del gpt
+    gc.collect()
+    return lines, model() is None
+
+
+def test_detaching_says_that_instances_differ_and_frees_the_model(pool) -> None:
+    found = pool.run(detached, world_size=2)
+    assert all(freed for _, freed in found), "an anchor with a gradient's graph would keep the model alive"
+    (said, _), *others = found
+    assert len(said) == 1
+    assert "optimizer instances have trained apart" in said[0]
+    assert "by 1 steps" in said[0]
+    assert not any(lines for lines, _ in others)
+
+
 def poisoned(rank_with_nan: int) -> list[Any]:
     """In a worker: what an outer step says of NaN in one rank's weights, and whether it changed others."""
     import torch
