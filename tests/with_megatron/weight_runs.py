@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-RATE = {"learning_rate": 1e-3, "optimizer": {"adam_eps": 1e-8}}
-"""For weights N(0, 0.15^2) this rate is as 1e-4 for the usual N(0, 0.02^2)."""
+RATE = {"learning_rate": 5e-4, "optimizer": {"adam_eps": 1e-8}}
+"""For weights N(0, 0.15^2) this rate is as 5e-5 for the usual N(0, 0.02^2)."""
 
 
 def weight_run(
