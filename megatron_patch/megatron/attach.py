@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -128,8 +128,17 @@ def session_of(chunk: Any) -> Session | None:
 
 def outer_steps_of(chunks: Sequence[Any]) -> list[OuterSteps]:
     """Return the outer steps of those wrapped chunks that make some."""
-    found = (getattr(attachment_of(chunk), "outer", None) for chunk in chunks)
-    return [outer for outer in found if outer is not None]
+    return [outer for outer, _ in _outer_of(map(attachment_of, chunks))]
+
+
+def finish_outer_steps(optimizer: Any, chunks: Sequence[Any]) -> None:
+    """Make the outer steps of a model's chunks that are not due yet, as before a checkpoint."""
+    outer_steps.finish(optimizer, _outer_of(map(attachment_of, chunks)))
+
+
+def _outer_of(attachments: Iterable[Any]) -> list[tuple[OuterSteps, ChunkWeights]]:
+    """Return the outer steps of those attachments that make some; FSDP's have no such attribute."""
+    return [(a.outer, a.weights) for a in attachments if getattr(a, "outer", None) is not None]
 
 
 def attached_chunks() -> list[Any]:
@@ -260,8 +269,7 @@ class _Steps:
         updated = _updated_by(optimizer)
         if not updated:
             return
-        outer = [(a.outer, a.weights) for a in updated if getattr(a, "outer", None) is not None]
-        outer_steps.end_step(optimizer, outer)
+        outer_steps.end_step(optimizer, _outer_of(updated))
         parts, rates = optimizer_step.leaves_of(optimizer), optimizer_step.learning_rates(optimizer)
         for attachment in updated:
             ended = attachment.state.optimizer_stepped(parts, successful, loss_scale_factor, rates)
@@ -278,7 +286,7 @@ def _look_at(optimizer: Any) -> None:
     """Refuse optimizer settings that only the step shows, and choose the optimizer's default method."""
     updated = _updated_by(optimizer)
     states = [attachment.state for attachment in updated]
-    outer_steps.begin_step(optimizer, [a.outer for a in updated if getattr(a, "outer", None) is not None])
+    outer_steps.begin_step(optimizer, [outer for outer, _ in _outer_of(updated)])
     for part in optimizer_step.leaves_of(optimizer) if states else ():
         refuse_graphed(part.config)
         if any(state.config.outer_steps for state in states):

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from simulation.all_reduce_float64 import AllReduceAgreement
 from simulation.loco_float64 import block_labels
+from with_megatron.seam_runs import logged
 
 from megatron_patch.errors import UserError
 from megatron_patch.megatron.unsupported import refuse_flags
@@ -277,25 +278,19 @@ def test_averaging_after_every_step_of_sgd_is_synchronous_training(pool) -> None
 def detached() -> Any:
     """In a worker: what detaching says after three steps, and whether the model is freed."""
     import gc
-    import logging
     import weakref
 
     from with_megatron.gpt_model import build
 
     import megatron_patch
-    from megatron_patch.megatron import outer_steps
 
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(outer_steps.__name__).addHandler(handler)
     gpt = build(instances=2)
     megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(method="none", outer_interval=2))
     for step in range(3):
         gpt.backward(step)
         gpt.update()
-    megatron_patch.disable()
-    logging.getLogger(outer_steps.__name__).removeHandler(handler)
+    with logged() as lines:
+        megatron_patch.disable()
     model = weakref.ref(gpt.chunks[0])
     del gpt
     gc.collect()
@@ -435,33 +430,28 @@ def test_flags_that_cannot_be_served_are_refused_before_ranks_start(
 
 def carried(model: dict[str, Any], other: dict[str, Any], steps: int) -> Any:
     """In a worker: what a job keeps after some steps, what one of `other` begins with, and what is logged."""
-    import logging
-
     from with_megatron.gpt_model import build
 
     import megatron_patch
     from megatron_patch.megatron.attach import outer_steps_of
     from megatron_patch.megatron.checkpoint import outer_state
 
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(outer_state.__name__).addHandler(handler)
     config = megatron_patch.CompressionConfig(method="error_feedback", start_step=0, outer_interval=2)
-    kept, saved = [], None
+    kept, lines, saved = [], [], None
     for parallel in (model, other):
         gpt = build(**parallel)
         megatron_patch.attach(gpt.chunks, config)
         outer = outer_steps_of(gpt.chunks)
-        if kept:
-            outer_state.restore(outer, saved)
-        for step in range(1 if kept else steps):
-            gpt.backward(step)
-            gpt.update()
-        saved = outer_state.packed(outer, gpt.optimizer)
+        with logged() as said:
+            if kept:
+                outer_state.restore(outer, saved)
+            for step in range(1 if kept else steps):
+                gpt.backward(step)
+                gpt.update()
+            saved = outer_state.packed(outer, gpt.optimizer)
+        lines += said
         kept.append({name: tensor.clone() for name, tensor in outer[0].state(gpt.optimizer).items()})
         megatron_patch.disable()
-    logging.getLogger(outer_state.__name__).removeHandler(handler)
     return kept, lines
 
 
@@ -479,10 +469,12 @@ def test_what_a_checkpoint_keeps_is_carried_over(pool) -> None:
 
 
 LATE = (
-    "megatron-loco: saved 1 optimizer steps after an outer step: the checkpoint mixes the weights of all "
-    "optimizer instances; save after a multiple of compression.outer_interval"
+    "WARNING: megatron-loco: saved 1 optimizer steps after an outer step: the checkpoint mixes the weights of "
+    "all optimizer instances; save after a multiple of compression.outer_interval"
 )
-PLACED = "megatron-loco: the outer momentum starts from zero: the checkpoint's ranks were placed otherwise"
+PLACED = (
+    "INFO: megatron-loco: the outer momentum starts from zero: the checkpoint's ranks were placed otherwise"
+)
 
 
 def test_a_checkpoint_that_does_not_fit_is_said(pool) -> None:

@@ -3,7 +3,7 @@
 Megatron takes all optimizer instances to be equal, and saves the weights and Adam's states of some. Right
 after an outer step the weights are equal, and the anchor; Megatron's own training loop has one made before it
 saves (training_loop.py). A rank adds one tensor of bytes, PREFIXmegatron_loco_outer.rank_R: the outer
-momentum, the errors of the exchange, and its Adam states. A run with as many ranks, placed alike, goes on
+momentum, the errors of the exchange, and its Adam states. A run with as many ranks, placed alike, continues
 from them as if it had not been interrupted. Others, and stock Megatron, start from the saved weights and Adam
 states.
 """

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import check_is_distributed_checkpoint
 
 from megatron_patch.errors import UserError
-from megatron_patch.megatron import outer_steps, patching, symbols
-from megatron_patch.megatron.attach import attachment_of
+from megatron_patch.megatron import patching, symbols
+from megatron_patch.megatron.attach import finish_outer_steps
 from megatron_patch.megatron.checkpoint import dist_checkpointing, tracker
 from megatron_patch.megatron.checkpoint.dist_checkpointing import restore
 from megatron_patch.megatron.checkpoint.element_map import compressed, rank_state_of
@@ -63,10 +63,7 @@ def _save_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     from megatron.training import get_args
 
     asked, flags = _bound(original, args, kwargs), get_args()
-    attached = [attachment_of(chunk) for chunk in asked["model"]]
-    outer_steps.finish(
-        asked["optimizer"], [(a.outer, a.weights) for a in attached if getattr(a, "outer", None)]
-    )
+    finish_outer_steps(asked["optimizer"], asked["model"])
     chunks = compressed(asked["model"])
     if chunks and flags.ckpt_format in _FORMATS and flags.save and not asked["non_persistent_ckpt"]:
         manifest, data = pack(rank_state_of(chunks), loss_scale(asked["optimizer"]))
