@@ -469,8 +469,8 @@ def test_what_a_checkpoint_keeps_is_carried_over(pool) -> None:
 
 
 LATE = (
-    "WARNING: megatron-loco: saved 1 optimizer steps after an outer step: the checkpoint mixes the weights of "
-    "all optimizer instances; save after a multiple of compression.outer_interval"
+    "WARNING: megatron-loco: saved 1 optimizer steps after an outer step: the checkpoint mixes the weights "
+    "of all optimizer instances; save after a multiple of compression.outer_interval"
 )
 PLACED = (
     "INFO: megatron-loco: the outer momentum starts from zero: the checkpoint's ranks were placed otherwise"
