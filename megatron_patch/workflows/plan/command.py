@@ -194,6 +194,9 @@ def _plan(
     console.print(f"\n{advice.reason}", highlight=False, soft_wrap=True)
     if not advice.stays and advice.row.method.options:
         console.print(f"  {advice.row.method.options}", highlight=False, soft_wrap=True)
+    for row in found:
+        if row.method.outer_interval > 1:
+            console.print(show.outer_steps(row, cluster), highlight=False, soft_wrap=True)
     console.print("Predicted, not measured; --explain shows every number and its source.", highlight=False)
     if args.explain:
         for table in show.explanation(job, cluster, gpu):

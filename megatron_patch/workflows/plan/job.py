@@ -146,7 +146,7 @@ def of_arguments(name: str, args: argparse.Namespace) -> Job:
     if args.num_distributed_optimizer_instances > 1:
         raise UserError(
             "megatron.num_distributed_optimizer_instances: the plan supports a single optimizer instance; "
-            "plan with 1"
+            "plan with 1, and for outer steps between nodes with e.g. --methods outer30_error_feedback4_exact"
         )
     if not args.global_batch_size:
         raise UserError("megatron.global_batch_size: the plan needs it; add megatron.global_batch_size=N")

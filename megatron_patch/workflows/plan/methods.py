@@ -12,6 +12,7 @@ from megatron_patch.workflows.plan.job import Group, Job
 
 STOCK, BF16, REPLICATED = "stock", "stock_bf16", "stock_allreduce"
 ONEBIT = "onebit_adam"
+_OUTER = re.compile(r"outer([1-9]\d*)_(.+)")
 _LOW = re.compile(r"(loco|naive|error_feedback)([84321])(_flat|_two_hop)?(_intra8)?(_exact)?")
 
 
@@ -36,6 +37,8 @@ class Method:
     distributed: bool | None = None
     options: str = ""
     """The overrides of a recipe that switch the method on."""
+    outer_interval: int = 1
+    """Steps between two outer steps of the nodes, which are optimizer instances; 1: they train together."""
     free: bool = False
     """Whether nothing is sent or coded, to simulate a step without communication."""
 
@@ -64,6 +67,8 @@ _KNOWN = (*DEFAULT, REPLICATED, "loco8_exact", "loco3_exact", "loco4_two_hop_int
 
 
 def parse(name: str) -> Method:
+    if outer := _OUTER.fullmatch(name):
+        return _with_outer_steps(name, int(outer[1]), parse(outer[2]))
     none = "compression.method=none compression.weight_gather="
     fixed = {
         STOCK: Method(STOCK, options=f"{none}stock"),
@@ -82,6 +87,16 @@ def parse(name: str) -> Method:
     if (found := low_bit(name)) is None:
         raise UserError(f"--methods: {name!r} must be one of {', '.join(_KNOWN)}{nearest(name, _KNOWN)}")
     return found
+
+
+def _with_outer_steps(name: str, interval: int, inside: Method) -> Method:
+    if interval == 1 or inside.outer_interval > 1 or inside.momentum or inside.distributed is not None:
+        raise UserError(
+            f"--methods: {name!r} must be outerH_METHOD, with H of 2 or more and a METHOD of Megatron's "
+            "distributed optimizer other than 1-bit Adam, e.g. outer30_error_feedback4_exact"
+        )
+    options = f"{inside.options} compression.outer_interval={interval}"
+    return dataclasses.replace(inside, name=name, outer_interval=interval, options=options)
 
 
 def low_bit(name: str) -> Method | None:

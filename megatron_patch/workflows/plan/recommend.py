@@ -12,7 +12,15 @@ from rich.table import Table
 
 from megatron_patch.errors import UserError
 from megatron_patch.workflows import tables
-from megatron_patch.workflows.plan import cluster_file, constants, exchange, methods, step, torch_step
+from megatron_patch.workflows.plan import (
+    cluster_file,
+    constants,
+    exchange,
+    methods,
+    outer_steps,
+    step,
+    torch_step,
+)
 from megatron_patch.workflows.plan import job as jobs
 from megatron_patch.workflows.plan.cluster import Cluster
 from megatron_patch.workflows.plan.job import MEGATRON, Job
@@ -55,6 +63,9 @@ class Advice:
 
 def simulate(job: Job, cluster: Cluster, method: Method) -> Step:
     """Simulate a step under the job's strategy."""
+    if method.outer_interval > 1:
+        outer_steps.check(job, cluster, method)
+        return outer_steps.simulate(job, cluster, method)
     return (step if job.strategy == MEGATRON else torch_step).simulate(job, cluster, method)
 
 
@@ -64,7 +75,8 @@ def rows(job: Job, cluster: Cluster, chosen: Sequence[Method]) -> list[Row]:
     needed_by = exchange.bytes_of if job.strategy == MEGATRON else torch_step.memory_bytes
     for method in chosen:
         made = simulate(job, cluster, method)
-        needed = needed_by(job, cluster, method)
+        needs = outer_steps.memory_bytes if method.outer_interval > 1 else needed_by
+        needed = needs(job, cluster, method)
         room = cluster.processor.memory_bytes * constants.value("activation_reserve")
         base = found[0].seconds if found else made.seconds
         tokens = job.tokens(cluster.world) / made.seconds
@@ -97,10 +109,11 @@ def advise(job: Job, cluster: Cluster, found: Sequence[Row], worth: float) -> Ad
     """Recommend, of the methods that are within `worth` of the fastest, the one that changes least.
 
     `found` begins with the method that changes least. Methods that do not fit in memory are left out,
-    unless none fits.
+    unless none fits. Outer steps are never recommended, because they are another training.
     """
     stock = found[0]
-    fitting = [row for row in found if row.fits] or list(found)
+    together = [row for row in found if row.method.outer_interval == 1]
+    fitting = [row for row in together if row.fits] or together
     fastest = min(row.seconds for row in fitting)
     best = next(row for row in fitting if row.seconds <= fastest * (1 + worth))
     waits = stock.step.exposed / stock.seconds

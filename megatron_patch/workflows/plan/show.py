@@ -57,6 +57,16 @@ def table(found: Sequence[Row], best: Row) -> Table:
     return shown
 
 
+def outer_steps(row: Row, cluster: Cluster) -> str:
+    """Return a sentence on a row with outer steps, and the options that switch it on."""
+    return (
+        f"{row.method.name} takes {row.seconds:.3g} s, {row.speedup:.2f} times as fast, but is another "
+        f"training: each node trains by itself for {row.method.outer_interval} steps; docs/outer_steps.md "
+        f"has its cost in loss\n  {row.method.options} "
+        f"megatron.num_distributed_optimizer_instances={cluster.nodes}"
+    )
+
+
 def below(gbit: float | None) -> str:
     """Format a break-even bandwidth of a row (Row.pays_below)."""
     if gbit is None:
