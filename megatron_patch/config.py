@@ -142,8 +142,10 @@ class CompressionConfig:
         "by itself for this many optimizer steps, then all average how far their weights have moved "
         "(DiLoCo); 1: gradients are summed over all instances in every step",
     )
-    outer_rate: float = _option(0.7, "outer_interval: the learning rate of that average, more than 0")
-    outer_momentum: float = _option(0.9, "outer_interval: its Nesterov momentum, 0 <= momentum < 1")
+    outer_rate: float = _option(
+        1.0, "outer_interval: the learning rate of that average, more than 0; 1 takes the average itself"
+    )
+    outer_momentum: float = _option(0.0, "outer_interval: its Nesterov momentum, 0 <= momentum < 1")
     save_error: bool = _option(
         True, "save the errors with every checkpoint (int8: 1.02 bytes an element of every sender)"
     )

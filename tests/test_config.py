@@ -256,8 +256,8 @@ def test_the_defaults_are_those_of_the_design():
         "intra_bits": None,
         "weight_gather": "stock",
         "outer_interval": 1,
-        "outer_rate": 0.7,
-        "outer_momentum": 0.9,
+        "outer_rate": 1.0,
+        "outer_momentum": 0.0,
         "save_error": True,
         "strict_load": False,
     }

@@ -44,15 +44,22 @@ begin."""
 
 
 def outer_step(
-    anchor: torch.Tensor, velocity: torch.Tensor, difference: torch.Tensor, rate: float, momentum: float
+    anchor: torch.Tensor,
+    velocity: torch.Tensor | None,
+    difference: torch.Tensor,
+    rate: float,
+    momentum: float,
 ) -> None:
     """Take one step of SGD with Nesterov momentum in place: v <- momentum*v + D, then anchor -= rate*(D +
     momentum*v).
 
     All tensors are fp32 of one shape; `difference` is D, the mean of `anchor - master` over the instances.
+    `velocity` is v, and None without momentum.
     """
-    velocity.mul_(momentum).add_(difference)
-    anchor.add_(difference, alpha=-rate).add_(velocity, alpha=-rate * momentum)
+    anchor.add_(difference, alpha=-rate)
+    if velocity is not None:
+        velocity.mul_(momentum).add_(difference)
+        anchor.add_(velocity, alpha=-rate * momentum)
 
 
 @dataclass
@@ -69,6 +76,7 @@ class _Shard:
     """The exchange in low bits; None with method none."""
     anchor: torch.Tensor | None = None
     velocity: torch.Tensor | None = None
+    """None without momentum, too."""
 
     def pieces(self, masters: Masters) -> Iterator[tuple[torch.Tensor, slice]]:
         """Yield the fp32 weights in this shard, and their places in it."""
@@ -162,7 +170,7 @@ class OuterSteps:
         """Remember the weights before the first step, which are equal on all instances."""
         for shard in self._shards:
             shard.anchor = shard.weights(masters, self.session.device)
-            shard.velocity = torch.zeros_like(shard.anchor)
+            shard.velocity = torch.zeros_like(shard.anchor) if self.config.outer_momentum else None
         if self.loaded:
             mine = self.state(optimizer)
             for name in mine.keys() & self.loaded.keys():  # Another codec has no such errors.
@@ -200,7 +208,6 @@ class OuterSteps:
         self.squares.zero_()
         for shard in self._shards:
             assert shard.anchor is not None
-            assert shard.velocity is not None
             difference = shard.anchor - shard.weights(masters, self.session.device)
             norms = [torch.linalg.vector_norm(difference, dtype=torch.float64)]
             sent.add(self._average(shard, difference, compresses))

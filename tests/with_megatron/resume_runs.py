@@ -30,7 +30,11 @@ CASES: dict[str, tuple[Run, int]] = {
     "parallel": (Run(PARALLEL, ["--compression-method", "error_feedback"], ranks=8), 8),
     "two-instances": (Run(TWO_INSTANCES, LOCO, ranks=4), 8),
     "outer-steps": (
-        Run([*BETWEEN, "--bf16"], [*LOCO, *EXACT, "--compression-outer-interval", "3"], ranks=4),
+        Run(
+            [*BETWEEN, "--bf16"],
+            [*LOCO, *EXACT, "--compression-outer-interval", "3", "--compression-outer-momentum", "0.9"],
+            ranks=4,
+        ),
         8,
     ),
     "two-hops": (Run(OVERLAP, [*LOCO, "--compression-ranks-per-node", "2"], ranks=4), 8),

@@ -27,6 +27,7 @@ BF16 = {"dtype": "bf16", "ddp": {"grad_reduce_in_fp32": False, **OVERLAP}}
 CLIP = {"clip_grad": 0.1}
 MOE = {"experts": 4, "ep": 2}
 RATE, MOMENTUM = 0.7, 0.9
+PLAIN = {"outer_rate": 1.0, "outer_momentum": 0.0}
 STEPS = 5
 
 
@@ -158,6 +159,8 @@ EXCHANGED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "4 bits": (4, {"instances": 2}, {"bits": 4}),
     "4 bits, error feedback, bf16": (4, BF16 | {"instances": 2}, {"bits": 4, "method": "error_feedback"}),
     "2 bits, experts": (4, MOE | {"instances": 2}, {"bits": 2, "weight_gather": "exact"}),
+    "plain averaging": (4, {"instances": 2}, {"method": "none", **PLAIN}),
+    "plain averaging, 4 bits": (4, {"instances": 2}, {"bits": 4, **PLAIN}),
     "4 bits, virtual chunks": (4, {"instances": 2, "pp": 2, "vpp": 2, "layers": 4}, {"bits": 4}),
 }
 
@@ -197,6 +200,7 @@ def _compare(shards: tuple[dict[str, Any], ...], compression: dict[str, Any], in
     numel = shards[0]["numel"]
     anchor = shards[0]["first"].double().numpy()
     velocity = np.zeros(numel)
+    rate, momentum = compression.get("outer_rate", RATE), compression.get("outer_momentum", MOMENTUM)
     assert all(np.array_equal(shard["first"].numpy(), shards[0]["first"].numpy()) for shard in shards)
     labels = block_labels(shards[0]["bucket"], shards[0]["spans"], 128)[shards[0]["start"] :][:numel]
     padded = np.concatenate([labels, np.full(-numel % instances, -1)])
@@ -228,8 +232,8 @@ def _compare(shards: tuple[dict[str, Any], ...], compression: dict[str, Any], in
             for one in step:
                 assert np.array_equal(one["mean"].numpy()[decided], mean[decided])
             mean = np.where(decided, mean, step[0]["mean"].numpy())
-        velocity = MOMENTUM * velocity + mean
-        expected = real_anchor - RATE * (mean + MOMENTUM * velocity)
+        velocity = momentum * velocity + mean
+        expected = real_anchor - rate * (mean + momentum * velocity)
         for one in step:
             after = one["after"].numpy()
             assert np.array_equal(after, step[0]["after"].numpy())
@@ -266,7 +270,7 @@ def test_averaging_after_every_step_of_sgd_is_synchronous_training(pool) -> None
     distributed optimizer has Adam alone, which is SGD with an eps far above any gradient."""
     adam = {"adam_beta1": 0.0, "adam_eps": 1e6}
     model = {"instances": 2, "optimizer": adam, "learning_rate": 1e5}
-    averaging = {"method": "none", "outer_interval": 2, "outer_rate": 1.0, "outer_momentum": 0.0}
+    averaging = {"method": "none", "outer_interval": 2}
     mine = pool.run(after_each_step, model, averaging, world_size=4)[0]
     stock = pool.run(after_each_step, model, None, world_size=4)[0]
     moved = pool.run(after_each_step, model | {"learning_rate": 0.0}, None, world_size=4)[0]
@@ -436,7 +440,9 @@ def carried(model: dict[str, Any], other: dict[str, Any], steps: int) -> Any:
     from megatron_patch.megatron.attach import outer_steps_of
     from megatron_patch.megatron.checkpoint import outer_state
 
-    config = megatron_patch.CompressionConfig(method="error_feedback", start_step=0, outer_interval=2)
+    config = megatron_patch.CompressionConfig(
+        method="error_feedback", start_step=0, outer_interval=2, outer_momentum=0.9
+    )
     kept, lines, saved = [], [], None
     for parallel in (model, other):
         gpt = build(**parallel)
@@ -473,7 +479,8 @@ LATE = (
     "of all optimizer instances; save after a multiple of compression.outer_interval"
 )
 PLACED = (
-    "INFO: megatron-loco: the outer momentum starts from zero: the checkpoint's ranks were placed otherwise"
+    "INFO: megatron-loco: outer steps begin anew, without errors and momentum: the checkpoint's ranks were "
+    "placed otherwise"
 )
 
 

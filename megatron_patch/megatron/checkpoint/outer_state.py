@@ -48,4 +48,4 @@ def restore(outer: list[OuterSteps], data: torch.Tensor | None) -> None:
         one.loaded = saved[place][1] if fits else {}
     if not fits and dist.get_rank() == 0:
         why = "the checkpoint has none" if data is None else "the checkpoint's ranks were placed otherwise"
-        logger.info("megatron-loco: the outer momentum starts from zero: %s", why)
+        logger.info("megatron-loco: outer steps begin anew, without errors and momentum: %s", why)

@@ -19,7 +19,7 @@ from megatron_patch.workflows.plan.step import Step
 from megatron_patch.workflows.plan.timeline import Task, Timeline
 
 _FP32 = 4
-_ANCHOR_AND_MOMENTUM = 8
+_ANCHOR = 4
 
 
 def check(job: Job, cluster: Cluster, method: Method) -> None:
@@ -47,8 +47,8 @@ def simulate(job: Job, cluster: Cluster, method: Method) -> Step:
 
 
 def memory_bytes(job: Job, cluster: Cluster, method: Method) -> float:
-    """Return the bytes that a rank needs: as in its node alone, and for the anchor, momentum and errors."""
-    of_owned = _ANCHOR_AND_MOMENTUM + (traffic.ERROR if method.keeps_errors else 0.0)
+    """Return the bytes that a rank needs: as in its node alone, and for the anchor and errors."""
+    of_owned = _ANCHOR + (traffic.ERROR if method.keeps_errors else 0.0)
     owned = sum(bucket.elements for bucket in _owned(job, cluster))
     return exchange.bytes_of(*_node(job, cluster, method)) + of_owned * owned
 
