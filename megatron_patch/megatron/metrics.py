@@ -165,6 +165,7 @@ class RunMetrics:
         gradients = sums.traffic
         for group in weight_metrics.bucket_groups(self._model) if not states else ():
             gradients.add(traffic.stock_gradients(group))
+        gradients.add(weight_metrics.outer_traffic(self._model))
         wire = [gradients.nbytes, gradients.elements, weights.nbytes, weights.elements, *coded]
         wire += weight_metrics.outer_squares(self._model)
         wire += [sums.compression_seconds, sums.inside_bytes, sums.compressed]

@@ -75,8 +75,7 @@ class _Shard:
     exchange: Exchange | None
     """The exchange in low bits; None with method none."""
     anchor: torch.Tensor | None = None
-    velocity: torch.Tensor | None = None
-    """None without momentum, too."""
+    velocity: torch.Tensor | None = None  # It stays None without momentum.
 
     def pieces(self, masters: Masters) -> Iterator[tuple[torch.Tensor, slice]]:
         """Yield the fp32 weights in this shard, and their places in it."""
@@ -109,6 +108,7 @@ class OuterSteps:
         self.session, self.config = session, session.config
         self.steps = 0
         """The optimizer steps since the last outer step, skipped ones too, as all instances count them."""
+        self.sent = Traffic()  # Of the last outer step that an optimizer's step has made.
         self.squares = torch.zeros(2, dtype=torch.float64, device=session.device)
         """Of the last outer step, over this rank's shards: the sums of the squares of d_k and of D."""
         self.loaded: dict[str, torch.Tensor] = {}
@@ -240,9 +240,8 @@ class OuterSteps:
         chunk = self.chunk
         found = torch.zeros(self.instances + 1, device=self.session.device)
         if weights:
-            found[self._instance] = (
-                ~torch.isfinite(torch.stack(torch._foreach_norm(list(weights), 1)))
-            ).any()
+            norms = torch.stack(torch._foreach_norm(list(weights), 1))
+            found[self._instance] = (~torch.isfinite(norms)).any()
         found[-1] = not self.session.active
         pipeline = chunk.pp_group if isinstance(chunk.pp_group, list) else [chunk.pp_group]
         for group in (chunk.dp_cp_group, chunk.tp_group, *pipeline):
@@ -314,6 +313,7 @@ def end_step(optimizer: Any, outer: Sequence[tuple[OuterSteps, ChunkWeights]]) -
             due.append((one, weights))
     if due:
         for (one, _), sent in zip(due, _take(optimizer, due), strict=True):
+            one.sent = sent
             one.session.count(sent)
 
 

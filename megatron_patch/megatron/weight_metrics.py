@@ -54,6 +54,15 @@ def outer_squares(model: Sequence[Any]) -> list[float]:
     return [float(total) for total in torch.stack(found).sum(0)] if found else [0.0, 0.0]
 
 
+def outer_traffic(model: Sequence[Any]) -> Traffic:
+    """Return what must be added to a step's traffic to spread this rank's outer steps over all steps."""
+    total = Traffic()
+    for outer in outer_steps_of(model):
+        share = 1 / outer.config.outer_interval - (outer.steps == 0)
+        total.add(Traffic(share * outer.sent.nbytes, share * outer.sent.elements))
+    return total
+
+
 def outer(model: Sequence[Any], moved: float, mean: float) -> dict[str, float]:
     """Return an outer step's metrics from the sums over all ranks of `outer_squares`.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,3 +65,59 @@ def test_tokens_are_counted_by_the_batch_that_a_step_had(pool, tmp_path):
     """Megatron's flag says what the last one will be, or nothing where there is a schedule."""
     (tokens,) = pool.run(tokens_of_a_growing_batch, str(tmp_path), world_size=1)
     assert tokens == pytest.approx([16, 32, 48])
+
+
+def of_outer_steps(folder: str, compression: dict[str, Any]) -> Any:
+    """In a worker: lines and bytes of six steps, and fp32 weights before and after outer steps."""
+    from types import SimpleNamespace
+    from unittest import mock
+
+    import torch.distributed as dist
+    from with_megatron.gpt_model import build
+    from with_megatron.recording import weights
+
+    import megatron_patch
+    from megatron_patch.megatron import metrics
+
+    gpt = build(instances=2)
+    config = {"start_step": 0, "outer_interval": 3, "weight_gather": "stock"} | compression
+    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**config))
+    run = metrics.RunMetrics(Path(folder))
+    args = SimpleNamespace(global_batch_size=4, seq_length=8, log_interval=1, train_iters=6)
+    kept, sent = [weights(gpt)], []
+    with mock.patch.object(metrics, "get_args", return_value=args):
+        for step in range(6):
+            run._before_step({"model": gpt.chunks})
+            gpt.backward(step)
+            gpt.update()
+            run._log_step({"iteration": step + 1, "loss_dict": {}, "grad_norm": None})
+            sent.append(megatron_patch.report(gpt.chunks).gradient_bytes)
+            if step % 3 == 2:
+                gpt.gather()
+                kept.append(weights(gpt))
+    if run._file:
+        run._file.close()
+    megatron_patch.disable()
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines() if dist.get_rank() == 3 else []
+    return [json.loads(line) for line in lines], sent, kept
+
+
+@pytest.mark.parametrize("compression", [{"method": "none"}, {"method": "error_feedback", "bits": 4}])
+def test_outer_steps_bytes_are_spread_over_the_steps(pool, compression, tmp_path):
+    """Every line has the mean of three steps, whichever lines are logged, and the norm of what has moved."""
+    found = pool.run(of_outer_steps, str(tmp_path), compression, world_size=4)
+    lines, _, kept = found[-1]
+    of_ranks = [sent for _, sent, _ in found]
+    inside, whole = (
+        [sum(sent[step] for sent in of_ranks) / 4 for step in steps] for steps in ((0, 1), (2, 5))
+    )
+    assert whole[0] > inside[0] > 0
+    spread = (2 * inside[0] + whole[0]) / 3
+    assert [line["gradient_wire_bytes"] for line in lines] == pytest.approx([*inside, *[spread] * 4])
+    assert lines[-1]["gradient_wire_bits_per_element"] == pytest.approx(
+        lines[0]["gradient_wire_bits_per_element"], rel=0.1
+    )
+    for line, before, after in zip(lines[2::3], kept[:-1], kept[1:], strict=True):
+        moved = sum(float((after[name] - before[name]).double().square().sum()) for name in after)
+        assert line["outer_norm"] == pytest.approx(moved**0.5, rel=1e-4)
+        assert line["outer_distance"] > 0
