@@ -87,7 +87,8 @@ def _outer_line(config: CompressionConfig, seams: Sequence[BucketGroupSeam]) -> 
         f"outer steps: optimizer instances train by themselves, and average {sum(shards):,} weights a rank "
         f"every {config.outer_interval} steps (rate {config.outer_rate}, momentum {config.outer_momentum}), "
         + (f"in {config.bits} bits" if config.compresses else "in fp32")
-        + f"; anchor and momentum take {sum(shards) * 8 / 1e6:.1f} MB"
+        + f"; this takes {sum(shards) * (8 if config.outer_momentum else 4) / 1e6:.3g} MB a rank. With Adam, "
+        "multiply the learning rate by the square root of the number of instances (docs/outer_steps.md)"
     )
 
 

@@ -301,6 +301,34 @@ def detached() -> Any:
     return lines, model() is None
 
 
+def attached(compression: dict[str, Any]) -> list[str]:
+    """In a worker: what attaching says of outer steps."""
+    from with_megatron.gpt_model import build
+
+    import megatron_patch
+
+    gpt = build(instances=2)
+    config = {"method": "error_feedback", "bits": 4, "outer_interval": 30} | compression
+    with logged() as lines:
+        megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**config))
+    shards = sum(b.grad_data.numel() // 2 for g in gpt.chunks[0].bucket_groups for b in g.buckets)
+    megatron_patch.disable()
+    return [str(shards), *(line for line in lines if "outer steps" in line)]
+
+
+@pytest.mark.parametrize(
+    ("momentum", "each", "exchange"), [(0.0, 4, "in 4 bits"), (0.9, 8, "in 4 bits"), (0.0, 4, "in fp32")]
+)
+def test_attaching_says_what_outer_steps_take(pool, momentum: float, each: int, exchange: str) -> None:
+    options = {"outer_momentum": momentum} | ({"method": "none"} if exchange == "in fp32" else {})
+    shards, line = pool.run(attached, options, world_size=4)[0]
+    assert f"average {int(shards):,} weights a rank every 30 steps" in line
+    assert (
+        f"(rate 1.0, momentum {momentum}), {exchange}; this takes {int(shards) * each / 1e6:.3g} MB" in line
+    )
+    assert "square root of the number of instances" in line
+
+
 def test_detaching_says_that_instances_differ_and_frees_the_model(pool) -> None:
     found = pool.run(detached, world_size=2)
     assert all(freed for _, freed in found), "an anchor with a gradient's graph would keep the model alive"
