@@ -32,7 +32,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megatron_patch.errors import UserError
 from megatron_patch.megatron import patching, symbols
-from megatron_patch.megatron.attach import attached_chunks, outer_steps_of
+from megatron_patch.megatron.attach import attached_chunks, attachment_of, outer_steps_of
 from megatron_patch.megatron.checkpoint import old_folder, outer_state
 from megatron_patch.megatron.checkpoint.element_map import compressed, rank_state_of
 from megatron_patch.megatron.seams.optimizer_step import loss_scale, updates
@@ -136,6 +136,8 @@ def _save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     bound = inspect.signature(original).bind(*args, **kwargs)
     state, here = bound.arguments["sharded_state_dict"], dist.get_rank()
     entries: dict[str, Any] = {}
+    for chunk in attached_chunks():  # On CUDA nothing else has looked at the last gather yet.
+        attachment_of(chunk).weights.check()
     for name, chunks, marked, _ in _models(state):
         if outer := outer_steps_of(chunks):
             key = f"{name}_outer.rank_{here}"

@@ -696,6 +696,35 @@ def test_models_of_one_checkpoint_keep_apart(pool: Any, tmp_path: Path) -> None:
         assert found["reference"] == {"policy": (0, False, True), "critic": (0, False, True)}
 
 
+def unread(folder: str) -> tuple[str, bool]:
+    """In a worker: what saving raises after a gather that did not fit, of which nothing is known yet."""
+    from unittest import mock
+
+    from with_megatron.checkpoint.whole_checkpoints import write
+    from with_megatron.gpt_model import build
+
+    import megatron_patch
+    from megatron_patch.megatron.attach import attachment_of
+    from megatron_patch.weights.batch import WeightsDiffer
+
+    gpt = build(dtype="bf16")
+    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(method="none", weight_gather="exact"))
+    gpt.backward(0)
+    gpt.update()
+    handle = mock.Mock(**{"check.side_effect": WeightsDiffer("weight gather of bucket 0")})
+    attachment_of(gpt.chunks[0]).weights.unchecked.append(handle)
+    with pytest.raises(WeightsDiffer) as raised:
+        write(gpt, Path(folder))
+    megatron_patch.disable()
+    return str(raised.value), any(Path(folder).iterdir())
+
+
+def test_a_gather_that_did_not_fit_is_found_before_weights_are_saved(pool: Any, tmp_path: Path) -> None:
+    """On CUDA its verdict is read later than it is made, on a CPU at once: the handle is a stand-in."""
+    found = pool.run(unread, str(tmp_path / "checkpoint"), world_size=2)
+    assert found == [("weight gather of bucket 0", False)] * 2
+
+
 def keys_to_compare() -> tuple[list[str], list[str]]:
     """In a worker: the keys of a checkpoint that Megatron compares with what is asked for."""
     from types import SimpleNamespace
