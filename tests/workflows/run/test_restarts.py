@@ -442,8 +442,28 @@ def test_a_resume_that_the_ranks_refuse_is_one_line_and_may_be_asked_for_again(t
         assert "restart" not in done.stderr
 
 
+KILLED_ONCE = """
+import os, pathlib, runpy, signal, sys, threading, time
+
+saved = pathlib.Path(sys.argv[sys.argv.index("--save") + 1]) / "latest_checkpointed_iteration.txt"
+
+def die():
+    while not saved.exists() or int(saved.read_text() or 0) < 10:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    threading.Thread(target=die, daemon=True).start()
+runpy.run_path("SCRIPT", run_name="__main__")
+"""
+
+
 @pytest.mark.slow
 def test_torchrun_starts_ranks_again_with_the_same_losses(tmp_path: Path) -> None:
+    """A thread kills rank 1 from within: a process that watches from outside may wake up when all is over."""
+    script = tmp_path / "killed_once.py"
+    script.write_text(KILLED_ONCE.replace("SCRIPT", SCRIPT))
+
     def job(name: str, restarts: int) -> Job:
         folder = tmp_path / name
         flags = [
@@ -453,19 +473,12 @@ def test_torchrun_starts_ranks_again_with_the_same_losses(tmp_path: Path) -> Non
             *("--compression-device", "cpu", "--compression-output", str(folder)),
         ]
         run_script = Launch(device="cuda", nproc_per_node=2, max_restarts=restarts)  # cuda: not forked
-        return Job(run_script, Path(SCRIPT), flags, folder)
+        return Job(run_script, script if restarts else Path(SCRIPT), flags, folder)
 
     run(job("undisturbed", 0))
     killed = job("killed", 2)
-    ranks: list[int] = []
-
-    def kill_once() -> None:
-        if not ranks and (latest_step(killed.folder / "checkpoints") or 0) >= 10:
-            ranks.extend(ranks_of(os.getpid()))
-            os.kill(ranks[1], signal.SIGKILL)
-
     said: list[str] = []
-    launcher.start(killed, kill_once, said.append)
+    launcher.start(killed, lambda: None, said.append)
     assert len(said) == 1
     assert said[0].startswith("restart 1 of 2: rank 1 was killed by SIGKILL")
     assert records(killed.folder) == records(tmp_path / "undisturbed")
