@@ -32,15 +32,11 @@ from megatron_patch.collectives.makers import make_all_reduces
 from megatron_patch.errors import UserError
 from megatron_patch.megatron import patching
 from megatron_patch.megatron.seams.gradients import contents_of
-from megatron_patch.megatron.seams.optimizer_step import leaves_of
+from megatron_patch.megatron.seams.optimizer_step import Masters, distributed_leaves, leaves_of, masters_of
 from megatron_patch.megatron.seams.weights import ChunkWeights, gathered_after
 from megatron_patch.session.session import Session
 
 logger = logging.getLogger(__name__)
-
-Masters = dict[torch.nn.Parameter, tuple[torch.Tensor, int]]
-"""The fp32 weights that this rank's optimizer updates of each model parameter, and where in its bucket they
-begin."""
 
 
 def outer_step(
@@ -220,16 +216,27 @@ class OuterSteps:
                 master.copy_(shard.anchor[here])
         return sent
 
+    def traffic(self) -> Traffic:
+        """Return what this rank sends in an outer step."""
+        return sum((self._traffic(s, self.session.active) for s in self._shards), start=Traffic())
+
+    def _traffic(self, shard: _Shard, compresses: bool) -> Traffic:
+        if shard.anchor is None:
+            return Traffic()
+        if shard.exchange is None or not compresses:
+            return all_reduced(shard.anchor, self.instances)
+        return shard.exchange.traffic(shard.anchor).between
+
     def _average(self, shard: _Shard, difference: torch.Tensor, compresses: bool) -> Traffic:
         """Replace this instance's difference, fp32 [numel], by the mean over all instances."""
         if shard.exchange is None or not compresses:
             dist.all_reduce(difference, group=shard.group)
             difference /= self.instances
-            return all_reduced(difference, self.instances)
+            return self._traffic(shard, False)
         for state in shard.exchange.states():
             state.sender.measures = False  # The statistics that are reported are of gradients.
         shard.exchange.start(difference, difference, average=True).wait()
-        return shard.exchange.traffic(difference).between
+        return self._traffic(shard, True)
 
     def _agreed(self, weights: Sequence[torch.Tensor]) -> bool:
         """Agree with all ranks of the model whether to compress, and that all weights are finite.
@@ -256,33 +263,15 @@ class OuterSteps:
         return not inactive
 
 
-def masters_of(optimizer: Any) -> Masters:
-    """Return the fp32 weights that a Megatron optimizer updates on this rank."""
-    return {
-        parameter: (
-            leaf.optimizer.param_groups[place[0]]["params"][place[1]],
-            ranges["gbuf_world_in_bucket"].start,
-        )
-        for leaf in _distributed(optimizer)
-        for of_buffer in leaf.gbuf_ranges
-        for buckets in of_buffer.values()
-        for bucket in buckets
-        for parameter, ranges in bucket["param_map"].items()
-        for place in [leaf.model_param_group_index_map[parameter]]
-    }
-
-
 def _adam_of(optimizer: Any) -> dict[torch.nn.Parameter, dict[str, torch.Tensor]]:
     """Return Adam's states of the model parameters of which this rank updates a part."""
-    states = {id(p): state for leaf in _distributed(optimizer) for p, state in leaf.optimizer.state.items()}
+    states = {
+        id(p): state for leaf in distributed_leaves(optimizer) for p, state in leaf.optimizer.state.items()
+    }
     return {
         parameter: {n: t for n, t in states.get(id(master), {}).items() if isinstance(t, torch.Tensor)}
         for parameter, (master, _) in masters_of(optimizer).items()
     }
-
-
-def _distributed(optimizer: Any) -> list[Any]:
-    return [leaf for leaf in leaves_of(optimizer) if not getattr(leaf, "is_stub_optimizer", False)]
 
 
 @torch.no_grad()
@@ -339,7 +328,7 @@ def _take(optimizer: Any, due: Sequence[tuple[OuterSteps, ChunkWeights]]) -> lis
             one.steps = 0
             mine = {p: found for p, found in masters.items() if p in one.chunk.param_to_bucket_group}
             sent.append(one.exchange(mine))
-        for leaf in _distributed(optimizer):
+        for leaf in distributed_leaves(optimizer):
             leaf._copy_main_params_to_model_params()
         for one, _ in due:
             if not one.chunk.ddp_config.overlap_param_gather:  # With it, the next forward pass gathers.

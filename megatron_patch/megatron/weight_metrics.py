@@ -58,8 +58,10 @@ def outer_traffic(model: Sequence[Any]) -> Traffic:
     """Return what must be added to a step's traffic to spread this rank's outer steps over all steps."""
     total = Traffic()
     for outer in outer_steps_of(model):
-        share = 1 / outer.config.outer_interval - (outer.steps == 0)
-        total.add(Traffic(share * outer.sent.nbytes, share * outer.sent.elements))
+        coming, interval = outer.traffic(), outer.config.outer_interval
+        total.add(Traffic(coming.nbytes / interval, coming.elements / interval))
+        if outer.steps == 0:  # The step's own traffic has all that it has sent.
+            total.add(Traffic(-outer.sent.nbytes, -outer.sent.elements))
     return total
 
 

@@ -345,7 +345,7 @@ def poisoned(rank_with_nan: int) -> list[Any]:
     from with_megatron.gpt_model import build
 
     import megatron_patch
-    from megatron_patch.megatron.outer_steps import masters_of
+    from megatron_patch.megatron.seams.optimizer_step import masters_of
 
     gpt = build(instances=2, pp=2)
     megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(method="loco", outer_interval=2))

@@ -80,6 +80,32 @@ def leaves_of(optimizer: Any) -> list[Any]:
     return [optimizer] if parts is None else [leaf for part in parts for leaf in leaves_of(part)]
 
 
+def distributed_leaves(optimizer: Any) -> list[Any]:
+    """Return the distributed optimizers that have parameters on this rank."""
+    return [leaf for leaf in leaves_of(optimizer) if not getattr(leaf, "is_stub_optimizer", False)]
+
+
+Masters = dict[torch.nn.Parameter, tuple[torch.Tensor, int]]
+"""The fp32 weights that this rank's optimizer updates of each model parameter, and where in its bucket they
+begin."""
+
+
+def masters_of(optimizer: Any) -> Masters:
+    """Return the fp32 weights that a Megatron optimizer updates on this rank."""
+    return {
+        parameter: (
+            leaf.optimizer.param_groups[place[0]]["params"][place[1]],
+            ranges["gbuf_world_in_bucket"].start,
+        )
+        for leaf in distributed_leaves(optimizer)
+        for of_buffer in leaf.gbuf_ranges
+        for buckets in of_buffer.values()
+        for bucket in buckets
+        for parameter, ranges in bucket["param_map"].items()
+        for place in [leaf.model_param_group_index_map[parameter]]
+    }
+
+
 def model_parameters(part: Any) -> Iterator[torch.nn.Parameter]:
     """Return the model parameters that a replicated optimizer updates; a distributed one lists its chunks."""
     if isinstance(part, torch.optim.Optimizer):
