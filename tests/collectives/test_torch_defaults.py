@@ -57,9 +57,10 @@ def fingerprint(tensors: list[torch.Tensor]) -> str:
     return hashlib.sha256(raw).hexdigest()
 
 
-def same_under_all_defaults(work: Callable[[], Any], devices: bool = True) -> None:
+def assert_same_under_all_defaults(work: Callable[[], Any], devices: bool = True) -> None:
     with defaults(torch.float32, None):
         wanted = work()
+    assert wanted
     for dtype in DTYPES:
         with defaults(dtype, None):
             assert work() == wanted, dtype
@@ -99,9 +100,9 @@ def test_a_sender_s_bits_do_not_depend_on_torch_s_defaults(kernels, options):
 
     if kernels == "torch":
         with only_torch():
-            same_under_all_defaults(work)
+            assert_same_under_all_defaults(work)
     else:
-        same_under_all_defaults(work)
+        assert_same_under_all_defaults(work)
 
 
 @pytest.mark.thorough
@@ -123,7 +124,7 @@ def test_the_weight_code_does_not_depend_on_torch_s_defaults(coder):
             found.append(fingerprint([message[:size], facts, shards, verdict]))
         return found
 
-    same_under_all_defaults(work)
+    assert_same_under_all_defaults(work)
 
 
 def test_the_norm_s_sketch_does_not_depend_on_torch_s_defaults():
@@ -139,8 +140,10 @@ def test_the_norm_s_sketch_does_not_depend_on_torch_s_defaults():
             return fingerprint([kernel.fold(rows, table, norm_sketch.COLUMNS)])
         return fingerprint([norm_sketch.fold(sketch._pieces, table)])
 
-    same_under_all_defaults(lambda: folded(False))
-    same_under_all_defaults(lambda: folded(True), devices=False)  # Triton's interpreter allocates its own
+    assert_same_under_all_defaults(lambda: folded(False))
+    assert_same_under_all_defaults(
+        lambda: folded(True), devices=False
+    )  # Triton's interpreter allocates its own
 
 
 def test_resharded_errors_do_not_depend_on_torch_s_defaults():
@@ -153,7 +156,7 @@ def test_resharded_errors_do_not_depend_on_torch_s_defaults():
         saved = [(part, lambda error=error: error) for part, error in zip(old, errors, strict=True)]
         return fingerprint([values for values, _ in reshard(new, saved)])
 
-    same_under_all_defaults(work)
+    assert_same_under_all_defaults(work)
 
 
 # --- over process groups ---------------------------------------------------------------------------------
