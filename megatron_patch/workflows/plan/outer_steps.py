@@ -49,8 +49,9 @@ def simulate(job: Job, cluster: Cluster, method: Method) -> Step:
 def memory_bytes(job: Job, cluster: Cluster, method: Method) -> float:
     """Return the bytes that a rank needs: as in its node alone, and for the anchor and errors."""
     of_owned = _ANCHOR + (traffic.ERROR if method.keeps_errors else 0.0)
-    owned = sum(bucket.elements for bucket in _owned(job, cluster))
-    return exchange.bytes_of(*_node(job, cluster, method)) + of_owned * owned
+    part, node, inside = _node(job, cluster, method)
+    owned = sum(shard.elements for shard in _owned(job, node))
+    return exchange.bytes_of(part, node, inside) + of_owned * owned
 
 
 def _node(job: Job, cluster: Cluster, method: Method) -> tuple[Job, Cluster, Method]:
@@ -58,16 +59,14 @@ def _node(job: Job, cluster: Cluster, method: Method) -> tuple[Job, Cluster, Met
     return part, dataclasses.replace(cluster, nodes=1), dataclasses.replace(method, outer_interval=1)
 
 
-def _buckets(job: Job, cluster: Cluster) -> list[Bucket]:
-    node = dataclasses.replace(cluster, nodes=1)
+def _buckets(job: Job, node: Cluster) -> list[Bucket]:
     return [bucket for expert in (False, True) for bucket in job.buckets(0, node, expert)]
 
 
-def _owned(job: Job, cluster: Cluster) -> list[Bucket]:
+def _owned(job: Job, node: Cluster) -> list[Bucket]:
     """Return this rank's shards of all buckets."""
-    node = dataclasses.replace(cluster, nodes=1)
     found = []
-    for bucket in _buckets(job, cluster):
+    for bucket in _buckets(job, node):
         ranks = job.group(node, bucket.expert).ranks
         found.append(
             dataclasses.replace(bucket, elements=bucket.elements // ranks, exact=bucket.exact // ranks)
@@ -77,8 +76,9 @@ def _owned(job: Job, cluster: Cluster) -> list[Bucket]:
 
 def _outer_step(job: Job, cluster: Cluster, method: Method) -> Exchanges:
     maker = Exchanges(job, cluster, method, 0, Timeline(step.capacity(job, cluster)), one_stream=True)
+    alone, node, _ = _node(job, cluster, method)
     before: list[Task] = []
-    for place, shard in enumerate(_owned(job, cluster)):
+    for place, shard in enumerate(_owned(job, node)):
         owners, name = traffic.across(job.group(cluster, shard.expert)), f"outer step of bucket {place}"
         if method.bits is not None:
             maker.end(maker.start_low(shard, owners, before, "dense", name, back=True))
@@ -88,9 +88,8 @@ def _outer_step(job: Job, cluster: Cluster, method: Method) -> Exchanges:
         # It reads and writes about as much as an optimizer's step of these elements.
         seconds = cluster.processor.optimizer.seconds(shard.elements)
         before = [maker.work(f"{name}: new anchor", seconds, before, "compute")]
-    alone, node, _ = _node(job, cluster, method)
     gathering = Exchanges(alone, node, method, 0, maker.timeline, one_stream=True, sent=maker.sent)
-    before = step.encode(gathering, _buckets(job, cluster), before)
-    for number, bucket in enumerate(_buckets(job, cluster)):
+    before = step.encode(gathering, _buckets(job, node), before)
+    for number, bucket in enumerate(_buckets(job, node)):
         before = step.gather(gathering, [bucket], before, number)
     return maker
