@@ -146,6 +146,9 @@ class CompressionConfig:
         1.0, "outer_interval: the learning rate of that average, more than 0; 1 takes the average itself"
     )
     outer_momentum: float = _option(0.0, "outer_interval: its Nesterov momentum, 0 <= momentum < 1")
+    outer_delay: int = _option(
+        0, "outer_interval: optimizer steps beside which the exchange goes on before its result is taken"
+    )
     save_error: bool = _option(
         True, "save the errors with every checkpoint (int8: 1.02 bytes an element of every sender)"
     )
@@ -215,6 +218,8 @@ class CompressionConfig:
             self._reject("outer_rate", "a number, more than 0")
         if not _is_number(self.outer_momentum) or not 0 <= self.outer_momentum < 1:
             self._reject("outer_momentum", "a number from 0 up to but not including 1")
+        if not _is_int(self.outer_delay) or not 0 <= self.outer_delay < self.outer_interval:
+            self._reject("outer_delay", "a whole number, from 0 up to but not including outer_interval")
         for name, also in (("reset_interval", ""), ("start_step", ", or auto"), ("seed", "")):
             value = getattr(self, name)
             if not (_is_int(value) and 0 <= value <= MOST) and not (also and value == AUTO):

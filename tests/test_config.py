@@ -87,6 +87,10 @@ REFUSED = [
         for v in (1, -0.1, math.inf, "0")
     ],
     *[
+        ({"outer_interval": 5, "outer_delay": v}, "outer_delay", "up to but not including outer_interval")
+        for v in (5, -1, 1.5, True, "1")
+    ],
+    *[
         ({name: value}, name, "true or false")
         for name in ("save_error", "strict_load", "error_compensation")
         for value in ("yes", 1, None)
@@ -258,6 +262,7 @@ def test_the_defaults_are_those_of_the_design():
         "outer_interval": 1,
         "outer_rate": 1.0,
         "outer_momentum": 0.0,
+        "outer_delay": 0,
         "save_error": True,
         "strict_load": False,
     }

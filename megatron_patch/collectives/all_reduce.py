@@ -13,6 +13,7 @@ the "worker" and "server" errors of 1-bit Adam (arXiv 2102.02888, algorithm 1) w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -110,33 +111,52 @@ class AllReduceHandle:
         self._exchange = exchange
         self._scattered = scattered
         self._reduced: torch.Tensor | None = reduced
+        self._gathered: tuple[Any, torch.Tensor, torch.Tensor] | None = None
         self._output = output
 
+    def advance(self) -> None:
+        """End the reduce-scatter and start the all-gather, which then goes on in the background."""
+        self._gather(in_background=True)
+
     @torch.no_grad()
-    def wait(self) -> None:
-        """Block (on CUDA: the current stream) until the output holds the sum, or the average."""
+    def _gather(self, in_background: bool) -> None:
         if self._reduced is None:
             return
         reduced, self._reduced = self._reduced, None
         self._scattered.wait()
         exchange, workspace, owner = self._exchange, self._exchange.workspace, self._exchange.owner
-        passed_on = exchange.passed_on
-        whole = exchange.sender.layout if passed_on is None else passed_on.layout
-        nbytes = whole.payload_bytes
-        send = workspace.take(1, nbytes)
-        receive = workspace.take(exchange.group.size(), nbytes)
+        send = workspace.take(1, self._whole.payload_bytes)
+        receive = workspace.take(exchange.group.size(), self._whole.payload_bytes)
         with workspace.timed():
             owner.compress(_as_fp32(reduced)[: owner.layout.numel], send[:, : owner.layout.payload_bytes])
             send[:, owner.layout.payload_bytes :] = 0
-        dist.all_gather_into_tensor(receive, send, group=exchange.group)
-        buffers = [reduced, send, receive]
-        if passed_on is not None:
+        work = dist.all_gather_into_tensor(receive, send, group=exchange.group, async_op=in_background)
+        workspace.give(reduced)
+        self._gathered = work, send, receive
+
+    @property
+    def _whole(self) -> BlockLayout:
+        passed_on = self._exchange.passed_on
+        return self._exchange.sender.layout if passed_on is None else passed_on.layout
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Block (on CUDA: the current stream) until the output holds the sum, or the average."""
+        self._gather(in_background=False)
+        if self._gathered is None:
+            return
+        (work, send, receive), self._gathered = self._gathered, None
+        if work is not None:
+            work.wait()
+        exchange, workspace, whole = self._exchange, self._exchange.workspace, self._whole
+        buffers = [send, receive]
+        if (passed_on := exchange.passed_on) is not None:
             passed = workspace.take(passed_on.group.size(), receive.numel())
             dist.all_gather_into_tensor(passed, receive.view(1, -1), group=passed_on.group)
             buffers.append(passed)
             receive = passed
         with workspace.timed():
-            decompress(receive.view(-1, nbytes), owner.codec, whole, self._output)
+            decompress(receive.view(-1, whole.payload_bytes), exchange.owner.codec, whole, self._output)
         for buffer in buffers:
             workspace.give(buffer)
 

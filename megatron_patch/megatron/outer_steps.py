@@ -12,7 +12,8 @@ instances (arXiv 2311.08105, algorithm 1, with the Nesterov momentum of torch.op
     master_k <- anchor                      on all instances
 
 `master_k` are the optimizer's fp32 weights. Adam's states are never exchanged. This is another training than
-that of one optimizer. Its weights are the same on all instances only after an outer step.
+that of one optimizer. Its weights are the same on all instances only after an outer step. With
+`compression.outer_delay` D > 0 the exchange goes on beside D more steps of each instance (outer_shard.py).
 """
 
 from __future__ import annotations
@@ -20,73 +21,23 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_patch.collectives.exchange import Exchange, Traffic, all_reduced
+from megatron_patch.collectives.exchange import Exchange, Traffic
 from megatron_patch.collectives.makers import make_all_reduces
 from megatron_patch.errors import UserError
 from megatron_patch.megatron import patching
+from megatron_patch.megatron.outer_shard import Shard
 from megatron_patch.megatron.seams.gradients import contents_of
 from megatron_patch.megatron.seams.optimizer_step import Masters, distributed_leaves, leaves_of, masters_of
 from megatron_patch.megatron.seams.weights import ChunkWeights, gathered_after
 from megatron_patch.session.session import Session
 
 logger = logging.getLogger(__name__)
-
-
-def outer_step(
-    anchor: torch.Tensor,
-    velocity: torch.Tensor | None,
-    difference: torch.Tensor,
-    rate: float,
-    momentum: float,
-) -> None:
-    """Take one step of SGD with Nesterov momentum in place: v <- momentum*v + D, then anchor -= rate*(D +
-    momentum*v).
-
-    All tensors are fp32 of one shape; `difference` is D, the mean of `anchor - master` over the instances.
-    `velocity` is v, and None without momentum.
-    """
-    anchor.add_(difference, alpha=-rate)
-    if velocity is not None:
-        velocity.mul_(momentum).add_(difference)
-        anchor.add_(velocity, alpha=-rate * momentum)
-
-
-@dataclass
-class _Shard:
-    """This rank's shard of one bucket."""
-
-    bucket: Any
-    group: dist.ProcessGroup
-    """The ranks that own this shard, one in each instance."""
-    start: int
-    """Where in the bucket the shard begins."""
-    numel: int
-    exchange: Exchange | None
-    """The exchange in low bits; None with method none."""
-    anchor: torch.Tensor | None = None
-    velocity: torch.Tensor | None = None  # It stays None without momentum.
-
-    def pieces(self, masters: Masters) -> Iterator[tuple[torch.Tensor, slice]]:
-        """Yield the fp32 weights in this shard, and their places in it."""
-        for parameter in self.bucket.params_list:
-            if parameter in masters:
-                master, start = masters[parameter]
-                first = start - self.start
-                yield master.view(-1), slice(first, first + master.numel())
-
-    def weights(self, masters: Masters, device: torch.device) -> torch.Tensor:
-        """Return the fp32 weights as one tensor, [numel], with 0 where the bucket has padding."""
-        found = torch.zeros(self.numel, device=device)
-        for master, here in self.pieces(masters):
-            found[here] = master
-        return found
 
 
 class OuterSteps:
@@ -115,7 +66,7 @@ class OuterSteps:
         self._shards = [shard for group in groups for shard in self._shards_of(group)]
         self._overrides = [override for group in groups for override in self._separated(group)]
 
-    def _shards_of(self, group: Any) -> list[_Shard]:
+    def _shards_of(self, group: Any) -> list[Shard]:
         between = group.inter_distributed_optimizer_instance_group
         inside = group.intra_distributed_optimizer_instance_group
         sizes = [bucket.grad_data.numel() // inside.size() for bucket in group.buckets]
@@ -126,7 +77,7 @@ class OuterSteps:
             contents = [contents_of(bucket).part(start, size) for bucket, start, size in parts]
             exchanges = make_all_reduces(contents, between, self.session.setup, one_hop=True).exchanges
         shards = zip(group.buckets, starts, sizes, exchanges, strict=True)
-        return [_Shard(bucket, between, *rest) for bucket, *rest in shards]
+        return [Shard(bucket, between, *rest) for bucket, *rest in shards]
 
     def _separated(self, group: Any) -> Iterator[patching.Override]:
         """Have a bucket group reduce over the ranks of its instance, as if the job had no other instance."""
@@ -160,7 +111,7 @@ class OuterSteps:
         """Begin anew from the weights that the next step finds, as after a checkpoint was loaded."""
         self.steps = 0
         for shard in self._shards:
-            shard.anchor = shard.velocity = None
+            shard.anchor = shard.velocity = shard.under_way = None
 
     def begin(self, masters: Masters, optimizer: Any) -> None:
         """Remember the weights before the first step, which are equal on all instances."""
@@ -195,48 +146,55 @@ class OuterSteps:
                     found[f"{number}.error.{place}.{name}"] = tensor
         return found
 
-    def exchange(self, masters: Masters) -> Traffic:
-        """Make an outer step of this rank's shards: write the new anchor into the fp32 weights.
+    @property
+    def under_way(self) -> bool:
+        """Whether an exchange has started whose result the weights do not have yet."""
+        return any(shard.under_way is not None for shard in self._shards)
 
-        Returns what this rank has sent.
-        """
-        compresses, sent = self._agreed([master for master, _ in masters.values()]), Traffic()
+    def step(self, masters: Masters) -> None:
+        """Make an outer step: write its result into the fp32 weights."""
+        compresses = self._begun_step(masters)
+        self.squares.zero_()
+        for shard in self._shards:  # One after the other, they take the memory of one.
+            shard.send(masters, compresses)
+            self._receive(shard, masters)
+
+    def start(self, masters: Masters) -> None:
+        """Start the exchange of an outer step, which goes on in the background until `receive`."""
+        compresses = self._begun_step(masters)
+        for shard in self._shards:
+            shard.send(masters, compresses)
+
+    def advance(self) -> None:
+        """Start the second half of the exchange that is under way."""
+        for shard in self._shards:
+            shard.advance()
+
+    def receive(self, masters: Masters) -> None:
+        """End the exchange that is under way, and write its result into the fp32 weights."""
         self.squares.zero_()
         for shard in self._shards:
-            assert shard.anchor is not None
-            difference = shard.anchor - shard.weights(masters, self.session.device)
-            norms = [torch.linalg.vector_norm(difference, dtype=torch.float64)]
-            sent.add(self._average(shard, difference, compresses))
-            norms.append(torch.linalg.vector_norm(difference, dtype=torch.float64))
-            self.squares += torch.stack(norms).square()
-            outer_step(
-                shard.anchor, shard.velocity, difference, self.config.outer_rate, self.config.outer_momentum
-            )
-            for master, here in shard.pieces(masters):
-                master.copy_(shard.anchor[here])
-        return sent
+            self._receive(shard, masters)
 
-    def traffic(self) -> Traffic:
-        """Return what this rank sends in an outer step."""
-        return sum((self._traffic(s, self.session.active) for s in self._shards), start=Traffic())
+    def _begun_step(self, masters: Masters) -> bool:
+        compresses = self._agreed([master for master, _ in masters.values()])
+        self.steps, self.sent = 0, self.traffic(compresses)
+        return compresses
 
-    def _traffic(self, shard: _Shard, compresses: bool) -> Traffic:
-        if shard.anchor is None:
-            return Traffic()
-        if shard.exchange is None or not compresses:
-            return all_reduced(shard.anchor, self.instances)
-        return shard.exchange.traffic(shard.anchor).between
+    def _receive(self, shard: Shard, masters: Masters) -> None:
+        self.squares += shard.receive(masters, self.config.outer_rate, self.config.outer_momentum)
 
-    def _average(self, shard: _Shard, difference: torch.Tensor, compresses: bool) -> Traffic:
-        """Replace this instance's difference, fp32 [numel], by the mean over all instances."""
-        if shard.exchange is None or not compresses:
-            dist.all_reduce(difference, group=shard.group)
-            difference /= self.instances
-            return self._traffic(shard, False)
-        for state in shard.exchange.states():
-            state.sender.measures = False  # The statistics that are reported are of gradients.
-        shard.exchange.start(difference, difference, average=True).wait()
-        return self._traffic(shard, True)
+    def finish(self, masters: Masters) -> None:
+        """Make the weights of all instances equal."""
+        if self.under_way:
+            self.receive(masters)
+        if self.steps:
+            self.step(masters)
+
+    def traffic(self, compresses: bool | None = None) -> Traffic:
+        """Return what this rank sends in an outer step, in low bits if `compresses`; None: as now."""
+        low = self.session.active if compresses is None else compresses
+        return sum((shard.traffic(low) for shard in self._shards), start=Traffic())
 
     def _agreed(self, weights: Sequence[torch.Tensor]) -> bool:
         """Agree with all ranks of the model whether to compress, and that all weights are finite.
@@ -290,7 +248,8 @@ def end_step(optimizer: Any, outer: Sequence[tuple[OuterSteps, ChunkWeights]]) -
     Raises:
         UserError: the optimizers of one model are stepped one by one.
     """
-    due = []
+    due: list[_Due] = []
+    started: list[OuterSteps] = []
     for one, weights in outer:
         if one.session.continues_step(leaves_of(optimizer)):
             raise UserError(
@@ -298,42 +257,55 @@ def end_step(optimizer: Any, outer: Sequence[tuple[OuterSteps, ChunkWeights]]) -
                 "step() of the optimizer that get_megatron_optimizer returns, not of those that it chains"
             )
         one.steps += 1
+        delay = one.config.outer_delay
         if one.steps == one.config.outer_interval:
-            due.append((one, weights))
-    if due:
-        for (one, _), sent in zip(due, _take(optimizer, due), strict=True):
-            one.sent = sent
-            one.session.count(sent)
+            started.append(one)
+            if delay:
+                one.start(_masters_of(one, optimizer))
+            else:
+                due.append((one, weights, one.step))
+        elif one.under_way:
+            if one.steps == (delay + 1) // 2:
+                one.advance()
+            if one.steps == delay:
+                due.append((one, weights, one.receive))
+    _write(optimizer, due)
+    for one in started:
+        one.session.count(one.sent)
 
 
 @torch.no_grad()
 def finish(optimizer: Any, outer: Sequence[tuple[OuterSteps, ChunkWeights]]) -> None:
     """Make an outer step, as before a checkpoint, unless the last optimizer step has made one."""
-    due = [(one, weights) for one, weights in outer if one.steps]
+    due = [(one, weights, one.finish) for one, weights in outer if one.steps or one.under_way]
     if due:
-        if dist.get_rank() == 0:
+        if (steps := due[0][0].steps) and dist.get_rank() == 0:
             line = "megatron-loco: an outer step before the checkpoint, %d optimizer steps after the last one"
-            logger.info(line, due[0][0].steps)
-        _take(optimizer, due)  # It belongs to no step, whose report would count what it sends.
-        for one, _ in due:
+            logger.info(line, steps)
+        _write(optimizer, due)  # It belongs to no step, whose report would count what it sends.
+        for one, *_ in due:
             one.chunk.start_param_sync(force_sync=True)
 
 
-def _take(optimizer: Any, due: Sequence[tuple[OuterSteps, ChunkWeights]]) -> list[Traffic]:
-    masters = masters_of(optimizer)
+_Due = tuple[OuterSteps, ChunkWeights, Callable[[Masters], None]]
 
-    def write() -> list[Traffic]:
-        sent = []
-        for one, _ in due:
-            one.steps = 0
-            mine = {p: found for p, found in masters.items() if p in one.chunk.param_to_bucket_group}
-            sent.append(one.exchange(mine))
+
+def _masters_of(one: OuterSteps, optimizer: Any) -> Masters:
+    return {p: found for p, found in masters_of(optimizer).items() if p in one.chunk.param_to_bucket_group}
+
+
+def _write(optimizer: Any, due: Sequence[_Due]) -> None:
+    """Have outer steps write into the fp32 weights, and gather the weights again."""
+    if not due:
+        return
+
+    def write() -> None:
+        for one, _, into in due:
+            into(_masters_of(one, optimizer))
         for leaf in distributed_leaves(optimizer):
             leaf._copy_main_params_to_model_params()
-        for one, _ in due:
+        for one, *_ in due:
             if not one.chunk.ddp_config.overlap_param_gather:  # With it, the next forward pass gathers.
                 one.chunk.start_param_sync()
-        return sent
 
-    found: list[Traffic] = gathered_after([weights for _, weights in due], write)
-    return found
+    gathered_after([weights for _, weights, _ in due], write)

@@ -83,11 +83,14 @@ def _outer_line(config: CompressionConfig, seams: Sequence[BucketGroupSeam]) -> 
         for seam in seams
         for bucket in seam.group.buckets
     ]
+    # The anchor, v, and while an exchange is under way the weights before it and their difference, in fp32.
+    each = 4 + (4 if config.outer_momentum else 0) + (8 if config.outer_delay else 0)
+    delayed = f", taken {config.outer_delay} steps later" if config.outer_delay else ""
     return (
         f"outer steps: optimizer instances train by themselves, and average {sum(shards):,} weights a rank "
         f"every {config.outer_interval} steps (rate {config.outer_rate}, momentum {config.outer_momentum}), "
         + (f"in {config.bits} bits" if config.compresses else "in fp32")
-        + f"; this takes {sum(shards) * (8 if config.outer_momentum else 4) / 1e6:.3g} MB a rank. With Adam, "
+        + f"{delayed}; this takes {sum(shards) * each / 1e6:.3g} MB a rank. With Adam, "
         "multiply the learning rate by the square root of the number of instances (docs/outer_steps.md)"
     )
 

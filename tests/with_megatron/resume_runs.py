@@ -19,6 +19,9 @@ REPLICATED = [*UNTIED, "--overlap-grad-reduce"]
 GATHERED = [*OVERLAP, "--overlap-param-gather"]
 TWO_INSTANCES = [*OVERLAP, "--num-distributed-optimizer-instances", "2"]
 BETWEEN = [*GATHERED, "--num-distributed-optimizer-instances", "2"]
+# An exchange is under way where the run saves.
+OUTER = ["--compression-outer-interval", "3", "--compression-outer-delay", "2"]
+OUTER += ["--compression-outer-momentum", "0.9"]
 MUON = ["--optimizer", "muon", "--bf16"]
 FP16 = [*UNTIED, "--fp16", "--initial-loss-scale", "65536", "--loss-scale-window", "3"]
 
@@ -32,7 +35,7 @@ CASES: dict[str, tuple[Run, int]] = {
     "outer-steps": (
         Run(
             [*BETWEEN, "--bf16"],
-            [*LOCO, *EXACT, "--compression-outer-interval", "3", "--compression-outer-momentum", "0.9"],
+            [*LOCO, *EXACT, *OUTER],
             ranks=4,
         ),
         8,

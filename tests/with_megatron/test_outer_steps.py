@@ -8,6 +8,7 @@ formulas of its paper and of torch.optim.SGD.
 
 from __future__ import annotations
 
+import functools
 import re
 from argparse import Namespace
 from typing import Any
@@ -27,6 +28,7 @@ BF16 = {"dtype": "bf16", "ddp": {"grad_reduce_in_fp32": False, **OVERLAP}}
 CLIP = {"clip_grad": 0.1}
 MOE = {"experts": 4, "ep": 2}
 RATE, MOMENTUM = 0.7, 0.9
+DELAYED = {"outer_interval": 4, "outer_delay": 3}
 PLAIN = {"outer_rate": 1.0, "outer_momentum": 0.0}
 STEPS = 5
 
@@ -83,7 +85,6 @@ def test_between_outer_steps_an_instance_trains_as_a_job_of_its_own(pool, case: 
 def exchanged(model: dict[str, Any], compression: dict[str, Any], steps: int) -> dict[str, Any]:
     """In a worker: fp32 weights before and after every outer step, and what senders sent."""
     import torch
-    from coded_values import sent_codes
     from with_megatron.gpt_model import build
     from with_megatron.recording import weights
 
@@ -93,7 +94,7 @@ def exchanged(model: dict[str, Any], compression: dict[str, Any], steps: int) ->
     gpt = build(**model)
     config = {"start_step": 0, "outer_rate": RATE, "outer_momentum": MOMENTUM} | compression
     megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**config))
-    found: dict[str, Any] = {"shards": [], "weights": [], "bytes": []}
+    found: dict[str, Any] = {"shards": [], "weights": [], "bytes": [], "squares": []}
     for chunk in gpt.chunks:
         outer = attachment_of(chunk).outer
         for shard in outer._shards:
@@ -101,11 +102,13 @@ def exchanged(model: dict[str, Any], compression: dict[str, Any], steps: int) ->
             entry = {"start": shard.start, "numel": shard.numel, "spans": spans, "steps": []}
             entry["bucket"] = shard.bucket.grad_data.numel()
             found["shards"].append(entry)
-        _watch(outer, found["shards"][-len(outer._shards) :], sent_codes)
+        _watch(outer, found["shards"][-len(outer._shards) :])
     for step in range(steps):
         gpt.backward(step)
         gpt.update()
-        if (step + 1) % config["outer_interval"] == 0:
+        since = step + 1 - config.get("outer_delay", 0)
+        if since > 0 and since % config["outer_interval"] == 0:
+            found["squares"].append(sum(attachment_of(chunk).outer.squares for chunk in gpt.chunks).tolist())
             gpt.gather()
             found["weights"].append(weights(gpt))
         found["bytes"].append(megatron_patch.report(gpt.chunks).gradient_bytes)
@@ -115,38 +118,61 @@ def exchanged(model: dict[str, Any], compression: dict[str, Any], steps: int) ->
     return found
 
 
-def _watch(outer: Any, entries: list[dict[str, Any]], sent_codes: Any) -> None:
+def _watch(outer: Any, entries: list[dict[str, Any]]) -> None:
     """Keep what every outer step of a chunk starts from, sends, and leaves."""
     import torch
 
-    exchange, average, begin = outer.exchange, outer._average, outer.begin
+    for name in ("begin", "step", "start"):
+        _before_call(outer, name, functools.partial(_noted, outer, entries, name))
+    for shard, entry in zip(outer._shards, entries, strict=True):
+        for name, state in zip(
+            ("sent", "owned"), shard.exchange.states() if shard.exchange else (), strict=False
+        ):
+            _keep_codes(state.sender, entry["steps"], name)
+        receive = shard.receive
 
-    def beginning(masters: Any, optimizer: Any) -> None:
-        begin(masters, optimizer)
-        for shard, entry in zip(outer._shards, entries, strict=True):
-            entry["first"] = shard.weights(masters, torch.device("cpu"))
+        def receiving(masters: Any, *rates: float, shard=shard, steps=entry["steps"], receive=receive) -> Any:
+            difference, here = shard.under_way.difference, torch.device("cpu")
+            steps[-1]["now"] = shard.weights(masters, here)
+            squares = receive(masters, *rates)
+            steps[-1] |= {"mean": difference.clone(), "after": shard.weights(masters, here)}
+            steps[-1] |= {"squares": squares.tolist(), "anchor": shard.anchor.clone()}
+            return squares
 
-    def exchanging(masters: Any) -> Any:
-        for shard, entry in zip(outer._shards, entries, strict=True):
-            entry["steps"].append({"before": shard.weights(masters, torch.device("cpu"))})
-        sent = exchange(masters)
-        for shard, entry in zip(outer._shards, entries, strict=True):
-            entry["steps"][-1]["after"] = shard.weights(masters, torch.device("cpu"))
-        entries[0]["steps"][-1]["squares"] = outer.squares.tolist()
-        return sent
+        shard.receive = receiving
 
-    def averaging(shard: Any, difference: torch.Tensor, compresses: bool) -> Any:
-        step = entries[outer._shards.index(shard)]["steps"][-1]
-        if shard.exchange is None or not compresses:
-            return average(shard, difference, compresses)
-        sender, owner = (state.sender for state in shard.exchange.states())
-        mine: dict[str, Any] = {}
-        with sent_codes(sender, step), sent_codes(owner, mine):
-            sent = average(shard, difference, compresses)
-        step["owned"], step["mean"] = mine["sent"], difference.clone()
-        return sent
 
-    outer.exchange, outer._average, outer.begin = exchanging, averaging, beginning
+def _before_call(of: Any, name: str, also: Any) -> None:
+    original = getattr(of, name)
+
+    def call(*args: Any) -> Any:
+        also(args[0])
+        return original(*args)
+
+    setattr(of, name, call)
+
+
+def _noted(outer: Any, entries: list[dict[str, Any]], name: str, masters: Any) -> None:
+    import torch
+
+    for shard, entry in zip(outer._shards, entries, strict=True):
+        weights = shard.weights(masters, torch.device("cpu"))
+        if name == "begin":
+            entry["first"] = weights
+        else:
+            entry["steps"].append({"before": weights})
+
+
+def _keep_codes(sender: Any, steps: list[dict[str, Any]], name: str) -> None:
+    from coded_values import coded_values, decoded
+
+    compress = sender.compress
+
+    def keep(gradient: Any, payload: Any) -> None:
+        compress(gradient, payload)
+        steps[-1][name] = coded_values(sender.layout, decoded(sender, payload))
+
+    sender.compress = keep
 
 
 EXCHANGED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -162,35 +188,51 @@ EXCHANGED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "plain averaging": (4, {"instances": 2}, {"method": "none", **PLAIN}),
     "plain averaging, 4 bits": (4, {"instances": 2}, {"bits": 4, **PLAIN}),
     "4 bits, virtual chunks": (4, {"instances": 2, "pp": 2, "vpp": 2, "layers": 4}, {"bits": 4}),
+    "delayed": (4, {"instances": 2}, {"method": "none", **DELAYED}),
+    "delayed, 4 bits, bf16": (4, BF16 | {"instances": 2}, {"bits": 4, "weight_gather": "exact", **DELAYED}),
+    "delayed by a step, 2 bits, experts": (
+        4,
+        MOE | {"instances": 2},
+        {"bits": 2, **DELAYED, "outer_delay": 1},
+    ),
+    "delayed, 4 bits, virtual chunks": (
+        4,
+        {"instances": 2, "pp": 2, "vpp": 2, "layers": 4},
+        {"bits": 4, **DELAYED, **PLAIN},
+    ),
 }
 
 
 @pytest.mark.parametrize("case", EXCHANGED)
 def test_an_outer_step_is_the_simulation_s(pool, case: str) -> None:
     ranks, model, compression = EXCHANGED[case]
-    reports = pool.run(exchanged, model, compression | {"outer_interval": 2}, 6, world_size=ranks)
+    compression = {"outer_interval": 2} | compression
+    interval, delay = compression["outer_interval"], compression.get("outer_delay", 0)
+    reports = pool.run(exchanged, model, compression, 3 * interval + delay, world_size=ranks)
     instances = model["instances"]
     assert all(set(report["stock"]) == {instances} for report in reports), "detached, DDP is as before"
     for report in reports:
-        of_gradients, with_weights = report["bytes"][0::2], report["bytes"][1::2]
+        of_gradients, with_weights = report["bytes"][::interval], report["bytes"][interval - 1 :: interval]
         assert len(set(of_gradients)) == len(set(with_weights)) == 1
         sent = with_weights[0] - of_gradients[0]
         in_full = sum(8 * shard["numel"] * (instances - 1) / instances for shard in report["shards"])
         assert sent == in_full if compression.get("method") == "none" else 0 < sent < in_full / 3
         for step in range(3 if compression.get("method") == "none" and "vpp" not in model else 0):
-            moved, mean = report["shards"][0]["steps"][step]["squares"]
             mine = [
-                (s["steps"][step - 1]["after"] if step else s["first"], s["steps"][step])
+                (s["steps"][step - 1]["anchor"] if step else s["first"], s["steps"][step])
                 for s in report["shards"]
             ]
-            expected = sum(((first - one["before"]).double() ** 2).sum() for first, one in mine)
+            moved, mean = report["squares"][step]
+            expected = sum(((anchor - one["before"]).double() ** 2).sum() for anchor, one in mine)
+            averaged = sum((one["mean"].double() ** 2).sum() for _, one in mine)
+            assert mean == pytest.approx(float(averaged), rel=1e-5)
             assert 0 < mean < moved == pytest.approx(float(expected), rel=1e-5)
     for peers in {tuple(report["peers"]) for report in reports}:
         assert len(peers) == instances
         for shards in zip(*(reports[rank]["shards"] for rank in peers), strict=True):
             _compare(shards, compression, instances)
         first = reports[peers[0]]
-        for rank in peers[1:]:
+        for rank in peers[1:] if not delay else ():
             for ours, theirs in zip(reports[rank]["weights"], first["weights"], strict=True):
                 assert all(np.array_equal(ours[name].numpy(), theirs[name].numpy()) for name in theirs)
 
@@ -234,11 +276,17 @@ def _compare(shards: tuple[dict[str, Any], ...], compression: dict[str, Any], in
             mean = np.where(decided, mean, step[0]["mean"].numpy())
         velocity = momentum * velocity + mean
         expected = real_anchor - rate * (mean + momentum * velocity)
+        near = 2e-6 * max(1.0, np.abs(expected).max(initial=0))
         for one in step:
-            after = one["after"].numpy()
-            assert np.array_equal(after, step[0]["after"].numpy())
-            assert np.abs(after - expected).max(initial=0) <= 2e-6 * max(1.0, np.abs(expected).max(initial=0))
-        anchor = step[0]["after"].double().numpy()
+            assert np.array_equal(one["anchor"].numpy(), step[0]["anchor"].numpy())
+            assert np.abs(one["anchor"].numpy() - expected).max(initial=0) <= near
+            learned = one["now"].double().numpy() - one["before"].double().numpy()
+            assert np.abs(one["after"].numpy() - (expected + learned)).max(initial=0) <= near
+            if compression.get("outer_delay"):
+                assert np.abs(learned).max() > 0 or numel == 0
+            else:
+                assert np.array_equal(one["after"].numpy(), one["anchor"].numpy())
+        anchor = step[0]["anchor"].double().numpy()
 
 
 def after_each_step(model: dict[str, Any], compression: dict[str, Any] | None) -> dict[str, Any]:
@@ -317,10 +365,18 @@ def attached(compression: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("momentum", "each", "exchange"), [(0.0, 4, "in 4 bits"), (0.9, 8, "in 4 bits"), (0.0, 4, "in fp32")]
+    ("momentum", "each", "exchange", "more"),
+    [
+        (0.0, 4, "in 4 bits", {}),
+        (0.9, 8, "in 4 bits", {}),
+        (0.0, 4, "in fp32", {"method": "none"}),
+        (0.9, 16, "in 4 bits, taken 5 steps later", {"outer_delay": 5}),
+    ],
 )
-def test_attaching_says_what_outer_steps_take(pool, momentum: float, each: int, exchange: str) -> None:
-    options = {"outer_momentum": momentum} | ({"method": "none"} if exchange == "in fp32" else {})
+def test_attaching_says_what_outer_steps_take(
+    pool, momentum: float, each: int, exchange: str, more: dict[str, Any]
+) -> None:
+    options = {"outer_momentum": momentum} | more
     shards, line = pool.run(attached, options, world_size=4)[0]
     assert f"average {int(shards):,} weights a rank every 30 steps" in line
     assert (
@@ -503,8 +559,8 @@ def test_what_a_checkpoint_keeps_is_carried_over(pool) -> None:
 
 
 LATE = (
-    "WARNING: megatron-loco: saved 1 optimizer steps after an outer step: the checkpoint mixes the weights "
-    "of all optimizer instances; save after a multiple of compression.outer_interval"
+    "WARNING: megatron-loco: saved between outer steps, 1 optimizer steps after one: the checkpoint mixes "
+    "the weights of all optimizer instances; save after a multiple of compression.outer_interval"
 )
 PLACED = (
     "INFO: megatron-loco: outer steps begin anew, without errors and momentum: the checkpoint's ranks were "

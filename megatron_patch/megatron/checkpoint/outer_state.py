@@ -24,12 +24,13 @@ logger = logging.getLogger(__name__)
 
 def packed(outer: list[OuterSteps], optimizer: Any) -> torch.Tensor:
     """Return the states of this rank's chunks, uint8 on CPU."""
-    late = max(one.steps for one in outer)
+    late = any(one.steps or one.under_way for one in outer)
     if late and dist.get_rank() == 0:
         logger.warning(
-            "megatron-loco: saved %d optimizer steps after an outer step: the checkpoint mixes the weights "
-            "of all optimizer instances; save after a multiple of compression.outer_interval",
-            late,
+            "megatron-loco: saved between outer steps, %d optimizer steps after one: the checkpoint mixes "
+            "the weights of all optimizer instances; save after a multiple of compression.outer_interval%s",
+            outer[0].steps,
+            ", without compression.outer_delay" if outer[0].config.outer_delay else "",
         )
     buffer, kept = io.BytesIO(), []
     for one in outer:
