@@ -9,7 +9,8 @@ loco4_two_hop           LoCo within the host first, then between hosts (_intra8:
 none_exact              bf16_alltoall with the exact weight gather
 loco4_exact             LoCo with the exact weight gather (also loco2_exact, loco4_two_hop_exact, ...)
 outer30_loco4           outer steps every 30 steps between hosts, which are optimizer instances (also
-                        outer10_none_exact, ...); a cell measures whole intervals, and their mean step
+                        outer10_none_exact, ...); a cell measures whole intervals, and their mean step;
+                        outer30d10_loco4: each exchange goes on beside 10 steps
 onebit_adam             1-bit Adam, replicated optimizer: after its warm-up (_two_hop: as above)
 onebit_adam_warmup      the same, still in its warm-up
 ddp_bf16                PyTorch DDP, its bf16 hook
@@ -49,7 +50,7 @@ _KNOWN = (
 _MEGATRON_FSDP = re.compile(r"mfsdp_(bf16|loco([8421]))(_exact)?")
 _WRAPPERS = ("ddp", "fsdp2", "hsdp", "mfsdp")
 _TORCH_LOCO = re.compile(r"(ddp|fsdp2|hsdp)_loco([8421])")
-_OUTER = re.compile(r"outer([1-9][0-9]{0,3})_(.+)")
+_OUTER = re.compile(r"outer([1-9][0-9]{0,3})(?:d([1-9][0-9]{0,3}))?_(.+)")
 _POWERSGD = re.compile(r"ddp_powersgd_rank([1-9][0-9]{0,3})")
 
 
@@ -72,6 +73,7 @@ class Method:
     """Whether weights are gathered exactly, from their changes."""
     outer: int = 1
     """The steps after which hosts exchange weights; 1: gradients are summed over hosts in every step."""
+    outer_delay: int = 0
 
     @property
     def kind(self) -> str:
@@ -121,9 +123,10 @@ class Method:
             return CompressionConfig(start_step=0, **options) if low or self.kind != "ddp" else None
         if self.kind != "attached":
             return None
+        outer: dict[str, Any] = {"outer_interval": self.outer, "outer_delay": self.outer_delay}
         if self.method == "none":
-            return CompressionConfig(method="none", weight_gather="exact", outer_interval=self.outer)
-        options = {"weight_gather": "exact" if self.exact else "stock", "outer_interval": self.outer}
+            return CompressionConfig(method="none", weight_gather="exact", **outer)
+        options = {"weight_gather": "exact" if self.exact else "stock", **outer}
         if self.method == ONEBIT:
             options["warmup_steps"] = _FOR_EVER if self.name == ONEBIT_WARM_UP else settle - 1
         else:
@@ -152,17 +155,17 @@ def parse(name: str) -> Method:
     if own := _own(name):
         return own
     if outer := _OUTER.fullmatch(name):
-        inner = parse(outer[2])
+        interval, delay, inner = int(outer[1]), int(outer[2] or 0), parse(outer[3])
         if (
             inner.kind != "attached"
             or inner.method == ONEBIT
             or inner.topology != "flat"
-            or int(outer[1]) == 1
+            or not delay < interval > 1
         ):
             raise UserError(
                 f"--methods: {name!r} is not possible: outer steps go with none_exact, loco4 and the like"
             )
-        return replace(inner, name=name, outer=int(outer[1]))
+        return replace(inner, name=name, outer=interval, outer_delay=delay)
     found = low_bit(name)
     if found and found.hops != "flat" and (found.hops == "two_hop" or not found.intra_bits):
         topology = "two_hop" if found.hops == "two_hop" else "flat"

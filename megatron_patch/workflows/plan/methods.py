@@ -12,7 +12,7 @@ from megatron_patch.workflows.plan.job import Group, Job
 
 STOCK, BF16, REPLICATED = "stock", "stock_bf16", "stock_allreduce"
 ONEBIT = "onebit_adam"
-_OUTER = re.compile(r"outer([1-9]\d*)_(.+)")
+_OUTER = re.compile(r"outer([1-9]\d*)(?:d([1-9]\d*))?_(.+)")
 _LOW = re.compile(r"(loco|naive|error_feedback)([84321])(_flat|_two_hop)?(_intra8)?(_exact)?")
 
 
@@ -39,6 +39,8 @@ class Method:
     """The overrides of a recipe that switch the method on."""
     outer_interval: int = 1
     """Steps between two outer steps of the nodes, which are optimizer instances; 1: they train together."""
+    outer_delay: int = 0
+    """Steps beside which the exchange of an outer step goes on."""
     free: bool = False
     """Whether nothing is sent or coded, to simulate a step without communication."""
 
@@ -68,7 +70,7 @@ _KNOWN = (*DEFAULT, REPLICATED, "loco8_exact", "loco3_exact", "loco4_two_hop_int
 
 def parse(name: str) -> Method:
     if outer := _OUTER.fullmatch(name):
-        return _with_outer_steps(name, int(outer[1]), parse(outer[2]))
+        return _with_outer_steps(name, int(outer[1]), int(outer[2] or 0), parse(outer[3]))
     none = "compression.method=none compression.weight_gather="
     fixed = {
         STOCK: Method(STOCK, options=f"{none}stock"),
@@ -89,14 +91,17 @@ def parse(name: str) -> Method:
     return found
 
 
-def _with_outer_steps(name: str, interval: int, inside: Method) -> Method:
-    if interval == 1 or inside.outer_interval > 1 or inside.momentum or inside.distributed is not None:
+def _with_outer_steps(name: str, interval: int, delay: int, inside: Method) -> Method:
+    refused = inside.outer_interval > 1 or inside.momentum or inside.distributed is not None
+    if refused or interval == 1 or delay >= interval:
         raise UserError(
-            f"--methods: {name!r} must be outerH_METHOD, with H of 2 or more and a METHOD of Megatron's "
-            "distributed optimizer other than 1-bit Adam, e.g. outer30_error_feedback4_exact"
+            f"--methods: {name!r} must be outerH_METHOD or outerHdD_METHOD, with H of 2 or more, a delay D "
+            "below H, and a METHOD of Megatron's distributed optimizer other than 1-bit Adam, e.g. "
+            "outer30_error_feedback4_exact"
         )
     options = f"{inside.options} compression.outer_interval={interval}"
-    return dataclasses.replace(inside, name=name, outer_interval=interval, options=options)
+    options += f" compression.outer_delay={delay}" if delay else ""
+    return dataclasses.replace(inside, name=name, outer_interval=interval, outer_delay=delay, options=options)
 
 
 def low_bit(name: str) -> Method | None:

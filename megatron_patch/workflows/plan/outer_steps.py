@@ -2,12 +2,14 @@
 
 A node trains by itself: its step is that of a cluster of one node with the node's part of the batch. After H
 steps the owners of a shard all-reduce it between nodes, bucket after bucket, and the weights are gathered
-again inside the node. A step's time and traffic are means over the H steps.
+again inside the node. With a delay of D steps it takes what D steps leave of the links' time. A step's time
+and traffic are means over the H steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from megatron_patch.errors import UserError
 from megatron_patch.workflows.plan import exchange, step, traffic
@@ -20,6 +22,7 @@ from megatron_patch.workflows.plan.timeline import Task, Timeline
 
 _FP32 = 4
 _ANCHOR = 4
+_UNDER_WAY = 8  # The weights before the exchange and their difference to the anchor, in fp32.
 
 
 def check(job: Job, cluster: Cluster, method: Method) -> None:
@@ -40,15 +43,20 @@ def simulate(job: Job, cluster: Cluster, method: Method) -> Step:
     """Simulate the mean of the steps between two outer steps, one of which makes an outer step."""
     alone = step.simulate(*_node(job, cluster, method))
     maker = _outer_step(job, cluster, method)
-    share = maker.timeline.end / method.outer_interval
+    seconds = maker.timeline.end
+    if method.outer_delay:
+        at_once = _outer_step(job, cluster.with_inter(math.inf), method).timeline.end
+        seconds = at_once + max(0.0, seconds - at_once - method.outer_delay * alone.seconds)
+    share = seconds / method.outer_interval
     inside, outer = dataclasses.asdict(alone.sent[0]), dataclasses.asdict(maker.sent)
     sent = Sent(**{name: inside[name] + outer[name] / method.outer_interval for name in inside})
     return Step(method, alone.seconds + share, alone.exposed + share, (sent,), alone.tasks)
 
 
 def memory_bytes(job: Job, cluster: Cluster, method: Method) -> float:
-    """Return the bytes that a rank needs: as in its node alone, and for the anchor and errors."""
+    """Return the bytes that a rank needs: as in its node alone, and for the outer steps."""
     of_owned = _ANCHOR + (traffic.ERROR if method.keeps_errors else 0.0)
+    of_owned += _UNDER_WAY if method.outer_delay else 0.0
     part, node, inside = _node(job, cluster, method)
     owned = sum(shard.elements for shard in _owned(job, node))
     return exchange.bytes_of(part, node, inside) + of_owned * owned

@@ -115,6 +115,8 @@ def test_outer_steps_are_measured_over_whole_intervals():
     assert not in_full.fp32_accumulation, "Megatron has it for a single optimizer instance"
     assert in_full.compression(2).outer_interval == 10
     assert low.compression(2).outer_interval == 30
+    later = methods.parse("outer30d10_error_feedback4_exact")
+    assert (later.outer, later.compression(2).outer_delay, low.compression(2).outer_delay) == (30, 10, 0)
     assert low.guessed_bits < 1 < in_full.guessed_bits == 6.4
     laps = [[1.0, 1.0, 10.0], [2.0, 1.0, 1.0]]
     assert results.slowest_median(laps) == 2
@@ -127,6 +129,7 @@ def test_outer_steps_are_measured_over_whole_intervals():
         ("outer30_onebit_adam", "outer steps go with"),
         ("outer30_bf16_alltoall", "outer steps go with"),
         ("outer1_loco4", "outer steps go with"),
+        ("outer8d8_loco4", "outer steps go with"),
         ("onebit_adam_exact", "leave out _exact"),
         ("bf16_allreduce_exact", "leave out _exact"),
         ("ddp_bf16_exact", "leave out _exact"),

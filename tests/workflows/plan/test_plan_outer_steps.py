@@ -35,6 +35,18 @@ def test_a_step_is_a_nodes_own_and_its_share_of_the_exchange(inside: str, bits: 
     assert made.exposed > 0.98 * sent / BANDWIDTH
 
 
+def test_a_delay_hides_what_fits_beside_its_steps() -> None:
+    one, on, inside = job(batch=64, layers=16), cluster(4, bandwidth=BANDWIDTH), "error_feedback4_exact"
+    alone = seconds(dataclasses.replace(one, global_batch=16), cluster(1), inside)
+    at_once = seconds(one, on, f"outer10_{inside}")
+    sent = 2 * 3 / 4 * 16 * LAYER * (4 + 16 / 128) / 8
+    assert sent / BANDWIDTH > 9 * alone, "no delay hides all of it"
+    part = seconds(one, on, f"outer10d4_{inside}")
+    assert at_once - part == pytest.approx(4 * alone / 10, rel=0.02)
+    fast = cluster(4, bandwidth=sent / (8 * alone))
+    assert seconds(one, fast, f"outer10d9_{inside}") < 1.02 * alone < seconds(one, fast, f"outer10_{inside}")
+
+
 def test_experts_are_exchanged_too() -> None:
     dense, mixed = job(batch=64), job(batch=64, experts=True)
     made = [recommend.simulate(one, cluster(2), methods.parse("outer10_stock")) for one in (dense, mixed)]
@@ -46,7 +58,12 @@ def test_experts_are_exchanged_too() -> None:
 def test_the_anchor_and_the_errors_take_memory() -> None:
     one, on = job(batch=64), cluster(2)
     rows = recommend.rows(
-        one, on, [methods.parse(name) for name in ("stock", "outer10_stock", "outer10_error_feedback4")]
+        one,
+        on,
+        [
+            methods.parse(name)
+            for name in ("stock", "outer10_stock", "outer10_error_feedback4", "outer10d2_stock")
+        ],
     )
     alone = [
         row.memory_bytes
@@ -59,6 +76,7 @@ def test_the_anchor_and_the_errors_take_memory() -> None:
     owned = 4 * LAYER / 8
     assert rows[1].memory_bytes - alone[0] == pytest.approx(4 * owned, rel=0.01)
     assert rows[2].memory_bytes - alone[1] == pytest.approx((5 + 2 / 128) * owned, rel=0.01)
+    assert rows[3].memory_bytes - alone[0] == pytest.approx(12 * owned, rel=0.01)
 
 
 def test_another_training_is_never_recommended() -> None:
@@ -70,7 +88,7 @@ def test_another_training_is_never_recommended() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["outer1_stock", "outer30_onebit_adam", "outer3_outer3_stock", "outer5_stok"]
+    "name", ["outer1_stock", "outer30_onebit_adam", "outer3_outer3_stock", "outer5_stok", "outer5d5_stock"]
 )
 def test_a_name_that_is_no_method_is_refused(name: str) -> None:
     with pytest.raises(UserError, match="must be"):
