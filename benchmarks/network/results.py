@@ -73,8 +73,8 @@ def slowest_median(laps_of_ranks: Sequence[Sequence[float]]) -> float:
 
 
 def slowest_mean(laps_of_ranks: Sequence[Sequence[float]]) -> float:
-    """Return the mean over steps, one of which may make an outer step, of the slowest rank's seconds."""
-    return statistics.fmean(max(times) for times in zip(*laps_of_ranks, strict=True))
+    """Return the mean over steps, some of which make an outer step, of the seconds of the slowest rank."""
+    return max(statistics.fmean(times) for times in laps_of_ranks)
 
 
 def unshaped_seconds(prepared: Sequence[dict[str, Any]]) -> float:

@@ -115,6 +115,8 @@ class Training:
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         self.module = Float16Module(self.config, model)
         self.model: Any = None
+        self.peers: dist.ProcessGroup | None = None
+        """The ranks that wait for one another within a step; None: all."""
         self.counters: Callable[[], Sequence[int]] | None = None
         """Returns (bytes sent, bytes received, ...) of an interface; None: bytes are not counted."""
         self._counted: Sequence[int] = (0, 0)
@@ -142,9 +144,9 @@ class Training:
         raise NotImplementedError
 
     def step(self, microbatches: int) -> Lap:
-        """Make one step on all ranks, and time it from barrier to barrier."""
+        """Make one step, and time it from barrier to barrier."""
         self.lap = Lap()
-        dist.barrier()
+        dist.barrier(self.peers)
         start = time.perf_counter()
         self.zero_gradients()
         with self.around_backward():
@@ -159,7 +161,7 @@ class Training:
             )
         self.backward_ended()
         self.update()
-        dist.barrier()
+        dist.barrier(self.peers)
         self.lap.step = time.perf_counter() - start
         self.lap.gradient_bytes, self.lap.weight_bytes = self.gradient_bytes, self.weight_bytes
         return self.lap
@@ -172,9 +174,9 @@ class Training:
         """Called when the schedule has ended."""
 
     def together(self) -> None:
-        """Without overlap, wait for every rank, so that the next part is timed alone."""
+        """Without overlap, wait for the other ranks, so that the next part is timed alone."""
         if not self.overlap:
-            dist.barrier()
+            dist.barrier(self.peers)
 
     def exchange_begins(self) -> None:
         """Begin the exchange: without overlap, wait until all ranks are ready, and read the counters."""
