@@ -167,15 +167,14 @@ class RunMetrics:
             gradients.add(traffic.stock_gradients(group))
         gradients.add(weight_metrics.outer_traffic(self._model))
         wire = [gradients.nbytes, gradients.elements, weights.nbytes, weights.elements, *coded]
-        wire += weight_metrics.outer_squares(self._model)
+        wire += weight_metrics.outer_sums(self._model)
         wire += [sums.compression_seconds, sums.inside_bytes, sums.compressed]
         totals = torch.cat([sums.statistics, torch.tensor(wire, dtype=torch.float64, device="cpu")])
         if "nccl" in dist.get_backend():
             totals = totals.cuda()
         dist.all_reduce(totals)
-        signal, noise, gradient, error, non_finite, *wire, moved, mean, seconds, inside, compressed = (
-            totals.tolist()
-        )
+        signal, noise, gradient, error, non_finite, *wire = totals.tolist()
+        *wire, moved, mean, between, seconds, inside, compressed = wire
         grad_bytes, grad_elements, weight_bytes, weight_elements, *coded = wire
         ranks = dist.get_world_size()
         self._compression_seconds.append(seconds / ranks)
@@ -188,7 +187,7 @@ class RunMetrics:
             "weight_wire_bytes": weight_bytes / ranks,
             "weight_wire_bits_per_element": Traffic(weight_bytes, weight_elements).bits_per_element,
             **self._coded_weights(coded),
-            **weight_metrics.outer(self._model, moved, mean),
+            **weight_metrics.outer(self._model, moved, mean, between / ranks),
             "compression_snr_db": 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None,
             "compensation_norm_ratio": math.sqrt(error / gradient) if gradient > 0 else None,
             "non_finite_blocks": None if math.isnan(non_finite) else int(non_finite),
@@ -217,7 +216,7 @@ class RunMetrics:
                 "weight_wire_bytes",
                 "weight_wire_bits_per_element",
                 "weight_unchanged_share",
-                *("outer_norm", "outer_distance"),
+                *("outer_norm", "outer_distance", "outer_wire_bytes"),
                 "compression_seconds",
                 "compression_snr_db",
                 "compensation_norm_ratio",

@@ -48,10 +48,13 @@ def coded(model: Sequence[Any]) -> list[float]:
     return totals
 
 
-def outer_squares(model: Sequence[Any]) -> list[float]:
-    """Return the sums of the squares of d_k and D on this rank (outer_steps.py), of the last outer step."""
-    found = [outer.squares for outer in outer_steps_of(model)]
-    return [float(total) for total in torch.stack(found).sum(0)] if found else [0.0, 0.0]
+def outer_sums(model: Sequence[Any]) -> list[float]:
+    """Return the squared norms of d_k and D on this rank, of the last outer step (outer_steps.py), and the
+    bytes that this rank sends to other instances, as a mean over all steps."""
+    found = outer_steps_of(model)
+    sent = sum(outer.traffic().nbytes / outer.config.outer_interval for outer in found)
+    squares = sum((outer.squares.cpu() for outer in found), start=torch.zeros(2, dtype=torch.float64))
+    return [*squares.tolist(), sent]
 
 
 def outer_traffic(model: Sequence[Any]) -> Traffic:
@@ -65,8 +68,8 @@ def outer_traffic(model: Sequence[Any]) -> Traffic:
     return total
 
 
-def outer(model: Sequence[Any], moved: float, mean: float) -> dict[str, float]:
-    """Return an outer step's metrics from the sums over all ranks of `outer_squares`.
+def outer(model: Sequence[Any], moved: float, mean: float, sent: float) -> dict[str, float]:
+    """Return an outer step's metrics from the sums over all ranks of `outer_sums`, the mean for `sent`.
 
     `outer_norm` is the norm of D, and `outer_distance` how far instances are from their mean, by root mean
     square; a parameter that tensor-parallel ranks do not split counts on each of them.
@@ -76,7 +79,11 @@ def outer(model: Sequence[Any], moved: float, mean: float) -> dict[str, float]:
         return {}
     instances = found[0].instances
     apart = max(moved - mean, 0.0)
-    return {"outer_norm": math.sqrt(mean / instances), "outer_distance": math.sqrt(apart / instances)}
+    return {
+        "outer_norm": math.sqrt(mean / instances),
+        "outer_distance": math.sqrt(apart / instances),
+        "outer_wire_bytes": sent,
+    }
 
 
 def by_bucket(model: Sequence[Any]) -> dict[str, float]:

@@ -117,6 +117,8 @@ def test_outer_steps_bytes_are_spread_over_the_steps(pool, compression, tmp_path
     assert lines[-1]["gradient_wire_bits_per_element"] == pytest.approx(
         lines[0]["gradient_wire_bits_per_element"], rel=0.1
     )
+    between = (whole[0] - inside[0]) / 3
+    assert [line["outer_wire_bytes"] for line in lines] == pytest.approx([between] * 6)
     for line, before, after in zip(lines[2::3], kept[:-1], kept[1:], strict=True):
         moved = sum(float((after[name] - before[name]).double().square().sum()) for name in after)
         assert line["outer_norm"] == pytest.approx(moved**0.5, rel=1e-4)
