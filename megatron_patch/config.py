@@ -147,7 +147,7 @@ class CompressionConfig:
     )
     outer_momentum: float = _option(0.0, "outer_interval: its Nesterov momentum, 0 <= momentum < 1")
     outer_delay: int = _option(
-        0, "outer_interval: optimizer steps beside which the exchange goes on before its result is taken"
+        0, "outer_interval: the number of optimizer steps with which its exchange overlaps; 0: training waits"
     )
     save_error: bool = _option(
         True, "save the errors with every checkpoint (int8: 1.02 bytes an element of every sender)"

@@ -10,7 +10,7 @@ none_exact              bf16_alltoall with the exact weight gather
 loco4_exact             LoCo with the exact weight gather (also loco2_exact, loco4_two_hop_exact, ...)
 outer30_loco4           outer steps every 30 steps between hosts, which are optimizer instances (also
                         outer10_none_exact, ...); a cell measures whole intervals, and their mean step;
-                        outer30d10_loco4: each exchange goes on beside 10 steps
+                        outer30d10_loco4: each exchange overlaps with 10 steps
 onebit_adam             1-bit Adam, replicated optimizer: after its warm-up (_two_hop: as above)
 onebit_adam_warmup      the same, still in its warm-up
 ddp_bf16                PyTorch DDP, its bf16 hook
@@ -74,6 +74,7 @@ class Method:
     outer: int = 1
     """The steps after which hosts exchange weights; 1: gradients are summed over hosts in every step."""
     outer_delay: int = 0
+    """The steps with which the exchange between hosts overlaps."""
 
     @property
     def kind(self) -> str:
@@ -163,7 +164,8 @@ def parse(name: str) -> Method:
             or not delay < interval > 1
         ):
             raise UserError(
-                f"--methods: {name!r} is not possible: outer steps go with none_exact, loco4 and the like"
+                f"--methods: {name!r} must be outerH_METHOD or outerHdD_METHOD, with H of 2 or more, a delay "
+                "D below H, and a METHOD such as none_exact or loco4_exact"
             )
         return replace(inner, name=name, outer=interval, outer_delay=delay)
     found = low_bit(name)

@@ -110,7 +110,7 @@ class Shard:
         self.under_way = _Sent(before, difference, moved, handle, 1)
 
     def advance(self) -> None:
-        """Start the second half of an exchange in low bits, which then goes on beside the next steps, too."""
+        """Start the second half of an exchange in low bits, so that it overlaps with the next steps, too."""
         if self.under_way is not None and isinstance(self.under_way.handle, AllReduceHandle):
             self.under_way.handle.advance()
 

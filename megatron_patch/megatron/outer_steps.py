@@ -13,7 +13,7 @@ instances (arXiv 2311.08105, algorithm 1, with the Nesterov momentum of torch.op
 
 `master_k` are the optimizer's fp32 weights. Adam's states are never exchanged. This is another training than
 that of one optimizer. Its weights are the same on all instances only after an outer step. With
-`compression.outer_delay` D > 0 the exchange goes on beside D more steps of each instance (outer_shard.py).
+`compression.outer_delay` D > 0 the exchange overlaps with the next D optimizer steps (outer_shard.py).
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Method:
     outer_interval: int = 1
     """Steps between two outer steps of the nodes, which are optimizer instances; 1: they train together."""
     outer_delay: int = 0
-    """Steps beside which the exchange of an outer step goes on."""
+    """The optimizer steps with which the exchange of an outer step overlaps."""
     free: bool = False
     """Whether nothing is sent or coded, to simulate a step without communication."""
 

@@ -126,10 +126,10 @@ def test_outer_steps_are_measured_over_whole_intervals():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("outer30_onebit_adam", "outer steps go with"),
-        ("outer30_bf16_alltoall", "outer steps go with"),
-        ("outer1_loco4", "outer steps go with"),
-        ("outer8d8_loco4", "outer steps go with"),
+        ("outer30_onebit_adam", "must be outerH_METHOD or outerHdD_METHOD"),
+        ("outer30_bf16_alltoall", "must be outerH_METHOD or outerHdD_METHOD"),
+        ("outer1_loco4", "must be outerH_METHOD or outerHdD_METHOD"),
+        ("outer8d8_loco4", "must be outerH_METHOD or outerHdD_METHOD"),
         ("onebit_adam_exact", "leave out _exact"),
         ("bf16_allreduce_exact", "leave out _exact"),
         ("ddp_bf16_exact", "leave out _exact"),

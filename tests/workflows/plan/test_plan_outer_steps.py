@@ -35,7 +35,7 @@ def test_a_step_is_a_nodes_own_and_its_share_of_the_exchange(inside: str, bits: 
     assert made.exposed > 0.98 * sent / BANDWIDTH
 
 
-def test_a_delay_hides_what_fits_beside_its_steps() -> None:
+def test_a_delay_hides_as_much_as_its_steps_last() -> None:
     one, on, inside = job(batch=64, layers=16), cluster(4, bandwidth=BANDWIDTH), "error_feedback4_exact"
     alone = seconds(dataclasses.replace(one, global_batch=16), cluster(1), inside)
     at_once = seconds(one, on, f"outer10_{inside}")
