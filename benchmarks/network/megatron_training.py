@@ -79,7 +79,7 @@ class MegatronTraining(Training):
             bucket_size=max(1, llama.parameters // buckets),
         )
         self.model = DistributedDataParallel(self.config, ddp_config, self.module)
-        if instances > 1:  # A barrier of all would wait behind an exchange that goes on in the background.
+        if instances > 1:  # A barrier over all ranks would queue behind an exchange in the background.
             self.peers = self.model.intra_dp_cp_group
         if compression is not None:
             attach([self.model], compression)

@@ -109,7 +109,7 @@ class _Cells:
                 overlap=overlap,
                 instances=dist.get_world_size() // order["ranks_per_host"] if method.outer > 1 else 1,
             )
-        # What is measured begins right after an outer step, so that an interval has the whole of one.
+        # A measurement begins right after an outer step has ended, and so contains all of the next one.
         unmeasured += (method.outer_delay - unmeasured - order["steps"]) % method.outer
         self.training.counters = _read_counters
         first = [self.training.step(order["accumulation"]) for _ in range(unmeasured)]

@@ -1,7 +1,8 @@
 """A rank's shard of one bucket in outer steps (outer_steps.py): its anchor, its exchange, and the step.
 
-`send`, `advance` and `receive` follow one another. With `compression.outer_delay` the instance trains on
-between them, and keeps what it learns meanwhile (Streaming DiLoCo, arXiv 2501.18512, delays the same way):
+`send`, `advance` and `receive` follow one another. With `compression.outer_delay` D the instance makes D
+optimizer steps between `send` and `receive`, whose updates are kept. (Streaming DiLoCo, arXiv 2501.18512,
+delays too, but takes a weighted mean of the instance's weights and the new anchor.)
 
     send       before = master_k;  d_k = anchor - before
     receive    anchor steps by D, the mean of d_k;  master_k <- anchor + (master_k - before)

@@ -155,7 +155,7 @@ class OuterSteps:
         """Make an outer step: write its result into the fp32 weights."""
         compresses = self._begun_step(masters)
         self.squares.zero_()
-        for shard in self._shards:  # One after the other, they take the memory of one.
+        for shard in self._shards:  # Buffers of only one shard exist at a time.
             shard.send(masters, compresses)
             self._receive(shard, masters)
 

@@ -85,7 +85,7 @@ def _outer_line(config: CompressionConfig, seams: Sequence[BucketGroupSeam]) -> 
     ]
     # The anchor, v, and while an exchange is under way the weights before it and their difference, in fp32.
     each = 4 + (4 if config.outer_momentum else 0) + (8 if config.outer_delay else 0)
-    delayed = f", taken {config.outer_delay} steps later" if config.outer_delay else ""
+    delayed = f", overlapped with the next {config.outer_delay} steps" if config.outer_delay else ""
     return (
         f"outer steps: optimizer instances train by themselves, and average {sum(shards):,} weights a rank "
         f"every {config.outer_interval} steps (rate {config.outer_rate}, momentum {config.outer_momentum}), "

@@ -370,7 +370,7 @@ def attached(compression: dict[str, Any]) -> list[str]:
         (0.0, 4, "in 4 bits", {}),
         (0.9, 8, "in 4 bits", {}),
         (0.0, 4, "in fp32", {"method": "none"}),
-        (0.9, 16, "in 4 bits, taken 5 steps later", {"outer_delay": 5}),
+        (0.9, 16, "in 4 bits, overlapped with the next 5 steps", {"outer_delay": 5}),
     ],
 )
 def test_attaching_says_what_outer_steps_take(
