@@ -153,7 +153,7 @@ class OuterSteps:
 
     def step(self, masters: Masters) -> None:
         """Make an outer step: write its result into the fp32 weights."""
-        compresses = self._begun_step(masters)
+        compresses = self._begin_exchange(masters)
         self.squares.zero_()
         for shard in self._shards:  # Buffers of only one shard exist at a time.
             shard.send(masters, compresses)
@@ -161,7 +161,7 @@ class OuterSteps:
 
     def start(self, masters: Masters) -> None:
         """Start the exchange of an outer step, which goes on in the background until `receive`."""
-        compresses = self._begun_step(masters)
+        compresses = self._begin_exchange(masters)
         for shard in self._shards:
             shard.send(masters, compresses)
 
@@ -176,7 +176,7 @@ class OuterSteps:
         for shard in self._shards:
             self._receive(shard, masters)
 
-    def _begun_step(self, masters: Masters) -> bool:
+    def _begin_exchange(self, masters: Masters) -> bool:
         compresses = self._agreed([master for master, _ in masters.values()])
         self.steps, self.sent = 0, self.traffic(compresses)
         return compresses
@@ -232,6 +232,10 @@ def _adam_of(optimizer: Any) -> dict[torch.nn.Parameter, dict[str, torch.Tensor]
     }
 
 
+_Due = tuple[OuterSteps, ChunkWeights, Callable[[Masters], None]]
+"""Outer steps that are due, with what they must do with the fp32 weights."""
+
+
 @torch.no_grad()
 def begin_step(optimizer: Any, outer: Sequence[OuterSteps]) -> None:
     """Called before an optimizer's step, with the outer steps of the chunks that it updates."""
@@ -285,9 +289,6 @@ def finish(optimizer: Any, outer: Sequence[tuple[OuterSteps, ChunkWeights]]) -> 
         _write(optimizer, due)  # It belongs to no step, whose report would count what it sends.
         for one, *_ in due:
             one.chunk.start_param_sync(force_sync=True)
-
-
-_Due = tuple[OuterSteps, ChunkWeights, Callable[[Masters], None]]
 
 
 def _masters_of(one: OuterSteps, optimizer: Any) -> Masters:

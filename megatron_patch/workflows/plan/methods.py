@@ -69,8 +69,9 @@ _KNOWN = (*DEFAULT, REPLICATED, "loco8_exact", "loco3_exact", "loco4_two_hop_int
 
 
 def parse(name: str) -> Method:
-    if outer := _OUTER.fullmatch(name):
-        return _with_outer_steps(name, int(outer[1]), int(outer[2] or 0), parse(outer[3]))
+    if outer := outer_parts(name):
+        interval, delay, inside = outer
+        return _with_outer_steps(name, interval, delay, parse(inside))
     none = "compression.method=none compression.weight_gather="
     fixed = {
         STOCK: Method(STOCK, options=f"{none}stock"),
@@ -89,6 +90,12 @@ def parse(name: str) -> Method:
     if (found := low_bit(name)) is None:
         raise UserError(f"--methods: {name!r} must be one of {', '.join(_KNOWN)}{nearest(name, _KNOWN)}")
     return found
+
+
+def outer_parts(name: str) -> tuple[int, int, str] | None:
+    """Return H, D (0 if not given) and METHOD of outerH_METHOD or outerHdD_METHOD; None for other names."""
+    found = _OUTER.fullmatch(name)
+    return (int(found[1]), int(found[2] or 0), found[3]) if found else None
 
 
 def _with_outer_steps(name: str, interval: int, delay: int, inside: Method) -> Method:
