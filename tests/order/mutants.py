@@ -114,13 +114,8 @@ MUTANTS = {
         RACE,
     ),
     "the owners' payloads are decoded before they are here": Mutant(
-        f"{_COLLECTIVES}.all_reduce:AllReduceHandle.wait",
-        (
-            (
-                "dist.all_gather_into_tensor(receive, send, group=exchange.group)",
-                "dist.all_gather_into_tensor(receive, send, group=exchange.group, async_op=True)",
-            ),
-        ),
+        f"{_COLLECTIVES}.all_reduce:AllReduceHandle._gather",
+        (("async_op=in_background", "async_op=True"), ("= work, send", "= None, send")),
         "1-bit Adam",
         RACE,
     ),
