@@ -147,7 +147,9 @@ class CompressionConfig:
     )
     outer_momentum: float = _option(0.0, "outer_interval: its Nesterov momentum, 0 <= momentum < 1")
     outer_delay: int = _option(
-        0, "outer_interval: the number of optimizer steps with which its exchange overlaps; 0: training waits"
+        0,
+        "outer_interval: the number D of steps with which an exchange overlaps; buckets are exchanged in "
+        "outer_interval // D turns; 0: all at once, and training waits",
     )
     save_error: bool = _option(
         True, "save the errors with every checkpoint (int8: 1.02 bytes an element of every sender)"

@@ -1,6 +1,6 @@
 """A rank's shard of one bucket in outer steps (outer_steps.py): its anchor, its exchange, and the step.
 
-`send`, `advance` and `receive` follow one another. With `compression.outer_delay` D the instance makes D
+`send`, `advance` and `receive` follow one another. With `compression.outer_delay` D the instance makes D - 1
 optimizer steps between `send` and `receive`, whose updates are kept. (Streaming DiLoCo, arXiv 2501.18512,
 delays too, but takes a weighted mean of the instance's weights and the new anchor.)
 
@@ -71,6 +71,8 @@ class Shard:
     anchor: torch.Tensor | None = None
     velocity: torch.Tensor | None = None  # It stays None without momentum.
     under_way: _Sent | None = None
+    squares: torch.Tensor | None = None
+    """The squared norms of d_k and of D in the last exchange, fp64 [2]."""
 
     def pieces(self, masters: Masters) -> Iterator[tuple[torch.Tensor, slice]]:
         """Yield the fp32 weights in this shard, and their places in it."""
@@ -115,16 +117,16 @@ class Shard:
         if self.under_way is not None and isinstance(self.under_way.handle, AllReduceHandle):
             self.under_way.handle.advance()
 
-    def receive(self, masters: Masters, rate: float, momentum: float) -> torch.Tensor:
-        """End the exchange, and write the fp32 weights. Returns the squared norms of d_k and of D, fp64."""
+    def receive(self, masters: Masters, rate: float, momentum: float) -> None:
+        """End the exchange, and write the fp32 weights."""
         assert self.anchor is not None
         assert self.under_way is not None
         sent, self.under_way = self.under_way, None
         sent.handle.wait()
         sent.difference /= sent.divisor
-        norms = torch.stack([sent.moved, torch.linalg.vector_norm(sent.difference, dtype=torch.float64)])
+        mean = torch.linalg.vector_norm(sent.difference, dtype=torch.float64)
+        self.squares = torch.stack([sent.moved, mean]).square()
         outer_step(self.anchor, self.velocity, sent.difference, rate, momentum)
         for master, here in self.pieces(masters):
             # Without a delay the difference is 0, and all instances take the anchor itself.
             master.sub_(sent.before[here]).add_(self.anchor[here])
-        return norms.square()

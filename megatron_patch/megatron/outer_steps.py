@@ -12,8 +12,11 @@ instances (arXiv 2311.08105, algorithm 1, with the Nesterov momentum of torch.op
     master_k <- anchor                      on all instances
 
 `master_k` are the optimizer's fp32 weights. Adam's states are never exchanged. This is another training than
-that of one optimizer. Its weights are the same on all instances only after an outer step. With
-`compression.outer_delay` D > 0 the exchange overlaps with the next D optimizer steps (outer_shard.py).
+that of one optimizer. Its weights are the same on all instances only after an outer step.
+
+With `compression.outer_delay` D > 0 buckets are exchanged in H // D turns, spread over the H steps. A turn's
+exchange overlaps with the next D forward and backward passes, and ends before the optimizer step of the last
+of them (outer_shard.py).
 """
 
 from __future__ import annotations
@@ -54,16 +57,18 @@ class OuterSteps:
         self._chunk = weakref.ref(chunk)  # A strong reference would keep an attached model alive.
         self.session, self.config = session, session.config
         self.steps = 0
-        """The optimizer steps since the last outer step, skipped ones too, as all instances count them."""
-        self.sent = Traffic()  # Of the last outer step that an optimizer's step has made.
-        self.squares = torch.zeros(2, dtype=torch.float64, device=session.device)
-        """Of the last outer step, over this rank's shards: the sums of the squares of d_k and of D."""
+        """The optimizer steps since the last interval, skipped ones too, as all instances count them."""
+        self.waited = 0
+        """The optimizer steps that have begun since an exchange has started."""
+        self.sent = Traffic()  # By the last optimizer step.
         self.loaded: dict[str, torch.Tensor] = {}
         """The `state` of a checkpoint, which the next step begins from."""
         self._instance: int = chunk.inter_dist_opt_group.rank()
         groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
         self.instances: int = chunk.ddp_config.num_distributed_optimizer_instances
         self._shards = [shard for group in groups for shard in self._shards_of(group)]
+        self.turns = self._in_turns()
+        """The shards whose exchange starts after so many optimizer steps of an interval."""
         self._overrides = [override for group in groups for override in self._separated(group)]
 
     def _shards_of(self, group: Any) -> list[Shard]:
@@ -78,6 +83,17 @@ class OuterSteps:
             exchanges = make_all_reduces(contents, between, self.session.setup, one_hop=True).exchanges
         shards = zip(group.buckets, starts, sizes, exchanges, strict=True)
         return [Shard(bucket, between, *rest) for bucket, *rest in shards]
+
+    def _in_turns(self) -> dict[int, list[Shard]]:
+        interval = self.config.outer_interval
+        turns = interval // (self.config.outer_delay or interval)
+        starts = [interval * (turn + 1) // turns for turn in range(turns)]
+        found: dict[int, list[Shard]] = {start: [] for start in starts}
+        before, total = 0, sum(shard.numel for shard in self._shards)
+        for shard in self._shards:  # A bucket is not split: the turn in which its middle lies has all of it.
+            found[starts[(2 * before + shard.numel) * turns // (2 * total)]].append(shard)
+            before += shard.numel
+        return found
 
     def _separated(self, group: Any) -> Iterator[patching.Override]:
         """Have a bucket group reduce over the ranks of its instance, as if the job had no other instance."""
@@ -151,50 +167,61 @@ class OuterSteps:
         """Whether an exchange has started whose result the weights do not have yet."""
         return any(shard.under_way is not None for shard in self._shards)
 
+    @property
+    def squares(self) -> torch.Tensor:
+        """The squared norms of d_k and of D over this rank's shards, each in its last exchange, fp64 [2]."""
+        none = torch.zeros(2, dtype=torch.float64, device=self.session.device)
+        return sum((shard.squares for shard in self._shards if shard.squares is not None), start=none)
+
     def step(self, masters: Masters) -> None:
-        """Make an outer step: write its result into the fp32 weights."""
-        compresses = self._begin_exchange(masters)
-        self.squares.zero_()
+        """Make an outer step of all shards: write its result into the fp32 weights."""
+        compresses = self._begin_exchange(masters, self._shards)
+        self.steps = 0
         for shard in self._shards:  # Buffers of only one shard exist at a time.
             shard.send(masters, compresses)
             self._receive(shard, masters)
 
     def start(self, masters: Masters) -> None:
-        """Start the exchange of an outer step, which goes on in the background until `receive`."""
-        compresses = self._begin_exchange(masters)
-        for shard in self._shards:
+        """Start the exchange of the shards whose turn it is, in the background until `receive`."""
+        turn = self.turns[self.steps]
+        compresses = self._begin_exchange(masters, turn)
+        self.waited, self.steps = 0, self.steps % self.config.outer_interval
+        for shard in turn:
             shard.send(masters, compresses)
 
-    def advance(self) -> None:
-        """Start the second half of the exchange that is under way."""
-        for shard in self._shards:
-            shard.advance()
+    def go_on(self, masters: Masters) -> None:
+        """Called before an optimizer's step with an exchange under way, which ends if its delay has."""
+        self.waited += 1
+        if self.waited == self.config.outer_delay:
+            self.receive(masters)
+        elif self.waited == self.config.outer_delay // 2:
+            for shard in self._shards:
+                shard.advance()
 
     def receive(self, masters: Masters) -> None:
         """End the exchange that is under way, and write its result into the fp32 weights."""
-        self.squares.zero_()
         for shard in self._shards:
-            self._receive(shard, masters)
+            if shard.under_way is not None:
+                self._receive(shard, masters)
 
-    def _begin_exchange(self, masters: Masters) -> bool:
+    def _begin_exchange(self, masters: Masters, shards: Sequence[Shard]) -> bool:
         compresses = self._agreed([master for master, _ in masters.values()])
-        self.steps, self.sent = 0, self.traffic(compresses)
+        self.sent = sum((shard.traffic(compresses) for shard in shards), start=Traffic())
         return compresses
 
     def _receive(self, shard: Shard, masters: Masters) -> None:
-        self.squares += shard.receive(masters, self.config.outer_rate, self.config.outer_momentum)
+        shard.receive(masters, self.config.outer_rate, self.config.outer_momentum)
 
     def finish(self, masters: Masters) -> None:
         """Make the weights of all instances equal."""
         if self.under_way:
             self.receive(masters)
-        if self.steps:
+        if self.steps or len(self.turns) > 1:
             self.step(masters)
 
-    def traffic(self, compresses: bool | None = None) -> Traffic:
-        """Return what this rank sends in an outer step, in low bits if `compresses`; None: as now."""
-        low = self.session.active if compresses is None else compresses
-        return sum((shard.traffic(low) for shard in self._shards), start=Traffic())
+    def traffic(self) -> Traffic:
+        """Return what this rank sends in an interval, in low bits if it compresses now."""
+        return sum((shard.traffic(self.session.active) for shard in self._shards), start=Traffic())
 
     def _agreed(self, weights: Sequence[torch.Tensor]) -> bool:
         """Agree with all ranks of the model whether to compress, and that all weights are finite.
@@ -239,42 +266,36 @@ _Due = tuple[OuterSteps, ChunkWeights, Callable[[Masters], None]]
 @torch.no_grad()
 def begin_step(optimizer: Any, outer: Sequence[OuterSteps]) -> None:
     """Called before an optimizer's step, with the outer steps of the chunks that it updates."""
-    fresh = [one for one in outer if not one.begun]
-    masters = masters_of(optimizer) if fresh else {}
-    for one in fresh:
-        one.begin(masters, optimizer)
+    for one in outer:
+        if not one.begun:
+            one.begin(masters_of(optimizer), optimizer)
+        if one.under_way:  # The optimizer's step writes the model's weights from fp32, and gathers them.
+            one.go_on(_masters_of(one, optimizer))
 
 
 @torch.no_grad()
 def end_step(optimizer: Any, outer: Sequence[tuple[OuterSteps, ChunkWeights]]) -> None:
-    """Called after an optimizer's step: make an outer step if it is due, and gather the weights again.
+    """Called after an optimizer's step: make or start the outer steps that are due.
 
     Raises:
         UserError: the optimizers of one model are stepped one by one.
     """
     due: list[_Due] = []
-    started: list[OuterSteps] = []
     for one, weights in outer:
         if one.session.continues_step(leaves_of(optimizer)):
             raise UserError(
                 "compression.outer_interval needs one step of all of a model's optimizers at once: call "
                 "step() of the optimizer that get_megatron_optimizer returns, not of those that it chains"
             )
-        one.steps += 1
-        delay = one.config.outer_delay
-        if one.steps == one.config.outer_interval:
-            started.append(one)
-            if delay:
-                one.start(_masters_of(one, optimizer))
-            else:
-                due.append((one, weights, one.step))
-        elif one.under_way:
-            if one.steps == (delay + 1) // 2:
-                one.advance()
-            if one.steps == delay:
-                due.append((one, weights, one.receive))
+        one.steps, one.sent = one.steps + 1, Traffic()
+        if one.steps not in one.turns:
+            continue
+        if one.config.outer_delay:
+            one.start(_masters_of(one, optimizer))
+        else:
+            due.append((one, weights, one.step))
     _write(optimizer, due)
-    for one in started:
+    for one, _ in outer:
         one.session.count(one.sent)
 
 

@@ -83,14 +83,17 @@ def _outer_line(config: CompressionConfig, seams: Sequence[BucketGroupSeam]) -> 
         for seam in seams
         for bucket in seam.group.buckets
     ]
-    # The anchor, v, and while an exchange is under way the weights before it and their difference, in fp32.
-    each = 4 + (4 if config.outer_momentum else 0) + (8 if config.outer_delay else 0)
-    delayed = f", overlapped with the next {config.outer_delay} steps" if config.outer_delay else ""
+    each = 4 + (4 if config.outer_momentum else 0)  # The anchor and v, in fp32.
+    delayed = under_way = ""
+    if delay := config.outer_delay:
+        turns = config.outer_interval // delay
+        delayed = f", in {turns} turns that overlap with {delay} steps each"
+        under_way = ", and 8 bytes for each weight whose exchange is under way"
     return (
         f"outer steps: optimizer instances train by themselves, and average {sum(shards):,} weights a rank "
         f"every {config.outer_interval} steps (rate {config.outer_rate}, momentum {config.outer_momentum}), "
         + (f"in {config.bits} bits" if config.compresses else "in fp32")
-        + f"{delayed}; this takes {sum(shards) * each / 1e6:.3g} MB a rank. With Adam, "
+        + f"{delayed}; this takes {sum(shards) * each / 1e6:.3g} MB a rank{under_way}. With Adam, "
         "multiply the learning rate by the square root of the number of instances (docs/outer_steps.md)"
     )
 

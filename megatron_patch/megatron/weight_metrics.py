@@ -63,8 +63,8 @@ def outer_traffic(model: Sequence[Any]) -> Traffic:
     for outer in outer_steps_of(model):
         coming, interval = outer.traffic(), outer.config.outer_interval
         total.add(Traffic(coming.nbytes / interval, coming.elements / interval))
-        if outer.steps == 0:  # The step's own traffic has all that it has sent.
-            total.add(Traffic(-outer.sent.nbytes, -outer.sent.elements))
+        # The step's own traffic has all that it has sent.
+        total.add(Traffic(-outer.sent.nbytes, -outer.sent.elements))
     return total
 
 

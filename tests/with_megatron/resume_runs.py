@@ -20,7 +20,7 @@ GATHERED = [*OVERLAP, "--overlap-param-gather"]
 TWO_INSTANCES = [*OVERLAP, "--num-distributed-optimizer-instances", "2"]
 BETWEEN = [*GATHERED, "--num-distributed-optimizer-instances", "2"]
 # An exchange is under way where the run saves.
-OUTER = ["--compression-outer-interval", "3", "--compression-outer-delay", "2"]
+OUTER = ["--compression-outer-interval", "3", "--compression-outer-delay", "1"]
 OUTER += ["--compression-outer-momentum", "0.9"]
 MUON = ["--optimizer", "muon", "--bf16"]
 FP16 = [*UNTIED, "--fp16", "--initial-loss-scale", "65536", "--loss-scale-window", "3"]

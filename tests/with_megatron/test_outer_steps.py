@@ -29,6 +29,7 @@ CLIP = {"clip_grad": 0.1}
 MOE = {"experts": 4, "ep": 2}
 RATE, MOMENTUM = 0.7, 0.9
 DELAYED = {"outer_interval": 4, "outer_delay": 3}
+IN_TURNS = {"outer_interval": 7, "outer_delay": 2}
 PLAIN = {"outer_rate": 1.0, "outer_momentum": 0.0}
 STEPS = 5
 
@@ -95,12 +96,14 @@ def exchanged(model: dict[str, Any], compression: dict[str, Any], steps: int) ->
     config = {"start_step": 0, "outer_rate": RATE, "outer_momentum": MOMENTUM} | compression
     megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**config))
     found: dict[str, Any] = {"shards": [], "weights": [], "bytes": [], "squares": []}
+    found["outer_bytes"] = []
     for chunk in gpt.chunks:
         outer = attachment_of(chunk).outer
         for shard in outer._shards:
             spans = [(start, tuple(p.shape)) for p, (start, _) in shard.bucket.param_to_index.items()]
             entry = {"start": shard.start, "numel": shard.numel, "spans": spans, "steps": []}
             entry["bucket"] = shard.bucket.grad_data.numel()
+            (entry["turn"],) = (start for start, turn in outer.turns.items() if shard in turn)
             found["shards"].append(entry)
         _watch(outer, found["shards"][-len(outer._shards) :])
     for step in range(steps):
@@ -111,7 +114,9 @@ def exchanged(model: dict[str, Any], compression: dict[str, Any], steps: int) ->
             found["squares"].append(sum(attachment_of(chunk).outer.squares for chunk in gpt.chunks).tolist())
             gpt.gather()
             found["weights"].append(weights(gpt))
-        found["bytes"].append(megatron_patch.report(gpt.chunks).gradient_bytes)
+        sent = sum(attachment_of(chunk).outer.sent.nbytes for chunk in gpt.chunks)
+        found["outer_bytes"].append(sent)
+        found["bytes"].append(megatron_patch.report(gpt.chunks).gradient_bytes - sent)
     megatron_patch.disable()
     found["stock"] = [g.ddp_config.num_distributed_optimizer_instances for g in gpt.chunks[0].bucket_groups]
     found["peers"] = torch.distributed.get_process_group_ranks(gpt.chunks[0].inter_dist_opt_group)
@@ -131,13 +136,12 @@ def _watch(outer: Any, entries: list[dict[str, Any]]) -> None:
             _keep_codes(state.sender, entry["steps"], name)
         receive = shard.receive
 
-        def receiving(masters: Any, *rates: float, shard=shard, steps=entry["steps"], receive=receive) -> Any:
+        def receiving(masters: Any, *rates: float, shard=shard, steps=entry["steps"], own=receive) -> None:
             difference, here = shard.under_way.difference, torch.device("cpu")
             steps[-1]["now"] = shard.weights(masters, here)
-            squares = receive(masters, *rates)
+            own(masters, *rates)
             steps[-1] |= {"mean": difference.clone(), "after": shard.weights(masters, here)}
-            steps[-1] |= {"squares": squares.tolist(), "anchor": shard.anchor.clone()}
-            return squares
+            steps[-1]["anchor"] = shard.anchor.clone()
 
         shard.receive = receiving
 
@@ -155,7 +159,10 @@ def _before_call(of: Any, name: str, also: Any) -> None:
 def _noted(outer: Any, entries: list[dict[str, Any]], name: str, masters: Any) -> None:
     import torch
 
+    turn = outer.turns[outer.steps] if name == "start" else outer._shards
     for shard, entry in zip(outer._shards, entries, strict=True):
+        if all(shard is not one for one in turn):
+            continue
         weights = shard.weights(masters, torch.device("cpu"))
         if name == "begin":
             entry["first"] = weights
@@ -190,6 +197,12 @@ EXCHANGED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "4 bits, virtual chunks": (4, {"instances": 2, "pp": 2, "vpp": 2, "layers": 4}, {"bits": 4}),
     "delayed": (4, {"instances": 2}, {"method": "none", **DELAYED}),
     "delayed, 4 bits, bf16": (4, BF16 | {"instances": 2}, {"bits": 4, "weight_gather": "exact", **DELAYED}),
+    "in turns": (4, {"instances": 2, "ddp": OVERLAP}, {"method": "none"} | IN_TURNS),
+    "in turns, 4 bits, bf16": (
+        4,
+        BF16 | {"instances": 2},
+        {"bits": 4, "weight_gather": "exact", "outer_interval": 6, "outer_delay": 3},
+    ),
     "delayed by a step, 2 bits, experts": (
         4,
         MOE | {"instances": 2},
@@ -212,9 +225,12 @@ def test_an_outer_step_is_the_simulation_s(pool, case: str) -> None:
     instances = model["instances"]
     assert all(set(report["stock"]) == {instances} for report in reports), "detached, DDP is as before"
     for report in reports:
-        of_gradients, with_weights = report["bytes"][::interval], report["bytes"][interval - 1 :: interval]
-        assert len(set(of_gradients)) == len(set(with_weights)) == 1
-        sent = with_weights[0] - of_gradients[0]
+        assert len(set(report["bytes"])) == 1, "outer steps apart, every step sends the same gradients"
+        of_turns = np.reshape(report["outer_bytes"][: 3 * interval], (3, interval))
+        assert (of_turns == of_turns[0]).all()
+        sent, turns = of_turns[0].sum(), {shard["turn"] for shard in report["shards"]}
+        assert set(np.flatnonzero(of_turns[0]) + 1) == turns <= set(range(max(1, delay), interval + 1))
+        assert len(turns) > 1 or "turns" not in case
         in_full = sum(8 * shard["numel"] * (instances - 1) / instances for shard in report["shards"])
         assert sent == in_full if compression.get("method") == "none" else 0 < sent < in_full / 3
         for step in range(3 if compression.get("method") == "none" and "vpp" not in model else 0):
@@ -254,8 +270,9 @@ def _compare(shards: tuple[dict[str, Any], ...], compression: dict[str, Any], in
         bits=compression.get("bits", 4),
         **({"beta": 0.0} if compression.get("method") == "error_feedback" else {}),
     )
-    assert len(shards[0]["steps"]) == 3
-    for step in zip(*(shard["steps"] for shard in shards), strict=True):
+    ended = [[step for step in shard["steps"] if "after" in step] for shard in shards]
+    assert len(ended[0]) == 3
+    for step in zip(*ended, strict=True):
         real_anchor = anchor.astype(np.float32)
         differences = np.stack([real_anchor - one["before"].numpy() for one in step])
         assert np.abs(differences).max() > 0 or numel == 0
@@ -282,7 +299,7 @@ def _compare(shards: tuple[dict[str, Any], ...], compression: dict[str, Any], in
             assert np.abs(one["anchor"].numpy() - expected).max(initial=0) <= near
             learned = one["now"].double().numpy() - one["before"].double().numpy()
             assert np.abs(one["after"].numpy() - (expected + learned)).max(initial=0) <= near
-            if compression.get("outer_delay"):
+            if compression.get("outer_delay", 0) > 1:
                 assert np.abs(learned).max() > 0 or numel == 0
             else:
                 assert np.array_equal(one["after"].numpy(), one["anchor"].numpy())
@@ -291,8 +308,6 @@ def _compare(shards: tuple[dict[str, Any], ...], compression: dict[str, Any], in
 
 def after_each_step(model: dict[str, Any], compression: dict[str, Any] | None) -> dict[str, Any]:
     """In a worker: weights after some steps, with an outer step after every one of them."""
-    import dataclasses
-
     from with_megatron.gpt_model import build
     from with_megatron.recording import weights
 
@@ -303,7 +318,7 @@ def after_each_step(model: dict[str, Any], compression: dict[str, Any] | None) -
     if compression is not None:
         megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**compression))
         outer = attachment_of(gpt.chunks[0]).outer
-        outer.config = dataclasses.replace(outer.config, outer_interval=1)
+        outer.turns = {1: outer._shards}
     for group in gpt.optimizer.param_groups:
         group["weight_decay"] = 0.0
     for step in range(STEPS):
@@ -370,7 +385,7 @@ def attached(compression: dict[str, Any]) -> list[str]:
         (0.0, 4, "in 4 bits", {}),
         (0.9, 8, "in 4 bits", {}),
         (0.0, 4, "in fp32", {"method": "none"}),
-        (0.9, 16, "in 4 bits, overlapped with the next 5 steps", {"outer_delay": 5}),
+        (0.9, 8, "in 4 bits, in 6 turns that overlap with 5 steps each", {"outer_delay": 5}),
     ],
 )
 def test_attaching_says_what_outer_steps_take(
@@ -382,6 +397,7 @@ def test_attaching_says_what_outer_steps_take(
     assert (
         f"(rate 1.0, momentum {momentum}), {exchange}; this takes {int(shards) * each / 1e6:.3g} MB" in line
     )
+    assert ("and 8 bytes for each weight whose exchange is under way" in line) == ("outer_delay" in more)
     assert "square root of the number of instances" in line
 
 

@@ -2,8 +2,9 @@
 
 A node trains by itself: its step is that of a cluster of one node with the node's part of the batch. After H
 steps the owners of a shard all-reduce it between nodes, bucket after bucket, and the weights are gathered
-again inside the node. With a delay of D steps it takes what D steps leave of the links' time. A step's time
-and traffic are means over the H steps.
+again inside the node. With a delay of D steps buckets are exchanged in turns. A turn takes what D steps leave
+of the links' time, and the next step gathers the weights. A step's time and traffic are means over the H
+steps.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def simulate(job: Job, cluster: Cluster, method: Method) -> Step:
     seconds = maker.timeline.end
     if method.outer_delay:
         at_once = _outer_step(job, cluster.with_inter(math.inf), method).timeline.end
-        seconds = at_once + max(0.0, seconds - at_once - method.outer_delay * alone.seconds)
+        hidden = _turns(job, cluster, method) * method.outer_delay * alone.seconds
+        seconds = at_once + max(0.0, seconds - at_once - hidden)
     share = seconds / method.outer_interval
     inside, outer = dataclasses.asdict(alone.sent[0]), dataclasses.asdict(maker.sent)
     sent = Sent(**{name: inside[name] + outer[name] / method.outer_interval for name in inside})
@@ -56,7 +58,7 @@ def simulate(job: Job, cluster: Cluster, method: Method) -> Step:
 def memory_bytes(job: Job, cluster: Cluster, method: Method) -> float:
     """Return the bytes that a rank needs: as in its node alone, and for the outer steps."""
     of_owned = _ANCHOR + (traffic.ERROR if method.keeps_errors else 0.0)
-    of_owned += _UNDER_WAY if method.outer_delay else 0.0
+    of_owned += _UNDER_WAY / _turns(job, cluster, method) if method.outer_delay else 0.0
     part, node, inside = _node(job, cluster, method)
     owned = sum(shard.elements for shard in _owned(job, node))
     return exchange.bytes_of(part, node, inside) + of_owned * owned
@@ -82,6 +84,13 @@ def _owned(job: Job, node: Cluster) -> list[Bucket]:
     return found
 
 
+def _turns(job: Job, cluster: Cluster, method: Method) -> int:
+    """Return in how many turns buckets of about the same size are exchanged, which has a delay."""
+    return min(
+        method.outer_interval // method.outer_delay, len(_buckets(job, _node(job, cluster, method)[1]))
+    )
+
+
 def _outer_step(job: Job, cluster: Cluster, method: Method) -> Exchanges:
     maker = Exchanges(job, cluster, method, 0, Timeline(step.capacity(job, cluster)), one_stream=True)
     alone, node, _ = _node(job, cluster, method)
@@ -96,6 +105,8 @@ def _outer_step(job: Job, cluster: Cluster, method: Method) -> Exchanges:
         # It reads and writes about as much as an optimizer's step of these elements.
         seconds = cluster.processor.optimizer.seconds(shard.elements)
         before = [maker.work(f"{name}: new anchor", seconds, before, "compute")]
+    if method.outer_delay:
+        return maker
     gathering = Exchanges(alone, node, method, 0, maker.timeline, one_stream=True, sent=maker.sent)
     before = step.encode(gathering, _buckets(job, node), before)
     for number, bucket in enumerate(_buckets(job, node)):
