@@ -119,6 +119,12 @@ MUTANTS = {
         "1-bit Adam",
         RACE,
     ),
+    "an outer step's sum is not waited for": Mutant(
+        f"{_MEGATRON}.outer_shard:Shard.receive",
+        (("sent.handle.wait()", "pass"),),
+        "outer steps of experts in turns",
+        NOT_WAITED,
+    ),
     "the first instance's sum is not waited for": Mutant(
         f"{_MEGATRON}.seams.gradients:BucketGroupSeam._start",
         (("                handle.wait()", "                pass"),),

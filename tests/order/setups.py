@@ -38,6 +38,7 @@ class Setup:
     gathers_overlap: bool = False
     layers: int = 1
     """So many times tiny_model's parameters."""
+    steps: int = STEPS
 
 
 SETUPS = {
@@ -49,6 +50,13 @@ SETUPS = {
     "two hops, not overlapped": Setup({}, TWO_HOPS | {"intra_bits": 8}),
     "two instances": Setup(SEVERAL | {"instances": 2}),
     "two instances, not overlapped": Setup({"instances": 2}),
+    "outer steps": Setup(SEVERAL | {"instances": 2}, {"outer_interval": 2}),
+    "outer steps of experts in turns": Setup(
+        SEVERAL | WEIGHTS | EXPERTS | {"instances": 2},
+        {"weight_gather": "exact", "outer_interval": 6, "outer_delay": 2},
+        gathers_overlap=True,
+        steps=7,
+    ),
     "experts": Setup(SEVERAL | EXPERTS),
     "experts in many buckets": Setup(
         {"overlap": True, "bucket_size": 10, "experts": (1, 3, 5, 7, 9), "expert_parallel": 2}, layers=3
@@ -88,7 +96,7 @@ def run(
     *,
     of_their_own: bool = False,
     order: int | None = None,
-    steps: int = STEPS,
+    steps: int | None = None,
 ) -> list[Outcome]:
     """Train a set-up on some of its ranks.
 
@@ -149,7 +157,7 @@ def interleaved(name: str, orders: int, combinations: int, **options: Any) -> li
     return list(dict.fromkeys(found))
 
 
-def _one(setup: Setup, rank: int, of_their_own: bool, order: int | None, steps: int) -> Outcome:
+def _one(setup: Setup, rank: int, of_their_own: bool, order: int | None, steps: int | None) -> Outcome:
     import torch.distributed as dist
     from order.gpu import recording
     from order.recorded_collectives import Recorder, recorded
@@ -167,7 +175,11 @@ def _one(setup: Setup, rank: int, of_their_own: bool, order: int | None, steps: 
             recorder = Recorder(gpu, of_their_own)
             with recorded(recorder):
                 _train(
-                    setup, gpu, recorder, steps, None if order is None else random.Random(f"{order} {rank}")
+                    setup,
+                    gpu,
+                    recorder,
+                    steps or setup.steps,
+                    None if order is None else random.Random(f"{order} {rank}"),
                 )
         return Outcome(
             gpu.machine.found, recorder.called, len(gpu.machine.operations), len(gpu.machine.queues)
