@@ -10,6 +10,7 @@ compression is enabled for every DistributedDataParallel that Megatron builds.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import runpy
@@ -40,6 +41,7 @@ def main(argv: list[str]) -> int:
     script, flags = argv[0], argv[1:]
     if not Path(script).is_file():
         return _tell(UserError(f"{script}: no such training script"))
+    faulthandler.enable()  # A rank that ends by SIGSEGV leaves its stack in its log.
     try:
         _run(script, flags)
     except UserError as error:

@@ -8,8 +8,10 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -153,6 +155,15 @@ def test_restarts_run_out_and_the_last_failure_is_told(
     with pytest.raises(launcher.RankFailed, match="rank 1 was killed by SIGKILL"):
         run(job_of(tmp_path, 1, monkeypatch, ["raises", "killed"]))
     assert len(attempts_of(tmp_path)) == 2
+
+
+def test_a_rank_that_ends_by_sigsegv_leaves_its_stack(tmp_path: Path) -> None:
+    script = tmp_path / "crashes.py"
+    script.write_text("import os, signal\n\ndef crash():\n    os.kill(os.getpid(), signal.SIGSEGV)\n\ncrash()\n")
+    rank = [sys.executable, "-m", "megatron_patch.launch", str(script), "--compression-device", "cpu"]
+    ended = subprocess.run(rank, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == -signal.SIGSEGV
+    assert re.search(r'crashes.py", line 4 in crash', ended.stderr)
 
 
 def test_a_mistake_of_the_users_and_an_interrupt_start_nothing_again(
