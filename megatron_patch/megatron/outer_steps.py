@@ -189,8 +189,8 @@ class OuterSteps:
         for shard in turn:
             shard.send(masters, compresses)
 
-    def go_on(self, masters: Masters) -> None:
-        """Called before an optimizer's step with an exchange under way, which ends if its delay has."""
+    def advance(self, masters: Masters) -> None:
+        """Called before an optimizer's step: go on with the exchange that is under way, or end it."""
         self.waited += 1
         if self.waited == self.config.outer_delay:
             self.receive(masters)
@@ -270,7 +270,7 @@ def begin_step(optimizer: Any, outer: Sequence[OuterSteps]) -> None:
         if not one.begun:
             one.begin(masters_of(optimizer), optimizer)
         if one.under_way:  # The optimizer's step writes the model's weights from fp32, and gathers them.
-            one.go_on(_masters_of(one, optimizer))
+            one.advance(_masters_of(one, optimizer))
 
 
 @torch.no_grad()
