@@ -86,8 +86,8 @@ def _outer_line(config: CompressionConfig, seams: Sequence[BucketGroupSeam]) -> 
     each = 4 + (4 if config.outer_momentum else 0)  # The anchor and v, in fp32.
     delayed = under_way = ""
     if delay := config.outer_delay:
-        turns = config.outer_interval // delay
-        delayed = f", in {turns} turns that overlap with {delay} steps each"
+        turns = min(config.outer_interval // delay, len(shards))
+        delayed = f", in {turns} turn{'s' if turns > 1 else ''} that overlap with {delay} steps each"
         under_way = ", and 8 bytes for each weight whose exchange is under way"
     return (
         f"outer steps: optimizer instances train by themselves, and average {sum(shards):,} weights a rank "

@@ -370,7 +370,7 @@ def attached(compression: dict[str, Any]) -> list[str]:
 
     import megatron_patch
 
-    gpt = build(instances=2)
+    gpt = build(instances=2, ddp=OVERLAP)
     config = {"method": "error_feedback", "bits": 4, "outer_interval": 30} | compression
     with logged() as lines:
         megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**config))
@@ -385,7 +385,7 @@ def attached(compression: dict[str, Any]) -> list[str]:
         (0.0, 4, "in 4 bits", {}),
         (0.9, 8, "in 4 bits", {}),
         (0.0, 4, "in fp32", {"method": "none"}),
-        (0.9, 8, "in 4 bits, in 6 turns that overlap with 5 steps each", {"outer_delay": 5}),
+        (0.9, 8, "in 4 bits, in 4 turns that overlap with 7 steps each", {"outer_delay": 7}),
     ],
 )
 def test_attaching_says_what_outer_steps_take(
