@@ -41,10 +41,14 @@ def test_a_delay_hides_as_much_as_its_steps_last() -> None:
     at_once = seconds(one, on, f"outer10_{inside}")
     sent = 2 * 3 / 4 * 16 * LAYER * (4 + 16 / 128) / 8
     assert sent / BANDWIDTH > 9 * alone, "no delay hides all of it"
+    # Where links take no time, only the gather is left of what a delay saves.
+    no_links = cluster(4, bandwidth=float("inf"))
+    gather = seconds(one, no_links, f"outer10_{inside}") - seconds(one, no_links, f"outer10d9_{inside}")
+    assert gather > 0
     part = seconds(one, on, f"outer10d6_{inside}")
-    assert at_once - part == pytest.approx(6 * alone / 10, rel=0.05)
+    assert at_once - part - gather == pytest.approx(6 * alone / 10, rel=0.001)
     in_turns = seconds(one, on, f"outer10d3_{inside}")
-    assert at_once - in_turns == pytest.approx(3 * 3 * alone / 10, rel=0.05)
+    assert at_once - in_turns - gather == pytest.approx(3 * 3 * alone / 10, rel=0.001)
     fast = cluster(4, bandwidth=sent / (8 * alone))
     assert seconds(one, fast, f"outer10d9_{inside}") < 1.02 * alone < seconds(one, fast, f"outer10_{inside}")
 
