@@ -43,10 +43,9 @@ def measured(path: Path) -> set[tuple[str, ...]]:
             steps.add(int(row["steps"]))
     long = min(steps) >= 1000
     seeds = 3 if long else 5  # pairs of long runs differ less
-    may_have_few = long or path.stem.startswith("long_")
     found = set()
     for first, second in itertools.permutations(losses.values(), 2):
-        if may_have_few and len(first.keys() & second.keys()) < seeds:
+        if long and len(first.keys() & second.keys()) < seeds:
             continue
         assert len(first) >= seeds
         assert first.keys() == second.keys()
