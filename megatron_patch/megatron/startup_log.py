@@ -87,7 +87,7 @@ def _outer_line(config: CompressionConfig, seams: Sequence[BucketGroupSeam]) -> 
     delayed = under_way = ""
     if delay := config.outer_delay:
         turns = min(config.outer_interval // delay, len(shards))
-        delayed = f", in {turns} turn{'s' if turns > 1 else ''} that overlap with {delay} steps each"
+        delayed = f", in {turns} turn{'s' if turns > 1 else ''}, each overlapped with {delay} steps"
         under_way = ", and 8 bytes for each weight whose exchange is under way"
     return (
         f"outer steps: optimizer instances train by themselves, and average {sum(shards):,} weights a rank "

@@ -19,8 +19,8 @@ REPLICATED = [*UNTIED, "--overlap-grad-reduce"]
 GATHERED = [*OVERLAP, "--overlap-param-gather"]
 TWO_INSTANCES = [*OVERLAP, "--num-distributed-optimizer-instances", "2"]
 BETWEEN = [*GATHERED, "--num-distributed-optimizer-instances", "2"]
-# An exchange is under way where the run saves.
-OUTER = ["--compression-outer-interval", "3", "--compression-outer-delay", "1"]
+# Where the run saves, after 4 steps, the exchange of the first of two turns is under way.
+OUTER = ["--compression-outer-interval", "6", "--compression-outer-delay", "3"]
 OUTER += ["--compression-outer-momentum", "0.9"]
 MUON = ["--optimizer", "muon", "--bf16"]
 FP16 = [*UNTIED, "--fp16", "--initial-loss-scale", "65536", "--loss-scale-window", "3"]

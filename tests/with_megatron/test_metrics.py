@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 
@@ -102,23 +103,34 @@ def of_outer_steps(folder: str, compression: dict[str, Any]) -> Any:
     return [json.loads(line) for line in lines], sent, kept
 
 
-@pytest.mark.parametrize("compression", [{"method": "none"}, {"method": "error_feedback", "bits": 4}])
+@pytest.mark.parametrize(
+    "compression",
+    [
+        {"method": "none"},
+        {"method": "error_feedback", "bits": 4},
+        {"method": "error_feedback", "bits": 4, "outer_delay": 1},
+    ],
+)
 def test_outer_steps_bytes_are_spread_over_the_steps(pool, compression, tmp_path):
     """Every line has the mean of three steps, whichever lines are logged, and the norm of what has moved."""
     found = pool.run(of_outer_steps, str(tmp_path), compression, world_size=4)
     lines, _, kept = found[-1]
-    of_ranks = [sent for _, sent, _ in found]
-    inside, whole = (
-        [sum(sent[step] for sent in of_ranks) / 4 for step in steps] for steps in ((0, 1), (2, 5))
-    )
-    assert whole[0] > inside[0] > 0
-    spread = (2 * inside[0] + whole[0]) / 3
+    each = np.mean([sent for _, sent, _ in found], axis=0).reshape(2, 3)
+    assert (each[0] == each[1]).all()
+    inside, whole = np.sort(each[0])[[0, -1]]
+    assert whole > inside > 0
+    assert sorted(each[0]) == [inside, inside, whole], "one bucket, so one turn"
+    spread = (2 * inside + whole) / 3
     assert [line["gradient_wire_bytes"] for line in lines] == pytest.approx([spread] * 6)
     assert lines[-1]["gradient_wire_bits_per_element"] == pytest.approx(
         lines[0]["gradient_wire_bits_per_element"], rel=0.1
     )
-    between = (whole[0] - inside[0]) / 3
+    between = (whole - inside) / 3
     assert [line["outer_wire_bytes"] for line in lines] == pytest.approx([between] * 6)
+    if "outer_delay" in compression:
+        assert lines[2]["outer_norm"] > 0  # Weights have moved further since.
+        return
+    assert each[0][2] == whole
     for line, before, after in zip(lines[2::3], kept[:-1], kept[1:], strict=True):
         moved = sum(float((after[name] - before[name]).double().square().sum()) for name in after)
         assert line["outer_norm"] == pytest.approx(moved**0.5, rel=1e-4)

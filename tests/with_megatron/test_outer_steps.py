@@ -272,6 +272,9 @@ def _compare(shards: tuple[dict[str, Any], ...], compression: dict[str, Any], in
     )
     ended = [[step for step in shard["steps"] if "after" in step] for shard in shards]
     assert len(ended[0]) == 3
+    under_way = [step for shard in shards for step in shard["steps"][3:]]
+    assert not under_way or compression.get("outer_delay"), "of a turn that starts with the last step"
+    assert len(under_way) in (0, len(shards))
     for step in zip(*ended, strict=True):
         real_anchor = anchor.astype(np.float32)
         differences = np.stack([real_anchor - one["before"].numpy() for one in step])
@@ -385,7 +388,7 @@ def attached(compression: dict[str, Any]) -> list[str]:
         (0.0, 4, "in 4 bits", {}),
         (0.9, 8, "in 4 bits", {}),
         (0.0, 4, "in fp32", {"method": "none"}),
-        (0.9, 8, "in 4 bits, in 4 turns that overlap with 7 steps each", {"outer_delay": 7}),
+        (0.9, 8, "in 4 bits, in 4 turns, each overlapped with 7 steps", {"outer_delay": 7}),
     ],
 )
 def test_attaching_says_what_outer_steps_take(
@@ -444,13 +447,14 @@ def test_nan_in_one_instance_is_reported_on_all_ranks_and_averaged_nowhere(pool)
     assert [finite for _, finite in said] == [True, True, True, False]
 
 
-def skipping() -> list[Any]:
-    """In a worker: fp16, of which one instance skips a step at which an outer step is due."""
+def skipping(delay: int) -> list[Any]:
+    """In a worker: fp16, of which one instance skips a step at which an outer step is due, or one ends."""
     import torch
     from with_megatron.gpt_model import build
     from with_megatron.recording import weights
 
     import megatron_patch
+    from megatron_patch.megatron.attach import finish_outer_steps
 
     gpt = build(
         instances=2,
@@ -458,21 +462,26 @@ def skipping() -> list[Any]:
         ddp={"grad_reduce_in_fp32": False},
         optimizer={"hysteresis": 1, "initial_loss_scale": 2.0**10},
     )
-    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(method="none", outer_interval=2))
+    config = megatron_patch.CompressionConfig(method="none", outer_interval=2, outer_delay=delay)
+    megatron_patch.attach(gpt.chunks, config)
     successful = []
     for step in range(4):
         gpt.backward(step)
-        if torch.distributed.get_rank() >= 2 and step == 1:
+        if torch.distributed.get_rank() >= 2 and step == 1 + delay:
             gpt.chunks[0].bucket_groups[0].buckets[0].grad_data.fill_(float("inf"))
         successful.append(gpt.update())
     report = megatron_patch.report(gpt.chunks)
+    if delay:
+        finish_outer_steps(gpt.optimizer, gpt.chunks)
     megatron_patch.disable()
     return [successful, weights(gpt), report.step]
 
 
-def test_an_instance_that_skips_a_step_takes_part_in_the_outer_step(pool) -> None:
-    found = pool.run(skipping, world_size=4)
-    assert [successful for successful, _, _ in found] == [[True] * 4] * 2 + [[True, False, True, True]] * 2
+@pytest.mark.parametrize("delay", [0, 1])
+def test_an_instance_that_skips_a_step_takes_part_in_the_outer_step(pool, delay: int) -> None:
+    found = pool.run(skipping, delay, world_size=4)
+    skips = [step != 1 + delay for step in range(4)]
+    assert [successful for successful, _, _ in found] == [[True] * 4] * 2 + [skips] * 2
     for _, weights, step in found:
         assert step == 4
         assert all(np.array_equal(weights[name].numpy(), found[0][1][name].numpy()) for name in weights)
