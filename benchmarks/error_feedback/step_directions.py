@@ -5,10 +5,11 @@
         compression.method=error_feedback compression.bits=1 compression.start_step=0 --out runs/directions
 
 It runs Megatron's pretrain_gpt.py, and reduces every bucket a second time in full precision. Adam's moments
-and steps, u = m / (sqrt(v) + eps) with bias correction, are computed from both results. step_directions.json
-in the run's folder has the cosine between the step of the tested exchange and the true one, and the ratio of
-their norms, over all optimizer steps and rank 0's shards: in all, and for the four quarters of each shard's
-coordinates by the true sqrt(v), smallest first. Training is not changed. Models must be dense and in fp32.
+and steps, m / (sqrt(v) + eps) with bias correction, are computed from both results: u from those of the
+tested exchange, w from the true ones. step_directions.json in the run's folder has, over rank 0's shards and
+for each hundred optimizer steps, the cosine between u and w, the ratio of their norms, and u's length along
+w, which is u.w / w.w: in all, and for the four quarters of each shard's coordinates by the true sqrt(v),
+smallest first. Training is not changed. Models must be dense.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from megatron.training import get_args
 
 _SCRIPT = Path(__file__).resolve().parents[2] / "pretrain_scripts" / "pretrain_gpt.py"
 _EPS = 1e-8
+_WINDOW = 100
 
 
 class Adam:
@@ -46,28 +48,30 @@ class Directions:
 
     def __init__(self) -> None:
         self._pairs: dict[int, tuple[Adam, Adam]] = {}
-        self._sums = torch.zeros(4, 3, dtype=torch.float64)
+        self._windows: list[torch.Tensor] = []
 
     def add(self, key: int, exchanged: torch.Tensor, true: torch.Tensor, betas: tuple[float, float]) -> None:
-        """Add one shard of one step; both tensors are flat and of equal length."""
+        """Add one shard of one step; both tensors are flat, of equal length and in fp32."""
         given, wanted = self._pairs.setdefault(key, (Adam(true), Adam(true)))
         u, w = given.direction(exchanged, betas), wanted.direction(true, betas)
+        if len(self._windows) * _WINDOW < wanted.step:
+            self._windows.append(torch.zeros(4, 3, dtype=torch.float64))
         order = wanted.v.argsort()
         order = order[wanted.v[order] > 0]  # This drops padding and embedding rows that no token has used.
-        for row, quarter in zip(self._sums, order.tensor_split(4), strict=True):
+        for row, quarter in zip(self._windows[-1], order.tensor_split(4), strict=True):
             a, b = u[quarter].double(), w[quarter].double()
             row += torch.stack([a @ b, a @ a, b @ b])
 
-    def result(self) -> dict[str, Any]:
-        """Return cosine and ratio of norms, in all and by quarters."""
-        rows = [self._sums.sum(0), *self._sums]
-        cosines = [float(dot / (a * b).sqrt()) for dot, a, b in rows]
-        ratios = [float((a / b).sqrt()) for _, a, b in rows]
-        return {
-            "cosine": cosines[0],
-            "norm_ratio": ratios[0],
-            "quarters": {"cosine": cosines[1:], "norm_ratio": ratios[1:]},
-        }
+    def result(self) -> list[dict[str, list[float]]]:
+        """Return three numbers for each hundred steps: in all, then for each quarter."""
+        return [_ratios(torch.cat([sums.sum(0, keepdim=True), sums])) for sums in self._windows]
+
+
+def _ratios(sums: torch.Tensor) -> dict[str, list[float]]:
+    """Return what sums of u.w, u.u and w.w, fp64 [R, 3], say of each row."""
+    dot, u, w = sums.T
+    found = {"cosine": dot / (u * w).sqrt(), "norm_ratio": (u / w).sqrt(), "along": dot / w}
+    return {name: values.tolist() for name, values in found.items()}
 
 
 def _watch(directions: Directions) -> None:
@@ -79,7 +83,7 @@ def _watch(directions: Directions) -> None:
     def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.grad_reduce_handle is None:
             group = self.intra_distributed_optimizer_instance_group
-            copies = [bucket.grad_data.clone() for bucket in self.buckets]
+            copies = [bucket.grad_data.to(torch.float32, copy=True) for bucket in self.buckets]
             for copy in copies:
                 torch.distributed.all_reduce(copy, group=group)
                 copy /= group.size()
@@ -94,7 +98,7 @@ def _watch(directions: Directions) -> None:
                 self.intra_distributed_optimizer_instance_size,
                 self.intra_distributed_optimizer_instance_rank,
             )
-            mine, wanted = (buffers.shard_buffer(one, size)[rank] for one in (bucket.grad_data, true))
+            mine, wanted = (buffers.shard_buffer(one, size)[rank].float() for one in (bucket.grad_data, true))
             directions.add(id(bucket), mine, wanted, (options.adam_beta1, options.adam_beta2))
         return result
 

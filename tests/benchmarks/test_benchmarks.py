@@ -54,7 +54,7 @@ def test_without_a_gpu_it_says_so() -> None:
     assert "no GPU" in done.stderr
 
 
-def directions_of(bad: int) -> tuple[float, dict[str, object]]:
+def directions_of(bad: int) -> tuple[float, list[dict[str, list[float]]]]:
     """Four steps of two streams, one coordinate turned round: our Adam's error, and the result."""
     script = runpy.run_path(str(BENCHMARKS / "error_feedback" / "step_directions.py"))
     generator = torch.Generator().manual_seed(3)
@@ -79,11 +79,13 @@ def test_step_directions_by_hand(pool: WorkerPool) -> None:
     """One of the two largest coordinates turned round: its quarter's step is lost, the others' are whole."""
     furthest, result = pool.run(directions_of, 7, world_size=1)[0]
     assert furthest < 1e-5
-    quarters = result["quarters"]
-    assert quarters["cosine"][:3] == pytest.approx([1, 1, 1])
-    assert quarters["cosine"][3] < 0.9
-    assert quarters["norm_ratio"] == pytest.approx([1, 1, 1, 1])
-    assert quarters["cosine"][3] < result["cosine"] < 1
+    (window,) = result
+    everywhere, *quarters = window["cosine"]
+    assert quarters[:3] == pytest.approx([1, 1, 1])
+    assert quarters[3] < 0.9
+    assert quarters[3] < everywhere < 1
+    assert window["norm_ratio"] == pytest.approx([1, 1, 1, 1, 1])
+    assert window["along"] == pytest.approx(window["cosine"])
 
 
 def remedied(trial: str, noisy: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
