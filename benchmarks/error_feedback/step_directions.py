@@ -8,8 +8,9 @@ It runs Megatron's pretrain_gpt.py, and reduces every bucket a second time in fu
 and steps, m / (sqrt(v) + eps) with bias correction, are computed from both results: u from those of the
 tested exchange, w from the true ones. step_directions.json in the run's folder has, over rank 0's shards and
 for each hundred optimizer steps, the cosine between u and w, the ratio of their norms, and u's length along
-w, which is u.w / w.w: in all, and for the four quarters of each shard's coordinates by the true sqrt(v),
-smallest first. Training is not changed. Models must be dense.
+w, which is u.w / w.w: in all, for the four quarters of each shard's coordinates by the true sqrt(v), smallest
+first, and at last for sums of 20 steps, to which error feedback has added what single steps still lack.
+Training is not changed. Models must be dense.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megatron.training import get_args
 
 _SCRIPT = Path(__file__).resolve().parents[2] / "pretrain_scripts" / "pretrain_gpt.py"
 _EPS = 1e-8
-_WINDOW = 100
+_WINDOW, _PATH = 100, 20
 
 
 class Adam:
@@ -48,6 +49,7 @@ class Directions:
 
     def __init__(self) -> None:
         self._pairs: dict[int, tuple[Adam, Adam]] = {}
+        self._paths: dict[int, torch.Tensor] = {}
         self._windows: list[torch.Tensor] = []
 
     def add(self, key: int, exchanged: torch.Tensor, true: torch.Tensor, betas: tuple[float, float]) -> None:
@@ -55,16 +57,27 @@ class Directions:
         given, wanted = self._pairs.setdefault(key, (Adam(true), Adam(true)))
         u, w = given.direction(exchanged, betas), wanted.direction(true, betas)
         if len(self._windows) * _WINDOW < wanted.step:
-            self._windows.append(torch.zeros(4, 3, dtype=torch.float64))
+            self._windows.append(torch.zeros(5, 3, dtype=torch.float64))
         order = wanted.v.argsort()
         order = order[wanted.v[order] > 0]  # This drops padding and embedding rows that no token has used.
-        for row, quarter in zip(self._windows[-1], order.tensor_split(4), strict=True):
-            a, b = u[quarter].double(), w[quarter].double()
-            row += torch.stack([a @ b, a @ a, b @ b])
+        window = self._windows[-1]
+        for row, quarter in zip(window, order.tensor_split(4), strict=False):
+            row += _products(u[quarter], w[quarter])
+        path = self._paths.setdefault(key, torch.zeros(2, true.numel()))
+        path += torch.stack([u, w])
+        if wanted.step % _PATH == 0:
+            window[4] += _products(*path)
+            path.zero_()
 
     def result(self) -> list[dict[str, list[float]]]:
-        """Return three numbers for each hundred steps: in all, then for each quarter."""
-        return [_ratios(torch.cat([sums.sum(0, keepdim=True), sums])) for sums in self._windows]
+        """Return three numbers for each hundred steps: in all, for each quarter, for sums of 20 steps."""
+        return [_ratios(torch.cat([sums[:4].sum(0, keepdim=True), sums])) for sums in self._windows]
+
+
+def _products(u: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Return u.w, u.u and w.w in fp64."""
+    u, w = u.double(), w.double()
+    return torch.stack([u @ w, u @ u, w @ w])
 
 
 def _ratios(sums: torch.Tensor) -> dict[str, list[float]]:
