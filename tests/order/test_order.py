@@ -6,6 +6,7 @@ kept of it (machine.py); 8 ranks are made one after the other.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,3 +58,8 @@ def seconds_over_two_streams() -> list[str]:
 def test_time_on_several_streams_is_waited_for(pool: Any) -> None:
     """Dense and expert exchanges are timed by events on streams of their own."""
     assert pool.run(seconds_over_two_streams, world_size=1) == [[]]
+
+
+def test_the_page_counts_them() -> None:
+    page = (Path(__file__).parents[2] / "docs/benchmarks.md").read_text(encoding="utf-8")
+    assert f"runs {len(SETUPS)} set-ups, and finds each of {len(MUTANTS)} errors" in page
