@@ -103,6 +103,24 @@ def test_differences_are_those_of_the_results(page: str) -> None:
     assert claims
 
 
+def test_what_2_bits_and_other_rates_change_is_that_of_the_results() -> None:
+    """The rows of the page's table, and the share of the first one that both codes change."""
+    page = (ROOT / "docs/ablations.md").read_text(encoding="utf-8")
+    with (ROOT / "docs/ablations/long_fine_tuning_rates_llama_3m.csv").open(encoding="utf-8") as file:
+        losses = [
+            [float(row[kind]) for kind in ("valid_loss", "train_loss", "test_loss")]
+            for row in csv.DictReader(file)
+        ]
+    loco, naive, higher, loco_lower, naive_higher = (
+        [100 * (one / other - 1) for one, other in zip(row, losses[0], strict=True)] for row in losses[1:]
+    )
+    table = page[page.index("| uncompressed, 1.1 times the rate |") :].splitlines()
+    for line, row in zip(table, (higher, loco, loco_lower, naive, naive_higher), strict=False):
+        assert line.endswith(f"| {row[0]:+.2f} | {row[1]:+.2f} | {row[2]:+.2f} |")
+    shares = [f"{one / other:.2f}" for row in (loco, naive) for one, other in zip(row, higher, strict=True)]
+    assert "they change {}, {} and {}, and {}, {} and {}, of what".format(*shares) in page.replace("\n ", "")
+
+
 def test_the_loss_tables_are_those_of_the_results() -> None:
     chosen = [row for row in loss_table.ROWS if row.readme]
     for page, rows in (("README.md", chosen), ("docs/benchmarks.md", loss_table.ROWS)):
