@@ -303,14 +303,16 @@ def test_memory_makes_the_mean_of_a_constant_gradient_right():
 def test_the_energy_of_what_arrives():
     """Levels are the means of what is rounded to them, so h loses r's energy, a share D of its own. An e of
     independent r has (1 - beta) / (1 + beta) of it, k, so (1 - D) / (1 - k * D) of independent gradients'
-    energy arrives: all of it with error feedback, less with LoCo, and 1 - D of it without an error."""
+    energy arrives: all of it with error feedback, less with LoCo, and 1 - D of it without an error. An error
+    of gradients that are the same in every step adds energy."""
     random = np.random.default_rng(seeded(8))
+    same = random.standard_normal((1, 128 * 64))
 
-    def arrived(**settings: Any) -> float:
+    def arrived(signal: float = 0.0, **settings: Any) -> float:
         simulation = Simulation(1, 128 * 64, bits=2, reset_interval=0, **settings)
         energy = np.zeros(2)
         for step in range(60):
-            gradients = random.standard_normal((1, 128 * 64)).astype(np.float32)
+            gradients = (signal * same + random.standard_normal((1, 128 * 64))).astype(np.float32)
             sent = simulation.step(gradients).sent
             if step >= 20:
                 energy += [(sent**2).sum(), (gradients.astype(np.float64) ** 2).sum()]
@@ -321,6 +323,7 @@ def test_the_energy_of_what_arrives():
     for beta in (0.0, 0.5, 0.8):
         share = (1 - beta) / (1 + beta)
         assert arrived(beta=beta) == pytest.approx((1 - lost) / (1 - share * lost), abs=0.1 * lost)
+        assert arrived(signal=2.0, beta=beta) > 1 + lost / 2
 
 
 def test_naive_remembers_nothing():
