@@ -319,7 +319,8 @@ def test_the_energy_of_what_arrives():
         return float(energy[0] / energy[1])
 
     lost = 1 - arrived(memory=False)
-    assert lost == pytest.approx(0.1175, rel=0.05)  # Of normal numbers with the best four levels (Max, 1960).
+    # The best four levels lose 0.1175 of normal numbers (Max, 1960); rounding scales up adds at most 2^-6.
+    assert 0.1175 - 2.0**-6 < lost < 0.12
     for beta in (0.0, 0.5, 0.8):
         share = (1 - beta) / (1 + beta)
         assert arrived(beta=beta) == pytest.approx((1 - lost) / (1 - share * lost), abs=0.1 * lost)
