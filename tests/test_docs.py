@@ -332,6 +332,8 @@ def test_the_weight_gathers_speed_ups_are_those_of_the_benchmarks() -> None:
     for rate in ("25", "100", "300", "1000"):
         pair = [speedups(found, 4, name, rate, "1").split()[0] for name in ("loco4", "loco4_exact")]
         assert "from {} to {}".format(*pair) in page
+    most, least = (speedups(found, 4, "loco4_exact", rate, "1").split()[0] for rate in ("25", "1000"))
+    assert f"step {least} to {most} times" in (ROOT / "docs/alternatives.md").read_text(encoding="utf-8")
 
 
 def test_the_readmes_predictions_are_the_planners() -> None:
