@@ -108,10 +108,8 @@ ROWS = (
     ),
     Row(
         "What do the defaults cost Muon?",
-        *("LLaMA, 0.48 M, Muon", "100, 3.6e-3", "muon_start_llama_tiny"),
-        "bits=4,method=error_feedback,start_step=25",
-        "4 bits, error feedback",
-        True,
+        *("LLaMA, 3.4 M parameters, Muon", "3,000, 1.8e-3", "long_muon_llama_3m"),
+        *("method=error_feedback,bits=4", "4 bits, error feedback", True),
     ),
 )
 
