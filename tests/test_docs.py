@@ -121,6 +121,24 @@ def test_what_2_bits_and_other_rates_change_is_that_of_the_results() -> None:
     assert "they change {}, {} and {}, and {}, {} and {}, of what".format(*shares) in page.replace("\n ", "")
 
 
+def test_what_another_rate_changes_over_3000_steps_is_that_of_the_results() -> None:
+    page = (ROOT / "docs/ablations.md").read_text(encoding="utf-8").replace("\n ", "")
+    path = ROOT / "docs/ablations/long_rate_of_two_bits_llama_3m.csv"
+    with path.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    points = records.read_curves(records.beside(path))
+    losses = [records.losses(points[row["configuration"]]) for row in rows]
+    said = []
+    for row, trained in zip(rows[1:], losses[1:], strict=True):
+        steps = over_steps({1: percent(trained, losses[0])})
+        assert steps is not None
+        valid = 100 * (float(row["valid_loss"]) / float(rows[0]["valid_loss"]) - 1)
+        said.append(f"{abs(valid):.2f} {abs(steps.last.mean):.2f}")
+    sentence = page[page.index("- **Over 3,000 steps** from random weights") :].split("\n- ")[0]
+    figures = re.findall(r"(\d\.\d\d) (?:% lower, training loss|and) (\d\.\d\d) %", sentence)
+    assert {" ".join(one) for one in figures} == set(said)
+
+
 def test_the_loss_tables_are_those_of_the_results() -> None:
     chosen = [row for row in loss_table.ROWS if row.readme]
     for page, rows in (("README.md", chosen), ("docs/benchmarks.md", loss_table.ROWS)):
