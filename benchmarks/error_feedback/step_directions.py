@@ -61,7 +61,7 @@ class Directions:
         order = wanted.v.argsort()
         order = order[wanted.v[order] > 0]  # This drops padding and embedding rows that no token has used.
         window = self._windows[-1]
-        for row, quarter in zip(window, order.tensor_split(4), strict=False):
+        for row, quarter in zip(window[:4], order.tensor_split(4), strict=True):
             row += _products(u[quarter], w[quarter])
         path = self._paths.setdefault(key, torch.zeros(2, true.numel()))
         path += torch.stack([u, w])
@@ -81,7 +81,7 @@ def _products(u: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def _ratios(sums: torch.Tensor) -> dict[str, list[float]]:
-    """Return what sums of u.w, u.u and w.w, fp64 [R, 3], say of each row."""
+    """Return what sums of u.w, u.u and w.w, fp64 [R, 3], say of each row; NaN where they are zero."""
     dot, u, w = sums.T
     found = {"cosine": dot / (u * w).sqrt(), "norm_ratio": (u / w).sqrt(), "along": dot / w}
     return {name: values.tolist() for name, values in found.items()}
