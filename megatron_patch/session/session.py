@@ -67,9 +67,9 @@ class Session:
         """`ended_steps` counts steps that this object has ended; `steps_seen` may come from a checkpoint."""
         self._optimizer_seen = False
         self._passes = 0
-        self._stepped: set[int] = set()
+        self._stepped: frozenset[int] = frozenset()
         self.first_part: object = None  # The part of a torch model that its first pass exchanged first.
-        self._optimizers: list[set[int]] = []
+        self._optimizers: list[frozenset[int]] = []
         """The optimizers that have stepped, in the order of their first steps, as the ids of their parts."""
         self._unseen_steps = 0
         self._started_unseen = False
@@ -233,7 +233,7 @@ class Session:
             rates: the learning rates of the parameter groups.
         """
         self._see_optimizer()
-        stepped = {id(optimizer) for optimizer in optimizers}
+        stepped = frozenset(map(id, optimizers))
         if stepped not in self._optimizers:
             self._optimizers.append(stepped)
         place = self._optimizers.index(stepped)
@@ -258,7 +258,7 @@ class Session:
 
     def continues_step(self, optimizers: Sequence[object]) -> bool:
         """Whether a step of `optimizers` belongs to the step that another optimizer has ended."""
-        stepped = {id(optimizer) for optimizer in optimizers}
+        stepped = set(map(id, optimizers))
         return not self._passes and bool(self._stepped) and self._stepped.isdisjoint(stepped)
 
     def _see_optimizer(self) -> None:

@@ -127,3 +127,67 @@ def largest_copy() -> int:
 
 def test_replicas_are_compared_without_a_copy_of_the_weights(pool) -> None:
     assert all(0 < most <= 16 for most in pool.run(largest_copy, world_size=4))
+
+
+def optimizers_of(model: Any, how: str) -> Any:
+    """What steps this model: two optimizers, both in one optimizer, or torch's ZeRO around one."""
+    import torch
+    from torch import nn
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    class Container(torch.optim.Optimizer):
+        """As torchtitan's: an optimizer whose step steps those of the model's parts."""
+
+        def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
+            super().__init__(
+                [p for part in parts for g in part.param_groups for p in g["params"]], {"lr": 0.1}
+            )
+            self.parts = parts
+
+        def step(self, closure: Any = None) -> None:
+            for part in self.parts:
+                part.step()
+
+    if how == "zero":
+        return [ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)]
+    first, second = (m for m in model.modules() if isinstance(m, nn.Linear))
+    pair = [torch.optim.SGD(first.parameters(), lr=0.1), torch.optim.AdamW(second.parameters(), lr=0.1)]
+    return [Container(pair)] if how == "container" else pair
+
+
+def started_with(kind: str, how: str) -> tuple[list[bool], int, int]:
+    """With `start_step: auto`, which of the steps were compressed; the optimizers that the manifest has."""
+    import torch
+
+    import megatron_patch
+    from megatron_patch.pytorch import attach
+
+    model = megatron_patch.attach(wrapped(kind), megatron_patch.CompressionConfig())
+    session, optimizers = attach.attachment_of(model).session, optimizers_of(model, how)
+    compressed = []
+    for _ in range(16):
+        model(torch.ones(8, 64)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        compressed.append(session.report.compressed)
+    found = compressed, len(session.onset.rates), session.steps
+    megatron_patch.disable()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "optimizers"),
+    [
+        ("ddp", "two", 2),
+        ("ddp", "container", 3),
+        ("ddp", "zero", 2),
+        ("fsdp2", "two", 2),
+        ("fsdp2", "container", 3),
+    ],
+)
+def test_compression_starts_beside_a_second_optimizer(pool, kind, how, optimizers) -> None:
+    for compressed, known, steps in pool.run(started_with, kind, how, world_size=2):
+        assert compressed == [False] * 11 + [True] * 5
+        assert known == optimizers
+        assert steps == 16

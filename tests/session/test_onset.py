@@ -161,7 +161,7 @@ def own_loop(kind: str, rates: list[float], options: dict[str, Any]) -> dict[str
     """In a worker: which steps were compressed in a loop of one's own that sets rates by itself."""
     import megatron_patch
 
-    if kind == "chained":
+    if kind in ("chained", "one by one"):
         tiny, state = built({"dtypes": ("float32",), "experts": (0, 2)}, options)
     elif kind == "torch":
         tiny, state = built({"ddp": {"use_distributed_optimizer": False}}, options)
@@ -191,8 +191,10 @@ def own_loop(kind: str, rates: list[float], options: dict[str, Any]) -> dict[str
             compressed.append(state.report.compressed)
             steps.append((state.steps, state.steps_seen))
     report = megatron_patch.report(tiny.ddp)
+    optimizers = len(state.onset.rates)
     megatron_patch.disable()
     return {
+        "optimizers": optimizers,
         "compressed": compressed,
         "steps": steps,
         "lines": lines,
@@ -203,15 +205,19 @@ def own_loop(kind: str, rates: list[float], options: dict[str, Any]) -> dict[str
 RATES = [1e-4, 2e-4, 3e-4, 4e-4, 4e-4, 3e-4, 2e-4]
 
 
-@pytest.mark.parametrize("kind", ["plain", "chained", "torch"])
+@pytest.mark.parametrize("kind", ["plain", "chained", "one by one", "torch"])
 def test_a_loop_of_one_s_own_starts_by_the_rates_that_it_sets(pool, kind):
     reports = pool.run(own_loop, kind, RATES, {"start_step": "auto"}, world_size=2)
+    optimizers = 2 if kind == "one by one" else 1
+    full = 4 + optimizers  # Two optimizers could step in turns: two steps without a rise are waited for.
     for rank, found in enumerate(reports):
-        assert found["compressed"] == [False] * 5 + [True] * 2
+        assert found["compressed"] == [False] * full + [True] * (7 - full)
+        assert found["optimizers"] == optimizers  # Every manifest has their rates.
         assert found["steps"] == [(n, n) for n in range(1, 8)]
         assert found["report"] == (7, True)
         starts = [line for line in found["lines"] if "compression starts at step" in line]
-        assert starts == (["INFO: megatron-loco: compression starts at step 6"] if rank == 0 else [])
+        said = f"INFO: megatron-loco: compression starts at step {full + 1}"
+        assert starts == ([said] if rank == 0 else [])
 
 
 def test_skipped_steps_of_fp16_do_not_count(pool):
