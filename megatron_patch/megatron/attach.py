@@ -29,6 +29,7 @@ from megatron_patch.collectives.workspace import forget_shared_pools
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.megatron import arguments, outer_steps, symbols
+from megatron_patch.megatron.onebit_adam import norm_sketch
 from megatron_patch.megatron.onebit_adam.step import OneBitAdam
 from megatron_patch.megatron.outer_steps import OuterSteps
 from megatron_patch.megatron.seams import gradients as replicated_params
@@ -48,6 +49,7 @@ from megatron_patch.megatron.unsupported import (
 )
 from megatron_patch.session.onset import Onset
 from megatron_patch.session.session import Session
+from megatron_patch.weights.gather import compile_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -196,6 +198,13 @@ def attach(chunks: Sequence[Any], config: CompressionConfig) -> None:
         if chunk in _detached:
             _count_on(_attachments[chunk].state, *_detached.pop(chunk))
     found = [_attachments[chunk] for chunk in new]
+    try:
+        for attachment in found:
+            _compile_kernels(attachment)
+    except UserError:
+        for chunk in new:
+            _attachments.pop(chunk).detach()
+        raise
     if found:
         found[0].state.announces = dist.get_rank() == 0
     if found and fsdp_of(new[0]) is not None:
@@ -209,6 +218,17 @@ def attach(chunks: Sequence[Any], config: CompressionConfig) -> None:
             [seam for attachment in found for seam in attachment.weights.seams],
         )
     optimizer_step.listen(_Steps())
+
+
+def _compile_kernels(attachment: Any) -> None:
+    """Compile what a GPU needs, before the first step: compression may start hours later."""
+    state = attachment.state
+    dtypes = {bucket.grad_data.dtype for seam in attachment.seams for bucket in seam.group.buckets}
+    state.compile_kernels(*(dtypes or {torch.float32, torch.bfloat16}))
+    if state.config.codes_weights:
+        compile_kernels(state.device)
+    if state.config.is_onebit_adam:
+        norm_sketch.compile_kernels(state.device)
 
 
 def _count_on(state: Session, steps: int, steps_seen: int, onset: Onset) -> None:

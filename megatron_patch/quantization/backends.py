@@ -9,16 +9,20 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Mapping
-from typing import Protocol, cast
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
 
 import torch
 
+from megatron_patch.errors import UserError
 from megatron_patch.quantization import native
 from megatron_patch.quantization.codec import Codec
 from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.releases import TRITON, refuse_old
 
 VARIABLE = "MEGATRON_LOCO_KERNELS"
+_SLOWER = " (some 30 times slower)"
 
 
 class Backend(Protocol):
@@ -73,10 +77,45 @@ def available(device: torch.device) -> Backend | None:
 def _triton() -> Backend | None:
     # Importing Triton takes a while, so it is imported only if a GPU is used.
     try:
-        module = importlib.import_module("megatron_patch.quantization.triton_kernels")
+        triton: Any = importlib.import_module("triton")
     except ImportError:
         return None
-    return cast(Backend, module)
+    refuse_old("triton", triton.__version__, TRITON, f"install a newer one, or set {VARIABLE}=torch{_SLOWER}")
+    return cast(Backend, importlib.import_module("megatron_patch.quantization.triton_kernels"))
+
+
+def compile_kernels(
+    codec: Codec,
+    layout: BlockLayout,
+    error: Mapping[str, torch.Tensor],
+    beta: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Compile the GPU kernels that the exchange of a layout needs, so that no step compiles them.
+
+    Raises:
+        UserError: they cannot be compiled here.
+    """
+    kernels: Any = fused(codec, layout, device) if device.type == "cuda" else None
+    if kernels is not None:
+        with explained():
+            kernels.compile_kernels(codec, layout, error, beta, dtype, device)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Within the block, which compiles GPU kernels, errors become a UserError that names a way out."""
+    try:
+        yield
+    except Exception as error:  # Triton's are of many kinds.
+        import triton
+
+        first = next(iter(str(error).splitlines()), "")
+        raise UserError(
+            f"the GPU kernels do not compile with triton {triton.__version__} on "
+            f"{torch.cuda.get_device_name()} ({type(error).__name__}: {first}): set {VARIABLE}=torch{_SLOWER}"
+        ) from error
 
 
 def describe(device: torch.device) -> str:
@@ -89,4 +128,4 @@ def describe(device: torch.device) -> str:
     if os.environ.get(VARIABLE, "auto") == "torch":
         return f"torch reference ({VARIABLE} asks for it)"
     missing = "no compiler was there when the package was built" if device.type == "cpu" else "no Triton"
-    return f"torch reference: {missing} (some 30 times slower)"
+    return f"torch reference: {missing}{_SLOWER}"

@@ -20,6 +20,7 @@ from megatron_patch.collectives.exchange import Exchange, Handle, Setup, Traffic
 from megatron_patch.collectives.sender import MovingAverageError, Sender
 from megatron_patch.collectives.workspace import Workspace, shared_pool
 from megatron_patch.config import CompressionConfig
+from megatron_patch.quantization.blocks import Contents
 from megatron_patch.session.events import Events, SessionReport
 from megatron_patch.session.memory import Memory
 from megatron_patch.session.onset import LONG, Onset, Phase, StartTogether
@@ -103,6 +104,19 @@ class Session:
     def senders(self) -> list[Sender]:
         """The senders of all exchanges, owners of all-reduced shards included, in the order of allocation."""
         return [state.sender for exchange in self.exchanges for state in exchange.states()]
+
+    def compile_kernels(self, *dtypes: torch.dtype) -> None:
+        """Compile what a GPU needs for gradients of `dtypes`; before there are exchanges, for a small bucket.
+
+        Raises:
+            UserError: the kernels cannot be compiled here.
+        """
+        if self.device.type != "cuda" or not self.config.compresses:
+            return
+        small = self.setup.layout(Contents(1 << 14), 2)
+        for sender in self.senders or [self.setup.new_sender(small)]:
+            for dtype in dtypes:
+                sender.compile_kernels(dtype)
 
     def start(
         self,

@@ -259,6 +259,10 @@ class _State:
             self.put(operands[0], operation(*short, self.value(operands[-1], f32)))
             return
         dtype = _TYPES[parts[-1]]
+        if "ftz" in parts:
+            values = (_flushed(self.value(one, dtype)) for one in operands[1:])
+            self.put(operands[0], _flushed(operation(*values)))
+            return
         self.put(operands[0], operation(*(self.value(one, dtype) for one in operands[1:])))
 
     def do_add(self, parts: list[str], operands: list[str]) -> None:
@@ -297,12 +301,14 @@ class _State:
             whole = np.abs(above) // np.maximum(np.abs(below), 1)
             self.put(operands[0], np.where((above < 0) != (below < 0), -whole, whole).astype(dtype))
             return
-        result = np.divide(*(self.value(one, dtype) for one in operands[1:]))
-        self.put(operands[0], result if "rn" in parts else self._about(result))
+        self._pairwise(
+            parts, operands, lambda a, b: np.divide(a, b) if "rn" in parts else self._about(np.divide(a, b))
+        )
 
     def do_rsqrt(self, parts: list[str], operands: list[str]) -> None:
-        value = self.value(operands[1], np.dtype(np.float32)).astype(np.float64)
-        self.put(operands[0], self._about((1 / np.sqrt(value)).astype(np.float32)))
+        self._pairwise(
+            parts, operands, lambda a: self._about((1 / np.sqrt(a.astype(np.float64))).astype(np.float32))
+        )
 
     def _about(self, values: np.ndarray) -> np.ndarray:
         """A last bit off, or not; the same for the same value, as on a GPU: threads may hold copies of it."""
@@ -441,7 +447,7 @@ class _State:
         value = self.value(operands[1], source)
         roundings = set(parts[1:-2]) - {"ftz"}
         if "ftz" in parts:
-            value = np.where(np.abs(value) < np.finfo(np.float32).tiny, np.copysign(0, value), value)
+            value = _flushed(value)
         if roundings == {"rzi"} and to.kind in "iu" and source.kind == "f":  # toward zero; NaN is 0
             limits, whole = np.iinfo(to), np.trunc(np.nan_to_num(value.astype(np.float64), nan=0.0))
             value = np.clip(whole, limits.min, limits.max)
@@ -544,6 +550,11 @@ class _State:
 
             self.memory.update(int(addresses[thread]), dtype.itemsize, changed)
 
+    def do_atom(self, parts: list[str], operands: list[str]) -> None:
+        """An atomic whose result, the old value, nobody reads: it may be anything."""
+        self.known.pop(operands[0], None)
+        self.do_red(parts, operands[1:])
+
     def _count_sectors(self, addresses: np.ndarray, size: int, mask: np.ndarray | None = None) -> None:
         mask = self.mask if mask is None else mask
         for warp in range(THREADS // WARP):
@@ -641,6 +652,13 @@ def _bank_cycles(addresses: np.ndarray) -> int:
 
 
 _SYNCHRONIZING = ("bar", "shfl", "redux", "ldmatrix", "stmatrix", "cp")
+
+
+def _flushed(values: np.ndarray) -> np.ndarray:
+    """With .ftz subnormal numbers are zeros, as operands and as results."""
+    return np.where(
+        np.abs(values) < np.finfo(np.float32).tiny, np.copysign(values.dtype.type(0), values), values
+    )
 
 
 def _fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:

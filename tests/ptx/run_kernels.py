@@ -95,6 +95,16 @@ def a_sum(draw: random.Random, bits: int) -> None:
     )
 
 
+def a_tiny_average(draw: random.Random, bits: int) -> None:
+    """Subnormal sums, and quotients that round to subnormal numbers."""
+    layout = BlockLayout.of(draw.randint(1, 2000), 1, bits, 128)
+    options = {"dtype": torch.float32, "average": True, "kind": "tiny", "device": CPU}
+    codec, seed = codec_of(draw, bits), draw.randint(0, 999)
+    check_decompress_reduce(
+        triton_kernels, codec, layout, senders=draw.choice([3, 6, 7]), seed=seed, **options
+    )
+
+
 def a_gather(draw: random.Random, bits: int) -> None:
     check_decompress(
         triton_kernels,
@@ -147,6 +157,7 @@ def a_step_of_onebit_adam(draw: random.Random, _: int, ran: Ran) -> None:
 ROUNDS: dict[str, tuple[Callable[[random.Random, int], None], list[int]]] = {
     "compress": (a_compression, [4, 2, 4, 2, 3, 8, 1]),
     "decompress_reduce": (a_sum, [4, 2, 3, 8, 1]),
+    "tiny averages": (a_tiny_average, [4, 8]),
     "decompress": (a_gather, [4, 2]),
     "weight code": (a_weight_code, [16, 16]),
     "1-bit Adam": (a_step_of_onebit_adam, [1]),

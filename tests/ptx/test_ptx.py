@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from not_interpreted import output_of
+from not_interpreted import output_of, wheel_of_triton
 
 BUDGETS = {
     "levels float32": {"instructions": 5600, "cycles": 850, "shuffles": 240, "sectors": 1720},
@@ -19,9 +19,10 @@ shared memory, shuffles, and sectors of 32 bytes that are asked for: the gradien
 thousand are of the table of blocks, whose few lines the first-level cache has."""
 
 
-def ran(*arguments: str) -> dict[str, dict[str, int]]:
+def ran(*arguments: str, first: Path | None = None) -> dict[str, dict[str, int]]:
     """The lines that run_kernels.py prints, as {name: {number's name: number}}."""
-    printed = output_of(Path(__file__).with_name("run_kernels.py"), *arguments, seconds=1800)
+    script = Path(__file__).with_name("run_kernels.py")
+    printed = output_of(script, *arguments, seconds=1800, first=first)
     found = {}
     for line in printed.splitlines():
         name = re.split(r" \w+=", line)[0]
@@ -34,7 +35,9 @@ def test_compiled_kernels_give_the_reference_s_bits() -> None:
     found = ran("rounds", "1", "90")
     assert found["compress"]["rounds"] >= 7
     assert all(numbers["launches"] for numbers in found.values())
-    assert set(found) == {"compress", "decompress_reduce", "decompress", "weight code", "1-bit Adam"}
+    assert set(found) == {
+        "compress", "decompress_reduce", "tiny averages", "decompress", "weight code", "1-bit Adam",
+    }  # fmt: skip
 
 
 @pytest.mark.slow
@@ -42,6 +45,15 @@ def test_compiled_kernels_give_the_reference_s_bits() -> None:
 def test_compiled_kernels_give_the_reference_s_bits_many_times(capability: int, rounds: int) -> None:
     """On an H100, an A100, a B200."""
     assert ran("rounds", str(rounds), str(capability))["compress"]["rounds"] == 7 * rounds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", ["3.4.0", "3.5.1", "3.6.0"])
+def test_kernels_that_other_tritons_compiled_give_the_reference_s_bits(release: str) -> None:
+    """The releases of torch 2.8, 2.9, and 2.10 and 2.11."""
+    found = ran("rounds", "2", "90", first=wheel_of_triton(release))
+    assert found["compress"]["rounds"] == 14
+    assert found["tiny averages"]["rounds"] == 4
 
 
 def test_a_missing_barrier_or_wait_is_found() -> None:

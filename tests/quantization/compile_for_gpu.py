@@ -2,6 +2,10 @@
 
     compress-fp32-4-aligned instructions=41.6 fused=118 wide=17 registers=95 stack=0 buffers=2 narrow=0
 
+With compute capabilities as arguments it compiles one variant or more of every kernel for each of them:
+
+    90 compress-levels4 registers=128 stack=0
+
 They are called as on a GPU, and all is done but the launch. `instructions` counts those of the longest loop
 for one element (of one sender); of kernels that count or sum weights, a tile each, all that there are.
 `fused` counts the fused multiply-adds; `wide` the vector loads and stores; `stack` the bytes of a thread's
@@ -25,6 +29,7 @@ from quantization.narrow_offsets import narrow_offsets
 from triton.backends.compiler import GPUTarget
 
 from megatron_patch.collectives.sender import decompress as decompress_all
+from megatron_patch.megatron.onebit_adam import norm_sketch, sketch_kernel
 from megatron_patch.quantization import backends, triton_kernels
 from megatron_patch.quantization.blocks import Span
 from megatron_patch.quantization.codec import Codec
@@ -48,7 +53,7 @@ class Driver:
         self._capability = capability
 
     def get_current_device(self) -> int:
-        return 0
+        return self._capability  # Triton keeps compiled kernels by device.
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -162,11 +167,9 @@ def report(
     ptx = kernel.asm["ptx"]
     fused = len(re.findall(r"fma\.rn\.f(?:32|64)", ptx))
     wide = len(re.findall(r"(?:ld|st)\.global\.v[24]|cp\.async\.\w+\.shared\.global [^;]*0x10", ptx))
-    usage = disassembled(triton.knobs.nvidia.cuobjdump, "-res-usage", kernel=kernel)
-    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0]
     counted = count(disassembled(triton.knobs.nvidia.nvdisasm, "-c", kernel=kernel))
     numbers = {"instructions": f"{counted / elements:.1f}", "fused": fused, "wide": wide}
-    numbers |= {"registers": registers, "stack": stack}
+    numbers |= registers_and_stack(kernel)
     buffers = re.findall(r"ttg.local_alloc : \(\) -> !ttg.memdesc<(\d+)x\d+x\d+x", kernel.asm["ttgir"])
     numbers |= {"buffers": max(map(int, buffers), default=0), "narrow": _narrow(kernel)}
     print(name, *(f"{key}={value}" for key, value in numbers.items()))
@@ -179,8 +182,64 @@ def _narrow(kernel: Any) -> int:
     return len(found)
 
 
+def registers_and_stack(kernel: Any) -> dict[str, str]:
+    usage = disassembled(triton.knobs.nvidia.cuobjdump, "-res-usage", kernel=kernel)
+    return dict(zip(("registers", "stack"), *re.findall(r"REG:(\d+) STACK:(\d+)", usage), strict=True))
+
+
+def every_kernel(capability: int) -> None:
+    """What training launches: the codecs, the cuts of buckets, statistics or none, the weight code, 1-bit
+    Adam's sketch of the norm."""
+    triton.runtime.driver.set_active(Driver(capability))
+    aligned, odd, rows = (1 << 14, 4), (4 * 4099, 4), (Span.of(0, (100, 160)),)
+    found = {
+        "compress-levels4": compress("bf16", 4, aligned, levels=True),
+        "compress-levels4-rows-unlogged": compress(
+            "fp32", 4, aligned, levels=True, spans=rows, measures=False
+        ),
+        "compress-levels2-odd-fp32-error": compress("fp32", 2, odd, levels=True, error="fp32"),
+        "compress-3-fp16": compress("fp16", 3, odd, error=None),
+        "compress-1-bf16-error": compress("bf16", 1, aligned, error="bf16"),
+        "compress-8": compress("fp32", 8, aligned),
+        "decompress-levels4": decompress_reduce("bf16", 4, 1 << 14, 8, levels=True),
+        "decompress-levels2-rows": decompress_reduce("fp32", 2, 1 << 14, 8, rows, levels=True),
+        "decompress-1": decompress("fp32", 1, odd, None),
+    }
+    found |= {f"weights-{name}": kernel for name, kernel in weight_code(0).items()}
+    sketch = norm_sketch.NormSketch(1, CPU)
+    sketch.add(torch.zeros(10_000), 1.0)
+    sketch_kernel.fold(norm_sketch.rows_of(sketch._pieces), norm_sketch.signs(CPU), norm_sketch.COLUMNS)
+    found["sketch"] = kernels.pop()
+    for name, kernel in found.items():
+        numbers = registers_and_stack(kernel)
+        print(capability, name, *(f"{key}={value}" for key, value in numbers.items()), flush=True)
+
+
+def ahead_of_steps() -> None:
+    """What `attach` compiles is what a step launches, whether it measures statistics or not."""
+    shape, rows = (1 << 14, 4), (Span.of(0, (100, 160)),)
+    layout = BlockLayout.of(*shape, 4, 128, spans=rows)
+    sender = sender_of(layout, CPU, "int8", 0.8)
+    sender.codec = codec_of(4, True)
+    assert sender.error is not None
+    triton_kernels.compile_kernels(sender.codec, layout, sender.error.tensors(), 0.8, torch.bfloat16, CPU)
+    ahead = list(kernels)
+    kernels.clear()
+    found = [
+        compress("bf16", 4, shape, levels=True, spans=rows, measures=measures) for measures in (True, False)
+    ]
+    assert all(any(kernel is one for one in ahead) for kernel in found)
+    assert found[0] is not found[1]
+    print("compiled ahead:", *sorted(kernel.metadata.name for kernel in ahead))
+
+
 def main() -> None:
     compile_instead_of_launching()
+    if capabilities := [int(argument) for argument in sys.argv[1:]]:
+        for capability in capabilities:
+            every_kernel(capability)
+        ahead_of_steps()
+        return
     aligned, odd = (1 << 16, 4), (4 * 16387, 4)
     for dtype in ("fp32", "bf16"):
         report(f"compress-{dtype}-4-aligned", compress(dtype, 4, aligned), 16)

@@ -31,8 +31,13 @@ def narrow_offsets(ttir: str) -> list[str]:
             continue
         result, operation, rest, _ = matched.groups()
         names = _NAME.findall(rest)
+        made = {result}
         if operation == "scf.for":
             counter, low = names[:2]
+            made |= {counter, *re.findall(r"(%[\w.]+) = ", rest.partition("iter_args")[2])}
+        sizes -= made  # Sibling regions use the same names.
+        wrapping -= made
+        if operation == "scf.for":
             if rest.split(" loc(")[0].rstrip(" {").endswith(": i32"):
                 sizes.add(counter)
             wrapping |= {counter} if low in wrapping else set()

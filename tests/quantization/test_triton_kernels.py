@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from not_interpreted import output_of
+from not_interpreted import output_of, wheel_of_triton
 
 # 16 elements have 4 energies; sums and quotients are exact or rounded once, and there is no other product.
 _OF_ENERGIES = 4 * 16 * 3 // 4 + 4
@@ -80,6 +80,19 @@ def test_they_compile_for_a_hopper_gpu_in_few_instructions():
             assert found["registers"] <= MOST_REGISTERS[name], line
         if prefetches or where not in ("odd", "rows"):
             assert found["wide"] > 0, line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", [None, "3.4.0", "3.5.1", "3.6.0"])
+def test_they_compile_for_every_gpu_with_every_triton(release):
+    """For an A100, an H100, a B200 and a desktop's Blackwell; None is the installed Triton."""
+    first = None if release is None else wheel_of_triton(release)
+    script, capabilities = Path(__file__).with_name("compile_for_gpu.py"), ("80", "90", "100", "120")
+    *lines, ahead = output_of(script, *capabilities, seconds=900, first=first).splitlines()
+    assert ahead == "compiled ahead: " + " ".join(["compress_kernel"] * 2 + ["decompress_reduce_kernel"] * 2)
+    assert len(lines) == len(capabilities) * (9 + 11 + 1)
+    spilled = [line for line in lines if "levels" in line and not line.endswith("stack=0")]
+    assert spilled == []
 
 
 def _kernel_of(name: str) -> tuple[str, str]:

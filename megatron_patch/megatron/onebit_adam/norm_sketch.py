@@ -26,6 +26,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron_patch.quantization import backends
+
 COLUMNS = 1021
 """K, the length of a sketch."""
 STRETCH = 256 * COLUMNS
@@ -74,11 +76,21 @@ class NormSketch:
         return (values.double() / group.size()).square().sum()
 
     def _folded(self) -> torch.Tensor:
-        if self._device.type == "cuda":  # Triton is imported only if a GPU is used.
+        if self._device.type == "cuda" and backends.available(self._device) is not None:
+            # Triton is imported only if a GPU is used.
             kernel = importlib.import_module("megatron_patch.megatron.onebit_adam.sketch_kernel")
             folded: torch.Tensor = kernel.fold(rows_of(self._pieces), signs(self._device), COLUMNS)
             return folded
         return fold(self._pieces, signs(self._device))
+
+
+def compile_kernels(device: torch.device) -> None:
+    """Compile the GPU kernel, by folding a few elements; UserError if it cannot be compiled here."""
+    if device.type == "cuda":
+        with backends.explained():
+            sketch = NormSketch(0, device)
+            sketch.add(torch.zeros(16, device=device), 1.0)
+            sketch._folded()
 
 
 def fold(pieces: list[ScaledValues], table: torch.Tensor) -> torch.Tensor:

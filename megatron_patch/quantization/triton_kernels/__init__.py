@@ -6,7 +6,8 @@ runs with `block_size: shard`, whose blocks do not fit a tile (`supports`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -35,6 +36,34 @@ def supports(codec: Codec, layout: BlockLayout) -> bool:
     )
 
 
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    kernel[grid](*arguments, **constants)
+
+
+def _compile(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    kernel.warmup(*arguments, grid=grid, **constants)
+
+
+def compile_kernels(
+    codec: Codec,
+    layout: BlockLayout,
+    error: Mapping[str, torch.Tensor],
+    beta: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Compile what the exchange of a layout launches for gradients of a dtype, and launch nothing.
+
+    `compress` has a variant that measures statistics and one that does not.
+    """
+    some = torch.empty(16, dtype=dtype, device=device)  # Only its dtype and its alignment are looked at.
+    payloads = torch.empty(layout.shards, layout.payload_bytes, dtype=torch.uint8, device=device)
+    for statistics in (None, torch.empty(5, dtype=torch.float64, device=device)):
+        compress(some, payloads, codec, layout, error, beta, statistics, _compile)
+    _decompress(payloads, codec, layout.part(0), some, layout.shards, layout.shards, _compile)
+    _decompress(payloads, codec, layout, some, 1, 1, _compile)
+
+
 def compress(
     gradient: torch.Tensor,
     payload: torch.Tensor,
@@ -43,6 +72,7 @@ def compress(
     error: Mapping[str, torch.Tensor],
     beta: float,
     statistics: torch.Tensor | None,
+    launch: Callable[..., None] = _launch,
 ) -> None:
     """Compress as quantization.native.compress, for tensors on the current GPU, without waiting for it.
 
@@ -57,7 +87,9 @@ def compress(
     unused = payload  # A kernel needs a pointer for every tensor, even if it does not read it.
     if statistics is not None:
         statistics.zero_()
-    compress_kernel[_programs(layout, rows, gradient.device), layout.shards](
+    launch(
+        compress_kernel,
+        (_programs(layout, rows, gradient.device), layout.shards),
         _as_bits(gradient),
         unused if values is None else _as_bits(values),
         unused if scales is None else scales.view(torch.int16),
@@ -108,6 +140,7 @@ def _decompress(
     output: torch.Tensor,
     senders: int,
     divisor: int,
+    launch: Callable[..., None] = _launch,
 ) -> None:
     if layout.shards * layout.blocks * layout.block != layout.numel:
         output.zero_()  # Elements in no block are 0.
@@ -120,7 +153,9 @@ def _decompress(
     lanes = max(_LANES, layout.block // elements_of_lane)  # A program has whole blocks, to rotate them back.
     whole = layout.table.whole
     programs = -(-layout.blocks * layout.block // (lanes * elements_of_lane))
-    decompress_reduce_kernel[programs, layout.shards](
+    launch(
+        decompress_reduce_kernel,
+        (programs, layout.shards),
         words,
         payloads.view(torch.int16)[:, layout.code_bytes // 2 :],
         layout.table.on(payloads.device),

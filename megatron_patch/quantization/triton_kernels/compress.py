@@ -17,6 +17,7 @@ import triton.language as tl
 from megatron_patch.quantization.triton_kernels import levels, rotation
 from megatron_patch.quantization.triton_kernels.float_bits import (
     INFINITE,
+    IS_OLD,
     NAN,
     add_energies,
     as_int32,
@@ -33,6 +34,10 @@ from megatron_patch.quantization.triton_kernels.float_bits import (
     to_bf16,
 )
 
+# Three stages are two buffers: the next tile is loaded to shared memory while this one is computed. (Two
+# stages are a single buffer, which is loaded after it was read.) Triton's releases before 3.6 cannot compile
+# that for errors in int8.
+_STAGES = tl.constexpr(1 if IS_OLD else 3)
 # 1.5 * 2^23: its sum with a number is rounded to a whole number, ties to even, which is in the lowest bits.
 _WHOLE = tl.constexpr(12582912.0)
 _WHOLE_BITS = tl.constexpr(0x4B400000)
@@ -137,9 +142,9 @@ def compress_kernel(
     of_g = tl.zeros([ROWS, B // 16], tl.float64)
     of_e = tl.zeros([ROWS, B // 16], tl.float64)
     bad = tl.zeros([ROWS], tl.int32)
-    # Three stages are two buffers: the next tile is loaded to shared memory while this one is computed. (Two
-    # stages are a single buffer, which is loaded after it was read.)
-    for tile in tl.range(program, tl.cdiv(blocks, ROWS), tl.num_programs(0), num_stages=3 if ALIGNED else 1):
+    for tile in tl.range(
+        program, tl.cdiv(blocks, ROWS), tl.num_programs(0), num_stages=_STAGES if ALIGNED else 1
+    ):
         first_row = tile * tl.full([], ROWS, tl.int64)
         rows_left = blocks - tile * ROWS
         there = tl.arange(0, ROWS) < rows_left

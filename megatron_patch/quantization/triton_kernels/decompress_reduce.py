@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from megatron_patch.quantization.triton_kernels import levels, rotation
-from megatron_patch.quantization.triton_kernels.float_bits import from_bf16, to_bf16
+from megatron_patch.quantization.triton_kernels.float_bits import divided, from_bf16, to_bf16
 
 
 @triton.jit
@@ -139,7 +139,7 @@ def decompress_reduce_kernel(
         total = rotation.hadamard(total, real, B, LANE, WHOLE)
         total = tl.reshape(rotation.scaled(total, diagonal, real, B, LANE, WHOLE), (LANES, LANE))
     if DIVIDE:
-        total = tl.div_rn(total, tl.zeros([LANES, LANE], tl.float32) + divisor)
+        total = divided(total, divisor)
     at = in_block[:, None] * LANE + tl.arange(0, LANE)[None, :]
     wanted = at < length[:, None]
     at += start[:, None]

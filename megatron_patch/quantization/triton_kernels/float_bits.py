@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+IS_OLD = tl.constexpr(triton.__version__.startswith(("3.4.", "3.5.")))
+"""Whether Triton is a release before 3.6, whose `tl.div_rn` takes subnormal numbers for 0."""
 INFINITE = tl.constexpr(0x7F800000)
 NAN = tl.constexpr(0x7FC0)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -73,6 +75,17 @@ def quotient(values, head, tail):
     never nearer than 2^-33 to the middle between two fp32.
     """
     return tl.fma(values, tl.broadcast_to(head[:, None], values.shape), values * tail[:, None])
+
+
+@triton.jit
+def divided(total, divisor):
+    """Return fp32 / fp32, correctly rounded. Rounding it to fp64 first changes no bit."""
+    divisor = tl.zeros(total.shape, tl.float32) + divisor
+    if IS_OLD:
+        result = (total.to(tl.float64) / divisor.to(tl.float64)).to(tl.float32)
+    else:
+        result = tl.div_rn(total, divisor)
+    return result
 
 
 @triton.jit

@@ -63,10 +63,10 @@ def scaled(values, diagonal, lengths, B: tl.constexpr, RUN: tl.constexpr, WHOLE:
     return values * d
 
 
-@triton.constexpr_function
-def _magnitude(exponent):
+@triton.jit
+def _magnitude(exponent: tl.constexpr):
     """Return 2^(-exponent/2), rounded to fp32."""
-    return (1.0 if exponent % 2 == 0 else 0.70710677) / (1 << (exponent // 2))
+    return tl.constexpr((1.0 if exponent % 2 == 0 else 0.70710677) / (1 << (exponent // 2)))
 
 
 @triton.jit
