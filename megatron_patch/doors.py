@@ -12,6 +12,7 @@ from megatron_patch.collectives.exchange import Traffic
 from megatron_patch.collectives.workspace import forget_shared_pools
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
+from megatron_patch.releases import refuse_old_torch
 from megatron_patch.session import sharded_state
 from megatron_patch.session.report import show_log, step_report
 from megatron_patch.session.session import Session
@@ -25,6 +26,7 @@ def attach(model: Any, config: CompressionConfig | None, replicate_group: dist.P
             f"attach(): the configuration is a {type(config).__name__}, not a CompressionConfig: "
             "megatron_patch.CompressionConfig(bits=4)"
         )
+    refuse_old_torch()
     show_log()
     if _is_megatron(model):
         if replicate_group is not None:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_patch.collectives.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
-from megatron_patch.pytorch import ddp, fsdp2
+from megatron_patch.pytorch import ddp
 from megatron_patch.session import torch_steps
 from megatron_patch.session.layouts import RankState
 from megatron_patch.session.report import method_line, naive_line
@@ -98,6 +98,11 @@ def attach(
             )
         if found is None:
             made = _made(model, config, replicas)
+            try:
+                made.session.compile_kernels(torch.float32, torch.bfloat16)
+            except UserError:
+                made.detach()
+                raise
             vars(model)[_HELD] = _Held(made)  # nn.Module.__setattr__ is for parameters and modules.
             _models.add(model)
             made.session.announces = dist.get_rank() == 0
@@ -119,6 +124,8 @@ def _made(model: nn.Module, config: CompressionConfig, replicas: dist.ProcessGro
             "compression.outer_interval is for instances of Megatron's distributed optimizer: leave it out"
         )
     if not isinstance(model, DistributedDataParallel):
+        from megatron_patch.pytorch import fsdp2  # It needs a newer torch than DDP does.
+
         return fsdp2.Fsdp2(model, config, replicas)
     if replicas is not None:
         raise UserError("attach(): DistributedDataParallel knows its group: leave out replicate_group")

@@ -8,11 +8,35 @@ block, and vectors (norms' weights, biases) are sent uncompressed.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
-from megatron_patch.pytorch.fsdp2_fields import Sharded
 from megatron_patch.quantization.blocks import Contents, Span
 from megatron_patch.session.resharding import Piece
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """A parameter that FSDP2 cuts along one axis into chunks, one for each rank of the shard group."""
+
+    shape: tuple[int, ...]
+    """The shape of the whole parameter."""
+    axis: int = 0
+
+    def chunk(self, rank: int, ranks: int) -> tuple[int, tuple[int, ...]]:
+        """Return (first index along the axis, shape) of a rank's chunk; last ones may be short or empty."""
+        size = self.shape[self.axis]
+        longest = -(-size // ranks)
+        first = min(rank * longest, size)
+        length = min(longest, size - first)
+        return first, (*self.shape[: self.axis], length, *self.shape[self.axis + 1 :])
+
+    def padded(self, ranks: int) -> int:
+        """Return the elements that each chunk has in an exchange, where it is padded to the longest chunk."""
+        found = 1
+        for length in self.chunk(0, ranks)[1]:
+            found *= length
+        return found
 
 
 def contents_of(parameters: Sequence[Sharded], ranks: int = 1) -> Contents:

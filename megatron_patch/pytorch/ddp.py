@@ -28,8 +28,7 @@ from megatron_patch.collectives.makers import make_all_reduces
 from megatron_patch.collectives.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
-from megatron_patch.pytorch.contents import contents_of, pieces_of, plain_name
-from megatron_patch.pytorch.fsdp2_fields import Sharded
+from megatron_patch.pytorch.contents import Sharded, contents_of, pieces_of, plain_name
 from megatron_patch.session import torch_steps
 from megatron_patch.session.resharding import Part, reshard
 from megatron_patch.session.session import IN_FLIGHT, Session

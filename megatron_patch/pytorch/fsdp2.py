@@ -23,8 +23,8 @@ from megatron_patch.collectives.makers import Made, make_all_reduces, make_reduc
 from megatron_patch.collectives.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
-from megatron_patch.pytorch.contents import contents_of, pieces_of, plain_name
-from megatron_patch.pytorch.fsdp2_fields import ParamGroup, ReduceScatter, Sharded, groups_of, local_of
+from megatron_patch.pytorch.contents import Sharded, contents_of, pieces_of, plain_name
+from megatron_patch.pytorch.fsdp2_fields import ParamGroup, ReduceScatter, groups_of, local_of
 from megatron_patch.quantization.blocks import Contents
 from megatron_patch.session import torch_steps
 from megatron_patch.session.resharding import Part, Piece
@@ -58,20 +58,21 @@ class Sets:
         """Return the exchange for the set of parameters that is exchanged now. All ranks must call it.
 
         Raises:
-            UserError: this release of torch does not say which parameters these are; or there are more than
-                MOST_SETS sets.
+            UserError: the parameters that are exchanged are not known in this release of torch; or there are
+                more than MOST_SETS sets.
         """
         current = self.group.current
         if current not in self.made:
             if self.contents(current).numel != numel:
                 raise UserError(
-                    f"torch {torch.__version__}: FSDP2 exchanges {numel:,} gradients of a group and does "
-                    "not say which: call set_reduce_scatter_unused_params(True), or use torch 2.15"
+                    f"torch {torch.__version__}: FSDP2 exchanges {numel:,} gradients of a group, and not "
+                    "those that were expected; this release is not supported"
                 )
             if len(self.made) == MOST_SETS:
                 raise UserError(
                     f"FSDP2 has exchanged more than {MOST_SETS} sets of parameters of one group: call "
-                    "set_reduce_scatter_unused_params(True), so that every exchange is of all of them"
+                    "set_reduce_scatter_unused_params(True), so that every exchange is of all of them (torch "
+                    "2.13 and newer)"
                 )
             self.make(current)
         return self.made[current].exchanges[0]
@@ -187,6 +188,8 @@ class Hybrid(Sets):
     def all_reduce(self, output: torch.Tensor) -> None:
         """Reduce [S] between the replicas, in place. On CUDA FSDP2 calls it on its all-reduce stream."""
         session, replicas = self._session, self._ranks
+        if output.is_cuda:  # FSDP2 may free it for the reduce-scatter's stream while this stream reads it.
+            output.record_stream(torch.cuda.current_stream())
         shards = self.group.shard_group.size()
         session.count_inside((shards - 1) * output.nbytes)
         if not self.group.all_reduces:
@@ -218,7 +221,7 @@ class Hybrid(Sets):
         if which != self.group.current:
             raise UserError(
                 "other parameters have gradients than in the microbatch before, which waits for its "
-                "all-reduce: call set_reduce_scatter_unused_params(True)"
+                "all-reduce: call set_reduce_scatter_unused_params(True) (torch 2.13 and newer)"
             )
         output += waiting
         self._waiting = None

@@ -18,42 +18,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_patch.errors import UserError
+from megatron_patch.pytorch.contents import Sharded
+from megatron_patch.releases import FSDP2, refuse_old
 
 try:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
-except ImportError as error:  # pragma: no cover
-    raise UserError(
-        f"torch {torch.__version__}: {error}; FSDP2 is served with torch 2.14 and newer"
-    ) from error
+except ImportError as error:
+    refuse_old("torch", torch.__version__, FSDP2, "FSDP2 needs it, DistributedDataParallel does not")
+    raise UserError(f"torch {torch.__version__}: {error}; this release's FSDP2 is not supported") from error
 
-__all__ = ["FSDPModule", "ParamGroup", "ReduceScatter", "Sharded", "groups_of", "local_of"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Sharded:
-    """A parameter that FSDP2 cuts along one axis into chunks, one for each rank of the shard group."""
-
-    shape: tuple[int, ...]
-    """The shape of the whole parameter."""
-    axis: int = 0
-
-    def chunk(self, rank: int, ranks: int) -> tuple[int, tuple[int, ...]]:
-        """Return (first index along the axis, shape) of a rank's chunk; last ones may be short or empty."""
-        size = self.shape[self.axis]
-        longest = -(-size // ranks)
-        first = min(rank * longest, size)
-        length = min(longest, size - first)
-        return first, (*self.shape[: self.axis], length, *self.shape[self.axis + 1 :])
-
-    def padded(self, ranks: int) -> int:
-        """Return the elements that each chunk has in an exchange, where it is padded to the longest chunk."""
-        found = 1
-        for length in self.chunk(0, ranks)[1]:
-            found *= length
-        return found
+__all__ = ["FSDPModule", "ParamGroup", "ReduceScatter", "groups_of", "local_of"]
 
 
 class ParamGroup:
@@ -165,8 +142,9 @@ class ParamGroup:
         return tuple(range(len(self._get("fsdp_params")))) if self._current is None else self._current
 
     def note_what_is_exchanged(self) -> None:
-        """Keep `current` up to date from now on. Releases without the field exchange all parameters."""
+        """Keep `current` up to date from now on."""
         if not hasattr(self._group, "_prepare_reduce_scatter_inputs"):
+            self._set("post_backward", self._noting_gradients(self._get("post_backward")))
             return
         prepare = self._get("_prepare_reduce_scatter_inputs")
 
@@ -176,6 +154,22 @@ class ParamGroup:
             return prepare(params, *args)
 
         self._set("_prepare_reduce_scatter_inputs", noting)
+
+    def _noting_gradients(self, post_backward: Callable[..., None]) -> Callable[..., None]:
+        """Up to torch 2.14: exchanged are the parameters that have gradients when the backward pass ends."""
+
+        def has_gradient(p: Any) -> bool:
+            if not hasattr(p, "_unsharded_param"):  # The group's backward pass has not needed it.
+                return False
+            unsharded = p.unsharded_param
+            zeros = unsharded.requires_grad and getattr(self._group, "reduce_scatter_unused_params", False)
+            return zeros or p.unsharded_accumulated_grad is not None or unsharded.grad is not None
+
+        def noting(*unused: Any) -> None:
+            self._current = tuple(n for n, p in enumerate(self._get("fsdp_params")) if has_gradient(p))
+            post_backward(*unused)
+
+        return noting
 
     def reduce_scatter_by(self, comm: ReduceScatter) -> ReduceScatter:
         """Replace the reduce-scatter by `comm`; returns the replaced one."""
@@ -215,12 +209,16 @@ def groups_of(model: nn.Module) -> Iterator[ParamGroup]:
         if not isinstance(module, FSDPModule):
             continue
         state = module._get_fsdp_state()
-        if not hasattr(state, "_fsdp_param_groups"):
+        if hasattr(state, "_fsdp_param_groups"):
+            groups = state._fsdp_param_groups
+        elif hasattr(state, "_fsdp_param_group"):  # Up to torch 2.11 a module has one group, or None.
+            groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+        else:
             raise UserError(
-                f"torch {torch.__version__}: FSDP2's {type(state).__name__} has no _fsdp_param_groups; FSDP2 "
-                "is served with torch 2.14 and newer"
+                f"torch {torch.__version__}: FSDP2's {type(state).__name__} has no _fsdp_param_groups; this "
+                "release is not supported"
             )
-        for group in state._fsdp_param_groups:
+        for group in groups:
             if id(group) not in seen:  # Modules that are sharded in one call share a group.
                 seen.add(id(group))
                 yield ParamGroup(module, group)

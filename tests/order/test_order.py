@@ -6,6 +6,7 @@ kept of it (machine.py); 8 ranks are made one after the other.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,48 @@ def seconds_over_two_streams() -> list[str]:
 def test_time_on_several_streams_is_waited_for(pool: Any) -> None:
     """Dense and expert exchanges are timed by events on streams of their own."""
     assert pool.run(seconds_over_two_streams, world_size=1) == [[]]
+
+
+def freed_behind_the_hook(held: bool) -> list[str]:
+    """FSDP2's hybrid all-reduce as torch up to 2.14 calls it: the reduce-scatter's output, cast, is freed."""
+    from types import SimpleNamespace
+    from unittest import mock
+
+    import torch
+    import torch.distributed as dist
+    from order.gpu import CUDA, recording
+
+    from megatron_patch.config import CompressionConfig
+    from megatron_patch.pytorch.fsdp2 import Hybrid
+    from megatron_patch.session.session import Session
+
+    with recording() as gpu:
+        config = CompressionConfig(method="none")
+        hybrid = Hybrid.__new__(Hybrid)
+        hybrid._session, hybrid._ranks = Session(config, CUDA), dist.group.WORLD
+        hybrid._check, hybrid._waiting = lambda: None, None
+        one = SimpleNamespace(size=lambda: 1)
+        hybrid.group = SimpleNamespace(shard_group=one, all_reduces=True, divide_factor=1.0, current=())
+        scatters, reduces = torch.cuda.Stream(), torch.cuda.Stream()
+        with torch.cuda.stream(scatters):
+            output = torch.zeros(300, device="cuda")
+        reduces.wait_stream(scatters)
+        unheld = mock.patch.object(torch.Tensor, "record_stream", mock.Mock())
+        with torch.cuda.stream(reduces):
+            with contextlib.nullcontext() if held else unheld:
+                hybrid.all_reduce(output)
+            gradient = output.to(torch.bfloat16)
+        del output
+        found = list(gpu.machine.found)
+        gpu.machine.found.clear()
+        del gradient
+        return found
+
+
+def test_what_fsdp2_frees_is_held_for_the_all_reduce_s_stream(pool: Any) -> None:
+    assert pool.run(freed_behind_the_hook, True, world_size=1) == [[]]
+    ((unguarded,),) = pool.run(freed_behind_the_hook, False, world_size=1)
+    assert "freed" in unguarded
 
 
 def test_the_page_counts_them() -> None:

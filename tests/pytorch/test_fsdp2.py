@@ -20,6 +20,7 @@ from pytorch.fsdp2_runs import STEPS, gradients_of, sharded, train
 from simulation.agreement import Agreement
 from simulation.all_reduce_float64 import AllReduceAgreement
 from simulation.loco_float64 import LoCoSimulation, block_labels
+from torch.distributed.fsdp import FSDPModule
 
 ROOT = Path(__file__).resolve().parents[2]
 BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
@@ -61,6 +62,10 @@ HYBRID: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "another axis": ({"replicas": 2, "axis": True}, {}),
     "replicas alone": ({"replicas": 4}, {}),
 }
+
+
+if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # It came with torch 2.13.
+    del FLAT["unused, but exchanged"]
 
 
 def chunks(parameters: list[tuple[tuple[int, ...], int]], ranks: int) -> list[tuple[int, tuple[int, ...]]]:
@@ -339,4 +344,4 @@ def test_it_works_where_megatron_core_is_not_installed() -> None:
         [sys.executable, "-c", WITHOUT_MEGATRON], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "1\n"
+    assert done.stdout.splitlines()[-1] == "1"  # Some releases of gloo print that ranks are connected.

@@ -1,0 +1,149 @@
+"""Releases of torch and Triton: older ones than are served are refused in one line, before a step."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+import megatron_patch
+from megatron_patch import releases
+from megatron_patch.quantization import backends
+from megatron_patch.workflows import doctor
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_containers_name_their_releases_in_their_own_way():
+    assert releases.release_of("2.9.0a0+50eac811a6.nv25.09") == (2, 9)
+    assert releases.release_of("2.15.0+cu132") == (2, 15)
+    releases.refuse_old("torch", "2.10.0", (2, 9), "")
+    with pytest.raises(megatron_patch.UserError, match=r"^torch 2\.7\.1 is older than 2\.8: take another$"):
+        releases.refuse_old("torch", "2.7.1", (2, 8), "take another")
+
+
+def test_the_package_asks_for_what_is_served():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert f"torch>={'.'.join(map(str, releases.TORCH))}" in project["dependencies"]
+
+
+def test_both_entrances_refuse_an_old_torch(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.7.1+cu126")
+    for entrance in (megatron_patch.enable, lambda: megatron_patch.attach(torch.nn.Linear(2, 2))):
+        with pytest.raises(megatron_patch.UserError, match=r"torch 2\.7\.1\+cu126 is older than 2\.8"):
+            entrance()
+
+
+def test_an_old_triton_is_refused_where_its_kernels_are_asked_for(monkeypatch):
+    import triton
+
+    monkeypatch.setattr(triton, "__version__", "3.3.1")
+    backends._triton.cache_clear()
+    with pytest.raises(megatron_patch.UserError, match=r"triton 3\.3\.1 is older than 3\.4: .*KERNELS=torch"):
+        backends.available(torch.device("cuda"))
+    monkeypatch.setenv(backends.VARIABLE, "torch")
+    assert backends.available(torch.device("cuda")) is None
+
+
+OLD_FSDP2 = """
+import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+del _fsdp_collectives.DefaultReduceScatter
+from torch.nn.parallel import DistributedDataParallel
+torch.__version__ = "2.8.0"
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+import megatron_patch
+megatron_patch.attach(DistributedDataParallel(torch.nn.Linear(2, 2)))
+print("DDP is served")
+try:
+    from megatron_patch.pytorch import fsdp2
+except megatron_patch.UserError as error:
+    print(error)
+"""
+
+
+def test_ddp_needs_nothing_of_fsdp2():
+    done = subprocess.run(
+        [sys.executable, "-c", OLD_FSDP2], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    *_, served, told = done.stdout.splitlines()
+    assert served == "DDP is served"
+    assert told == "torch 2.8.0 is older than 2.9: FSDP2 needs it, DistributedDataParallel does not"
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "remark"),
+    [
+        ("torch", "2.7.1", "older than 2.8: everything needs a newer one"),
+        ("torch", "2.8.0", "FSDP2 is served from 2.9 on"),
+        ("torch", "2.9.0a0+50eac811a6.nv25.09", ""),
+        ("torch", "2.16.0", "newer than 2.15, the newest that was tried"),
+        ("triton", "3.3.1", "older than 3.4: fused GPU kernels need a newer one"),
+        ("triton", "3.9.0", ""),
+        ("omegaconf", "2.4", ""),
+    ],
+)
+def test_doctor_says_what_a_release_lacks(name, version, remark):
+    assert doctor._of_release(name, version) == remark
+
+
+def kernels_that_do_not_compile() -> str:
+    from unittest import mock
+
+    from order.gpu import CUDA, recording
+    from triton.runtime.jit import KernelInterface
+
+    from megatron_patch.session.session import Session
+
+    broken = mock.Mock(side_effect=RuntimeError("PassManager::run failed\nand a long tail"))
+    with recording(), mock.patch.object(torch.cuda, "get_device_name", mock.Mock(return_value="a GPU")):
+        session = Session(megatron_patch.CompressionConfig(), CUDA)
+        with mock.patch.object(KernelInterface, "warmup", broken):
+            try:
+                session.compile_kernels(torch.float32)
+            except megatron_patch.UserError as error:
+                return str(error)
+    return ""
+
+
+def test_kernels_that_do_not_compile_are_one_line(pool):
+    (told,) = pool.run(kernels_that_do_not_compile, world_size=1)
+    assert "do not compile with triton" in told
+    assert "on a GPU (RuntimeError: PassManager::run failed): set MEGATRON_LOCO_KERNELS=torch" in told
+
+
+def refused_at_attach(kind: str) -> tuple[str, bool]:
+    """What attach says where kernels do not compile; whether training is stock's then."""
+    from unittest import mock
+
+    from with_megatron.tiny_model import build
+
+    from megatron_patch.megatron import attach as of_megatron
+    from megatron_patch.pytorch import attach as of_torch
+    from megatron_patch.session.session import Session
+
+    if kind == "megatron":
+        model = build().ddp
+    else:
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    broken = mock.Mock(side_effect=megatron_patch.UserError("the GPU kernels do not compile"))
+    told = ""
+    with mock.patch.object(Session, "compile_kernels", broken):
+        try:
+            megatron_patch.attach(model)
+        except megatron_patch.UserError as error:
+            told = str(error)
+    free = of_megatron.attachment_of(model) is None and of_torch.attachment_of(model) is None
+    megatron_patch.attach(model)
+    megatron_patch.disable()
+    return told, free
+
+
+@pytest.mark.parametrize("kind", ["megatron", "ddp"])
+def test_a_model_whose_kernels_do_not_compile_is_left_as_it_was(pool, kind):
+    assert pool.run(refused_at_attach, kind, world_size=2) == [("the GPU kernels do not compile", True)] * 2
