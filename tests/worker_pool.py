@@ -144,6 +144,7 @@ def warm_up() -> None:
         if folder not in sys.path:
             sys.path.insert(0, folder)
     import torch.distributed
+    import torch.distributed.optim  # Older releases compile it, and cannot once the stand-ins are there.
 
     torch.set_num_threads(1)
     if importlib.util.find_spec("megatron_patch.megatron.cpu.device") is not None:

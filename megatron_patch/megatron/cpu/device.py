@@ -172,6 +172,9 @@ def _stand_in_for_distributed() -> None:
         return mesh_of(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
     _put("torch.distributed.device_mesh:DeviceMesh.from_group", staticmethod(from_group))  # both FSDPs
+    # Up to torch 2.11 a mesh of all ranks asks for NCCL where it sees a GPU.
+    without_gpu = View(torch, cuda=View(torch.cuda, is_available=answer(False)))
+    _put("torch.distributed.device_mesh:torch", without_gpu)
 
 
 def _sequence_parallel_norm(
