@@ -96,14 +96,14 @@ def kernels_that_do_not_compile() -> str:
     from unittest import mock
 
     from order.gpu import CUDA, recording
-    from triton.runtime.jit import KernelInterface
 
+    from megatron_patch.quantization import triton_kernels
     from megatron_patch.session.session import Session
 
     broken = mock.Mock(side_effect=RuntimeError("PassManager::run failed\nand a long tail"))
     with recording(), mock.patch.object(torch.cuda, "get_device_name", mock.Mock(return_value="a GPU")):
         session = Session(megatron_patch.CompressionConfig(), CUDA)
-        with mock.patch.object(KernelInterface, "warmup", broken):
+        with mock.patch.object(triton_kernels, "compile_kernels", broken):
             try:
                 session.compile_kernels(torch.float32)
             except megatron_patch.UserError as error:

@@ -24,7 +24,7 @@ from megatron_patch.workflows.plan import (
 from megatron_patch.workflows.plan import job as jobs
 from megatron_patch.workflows.plan.cluster import Cluster
 from megatron_patch.workflows.plan.job import MEGATRON, Job
-from megatron_patch.workflows.plan.methods import Method
+from megatron_patch.workflows.plan.methods import BF16, Method
 from megatron_patch.workflows.plan.step import Step
 from megatron_patch.workflows.run.configuration import RunConfig
 
@@ -133,6 +133,9 @@ def advise(job: Job, cluster: Cluster, found: Sequence[Row], worth: float) -> Ad
         f"with {count} {percent(waits)} of stock's step of {_time(stock.seconds)} waits for the exchange; "
         f"{best.method.name} takes {_time(best.seconds)}, {best.speedup:.2f} times as fast"
     )
+    with_bf16 = [row.seconds for row in found if row.method.name == BF16 and row is not best]
+    if with_bf16:
+        why += f" ({with_bf16[0] / best.seconds:.2f} times as with gradients in bf16)"
     if cluster.nodes > 1 and best.step.uplink_bytes < 0.99 * stock.step.uplink_bytes:
         why += (
             f", and a node sends {best.step.uplink_bytes / 1e9:.2f} GB a step instead of "

@@ -31,7 +31,11 @@ def test_a_slow_link_wants_compression_and_the_reason_has_the_numbers() -> None:
     advice = advise(one, on, found, 0.03)
     assert advice.row.seconds <= 1.03 * min(row.seconds for row in found)
     assert not advice.stays
-    assert f"{advice.row.speedup:.2f} times as fast" in advice.reason
+    assert f"{advice.row.speedup:.2f} times as fast, and" in advice.reason, "without stock_bf16 no word of it"
+    found = rows(one, on, [*METHODS[:1], methods.parse("stock_bf16"), *METHODS[1:]])
+    advice = advise(one, on, found, 0.03)
+    ratio = found[1].seconds / advice.row.seconds
+    assert f"times as fast ({ratio:.2f} times as with gradients in bf16), and" in advice.reason
     assert "1 microbatch " in advice.reason
 
 
