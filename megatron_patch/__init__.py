@@ -18,7 +18,7 @@ from megatron_patch.errors import UserError
 from megatron_patch.registry import register_codec, register_exchange
 from megatron_patch.step_report import StepReport
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 __all__ = [
     "CompressionConfig",
     "StepReport",

@@ -79,7 +79,11 @@ def test_the_version_has_one_home() -> None:
     assert "version" in project["project"]["dynamic"]
     assert project["tool"]["hatch"]["version"]["path"] == "megatron_patch/__init__.py"
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert f"\n## [{megatron_patch.__version__}] - " in changelog
+    version = megatron_patch.__version__
+    released = f"\n## [{version.removesuffix('.dev0')}] - " in changelog
+    assert released != version.endswith(".dev0"), (
+        "between releases pip must not take a wheel for the last one's"
+    )
 
 
 def test_an_unknown_option_is_an_error_not_a_silence() -> None:

@@ -23,22 +23,36 @@ esac
 """
 UV = """#!/bin/sh
 echo "$VIRTUAL_ENV" >> "$STANDS_IN/uv.log"
+echo "$*" >> "$STANDS_IN/asked.log"
 """
 
 
-@pytest.mark.parametrize("absolute", [True, False])
-def test_the_environment_is_where_venv_says(tmp_path: Path, absolute: bool) -> None:
+def set_up(tmp_path: Path, *arguments: str) -> Path:
+    """The folder in which tools/setup.sh was called."""
     for name, script in (("python", PYTHON), ("uv", UV)):
         (tmp_path / name).write_text(script)
         (tmp_path / name).chmod(0o755)
     home = tmp_path / "repository"
     home.mkdir()
     (home / "requirements.lock").write_text("uv==1.2.3\\n")
-    venv = str(tmp_path / "elsewhere" / "venv") if absolute else "some/venv"
     environment = os.environ | {"PYTHON": str(tmp_path / "python"), "STANDS_IN": str(tmp_path)}
-    subprocess.run(["bash", ROOT / "tools" / "setup.sh", venv], cwd=home, env=environment, check=True)
+    subprocess.run(["bash", ROOT / "tools" / "setup.sh", *arguments], cwd=home, env=environment, check=True)
+    return home
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+def test_the_environment_is_where_venv_says(tmp_path: Path, absolute: bool) -> None:
+    venv = str(tmp_path / "elsewhere" / "venv") if absolute else "some/venv"
+    home = set_up(tmp_path, venv)
     assert (home / venv / "bin" / "uv").exists()
     assert set((tmp_path / "uv.log").read_text().split()) == {str(home / venv)}
+    assert "sync" in (tmp_path / "asked.log").read_text()
+
+
+def test_packages_that_are_named_are_all_that_is_installed(tmp_path: Path) -> None:
+    set_up(tmp_path, "venv", "hatchling", "auditwheel")
+    (asked,) = (tmp_path / "asked.log").read_text().splitlines()
+    assert asked == "pip install --quiet --constraint requirements.lock hatchling auditwheel"
 
 
 COMPILER = """#!/bin/sh

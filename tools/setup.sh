@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# Creates the virtual environment $1 (a path, absolute or from here) with the locked dependencies and this package, editable.
+# Creates the virtual environment VENV (a path, absolute or from here) with the locked dependencies and this package, editable;
+# or, if packages are named, with these at their locked versions alone.
 # Python 3.12 is taken from PYTHON, the PATH, or a pyenv installation.
+# Usage: tools/setup.sh VENV [PACKAGE ...]
 set -euo pipefail
 venv=$1
+shift
 
 is_python_312() {
   "$1" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1
@@ -35,6 +38,10 @@ fi
   "$venv/bin/python" -m pip install --disable-pip-version-check "uv==$uv_version"
 VIRTUAL_ENV=$(realpath --no-symlinks --canonicalize-missing "$venv")
 export VIRTUAL_ENV UV_LINK_MODE=${UV_LINK_MODE:-hardlink}
+if [ $# -gt 0 ]; then
+  "$venv/bin/uv" pip install --quiet --constraint requirements.lock "$@"
+  exit
+fi
 echo "installing the locked dependencies (torch with CUDA: about 5 GB the first time)"
 # `sync` makes the environment equal to the lock, so that nothing installed by hand is relied upon.
 "$venv/bin/uv" pip sync --quiet --compile-bytecode requirements.lock
