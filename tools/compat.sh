@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Runs the seam's contract and behaviour tests on the oldest and the middle supported megatron-core, or on a checkout.
-# Each lies in .compat/ without its dependencies, which the environment has already; PYTHONPATH puts one of them before
-# the locked release, on which `make test` runs the same tests.
+# Runs the seam's contract and behaviour tests on the oldest and the middle supported megatron-core, each with a torch of its
+# time (and that torch's Triton), or on a checkout of Megatron-LM with the locked torch. The environments lie in .compat/.
 # Usage: [MEGATRON_LM=CHECKOUT] tools/compat.sh VENV [pytest's arguments, instead of the tests that run by default ...]
 #   MEGATRON_LM   a checkout of Megatron-LM: tests run on it, then its own tests of distributed training with and
 #                 without compression attached (tools/upstream.sh)
@@ -9,36 +8,55 @@ set -euo pipefail
 venv=$1
 shift
 # test_parallelism.py passes too, but takes longer than all others together: name it to run it.
-[ $# -gt 0 ] || set -- tests/compat tests/with_megatron --ignore=tests/with_megatron/test_parallelism.py
+megatron=(tests/compat tests/with_megatron --ignore=tests/with_megatron/test_parallelism.py)
+failed=""
 
-get() { # FOLDER WHAT: an interrupted installation must not look like a finished one
-  [ ! -d "$1" ] || return 0
-  echo "getting megatron-core of $2"
-  rm -rf "$1.partial"
-  "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps --compile-bytecode --target "$1.partial" "$2"
-  mv "$1.partial" "$1"
+run() { # NAME PYTHON EXPECTED_MEGATRON_CORE TESTS...
+  local name=$1 python=$2 core=$3
+  shift 3
+  echo "$name"
+  EXPECTED_MEGATRON_CORE=$core "$python" -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder "$@" || failed="$failed, $name"
+}
+
+environment() { # CORE TORCH NUMPY: an interrupted installation must not look like a finished one
+  local folder=.compat/$1-torch$2
+  [ ! -d "$folder" ] || return 0
+  echo "installing megatron-core $1 with torch $2 (4 GB the first time)"
+  rm -rf "$folder.partial"
+  "$venv/bin/uv" venv --quiet --relocatable --python "$venv/bin/python" "$folder.partial"
+  # All but torch, and what comes with it, is of the lock.
+  grep -vE '^(torch|triton|nvidia-|cuda-|numpy|megatron-core|networkx|sympy|setuptools|fsspec)' requirements.lock >"$folder.partial/rest.txt"
+  VIRTUAL_ENV=$PWD/$folder.partial UV_LINK_MODE=${UV_LINK_MODE:-hardlink} "$venv/bin/uv" pip install --quiet --compile-bytecode \
+    --constraint "$folder.partial/rest.txt" "megatron-core==$1" "torch==$2" "numpy==$3" \
+    pytest pytest-xdist hypothesis accelerate einops emerging-optimizers omegaconf pyyaml rich scipy tensorboard tokenizers
+  mv "$folder.partial" "$folder"
 }
 
 if [ -n "${MEGATRON_LM:-}" ]; then
   commit=$(git -C "$MEGATRON_LM" rev-parse --short=10 HEAD)
-  get ".compat/$commit" "$MEGATRON_LM"
-  folders=$commit
+  if [ ! -d ".compat/$commit" ]; then
+    rm -rf ".compat/$commit.partial"
+    "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps --compile-bytecode --target ".compat/$commit.partial" "$MEGATRON_LM"
+    mv ".compat/$commit.partial" ".compat/$commit"
+  fi
+  version=$(sed -n 's/^Version: //p' .compat/"$commit"/megatron_core-*.dist-info/METADATA)
+  [ $# -gt 0 ] || set -- "${megatron[@]}"
+  PYTHONPATH=$PWD/.compat/$commit${PYTHONPATH:+:$PYTHONPATH} run "megatron-core $version" "$venv/bin/python" "${version%%+*}" "$@"
+  bash "$(dirname "${BASH_SOURCE[0]}")/upstream.sh" "$MEGATRON_LM" || failed="$failed, Megatron-LM's own tests"
 else
-  folders="0.17.1 0.18.2"
-  for version in $folders; do get ".compat/$version" "megatron-core==$version"; done
-fi
-
-failed=""
-for name in $folders; do
-  version=$(sed -n 's/^Version: //p' .compat/"$name"/megatron_core-*.dist-info/METADATA)
-  echo "megatron-core $version"
-  PYTHONPATH=$PWD/.compat/$name${PYTHONPATH:+:$PYTHONPATH} EXPECTED_MEGATRON_CORE=${version%%+*} \
-    "$venv/bin/python" -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder "$@" || failed="$failed $version"
-done
-if [ -n "${MEGATRON_LM:-}" ]; then
-  bash "$(dirname "${BASH_SOURCE[0]}")/upstream.sh" "$MEGATRON_LM" || failed="$failed (its own tests)"
+  pair() { # CORE TORCH NUMPY TESTS OF PYTORCH...
+    local name="megatron-core $1, torch $2" python=.compat/$1-torch$2/bin/python core=$1
+    environment "$1" "$2" "$3"
+    shift 3
+    [ ${#given[@]} -eq 0 ] || set -- "${given[@]}"
+    [ ${#given[@]} -gt 0 ] || set -- "${megatron[@]}" "$@"
+    PYTHONPATH=$PWD run "$name" "$python" "$core" "$@"
+  }
+  given=("$@")
+  pair 0.17.1 2.8.0 2.3.5 tests/pytorch/test_ddp.py tests/test_releases.py
+  pair 0.18.2 2.11.0 2.5.5 tests/pytorch tests/test_releases.py --ignore=tests/pytorch/test_torch_scripts.py
 fi
 if [ -n "$failed" ]; then
-  echo "megatron-loco: error: the tests failed on megatron-core$failed" >&2
+  echo "megatron-loco: error: tests failed: ${failed#, }" >&2
   exit 1
 fi
