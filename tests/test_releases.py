@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 import subprocess
 import sys
 import tomllib
@@ -19,16 +21,17 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_containers_name_their_releases_in_their_own_way():
-    assert releases.release_of("2.9.0a0+50eac811a6.nv25.09") == (2, 9)
-    assert releases.release_of("2.15.0+cu132") == (2, 15)
-    releases.refuse_old("torch", "2.10.0", (2, 9), "")
-    with pytest.raises(megatron_patch.UserError, match=r"^torch 2\.7\.1 is older than 2\.8: take another$"):
-        releases.refuse_old("torch", "2.7.1", (2, 8), "take another")
+    for version in ("2.9.0a0+50eac811a6.nv25.09", "2.15.0+cu132", "2.9.1"):
+        assert releases.too_old("FSDP2", version) is None
+    with pytest.raises(
+        megatron_patch.UserError, match=r"^torch 2\.7\.1 is older than 2\.8, .*: take another$"
+    ):
+        releases.refuse_old("torch", "2.7.1", "take another")
 
 
 def test_the_package_asks_for_what_is_served():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert f"torch>={'.'.join(map(str, releases.TORCH))}" in project["dependencies"]
+    assert f"torch>={'.'.join(map(str, releases.OLDEST['torch']))}" in project["dependencies"]
 
 
 def test_both_entrances_refuse_an_old_torch(monkeypatch):
@@ -43,7 +46,7 @@ def test_an_old_triton_is_refused_where_its_kernels_are_asked_for(monkeypatch):
 
     monkeypatch.setattr(triton, "__version__", "3.3.1")
     backends._triton.cache_clear()
-    with pytest.raises(megatron_patch.UserError, match=r"triton 3\.3\.1 is older than 3\.4: .*KERNELS=torch"):
+    with pytest.raises(megatron_patch.UserError, match=r"triton 3\.3\.1 is older than 3\.4, .*KERNELS=torch"):
         backends.available(torch.device("cuda"))
     monkeypatch.setenv(backends.VARIABLE, "torch")
     assert backends.available(torch.device("cuda")) is None
@@ -73,23 +76,31 @@ def test_ddp_needs_nothing_of_fsdp2():
     assert done.returncode == 0, done.stderr
     *_, served, told = done.stdout.splitlines()
     assert served == "DDP is served"
-    assert told == "torch 2.8.0 is older than 2.9: FSDP2 needs it, DistributedDataParallel does not"
+    assert told.startswith("torch 2.8.0 is older than 2.9, the oldest that is served with FSDP2: ")
 
 
 @pytest.mark.parametrize(
-    ("name", "version", "remark"),
+    ("versions", "status", "line"),
     [
-        ("torch", "2.7.1", "older than 2.8: everything needs a newer one"),
-        ("torch", "2.8.0", "FSDP2 is served from 2.9 on"),
-        ("torch", "2.9.0a0+50eac811a6.nv25.09", ""),
-        ("torch", "2.16.0", "newer than 2.15, the newest that was tried"),
-        ("triton", "3.3.1", "older than 3.4: fused GPU kernels need a newer one"),
-        ("triton", "3.9.0", ""),
-        ("omegaconf", "2.4", ""),
+        (
+            {"torch": "2.7.1"},
+            1,
+            "No run is possible: torch 2.7.1 is older than 2.8, the oldest that is served",
+        ),
+        ({"triton": "3.3.1"}, 0, "Ready for CPU runs. "),
     ],
 )
-def test_doctor_says_what_a_release_lacks(name, version, remark):
-    assert doctor._of_release(name, version) == remark
+def test_doctor_says_what_is_too_old(monkeypatch, capsys, versions, status, line):
+    known = {"torch": "2.15.0", "megatron-core": "0.19.2", "triton": "3.9.0"} | versions
+    monkeypatch.setattr(doctor.symbols, "unmet", lambda: iter(()))
+    monkeypatch.setattr(doctor, "_version", known.get)
+    devices = {"gpu": "8 x H100", "gpu kernels": "-", "nccl": "2.30", "gloo": "yes"}
+    monkeypatch.setattr(doctor, "_devices", lambda: [(name, found, "") for name, found in devices.items()])
+    assert doctor.run(argparse.Namespace()) == status
+    told = capsys.readouterr().out
+    assert told.splitlines()[-1].startswith(line)
+    (name,) = versions
+    assert re.search(rf"^{name} .* is older than ", told, re.MULTILINE)
 
 
 def kernels_that_do_not_compile() -> str:
@@ -113,8 +124,8 @@ def kernels_that_do_not_compile() -> str:
 
 def test_kernels_that_do_not_compile_are_one_line(pool):
     (told,) = pool.run(kernels_that_do_not_compile, world_size=1)
-    assert "do not compile with triton" in told
-    assert "on a GPU (RuntimeError: PassManager::run failed): set MEGATRON_LOCO_KERNELS=torch" in told
+    assert "the GPU kernels do not compile on a GPU with torch " in told
+    assert "(RuntimeError: PassManager::run failed): set MEGATRON_LOCO_KERNELS=torch" in told
 
 
 def refused_at_attach(kind: str) -> tuple[str, bool]:

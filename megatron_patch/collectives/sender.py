@@ -149,11 +149,6 @@ class Sender:
         """Return the tensors that a checkpoint must keep: those of the error state."""
         return {} if self.error is None else self.error.tensors()
 
-    def compile_kernels(self, dtype: torch.dtype) -> None:
-        """Compile the GPU kernels of this bucket's exchange for gradients of a dtype (backends.py)."""
-        tensors, beta = ({}, 0.0) if self.error is None else (self.error.tensors(), self.error.beta)
-        backends.compile_kernels(self.codec, self.layout, tensors, beta, dtype, self.statistics.device)
-
     @torch.no_grad()
     def compress(self, gradient: torch.Tensor, payload: torch.Tensor) -> None:
         """Compress `gradient`, [B] of fp32, bf16 or fp16, into `payload`, and update e.

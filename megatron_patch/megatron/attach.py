@@ -227,7 +227,7 @@ def _compile_kernels(attachment: Any) -> None:
     state.compile_kernels(*(dtypes or {torch.float32, torch.bfloat16}))
     if state.config.codes_weights:
         compile_kernels(state.device)
-    if state.config.is_onebit_adam:
+    if state.config.is_onebit_adam and state.device.type == "cuda":
         norm_sketch.compile_kernels(state.device)
 
 

@@ -98,11 +98,6 @@ def attach(
             )
         if found is None:
             made = _made(model, config, replicas)
-            try:
-                made.session.compile_kernels(torch.float32, torch.bfloat16)
-            except UserError:
-                made.detach()
-                raise
             vars(model)[_HELD] = _Held(made)  # nn.Module.__setattr__ is for parameters and modules.
             _models.add(model)
             made.session.announces = dist.get_rank() == 0

@@ -58,8 +58,7 @@ class Sets:
         """Return the exchange for the set of parameters that is exchanged now. All ranks must call it.
 
         Raises:
-            UserError: the parameters that are exchanged are not known in this release of torch; or there are
-                more than MOST_SETS sets.
+            UserError: torch exchanges other parameters than is known; or there are more than MOST_SETS sets.
         """
         current = self.group.current
         if current not in self.made:
@@ -270,6 +269,7 @@ class Fsdp2:
         self.config = config if self.replicas is not None else config.for_flat_fsdp()
         ranks = [group for group in (self.shards, self.replicas) if group is not None]
         self.session = Session(self.config, self.groups[0].device, ranks)
+        self.session.compile_kernels(torch.float32, torch.bfloat16)
         self._unchecked = self.replicas is not None
         names = {id(module): name for name, module in model.named_modules()}
         self.parts: list[Sets] = []

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_patch.errors import UserError
 from megatron_patch.pytorch.contents import Sharded
-from megatron_patch.releases import FSDP2, refuse_old
+from megatron_patch.releases import refuse_old
 
 try:
     from torch.distributed.fsdp import FSDPModule
@@ -27,7 +27,7 @@ try:
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 except ImportError as error:
-    refuse_old("torch", torch.__version__, FSDP2, "FSDP2 needs it, DistributedDataParallel does not")
+    refuse_old("FSDP2", torch.__version__, "install a newer one, or use DistributedDataParallel")
     raise UserError(f"torch {torch.__version__}: {error}; this release's FSDP2 is not supported") from error
 
 __all__ = ["FSDPModule", "ParamGroup", "ReduceScatter", "groups_of", "local_of"]

@@ -19,7 +19,7 @@ from megatron_patch.errors import UserError
 from megatron_patch.quantization import native
 from megatron_patch.quantization.codec import Codec
 from megatron_patch.quantization.layout import BlockLayout
-from megatron_patch.releases import TRITON, refuse_old
+from megatron_patch.releases import refuse_old
 
 VARIABLE = "MEGATRON_LOCO_KERNELS"
 _SLOWER = " (some 30 times slower)"
@@ -80,41 +80,20 @@ def _triton() -> Backend | None:
         triton: Any = importlib.import_module("triton")
     except ImportError:
         return None
-    refuse_old("triton", triton.__version__, TRITON, f"install a newer one, or set {VARIABLE}=torch{_SLOWER}")
+    refuse_old("triton", triton.__version__, f"install a newer one, or set {VARIABLE}=torch{_SLOWER}")
     return cast(Backend, importlib.import_module("megatron_patch.quantization.triton_kernels"))
-
-
-def compile_kernels(
-    codec: Codec,
-    layout: BlockLayout,
-    error: Mapping[str, torch.Tensor],
-    beta: float,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Compile the GPU kernels that the exchange of a layout needs, so that no step compiles them.
-
-    Raises:
-        UserError: they cannot be compiled here.
-    """
-    kernels: Any = fused(codec, layout, device) if device.type == "cuda" else None
-    if kernels is not None:
-        with explained():
-            kernels.compile_kernels(codec, layout, error, beta, dtype, device)
 
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Within the block, which compiles GPU kernels, errors become a UserError that names a way out."""
+    """Within the block, which compiles GPU kernels, an error becomes a UserError that names a way out."""
     try:
         yield
     except Exception as error:  # Triton's are of many kinds.
-        import triton
-
-        first = next(iter(str(error).splitlines()), "")
+        first = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(
-            f"the GPU kernels do not compile with triton {triton.__version__} on "
-            f"{torch.cuda.get_device_name()} ({type(error).__name__}: {first}): set {VARIABLE}=torch{_SLOWER}"
+            f"the GPU kernels do not compile on {torch.cuda.get_device_name()} with torch {torch.__version__}"
+            f" and its Triton ({first}): set {VARIABLE}=torch{_SLOWER}"
         ) from error
 
 

@@ -9,9 +9,11 @@ model chunk, which is a DDP instance.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from megatron_patch.collectives.exchange import Exchange, Handle, Setup, Traffic
 from megatron_patch.collectives.sender import MovingAverageError, Sender
 from megatron_patch.collectives.workspace import Workspace, shared_pool
 from megatron_patch.config import CompressionConfig
+from megatron_patch.quantization import backends
 from megatron_patch.quantization.blocks import Contents
 from megatron_patch.session.events import Events, SessionReport
 from megatron_patch.session.memory import Memory
@@ -106,17 +109,20 @@ class Session:
         return [state.sender for exchange in self.exchanges for state in exchange.states()]
 
     def compile_kernels(self, *dtypes: torch.dtype) -> None:
-        """Compile what a GPU needs for gradients of `dtypes`; before there are exchanges, for a small bucket.
+        """Compile the GPU kernels of all exchanges, or, before there are any, of a small one.
 
         Raises:
-            UserError: the kernels cannot be compiled here.
+            UserError: they cannot be compiled here.
         """
         if self.device.type != "cuda" or not self.config.compresses:
             return
-        small = self.setup.layout(Contents(1 << 14), 2)
-        for sender in self.senders or [self.setup.new_sender(small)]:
-            for dtype in dtypes:
-                sender.compile_kernels(dtype)
+        senders = self.senders or [self.setup.new_sender(self.setup.layout(Contents(1 << 14), 2))]
+        for sender, dtype in itertools.product(senders, dtypes):
+            kernels: Any = backends.fused(sender.codec, sender.layout, self.device)
+            if kernels is not None:
+                some, beta = torch.empty(16, dtype=dtype, device=self.device), self.config.beta
+                with backends.explained():
+                    kernels.compile_kernels(sender.codec, sender.layout, sender.state(), beta, some)
 
     def start(
         self,

@@ -163,21 +163,15 @@ def coder_of(device: torch.device) -> ModuleType:
 
 
 def compile_kernels(device: torch.device) -> None:
-    """Compile the GPU kernels of the weight code, by coding a few weights.
-
-    Raises:
-        UserError: they cannot be compiled here.
-    """
-    if device.type != "cuda" or backends.available(device) is None:
-        return
-    with backends.explained():
-        weights = torch.zeros(2, 64, dtype=torch.int16, device=device)
-        message = torch.empty(code.bound(64), dtype=torch.uint8, device=device)
-        facts = torch.empty(code.FACTS, dtype=torch.int64, device=device)
-        coder = coder_of(device)
-        size = coder.encode(weights[0], weights[1], False, message, facts)
-        places = torch.tensor([[0, size]], device=device)
-        coder.decode(message[None], places, weights[:1], -1, torch.empty(1, dtype=torch.int32, device=device))
+    """Compile the GPU kernels of the weight code, by coding a few weights; UserError if that fails."""
+    if device.type == "cuda" and backends.available(device) is not None:
+        old, new = torch.zeros(2, 64, dtype=torch.int16, device=device)
+        message = old.new_empty(1, code.bound(64), dtype=torch.uint8)
+        found = old.new_empty(code.FACTS, dtype=torch.int64)
+        with backends.explained():
+            size = coder_of(device).encode(old, new, False, message[0], found)
+            place = torch.tensor([[0, size]], device=device)
+            coder_of(device).decode(message, place, old[None], -1, found[:1].int())
 
 
 @dataclass(frozen=True)

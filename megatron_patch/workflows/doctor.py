@@ -7,7 +7,6 @@ import importlib.util
 import os
 import platform
 from importlib import metadata
-from typing import Any
 
 from packaging.version import Version
 
@@ -47,7 +46,9 @@ def rows() -> list[tuple[str, str, str]]:
     found: list[tuple[str, str, str]] = [("python", platform.python_version(), "")]
     for name, purpose in _WANTED_FOR.items():
         version = _version(name)
-        remark = _of_release(name, version) if version else f"missing for: {purpose}"
+        remark = f"missing for: {purpose}" if version is None else ""
+        if version and name in releases.OLDEST:
+            remark = releases.too_old(name, version) or ""
         lacks = list(symbols.unmet()) if name == "megatron-core" and version else []
         if name == "megatron-core" and version:
             remark = _of_megatron(Version(Version(version).base_version), len(lacks))
@@ -57,25 +58,6 @@ def rows() -> list[tuple[str, str, str]]:
     cores = len(os.sched_getaffinity(0))
     found.append(("processor", f"{cores} cores", "" if cores >= 2 else "the quick start wants 2"))
     return found
-
-
-def _of_release(name: str, version: str) -> str:
-    """Return a remark on a release of torch or Triton that is not served whole."""
-    oldest = {"torch": releases.TORCH, "triton": releases.TRITON}.get(name)
-    if oldest is None:
-        return ""
-    found = releases.release_of(version)
-    if found < oldest:
-        return f"older than {_dotted(oldest)}: {_WANTED_FOR[name]} need{'s' * (name == 'torch')} a newer one"
-    if name == "torch" and found < releases.FSDP2:
-        return f"FSDP2 is served from {_dotted(releases.FSDP2)} on"
-    if name == "torch" and found > releases.NEWEST:
-        return f"newer than {_dotted(releases.NEWEST)}, the newest that was tried"
-    return ""
-
-
-def _dotted(release: tuple[int, int]) -> str:
-    return ".".join(map(str, release))
 
 
 def _of_megatron(release: Version, lacks: int) -> str:
@@ -102,12 +84,11 @@ def _devices() -> list[tuple[str, str, str]]:
     )
     from megatron_patch.quantization import backends, native
 
-    of_gpu = [_gpu_kernels(torch.device("cuda", 0))] if names else []
     nccl = dist.is_nccl_available()
     cpu = torch.device("cpu")
     return [
         gpus,
-        *of_gpu,
+        *([_gpu_kernels()] if names else []),
         (
             "cpu kernels",
             native.variants()[-1] if native.variants() else "-",
@@ -127,21 +108,22 @@ def _devices() -> list[tuple[str, str, str]]:
     ]
 
 
-def _gpu_kernels(device: Any) -> tuple[str, str, str]:
+def _gpu_kernels() -> tuple[str, str, str]:
     """Compile the kernels of the defaults, as `attach` does before the first step."""
     import torch
 
     from megatron_patch.config import CompressionConfig
     from megatron_patch.quantization import backends
     from megatron_patch.session.session import Session
-    from megatron_patch.weights import gather
+    from megatron_patch.weights.gather import compile_kernels
 
+    device = torch.device("cuda", torch.cuda.current_device())
     try:
         Session(CompressionConfig(), device).compile_kernels(torch.float32, torch.bfloat16)
-        gather.compile_kernels(device)
-        return "gpu kernels", backends.describe(device), ""
+        compile_kernels(device)
     except UserError as error:
         return "gpu kernels", "-", str(error)
+    return "gpu kernels", backends.describe(device), ""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -151,21 +133,17 @@ def run(args: argparse.Namespace) -> int:
     what, found = (max(len(line[place]) for line in lines) for place in (0, 1))
     for line in lines:
         print(f"{line[0]:{what}}  {line[1]:{found}}  {line[2]}".rstrip())
-    versions = {name: version for name, version, _ in shown}
-    print(f"\n{_verdict(versions)}")
-    return int(any(versions[name] == "-" for name in _REQUIRED) or _is_old(versions["torch"]))
-
-
-def _is_old(torch: str) -> bool:
-    return releases.release_of(torch) < releases.TORCH
+    verdict = _verdict({name: found for name, found, _ in shown})
+    print(f"\n{verdict}")
+    return int(verdict.startswith("No run is possible: "))
 
 
 def _verdict(found: dict[str, str]) -> str:
     missing = [name for name in _REQUIRED if found[name] == "-"]
     if missing:
         return f"No run is possible: {' and '.join(missing)} missing."
-    if _is_old(found["torch"]):
-        return f"No run is possible: torch {found['torch']} is older than {_dotted(releases.TORCH)}."
+    if old := releases.too_old("torch", found["torch"]):
+        return f"No run is possible: {old}."
     works = found.get("gpu", "none") != "none" and "-" not in (found.get("nccl"), found.get("gpu kernels"))
     ready = ["GPU"] if works else []
     ready += ["CPU"] if found.get("gloo") == "yes" else []

@@ -127,7 +127,7 @@ def test_ranks_that_wait_for_one_another() -> None:
 def what_kernels_change() -> dict[str, set[str]]:
     """Arguments that Triton's kernels, run by its interpreter, were seen to change."""
     from quantization.backend_agreement import compress_by, sender_of
-    from triton.runtime.jit import KernelInterface
+    from triton.runtime.interpreter import InterpretedFunction
 
     from megatron_patch.megatron.onebit_adam import norm_sketch, sketch_kernel
     from megatron_patch.megatron.onebit_adam.norm_sketch import NormSketch, signs
@@ -137,25 +137,21 @@ def what_kernels_change() -> dict[str, set[str]]:
     from megatron_patch.weights.code import bound
 
     seen: dict[str, set[str]] = {}
-    original = KernelInterface.__getitem__
+    original = InterpretedFunction.run
 
-    def watched(kernel: Any, grid: Any) -> Any:
-        def launch(*args: Any, **options: Any) -> Any:
-            named = dict(zip(kernel.arg_names, args, strict=False)) | options
-            tensors = {key: value for key, value in named.items() if isinstance(value, torch.Tensor)}
-            before = {key: tensor.clone() for key, tensor in tensors.items()}
-            result = original(kernel, grid)(*args, **options)
-            changed = seen.setdefault(kernel.fn.__name__, set())
-            changed |= {
-                key
-                for key, tensor in tensors.items()
-                if not torch.equal(tensor.view(torch.uint8), before[key].view(torch.uint8))
-            }
-            return result
+    def watched(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        named = dict(zip(kernel.arg_names, args, strict=False)) | options
+        tensors = {key: value for key, value in named.items() if isinstance(value, torch.Tensor)}
+        before = {key: tensor.clone() for key, tensor in tensors.items()}
+        original(kernel, *args, grid=grid, warmup=warmup, **options)
+        changed = seen.setdefault(kernel.fn.__name__, set())
+        changed |= {
+            key
+            for key, tensor in tensors.items()
+            if not torch.equal(tensor.view(torch.uint8), before[key].view(torch.uint8))
+        }
 
-        return launch
-
-    KernelInterface.__getitem__ = watched
+    InterpretedFunction.run = watched
     try:
         layout = BlockLayout.of(600, 2, 4, 128)
         sender = sender_of(layout, torch.device("cpu"), "int8", 0.8)
@@ -179,7 +175,7 @@ def what_kernels_change() -> dict[str, set[str]]:
         rows = norm_sketch.rows_of(sketch._pieces)
         sketch_kernel.fold(rows, signs(torch.device("cpu")), norm_sketch.COLUMNS)
     finally:
-        KernelInterface.__getitem__ = original
+        InterpretedFunction.run = original
     return seen
 
 

@@ -76,8 +76,8 @@ class NormSketch:
         return (values.double() / group.size()).square().sum()
 
     def _folded(self) -> torch.Tensor:
+        # Triton is imported only if a GPU is used.
         if self._device.type == "cuda" and backends.available(self._device) is not None:
-            # Triton is imported only if a GPU is used.
             kernel = importlib.import_module("megatron_patch.megatron.onebit_adam.sketch_kernel")
             folded: torch.Tensor = kernel.fold(rows_of(self._pieces), signs(self._device), COLUMNS)
             return folded
@@ -85,12 +85,11 @@ class NormSketch:
 
 
 def compile_kernels(device: torch.device) -> None:
-    """Compile the GPU kernel, by folding a few elements; UserError if it cannot be compiled here."""
-    if device.type == "cuda":
-        with backends.explained():
-            sketch = NormSketch(0, device)
-            sketch.add(torch.zeros(16, device=device), 1.0)
-            sketch._folded()
+    """Compile the GPU kernel, by folding a few elements; UserError if that fails."""
+    sketch = NormSketch(0, device)
+    sketch.add(torch.zeros(16, device=device), 1.0)
+    with backends.explained():
+        sketch._folded()
 
 
 def fold(pieces: list[ScaledValues], table: torch.Tensor) -> torch.Tensor:

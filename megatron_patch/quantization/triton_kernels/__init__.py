@@ -6,8 +6,7 @@ runs with `block_size: shard`, whose blocks do not fit a tile (`supports`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
@@ -36,32 +35,15 @@ def supports(codec: Codec, layout: BlockLayout) -> bool:
     )
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    kernel[grid](*arguments, **constants)
-
-
-def _compile(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    kernel.warmup(*arguments, grid=grid, **constants)
-
-
 def compile_kernels(
-    codec: Codec,
-    layout: BlockLayout,
-    error: Mapping[str, torch.Tensor],
-    beta: float,
-    dtype: torch.dtype,
-    device: torch.device,
+    codec: Codec, layout: BlockLayout, error: Mapping[str, torch.Tensor], beta: float, gradient: torch.Tensor
 ) -> None:
-    """Compile what the exchange of a layout launches for gradients of a dtype, and launch nothing.
-
-    `compress` has a variant that measures statistics and one that does not.
-    """
-    some = torch.empty(16, dtype=dtype, device=device)  # Only its dtype and its alignment are looked at.
-    payloads = torch.empty(layout.shards, layout.payload_bytes, dtype=torch.uint8, device=device)
-    for statistics in (None, torch.empty(5, dtype=torch.float64, device=device)):
-        compress(some, payloads, codec, layout, error, beta, statistics, _compile)
-    _decompress(payloads, codec, layout.part(0), some, layout.shards, layout.shards, _compile)
-    _decompress(payloads, codec, layout, some, 1, 1, _compile)
+    """Compile what an exchange of gradients like `gradient` runs, with statistics and without."""
+    payloads = gradient.new_empty(layout.shards, layout.payload_bytes, dtype=torch.uint8)
+    for statistics in (None, gradient.new_empty(5, dtype=torch.float64)):
+        compress(gradient, payloads, codec, layout, error, beta, statistics, only_compile=True)
+    _decompress(payloads, codec, layout.part(0), gradient, layout.shards, layout.shards, only_compile=True)
+    _decompress(payloads, codec, layout, gradient, 1, 1, only_compile=True)
 
 
 def compress(
@@ -72,7 +54,7 @@ def compress(
     error: Mapping[str, torch.Tensor],
     beta: float,
     statistics: torch.Tensor | None,
-    launch: Callable[..., None] = _launch,
+    only_compile: bool = False,
 ) -> None:
     """Compress as quantization.native.compress, for tensors on the current GPU, without waiting for it.
 
@@ -87,9 +69,7 @@ def compress(
     unused = payload  # A kernel needs a pointer for every tensor, even if it does not read it.
     if statistics is not None:
         statistics.zero_()
-    launch(
-        compress_kernel,
-        (_programs(layout, rows, gradient.device), layout.shards),
+    compress_kernel.run(
         _as_bits(gradient),
         unused if values is None else _as_bits(values),
         unused if scales is None else scales.view(torch.int16),
@@ -118,6 +98,8 @@ def compress(
         BETA_IS_ZERO=beta == 0,
         MEASURE=statistics is not None,
         enable_fp_fusion=False,
+        grid=(_programs(layout, rows, gradient.device), layout.shards),
+        warmup=only_compile,
     )
 
 
@@ -140,7 +122,7 @@ def _decompress(
     output: torch.Tensor,
     senders: int,
     divisor: int,
-    launch: Callable[..., None] = _launch,
+    only_compile: bool = False,
 ) -> None:
     if layout.shards * layout.blocks * layout.block != layout.numel:
         output.zero_()  # Elements in no block are 0.
@@ -153,9 +135,7 @@ def _decompress(
     lanes = max(_LANES, layout.block // elements_of_lane)  # A program has whole blocks, to rotate them back.
     whole = layout.table.whole
     programs = -(-layout.blocks * layout.block // (lanes * elements_of_lane))
-    launch(
-        decompress_reduce_kernel,
-        (programs, layout.shards),
+    decompress_reduce_kernel.run(
         words,
         payloads.view(torch.int16)[:, layout.code_bytes // 2 :],
         layout.table.on(payloads.device),
@@ -178,6 +158,8 @@ def _decompress(
         DIVIDE=divisor != 1,
         BF16=output.dtype == torch.bfloat16,
         enable_fp_fusion=False,
+        grid=(programs, layout.shards),
+        warmup=only_compile,
     )
 
 
