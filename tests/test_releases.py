@@ -55,7 +55,7 @@ def test_an_old_triton_is_refused_where_its_kernels_are_asked_for(monkeypatch):
 OLD_FSDP2 = """
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-del _fsdp_collectives.DefaultReduceScatter
+vars(_fsdp_collectives).pop("DefaultReduceScatter", None)
 from torch.nn.parallel import DistributedDataParallel
 torch.__version__ = "2.8.0"
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
