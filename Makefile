@@ -31,7 +31,7 @@ test: $(READY) ## the tests to run before a commit (4 minutes on 2 cores)
 test-all: $(READY) ## all tests that need no GPU, but for those of minutes each (15 minutes)
 	@$(PYTEST) -m "not slow" --durations 15 --durations-min 5
 
-test-compat: $(READY) ## the seam's tests on the older megatron-core releases that are supported
+test-compat: $(READY) ## the seam's tests on older megatron-core, each with a torch of its time (and PyTorch's)
 	@bash tools/compat.sh "$(VENV)"
 
 test-bridge: $(READY) ## training, saving and resuming by Megatron-Bridge 0.6.2, on 2 CPU ranks
