@@ -54,7 +54,7 @@ else
   }
   given=("$@")
   pair 0.17.1 2.8.0 2.3.5 tests/pytorch/test_ddp.py tests/test_releases.py
-  pair 0.18.2 2.11.0 2.5.5 tests/pytorch tests/test_releases.py --ignore=tests/pytorch/test_torch_scripts.py
+  pair 0.18.2 2.11.0 2.3.5 tests/pytorch tests/test_releases.py --ignore=tests/pytorch/test_torch_scripts.py
 fi
 if [ -n "$failed" ]; then
   echo "megatron-loco: error: tests failed: ${failed#, }" >&2
