@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 
 import megatron_patch
 from megatron_patch import releases
+from megatron_patch.megatron import run_script
 from megatron_patch.quantization import backends
 from megatron_patch.workflows import doctor
 
@@ -34,9 +36,10 @@ def test_the_package_asks_for_what_is_served():
     assert f"torch>={'.'.join(map(str, releases.OLDEST['torch']))}" in project["dependencies"]
 
 
-def test_both_entrances_refuse_an_old_torch(monkeypatch):
+def test_all_entrances_refuse_an_old_torch(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.7.1+cu126")
-    for entrance in (megatron_patch.enable, lambda: megatron_patch.attach(torch.nn.Linear(2, 2))):
+    launched = functools.partial(run_script._run, "script.py", [])
+    for entrance in (megatron_patch.enable, lambda: megatron_patch.attach(torch.nn.Linear(2, 2)), launched):
         with pytest.raises(megatron_patch.UserError, match=r"torch 2\.7\.1\+cu126 is older than 2\.8"):
             entrance()
 
@@ -92,7 +95,8 @@ def test_ddp_needs_nothing_of_fsdp2():
 )
 def test_doctor_says_what_is_too_old(monkeypatch, capsys, versions, status, line):
     known = {"torch": "2.15.0", "megatron-core": "0.19.2", "triton": "3.9.0"} | versions
-    monkeypatch.setattr(doctor.symbols, "unmet", lambda: iter(()))
+    asked = []
+    monkeypatch.setattr(doctor.symbols, "unmet", lambda: asked.append(True) or iter(()))
     monkeypatch.setattr(doctor, "_version", known.get)
     devices = {"gpu": "8 x H100", "gpu kernels": "-", "nccl": "2.30", "gloo": "yes"}
     monkeypatch.setattr(doctor, "_devices", lambda: [(name, found, "") for name, found in devices.items()])
@@ -100,6 +104,7 @@ def test_doctor_says_what_is_too_old(monkeypatch, capsys, versions, status, line
     told = capsys.readouterr().out
     assert told.splitlines()[-1].startswith(line)
     (name,) = versions
+    assert bool(asked) == (name != "torch"), "with an old torch Megatron may not even load"
     assert re.search(rf"^{name} .* is older than ", told, re.MULTILINE)
 
 

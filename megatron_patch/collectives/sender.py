@@ -145,6 +145,11 @@ class Sender:
         self.measures = True
         """Whether `compress` measures statistics, which cost an eighth of the kernel's instructions."""
 
+    @property
+    def beta(self) -> float:
+        """The weight of the old error; 0 if no errors are kept."""
+        return 0.0 if self.error is None else self.error.beta
+
     def state(self) -> dict[str, torch.Tensor]:
         """Return the tensors that a checkpoint must keep: those of the error state."""
         return {} if self.error is None else self.error.tensors()
@@ -156,10 +161,9 @@ class Sender:
         `payload` is uint8 and contiguous: the payloads of all shards, end to end (`layout.payload_starts`).
         """
         layout = self.layout
-        tensors, beta = ({}, 0.0) if self.error is None else (self.error.tensors(), self.error.beta)
         run = backends.fused(self.codec, layout, gradient.device) or loco
         statistics = self.statistics if self.measures else None
-        run.compress(gradient, payload, self.codec, layout, tensors, beta, statistics)
+        run.compress(gradient, payload, self.codec, layout, self.state(), self.beta, statistics)
         if layout.exact is not None:
             layout.exact.write(gradient, payload, layout.coded_bytes, layout.payload_starts)
 

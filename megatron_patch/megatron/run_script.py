@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_patch.errors import UserError, failed_assert
+from megatron_patch.releases import refuse_old_torch
 
 USAGE = "usage: torchrun [...] -m megatron_patch.launch SCRIPT.py [its own flags] [--compression-* flags]"
 
@@ -53,6 +54,7 @@ def main(argv: list[str]) -> int:
 
 
 def _run(script: str, flags: list[str]) -> None:
+    refuse_old_torch()  # Megatron and what it imports may not even load with one.
     # This precedes Megatron's import, because a script in a checkout of Megatron-LM uses that Megatron.
     sys.path.insert(0, str(Path(script).resolve().parent))
     defaults: dict[str, Any] = {}

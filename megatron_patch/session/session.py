@@ -120,9 +120,9 @@ class Session:
         for sender, dtype in itertools.product(senders, dtypes):
             kernels: Any = backends.fused(sender.codec, sender.layout, self.device)
             if kernels is not None:
-                some, beta = torch.empty(16, dtype=dtype, device=self.device), self.config.beta
+                some = torch.empty(16, dtype=dtype, device=self.device)
                 with backends.explained():
-                    kernels.compile_kernels(sender.codec, sender.layout, sender.state(), beta, some)
+                    kernels.compile_kernels(sender.codec, sender.layout, sender.state(), sender.beta, some)
 
     def start(
         self,

@@ -44,13 +44,15 @@ def _version(name: str) -> str | None:
 def rows() -> list[tuple[str, str, str]]:
     """Return (what, found, remark) for every line of the table."""
     found: list[tuple[str, str, str]] = [("python", platform.python_version(), "")]
+    torch = _version("torch")
     for name, purpose in _WANTED_FOR.items():
-        version = _version(name)
+        version, lacks = _version(name), []
         remark = f"missing for: {purpose}" if version is None else ""
         if version and name in releases.OLDEST:
             remark = releases.too_old(name, version) or ""
-        lacks = list(symbols.unmet()) if name == "megatron-core" and version else []
-        if name == "megatron-core" and version:
+        # With an old torch Megatron may not even load.
+        if version and name == "megatron-core" and not (torch and releases.too_old("torch", torch)):
+            lacks = list(symbols.unmet())
             remark = _of_megatron(Version(Version(version).base_version), len(lacks))
         found.append((name, version or "-", remark))
         found += [("", "", line) for line in lacks]

@@ -219,18 +219,18 @@ def ahead_of_steps() -> None:
     """What `attach` compiles is what a step launches, whether it measures statistics or not."""
     shape, rows = (1 << 14, 4), (Span.of(0, (100, 160)),)
     layout = BlockLayout.of(*shape, 4, 128, spans=rows)
-    sender = sender_of(layout, CPU, "int8", 0.8)
-    sender.codec = codec_of(4, True)
-    assert sender.error is not None
-    some = torch.empty(16, dtype=torch.bfloat16)
-    triton_kernels.compile_kernels(sender.codec, layout, sender.error.tensors(), 0.8, some)
-    ahead = list(kernels)
-    kernels.clear()
-    found = [
-        compress("bf16", 4, shape, levels=True, spans=rows, measures=measures) for measures in (True, False)
-    ]
-    assert all(any(kernel is one for one in ahead) for kernel in found)
-    assert found[0] is not found[1]
+    codec, some = codec_of(4, True), torch.empty(16, dtype=torch.bfloat16)
+    for error in (None, "int8"):
+        sender = sender_of(layout, CPU, error, 0.8)
+        triton_kernels.compile_kernels(codec, layout, sender.state(), sender.beta, some)
+        ahead = list(kernels)
+        kernels.clear()
+        found = [
+            compress("bf16", 4, shape, levels=True, spans=rows, error=error, measures=measures)
+            for measures in (True, False)
+        ]
+        assert all(any(kernel is one for one in ahead) for kernel in found)
+        assert found[0] is not found[1]
     print("compiled ahead:", *sorted(kernel.metadata.name for kernel in ahead))
 
 
