@@ -147,10 +147,6 @@ def attached_chunks() -> list[Any]:
     return list(_attachments)
 
 
-def attached_states() -> list[Session]:
-    return [attachment.state for attachment in _attachments.values()]
-
-
 def onebit_of(optimizer: Any) -> OneBitAdam | None:
     """Return the OneBitAdam of a Megatron optimizer; None before its first step or with another method."""
     return getattr(optimizer, _ONEBIT, None)
