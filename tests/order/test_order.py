@@ -69,12 +69,14 @@ def freed_behind_the_hook(held: bool) -> list[str]:
     import torch
     import torch.distributed as dist
     from order.gpu import CUDA, recording
+    from order.recorded_collectives import Recorder, recorded
 
     from megatron_patch.config import CompressionConfig
     from megatron_patch.pytorch.fsdp2 import Hybrid
     from megatron_patch.session.session import Session
 
-    with recording() as gpu:
+    # Gloo's thread may hold a tensor for a moment after its collective was waited for.
+    with recording() as gpu, recorded(Recorder(gpu)):
         config = CompressionConfig(method="none")
         hybrid = Hybrid.__new__(Hybrid)
         hybrid._session, hybrid._ranks = Session(config, CUDA), dist.group.WORLD
