@@ -73,6 +73,8 @@ ROOT = TESTS.parent
 MAX_WORLD_SIZE = 8
 SEED = 1234
 GRACE_SECONDS = 3.0
+"""How long a rank may be stuck after another one has failed."""
+CLEAN_UP_SECONDS = 60.0
 ORPHAN_SECONDS = 60
 WARM_UP_SECONDS = 300.0
 
@@ -571,7 +573,7 @@ class WorkerPool:
         for rank, (kind, _) in outcomes.items():
             if kind == "done":
                 workers[rank].send("finish")
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = time.monotonic() + CLEAN_UP_SECONDS
         for rank, (kind, _) in outcomes.items():
             if kind == "died":
                 continue
