@@ -117,20 +117,41 @@ def kernels_that_do_not_compile() -> str:
     from megatron_patch.session.session import Session
 
     broken = mock.Mock(side_effect=RuntimeError("PassManager::run failed\nand a long tail"))
-    with recording(), mock.patch.object(torch.cuda, "get_device_name", mock.Mock(return_value="a GPU")):
-        session = Session(megatron_patch.CompressionConfig(), CUDA)
-        with mock.patch.object(triton_kernels, "compile_kernels", broken):
-            try:
-                session.compile_kernels(torch.float32)
-            except megatron_patch.UserError as error:
-                return str(error)
-    return ""
+    compress = mock.patch.object(triton_kernels, "compress", broken)
+    named = mock.patch.object(torch.cuda, "get_device_name", mock.Mock(return_value="a GPU"))
+    with recording(), compress, named, pytest.raises(megatron_patch.UserError) as refused:
+        Session(megatron_patch.CompressionConfig(), CUDA)
+    return str(refused.value)
 
 
 def test_kernels_that_do_not_compile_are_one_line(pool):
     (told,) = pool.run(kernels_that_do_not_compile, world_size=1)
     assert "the GPU kernels do not compile on a GPU with torch " in told
     assert "(RuntimeError: PassManager::run failed): set MEGATRON_LOCO_KERNELS=torch" in told
+
+
+def kernels_tried(config: megatron_patch.CompressionConfig) -> dict[str, int]:
+    """How often each of the GPU's kernels is launched before anything is attached."""
+    from collections import Counter
+
+    from order.gpu import CUDA, KERNELS, recording
+
+    from megatron_patch.megatron.onebit_adam import norm_sketch
+    from megatron_patch.session.session import Session
+
+    with recording() as gpu:
+        Session(config, CUDA)
+        norm_sketch.try_kernel(CUDA)
+        launched = Counter(gpu.machine.operations)
+        found = gpu.machine.found
+    assert not found, found
+    return {name: launched[name] for name in KERNELS}
+
+
+def test_every_kernel_is_tried_before_the_first_step(pool):
+    (tried,) = pool.run(kernels_tried, megatron_patch.CompressionConfig(weight_gather="exact"), world_size=1)
+    assert tried["compress_kernel"] == 4, "fp32 and bf16, with statistics and without"
+    assert min(tried.values()) >= 1, tried
 
 
 def refused_at_attach(kind: str) -> tuple[str, bool]:
@@ -141,7 +162,7 @@ def refused_at_attach(kind: str) -> tuple[str, bool]:
 
     from megatron_patch.megatron import attach as of_megatron
     from megatron_patch.pytorch import attach as of_torch
-    from megatron_patch.session.session import Session
+    from megatron_patch.session import session
 
     if kind == "megatron":
         model = build().ddp
@@ -149,7 +170,7 @@ def refused_at_attach(kind: str) -> tuple[str, bool]:
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
     broken = mock.Mock(side_effect=megatron_patch.UserError("the GPU kernels do not compile"))
     told = ""
-    with mock.patch.object(Session, "compile_kernels", broken):
+    with mock.patch.object(session, "try_kernels", broken):
         try:
             megatron_patch.attach(model)
         except megatron_patch.UserError as error:

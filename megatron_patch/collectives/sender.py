@@ -7,6 +7,7 @@ does. An error state consists of tensors by name: `codes`, int8 [N, S], and `sca
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from megatron_patch import loco
 from megatron_patch.config import CompressionConfig
 from megatron_patch.loco import INT8, STATISTICS, load_error
 from megatron_patch.quantization import backends
+from megatron_patch.quantization.blocks import Span
 from megatron_patch.quantization.codec import Codec, check_codec, codec_of
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.rotation import rotate, rotate_back
@@ -145,11 +147,6 @@ class Sender:
         self.measures = True
         """Whether `compress` measures statistics, which cost an eighth of the kernel's instructions."""
 
-    @property
-    def beta(self) -> float:
-        """The weight of the old error; 0 if no errors are kept."""
-        return 0.0 if self.error is None else self.error.beta
-
     def state(self) -> dict[str, torch.Tensor]:
         """Return the tensors that a checkpoint must keep: those of the error state."""
         return {} if self.error is None else self.error.tensors()
@@ -161,9 +158,10 @@ class Sender:
         `payload` is uint8 and contiguous: the payloads of all shards, end to end (`layout.payload_starts`).
         """
         layout = self.layout
+        tensors, beta = ({}, 0.0) if self.error is None else (self.error.tensors(), self.error.beta)
         run = backends.fused(self.codec, layout, gradient.device) or loco
         statistics = self.statistics if self.measures else None
-        run.compress(gradient, payload, self.codec, layout, self.state(), self.beta, statistics)
+        run.compress(gradient, payload, self.codec, layout, tensors, beta, statistics)
         if layout.exact is not None:
             layout.exact.write(gradient, payload, layout.coded_bytes, layout.payload_starts)
 
@@ -188,3 +186,23 @@ def decompress(payloads: torch.Tensor, codec: Codec, layout: BlockLayout, output
         loco.decompress(payloads, codec, coded, output, (kernels or loco).decompress_reduce)
     if layout.exact is not None:
         layout.exact.read(payloads[None], layout.coded_bytes, output)
+
+
+def try_kernels(config: CompressionConfig, device: torch.device) -> None:
+    """Run the GPU kernels on a few numbers in fp32 and bf16, with statistics and without them.
+
+    Compression may start hours into a job. What cannot be compiled is a UserError before its first step.
+    """
+    if device.type != "cuda":
+        return
+    with backends.explained():
+        rows = (Span.of(0, (96, 160)),)
+        layout = BlockLayout.of(1 << 14, 2, config.bits, config.block_size, spans=rows)
+        payloads = torch.zeros(2, layout.payload_bytes, dtype=torch.uint8, device=device)
+        for dtype, measures in itertools.product((torch.float32, torch.bfloat16), (True, False)):
+            gradient = torch.zeros(layout.numel, dtype=dtype, device=device)
+            sender = Sender(config, layout, device)
+            sender.measures = measures
+            sender.compress(gradient, payloads.view(1, -1)[:, : sum(layout.payload_sizes)])
+            decompress_reduce(payloads, sender.codec, layout.part(0), gradient[: layout.shard_size], 2)
+            decompress(payloads, sender.codec, layout, gradient)

@@ -49,7 +49,6 @@ from megatron_patch.megatron.unsupported import (
 )
 from megatron_patch.session.onset import Onset
 from megatron_patch.session.session import Session
-from megatron_patch.weights.gather import compile_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +65,8 @@ class Attachment:
         everyone = chunk.intra_dp_cp_group if config.outer_steps else chunk.dp_cp_group
         ranks = [everyone, *([chunk.tp_group] if chunk.expert_parallel_bucket_groups else [])]
         self.state = Session(config.for_optimizer(arguments.megatron_flag("optimizer")), device, ranks)
+        if config.is_onebit_adam:
+            norm_sketch.try_kernel(device)
         self.outer = OuterSteps(chunk, self.state) if config.outer_steps else None
         self.seams = [
             BucketGroupSeam(group, self.state, expert=place >= len(chunk.bucket_groups))
@@ -194,13 +195,6 @@ def attach(chunks: Sequence[Any], config: CompressionConfig) -> None:
         if chunk in _detached:
             _count_on(_attachments[chunk].state, *_detached.pop(chunk))
     found = [_attachments[chunk] for chunk in new]
-    try:
-        for attachment in found:
-            _compile_kernels(attachment)
-    except UserError:
-        for chunk in new:
-            _attachments.pop(chunk).detach()
-        raise
     if found:
         found[0].state.announces = dist.get_rank() == 0
     if found and fsdp_of(new[0]) is not None:
@@ -214,17 +208,6 @@ def attach(chunks: Sequence[Any], config: CompressionConfig) -> None:
             [seam for attachment in found for seam in attachment.weights.seams],
         )
     optimizer_step.listen(_Steps())
-
-
-def _compile_kernels(attachment: Any) -> None:
-    """Compile what a GPU needs, before the first step: compression may start hours later."""
-    state = attachment.state
-    dtypes = {bucket.grad_data.dtype for seam in attachment.seams for bucket in seam.group.buckets}
-    state.compile_kernels(*(dtypes or {torch.float32, torch.bfloat16}))
-    if state.config.codes_weights:
-        compile_kernels(state.device)
-    if state.config.is_onebit_adam and state.device.type == "cuda":
-        norm_sketch.compile_kernels(state.device)
 
 
 def _count_on(state: Session, steps: int, steps_seen: int, onset: Onset) -> None:

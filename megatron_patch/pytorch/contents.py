@@ -9,6 +9,7 @@ block, and vectors (norms' weights, biases) are sent uncompressed.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 from megatron_patch.quantization.blocks import Contents, Span
@@ -33,10 +34,7 @@ class Sharded:
 
     def padded(self, ranks: int) -> int:
         """Return the elements that each chunk has in an exchange, where it is padded to the longest chunk."""
-        found = 1
-        for length in self.chunk(0, ranks)[1]:
-            found *= length
-        return found
+        return math.prod(self.chunk(0, ranks)[1])
 
 
 def contents_of(parameters: Sequence[Sharded], ranks: int = 1) -> Contents:

@@ -74,7 +74,6 @@ class Ddp:
         self.model: nn.Module = model
         self._group: dist.ProcessGroup = model.process_group
         self.session = Session(config, next(model.parameters()).device, [self._group])
-        self.session.compile_kernels(torch.float32, torch.bfloat16)
         if model not in _hooks:
             if model._comm_hooks:
                 raise UserError("attach(): this DistributedDataParallel has a communication hook already")

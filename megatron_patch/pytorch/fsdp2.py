@@ -269,7 +269,6 @@ class Fsdp2:
         self.config = config if self.replicas is not None else config.for_flat_fsdp()
         ranks = [group for group in (self.shards, self.replicas) if group is not None]
         self.session = Session(self.config, self.groups[0].device, ranks)
-        self.session.compile_kernels(torch.float32, torch.bfloat16)
         self._unchecked = self.replicas is not None
         names = {id(module): name for name, module in model.named_modules()}
         self.parts: list[Sets] = []

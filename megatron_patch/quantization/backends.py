@@ -86,9 +86,11 @@ def _triton() -> Backend | None:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Within the block, which compiles GPU kernels, an error becomes a UserError that names a way out."""
+    """Within the block, which tries GPU kernels, an error becomes a UserError that names a way out."""
     try:
         yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # Triton's are of many kinds.
         first = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(

@@ -9,24 +9,21 @@ model chunk, which is a DDP instance.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_patch.collectives.exchange import Exchange, Handle, Setup, Traffic
-from megatron_patch.collectives.sender import MovingAverageError, Sender
+from megatron_patch.collectives.sender import MovingAverageError, Sender, try_kernels
 from megatron_patch.collectives.workspace import Workspace, shared_pool
 from megatron_patch.config import CompressionConfig
-from megatron_patch.quantization import backends
-from megatron_patch.quantization.blocks import Contents
 from megatron_patch.session.events import Events, SessionReport
 from megatron_patch.session.memory import Memory
 from megatron_patch.session.onset import LONG, Onset, Phase, StartTogether
+from megatron_patch.weights import gather
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +42,18 @@ class Session:
         config: the options.
         device: the device of the gradients.
         ranks: the process groups whose ranks exchange gradients with this one; they start together.
+
+    Raises:
+        UserError: the device is a GPU for which the kernels cannot be compiled.
     """
 
     def __init__(
         self, config: CompressionConfig, device: torch.device, ranks: Sequence[dist.ProcessGroup] = ()
     ) -> None:
+        if config.compresses:
+            try_kernels(config, device)
+        if config.codes_weights:
+            gather.try_kernels(device)
         self.config = config
         self.announces = False  # Set for the one session that logs for all parts of the model and all ranks.
         self.device = device
@@ -107,22 +111,6 @@ class Session:
     def senders(self) -> list[Sender]:
         """The senders of all exchanges, owners of all-reduced shards included, in the order of allocation."""
         return [state.sender for exchange in self.exchanges for state in exchange.states()]
-
-    def compile_kernels(self, *dtypes: torch.dtype) -> None:
-        """Compile the GPU kernels of all exchanges, or, before there are any, of a small one.
-
-        Raises:
-            UserError: they cannot be compiled here.
-        """
-        if self.device.type != "cuda" or not self.config.compresses:
-            return
-        senders = self.senders or [self.setup.new_sender(self.setup.layout(Contents(1 << 14), 2))]
-        for sender, dtype in itertools.product(senders, dtypes):
-            kernels: Any = backends.fused(sender.codec, sender.layout, self.device)
-            if kernels is not None:
-                some = torch.empty(16, dtype=dtype, device=self.device)
-                with backends.explained():
-                    kernels.compile_kernels(sender.codec, sender.layout, sender.state(), sender.beta, some)
 
     def start(
         self,

@@ -162,16 +162,17 @@ def coder_of(device: torch.device) -> ModuleType:
     )
 
 
-def compile_kernels(device: torch.device) -> None:
-    """Compile the GPU kernels of the weight code, by coding a few weights; UserError if that fails."""
-    if device.type == "cuda" and backends.available(device) is not None:
+def try_kernels(device: torch.device) -> None:
+    """Code a few weights if `device` is a GPU; UserError if its kernels cannot be compiled."""
+    if device.type != "cuda":
+        return
+    with backends.explained():
         old, new = torch.zeros(2, 64, dtype=torch.int16, device=device)
         message = old.new_empty(1, code.bound(64), dtype=torch.uint8)
         found = old.new_empty(code.FACTS, dtype=torch.int64)
-        with backends.explained():
-            size = coder_of(device).encode(old, new, False, message[0], found)
-            place = torch.tensor([[0, size]], device=device)
-            coder_of(device).decode(message, place, old[None], -1, found[:1].int())
+        size = coder_of(device).encode(old, new, False, message[0], found)
+        place = torch.tensor([[0, size]], device=device)
+        coder_of(device).decode(message, place, old[None], -1, found[:1].int())
 
 
 @dataclass(frozen=True)

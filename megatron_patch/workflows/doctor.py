@@ -111,18 +111,16 @@ def _devices() -> list[tuple[str, str, str]]:
 
 
 def _gpu_kernels() -> tuple[str, str, str]:
-    """Compile the kernels of the defaults, as `attach` does before the first step."""
+    """Try the kernels of the defaults, as `attach` does before the first step."""
     import torch
 
     from megatron_patch.config import CompressionConfig
     from megatron_patch.quantization import backends
     from megatron_patch.session.session import Session
-    from megatron_patch.weights.gather import compile_kernels
 
     device = torch.device("cuda", torch.cuda.current_device())
     try:
-        Session(CompressionConfig(), device).compile_kernels(torch.float32, torch.bfloat16)
-        compile_kernels(device)
+        Session(CompressionConfig(weight_gather="exact"), device)
     except UserError as error:
         return "gpu kernels", "-", str(error)
     return "gpu kernels", backends.describe(device), ""

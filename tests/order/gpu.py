@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from order.machine import Machine, Queue
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import KernelInterface
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 _FACTORIES = ("tensor", "as_tensor", "empty", "zeros", "ones", "full", "arange", "rand", "randn", "randint")
@@ -341,13 +341,8 @@ def _record_stream(self: torch.Tensor, stream: Stream) -> None:
         active().machine.record_stream(self, stream.queue)
 
 
-def _run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-    """A launch, written down; nothing is compiled ahead of it (`warmup`)."""
-    if not warmup:
-        _launcher(kernel)(*args, **options)
-
-
-def _launcher(kernel: Any) -> Callable[..., None]:
+def _launcher(kernel: Any, grid: Any) -> Callable[..., None]:
+    """What `kernel[grid]` is: the launch, written down."""
     name = kernel.fn.__name__
     roles = KERNELS[name]
     parameters = _signature(kernel.fn)
@@ -456,7 +451,7 @@ def recording() -> Iterator[GPU]:
             "record_stream": _record_stream,
         }.items():
             put(torch.Tensor, name, value)
-        put(InterpretedFunction, "run", _run)
+        put(KernelInterface, "__getitem__", _launcher)
         stack.enter_context(_Dispatch())
         yield gpu
         gpu.machine.ended = True

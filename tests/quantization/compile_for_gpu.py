@@ -215,31 +215,11 @@ def every_kernel(capability: int) -> None:
         print(capability, name, *(f"{key}={value}" for key, value in numbers.items()), flush=True)
 
 
-def ahead_of_steps() -> None:
-    """What `attach` compiles is what a step launches, whether it measures statistics or not."""
-    shape, rows = (1 << 14, 4), (Span.of(0, (100, 160)),)
-    layout = BlockLayout.of(*shape, 4, 128, spans=rows)
-    codec, some = codec_of(4, True), torch.empty(16, dtype=torch.bfloat16)
-    for error in (None, "int8"):
-        sender = sender_of(layout, CPU, error, 0.8)
-        triton_kernels.compile_kernels(codec, layout, sender.state(), sender.beta, some)
-        ahead = list(kernels)
-        kernels.clear()
-        found = [
-            compress("bf16", 4, shape, levels=True, spans=rows, error=error, measures=measures)
-            for measures in (True, False)
-        ]
-        assert all(any(kernel is one for one in ahead) for kernel in found)
-        assert found[0] is not found[1]
-    print("compiled ahead:", *sorted(kernel.metadata.name for kernel in ahead))
-
-
 def main() -> None:
     compile_instead_of_launching()
     if capabilities := [int(argument) for argument in sys.argv[1:]]:
         for capability in capabilities:
             every_kernel(capability)
-        ahead_of_steps()
         return
     aligned, odd = (1 << 16, 4), (4 * 16387, 4)
     for dtype in ("fp32", "bf16"):

@@ -88,8 +88,7 @@ def test_they_compile_for_every_gpu_with_every_triton(release):
     """For an A100, an H100, a B200 and a desktop's Blackwell; None is the installed Triton."""
     first = None if release is None else wheel_of_triton(release)
     script, capabilities = Path(__file__).with_name("compile_for_gpu.py"), ("80", "90", "100", "120")
-    *lines, ahead = output_of(script, *capabilities, seconds=900, first=first).splitlines()
-    assert ahead == "compiled ahead: " + " ".join(["compress_kernel"] * 2 + ["decompress_reduce_kernel"] * 2)
+    lines = output_of(script, *capabilities, seconds=900, first=first).splitlines()
     assert len(lines) == len(capabilities) * (9 + 11 + 1)
     spilled = [line for line in lines if "levels" in line and not line.endswith("stack=0")]
     assert spilled == []

@@ -84,11 +84,14 @@ class NormSketch:
         return fold(self._pieces, signs(self._device))
 
 
-def compile_kernels(device: torch.device) -> None:
-    """Compile the GPU kernel, by folding a few elements; UserError if that fails."""
-    sketch = NormSketch(0, device)
-    sketch.add(torch.zeros(16, device=device), 1.0)
+def try_kernel(device: torch.device) -> None:
+    """Fold a few elements if `device` is a GPU; UserError if its kernel cannot be compiled."""
+    if device.type != "cuda":
+        return
     with backends.explained():
+        sketch = NormSketch(0, device)
+        for dtype in (torch.float32, torch.bfloat16):
+            sketch.add(torch.zeros(16, dtype=dtype, device=device), 1.0)
         sketch._folded()
 
 

@@ -37,7 +37,7 @@ def fold(rows: dict[torch.dtype, torch.Tensor], signs: torch.Tensor, columns: in
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _fold_kernel(
     stretches,  # int64 [count, 4], as norm_sketch.rows_of
     signs,  # int8

@@ -35,17 +35,6 @@ def supports(codec: Codec, layout: BlockLayout) -> bool:
     )
 
 
-def compile_kernels(
-    codec: Codec, layout: BlockLayout, error: Mapping[str, torch.Tensor], beta: float, gradient: torch.Tensor
-) -> None:
-    """Compile what an exchange of gradients like `gradient` runs, with statistics and without."""
-    payloads = gradient.new_empty(layout.shards, layout.payload_bytes, dtype=torch.uint8)
-    for statistics in (None, gradient.new_empty(5, dtype=torch.float64)):
-        compress(gradient, payloads, codec, layout, error, beta, statistics, only_compile=True)
-    _decompress(payloads, codec, layout.part(0), gradient, layout.shards, layout.shards, only_compile=True)
-    _decompress(payloads, codec, layout, gradient, 1, 1, only_compile=True)
-
-
 def compress(
     gradient: torch.Tensor,
     payload: torch.Tensor,
@@ -54,7 +43,6 @@ def compress(
     error: Mapping[str, torch.Tensor],
     beta: float,
     statistics: torch.Tensor | None,
-    only_compile: bool = False,
 ) -> None:
     """Compress as quantization.native.compress, for tensors on the current GPU, without waiting for it.
 
@@ -69,7 +57,7 @@ def compress(
     unused = payload  # A kernel needs a pointer for every tensor, even if it does not read it.
     if statistics is not None:
         statistics.zero_()
-    compress_kernel.run(
+    compress_kernel[_programs(layout, rows, gradient.device), layout.shards](
         _as_bits(gradient),
         unused if values is None else _as_bits(values),
         unused if scales is None else scales.view(torch.int16),
@@ -98,8 +86,6 @@ def compress(
         BETA_IS_ZERO=beta == 0,
         MEASURE=statistics is not None,
         enable_fp_fusion=False,
-        grid=(_programs(layout, rows, gradient.device), layout.shards),
-        warmup=only_compile,
     )
 
 
@@ -122,7 +108,6 @@ def _decompress(
     output: torch.Tensor,
     senders: int,
     divisor: int,
-    only_compile: bool = False,
 ) -> None:
     if layout.shards * layout.blocks * layout.block != layout.numel:
         output.zero_()  # Elements in no block are 0.
@@ -135,7 +120,7 @@ def _decompress(
     lanes = max(_LANES, layout.block // elements_of_lane)  # A program has whole blocks, to rotate them back.
     whole = layout.table.whole
     programs = -(-layout.blocks * layout.block // (lanes * elements_of_lane))
-    decompress_reduce_kernel.run(
+    decompress_reduce_kernel[programs, layout.shards](
         words,
         payloads.view(torch.int16)[:, layout.code_bytes // 2 :],
         layout.table.on(payloads.device),
@@ -158,8 +143,6 @@ def _decompress(
         DIVIDE=divisor != 1,
         BF16=output.dtype == torch.bfloat16,
         enable_fp_fusion=False,
-        grid=(programs, layout.shards),
-        warmup=only_compile,
     )
 
 
