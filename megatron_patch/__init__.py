@@ -16,6 +16,7 @@ from typing import Any
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.registry import register_codec, register_exchange
+from megatron_patch.releases import refuse_old_torch
 from megatron_patch.step_report import StepReport
 
 __version__ = "0.3.0.dev0"
@@ -45,6 +46,7 @@ def enable(config: CompressionConfig | None = None) -> None:
     Raises:
         UserError: `config` is no CompressionConfig. A model that is not supported raises it when it is built.
     """
+    refuse_old_torch()  # Megatron may not even load with one.
     from megatron_patch.megatron import doors
 
     doors.enable(config)

@@ -38,6 +38,9 @@ def test_the_package_asks_for_what_is_served():
 
 def test_all_entrances_refuse_an_old_torch(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.7.1+cu126")
+    # Megatron may not even load with one.
+    monkeypatch.setitem(sys.modules, "megatron_patch.megatron.doors", None)
+    monkeypatch.delattr("megatron_patch.megatron.doors", raising=False)
     launched = functools.partial(run_script._run, "script.py", [])
     for entrance in (megatron_patch.enable, lambda: megatron_patch.attach(torch.nn.Linear(2, 2)), launched):
         with pytest.raises(megatron_patch.UserError, match=r"torch 2\.7\.1\+cu126 is older than 2\.8"):

@@ -19,7 +19,6 @@ from megatron_patch.megatron import patching, symbols, weight_metrics
 from megatron_patch.megatron.checkpoint import training_loop as checkpoint
 from megatron_patch.megatron.cpu import torch_adam
 from megatron_patch.megatron.unsupported import MEGATRON_FSDP, fsdp_of, refuse_wrapper
-from megatron_patch.releases import refuse_old_torch
 from megatron_patch.session.report import show_log
 from megatron_patch.session.session import Session
 
@@ -33,7 +32,6 @@ def enable(config: CompressionConfig | None = None) -> None:
         UserError: `config` is not a CompressionConfig.
     """
     options = _options(config, "enable")
-    refuse_old_torch()
 
     def attaching(original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
