@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import worker_pool
 from seeds import SEED
-from worker_pool import WorkerError, WorkerPool, in_warm_process
+from worker_pool import GRACE_SECONDS, WorkerError, WorkerPool, in_warm_process
 
 # --- functions that run in the workers (torch is imported in them: this process does not need it) ---------
 
@@ -218,9 +218,12 @@ def test_workers_have_the_seed_of_the_tests(pool):
     assert pool.run(seed_of_tests) == [SEED] * pool.size
 
 
-def test_workers_are_used_again(pool):
+def test_reuse_is_fast(pool):
     before = [group["pid"] for group in pool.run(describe_group)]
-    assert [group["pid"] for group in pool.run(describe_group)] == before
+    start = time.monotonic()
+    after = [group["pid"] for group in pool.run(describe_group)]
+    assert time.monotonic() - start < 1
+    assert before == after
 
 
 # --- what it reports -------------------------------------------------------------------------------------
@@ -253,8 +256,10 @@ def test_the_first_failure_in_time_is_reported(pool):
 
 @pytest.mark.parametrize("function", [fail_while_others_sleep, fail_with_a_collective_in_flight])
 def test_stuck_peers_are_restarted_after_the_grace_period(pool, function):
+    start = time.monotonic()
     with pytest.raises(WorkerError, match="ValueError") as caught:
         pool.run(function)
+    assert time.monotonic() - start < 3 * GRACE_SECONDS
     assert (caught.value.rank, caught.value.kind) == (1, "raised")
     assert "still running 3 s later, restarted" in str(caught.value)
     assert pool.run(sum_of_ranks) == [6] * 4
@@ -363,6 +368,7 @@ def fork_a_child(folder: Path, status: int) -> None:
 
 
 def test_a_warm_process_has_megatron_may_fork_and_tells_how_it_failed(tmp_path):
+    start = time.monotonic()
     in_warm_process(fork_a_child, tmp_path, 0, log=tmp_path / "log")
     assert (tmp_path / "found").read_text() == "0 True"
     with pytest.raises(RuntimeError, match=r"(?s)fork_a_child: exit status 1.*ValueError: as asked"):
@@ -370,6 +376,7 @@ def test_a_warm_process_has_megatron_may_fork_and_tells_how_it_failed(tmp_path):
     assert (tmp_path / "found").read_text() == "3 True"
     with pytest.raises(RuntimeError, match="sleep: exit status -9"):
         in_warm_process(time.sleep, 600, log=tmp_path / "log", timeout=1)
+    assert time.monotonic() - start < 60
 
 
 def network() -> str:

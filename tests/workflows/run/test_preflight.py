@@ -142,9 +142,9 @@ def test_what_trains_is_not_refused(recipe: str, settings: str, parser: argparse
 def test_a_check_takes_a_moment_and_changes_nothing(parser: argparse.ArgumentParser) -> None:
     args = checked(MOE, "", parser)
     before = copy.deepcopy(vars(args))
-    start = time.process_time()
+    start = time.monotonic()
     preflight.build(args)
-    assert time.process_time() - start < 0.5
+    assert time.monotonic() - start < 0.5
     assert vars(args) == before
 
 
