@@ -157,6 +157,25 @@ def test_every_kernel_is_tried_before_the_first_step(pool):
     assert min(tried.values()) >= 1, tried
 
 
+def a_codec_of_its_own() -> str:
+    """What is said of a user's codec that fails on a GPU."""
+    from unittest import mock
+
+    from order.gpu import CUDA, recording
+
+    from megatron_patch.collectives import sender
+    from megatron_patch.session.session import Session
+
+    broken = mock.patch.object(sender, "codec_of", mock.Mock(side_effect=RuntimeError("of the user's own")))
+    with recording(), broken, pytest.raises(RuntimeError) as raised:
+        Session(megatron_patch.CompressionConfig(), CUDA)
+    return str(raised.value)
+
+
+def test_what_is_no_kernel_s_fault_is_not_said_to_be(pool):
+    assert pool.run(a_codec_of_its_own, world_size=1) == ["of the user's own"]
+
+
 def refused_at_attach(kind: str) -> tuple[str, bool]:
     """What attach says where kernels do not compile; whether training is stock's then."""
     from unittest import mock

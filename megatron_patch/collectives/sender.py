@@ -195,13 +195,15 @@ def try_kernels(config: CompressionConfig, device: torch.device) -> None:
     """
     if device.type != "cuda":
         return
+    rows = (Span.of(0, (96, 160)),)
+    layout = BlockLayout.of(1 << 14, 2, config.bits, config.block_size, spans=rows)
+    payloads = torch.zeros(2, layout.payload_bytes, dtype=torch.uint8, device=device)
+    sender = Sender(config, layout, device)  # It checks a codec that is a user's own.
     with backends.explained():
-        rows = (Span.of(0, (96, 160)),)
-        layout = BlockLayout.of(1 << 14, 2, config.bits, config.block_size, spans=rows)
-        payloads = torch.zeros(2, layout.payload_bytes, dtype=torch.uint8, device=device)
+        if backends.fused(sender.codec, layout, device) is None:
+            return
         for dtype, measures in itertools.product((torch.float32, torch.bfloat16), (True, False)):
             gradient = torch.zeros(layout.numel, dtype=dtype, device=device)
-            sender = Sender(config, layout, device)
             sender.measures = measures
             sender.compress(gradient, payloads.view(1, -1)[:, : sum(layout.payload_sizes)])
             decompress_reduce(payloads, sender.codec, layout.part(0), gradient[: layout.shard_size], 2)
