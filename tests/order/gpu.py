@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from order.machine import Machine, Queue
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import KernelInterface
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -407,9 +409,20 @@ class _Properties:
     max_threads_per_multi_processor = 2048
 
 
+def _forget_what_is_on_a_device() -> None:
+    """Tables that the package makes once for each device: this GPU is a new one."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron_patch."):
+            for value in vars(module).values():
+                clear = getattr(value, "cache_clear", None)
+                if clear is not None and getattr(value, "__module__", "").startswith("megatron_patch."):
+                    clear()
+
+
 @contextlib.contextmanager
 def recording() -> Iterator[GPU]:
     """A GPU for the length of the block."""
+    _forget_what_is_on_a_device()
     with contextlib.ExitStack() as stack:
         gpu = GPU()
         _active.append(gpu)
@@ -451,7 +464,8 @@ def recording() -> Iterator[GPU]:
             "record_stream": _record_stream,
         }.items():
             put(torch.Tensor, name, value)
-        put(KernelInterface, "__getitem__", _launcher)
+        for kernels in (KernelInterface, InterpretedFunction):  # the second is of its own until Triton 3.5
+            put(kernels, "__getitem__", _launcher)
         stack.enter_context(_Dispatch())
         yield gpu
         gpu.machine.ended = True

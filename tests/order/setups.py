@@ -11,7 +11,6 @@ import contextlib
 import gc
 import os
 import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -167,7 +166,6 @@ def _one(setup: Setup, rank: int, of_their_own: bool, order: int | None, steps: 
     import megatron_patch
 
     _tear_down()
-    _forget_what_is_on_a_device()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE="4")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
     try:
@@ -186,16 +184,6 @@ def _one(setup: Setup, rank: int, of_their_own: bool, order: int | None, steps: 
         )
     finally:
         megatron_patch.disable()
-
-
-def _forget_what_is_on_a_device() -> None:
-    """Tables that the package makes once for each device: this GPU is a new one."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("megatron_patch."):
-            for value in vars(module).values():
-                clear = getattr(value, "cache_clear", None)
-                if clear is not None and getattr(value, "__module__", "").startswith("megatron_patch."):
-                    clear()
 
 
 def _train(setup: Setup, gpu: Any, recorder: Any, steps: int, order: random.Random | None) -> None:
