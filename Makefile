@@ -7,7 +7,7 @@ DIST_VENV := .venv-dist
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test test-all test-compat test-bridge test-frameworks test-gpu gpu-report test-slow bench-network soak site licences lint format lock dist smoke clean
+.PHONY: help setup pretrain test test-all test-compat test-bridge test-frameworks test-gpu gpu test-slow bench-network soak site licences lint format lock dist smoke clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,8 +43,14 @@ test-frameworks: $(READY) ## verl's and ms-swift's wrapping of a model, on 2 CPU
 test-gpu: $(READY) ## the kernels' tests on a GPU
 	@TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/quantization/test_backends.py -k gpu
 
-gpu-report: $(READY) ## everything that a GPU can tell: one page and one JSON (40 minutes at most)
-	@$(BIN)/python -m benchmarks.gpu_report --out runs/gpu-report
+# What a bare machine with torch, NumPy and pytest lacks.
+GPU_PACKAGES = $(shell sed -nE 's/^((megatron-core|omegaconf)==[^ ;]+).*/\1/p' requirements.lock)
+
+gpu: $(READY) ## pack what a machine with GPUs and no network needs to be measured
+	@rm -rf .gpu
+	@$(BIN)/uv pip install --quiet --no-deps --python $(BIN)/python --target .gpu $(GPU_PACKAGES)
+	@echo "bring along: this repository's files, .gpu, megatron_patch/quantization/native/libmegatron_loco.so"
+	@echo "there, at its root: python3 -m benchmarks.gpu --out DIR    (490 s at most)"
 
 test-slow: $(READY) ## the tests that take minutes each
 	@$(BIN)/python -m pytest -m slow

@@ -7,11 +7,13 @@ With several microbatches only the last one exchanges; with replicas every one i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import megatron_patch
@@ -25,7 +27,7 @@ class Fsdp2Training(Training):
     Args:
         llama: the shape of the model.
         shards: how many ranks the weights are sharded over; the other ranks hold replicas.
-        compression: the options to attach with; method none only counts bytes.
+        compression: the options to attach with; method none only counts bytes, None attaches nothing.
         learning_rate: Adam's learning rate, the same in every step.
     """
 
@@ -34,18 +36,24 @@ class Fsdp2Training(Training):
         llama: Llama,
         *,
         shards: int,
-        compression: megatron_patch.CompressionConfig,
+        compression: megatron_patch.CompressionConfig | None,
         learning_rate: float = 3e-4,
     ) -> None:
         super().__init__(llama, overlap=True)
         self._shards = shards
-        names = ("replicate", "shard")
-        mesh = init_device_mesh("cpu", (self.ranks // shards, shards), mesh_dim_names=names)
-        mesh = mesh if shards < self.ranks else mesh["shard"]
+        if shards < self.ranks:
+            sizes, names = (self.ranks // shards, shards), ("replicate", "shard")
+            mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+        else:  # Of the group that is there: over gloo with a GPU, init_device_mesh would make one of NCCL.
+            assert dist.group.WORLD is not None
+            mesh = DeviceMesh.from_group(dist.group.WORLD, self.device.type)
         self._parameters_whole = sum(parameter.numel() for parameter in self.module.parameters())
         for layer in self.module.module.decoder.layers:
             fully_shard(layer, mesh=mesh)
-        self.model = megatron_patch.attach(fully_shard(self.module, mesh=mesh), compression)
+        self.model = fully_shard(self.module, mesh=mesh)
+        self._attached = compression is not None
+        if self._attached:
+            megatron_patch.attach(self.model, compression)
         self.config.no_sync_func = self._no_sync
         self._parameters = list(self.model.parameters())
         local = [parameter.detach().to_local() for parameter in self._parameters]
@@ -64,7 +72,7 @@ class Fsdp2Training(Training):
 
     @property
     def gradient_bytes(self) -> float:
-        return megatron_patch.report(self.model).gradient_bytes
+        return megatron_patch.report(self.model).gradient_bytes if self._attached else math.nan
 
     @property
     def weight_bytes(self) -> float:

@@ -51,6 +51,8 @@ class MegatronTraining(Training):
         buckets: about how many buckets Megatron makes of the gradients.
         overlap: whether buckets are exchanged while the backward pass computes.
         instances: the number of optimizer instances.
+        overlap_param_gather: whether the forward pass gathers weights bucket by bucket.
+        clip_grad: the gradient's largest norm; 0 leaves it as it is.
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class MegatronTraining(Training):
         buckets: int = 8,
         overlap: bool = False,
         instances: int = 1,
+        overlap_param_gather: bool = False,
+        clip_grad: float = 0.0,
     ) -> None:
         initialize(instances)
         super().__init__(llama, overlap)
@@ -75,6 +79,7 @@ class MegatronTraining(Training):
             grad_reduce_in_fp32=gradients == "fp32",
             reduce_scatter_with_fp32_accumulation=fp32_accumulation,
             overlap_grad_reduce=True,
+            overlap_param_gather=overlap_param_gather,
             num_distributed_optimizer_instances=instances,
             bucket_size=max(1, llama.parameters // buckets),
         )
@@ -86,12 +91,14 @@ class MegatronTraining(Training):
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 lr=learning_rate,
-                clip_grad=0.0,
+                clip_grad=clip_grad,
                 bf16=True,
                 params_dtype=torch.bfloat16,
                 use_distributed_optimizer=not replicated,
+                overlap_param_gather=overlap_param_gather,
             ),
             [self.model],
+            use_gloo_process_groups=False,
         )
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = finalize_model_grads

@@ -63,7 +63,9 @@ def initialize(instances: int = 1) -> None:
         assert world is not None
         minutes: Any = time_limit(world).total_seconds() / 60  # Annotated as int, but fractions work too.
         parallel_state.initialize_model_parallel(
-            distributed_timeout_minutes=minutes, num_distributed_optimizer_instances=instances
+            distributed_timeout_minutes=minutes,
+            num_distributed_optimizer_instances=instances,
+            create_gloo_process_groups=False,
         )
 
 
@@ -75,6 +77,8 @@ def _instances() -> int:
 class Training:
     """A model and its step; subclasses wrap the model and choose how gradients are exchanged."""
 
+    device = torch.device("cpu")
+
     def __init__(self, llama: Llama, overlap: bool, seed: int = 1234) -> None:
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -82,7 +86,9 @@ class Training:
         self.overlap = overlap
         self.lap = Lap()
         self.ranks = dist.get_world_size()
-        self._batches = _random_batches(llama, seed + 1 + dist.get_rank())
+        self._batches = _random_batches(llama, seed + 1 + dist.get_rank(), self.device)
+        self.losses: list[dict[str, torch.Tensor]] = []
+        """Of the last step's microbatches."""
         self.config = TransformerConfig(
             num_layers=llama.layers,
             hidden_size=llama.hidden,
@@ -105,7 +111,7 @@ class Training:
         )
         model = GPTModel(
             self.config,
-            get_gpt_layer_local_spec(normalization="RMSNorm"),
+            self.layer_spec(),
             vocab_size=llama.vocabulary,
             max_sequence_length=llama.sequence,
             share_embeddings_and_output_weights=False,
@@ -113,13 +119,16 @@ class Training:
         )
         for parameter in model.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-        self.module = Float16Module(self.config, model)
+        self.module = Float16Module(self.config, model.to(self.device))
         self.model: Any = None
         self.peers: dist.ProcessGroup | None = None
         """The ranks that wait for one another within a step; None: all."""
         self.counters: Callable[[], Sequence[int]] | None = None
         """Returns (bytes sent, bytes received, ...) of an interface; None: bytes are not counted."""
         self._counted: Sequence[int] = (0, 0)
+
+    def layer_spec(self) -> Any:
+        return get_gpt_layer_local_spec(normalization="RMSNorm")
 
     @property
     def gradient_bytes(self) -> float:
@@ -150,21 +159,24 @@ class Training:
         start = time.perf_counter()
         self.zero_gradients()
         with self.around_backward():
-            get_forward_backward_func()(
-                forward_step_func=_forward_step,
-                data_iterator=self._batches,
-                model=self.model,
-                num_microbatches=microbatches,
-                seq_length=self.llama.sequence,
-                micro_batch_size=self.llama.microbatch,
-                forward_only=False,
-            )
+            self.forward_backward(microbatches)
         self.backward_ended()
         self.update()
         dist.barrier(self.peers)
         self.lap.step = time.perf_counter() - start
         self.lap.gradient_bytes, self.lap.weight_bytes = self.gradient_bytes, self.weight_bytes
         return self.lap
+
+    def forward_backward(self, microbatches: int) -> None:
+        self.losses = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=self._batches,
+            model=self.model,
+            num_microbatches=microbatches,
+            seq_length=self.llama.sequence,
+            micro_batch_size=self.llama.microbatch,
+            forward_only=False,
+        )
 
     def around_backward(self) -> AbstractContextManager[Any]:
         """The context in which the schedule runs."""
@@ -214,17 +226,17 @@ class Training:
         gc.collect()
 
 
-def _random_batches(llama: Llama, seed: int) -> Iterator[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def _random_batches(llama: Llama, seed: int, device: torch.device) -> Iterator[torch.Tensor]:
+    generator, shape = torch.Generator(device).manual_seed(seed), (llama.microbatch, llama.sequence + 1)
     while True:
-        yield torch.randint(llama.vocabulary, (llama.microbatch, llama.sequence + 1), generator=generator)
+        yield torch.randint(llama.vocabulary, shape, generator=generator, device=device)
 
 
 def _forward_step(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
     tokens = next(batches)
     rows, length = tokens.shape[0], tokens.shape[1] - 1
-    positions = torch.arange(length).expand(rows, -1)
-    causal = torch.ones(1, 1, length, length).triu(1).bool()
+    positions = torch.arange(length, device=tokens.device).expand(rows, -1)
+    causal = torch.ones(1, 1, length, length, device=tokens.device).triu(1).bool()
     return model(tokens[:, :-1], positions, causal, labels=tokens[:, 1:]), _loss
 
 

@@ -46,7 +46,7 @@ _COMMANDS = {
     "doctor": ("doctor", "print what is installed, and what is missing for what", ()),
 }
 """For each command, its module in this folder, its summary, and the extras that it needs."""
-_IN_A_CLONE = {"bench network": "benchmarks.network", "gpu-report": "benchmarks.gpu_report"}
+_IN_A_CLONE = {"bench network": "benchmarks.network", "gpu-report": "benchmarks.gpu"}
 """Commands that exist only in a clone of the repository, with their modules there."""
 EXTRAS = {
     "recipes": ("omegaconf", "rich", "yaml", "scipy", "tokenizers", "tensorboard"),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import runpy
 import subprocess
 import sys
@@ -16,42 +14,10 @@ import torch
 from scipy import stats
 from worker_pool import WorkerPool
 
-from benchmarks.error_feedback.adam_blocks import BLOCK, look_at
 from benchmarks.error_feedback.trend_over_sizes import over_sizes
 from megatron_patch.workflows import cli
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-GPU_KERNELS = BENCHMARKS / "kernels" / "gpu_kernels.py"
-
-
-def test_gpu_kernels_prints_and_writes_every_line(tmp_path: Path) -> None:
-    numbers = tmp_path / "numbers.json"
-    flags = ["--device", "cpu", "--elements", "4096", "--runs", "1", "--no-compile", "--json", str(numbers)]
-    done = subprocess.run(
-        [sys.executable, str(GPU_KERNELS), *flags],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    result = json.loads(numbers.read_text())
-    rows = result["rows"]
-    assert result["versions"]["torch"] == torch.__version__
-    assert len(done.stdout.splitlines()) == len(rows) == 9
-    bytes_of = {row["what"]: row["bytes"] for row in rows}
-    assert bytes_of["fp32 compress, triton"] == pytest.approx(6.55 * 4096, rel=0.01)
-    # Codes of 4 bits and scales of 16 a block from 8 senders, and the shard of 512 as fp32.
-    assert bytes_of["fp32 decompress_reduce, 8 senders"] == 8 * (256 + 16) + 4 * 512
-    assert all(row["seconds"] > 0 for row in rows)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
-def test_without_a_gpu_it_says_so() -> None:
-    done = subprocess.run([sys.executable, str(GPU_KERNELS)], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "no GPU" in done.stderr
 
 
 def directions_of(bad: int) -> tuple[float, list[dict[str, list[float]]]]:
@@ -89,49 +55,9 @@ def test_step_directions_by_hand(pool: WorkerPool) -> None:
     assert window["along"] == pytest.approx(window["cosine"])
 
 
-def remedied(trial: str, noisy: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """Six steps of remedies.py's Adam and of torch's: their weights, [200]; what is exchanged
-    differs from the true gradient if `noisy`."""
-    step = runpy.run_path(str(BENCHMARKS / "error_feedback" / "remedies.py"))["adam_step"]
-    generator = torch.Generator().manual_seed(5)
-    weight = torch.nn.Parameter(torch.randn(200, generator=generator))
-    mine, state = weight.detach().clone(), {}
-    optimizer = torch.optim.AdamW([weight], lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    for _ in range(6):
-        true = torch.randn(200, generator=generator)
-        weight.grad = true + noisy * torch.randn(200, generator=generator)
-        optimizer.step()
-        step(state, mine, weight.grad, true, optimizer.param_groups[0], trial)
-    return mine, weight.detach()
-
-
-def test_error_feedback_remedies_change_adam_where_they_say(pool: WorkerPool) -> None:
-    """Without noise every trial but `ef21`, which needs its own sender, is Adam."""
-    for trial in ("none", "damped", "exact_m", "exact_v", "noise_v"):
-        mine, theirs = pool.run(remedied, trial, False, world_size=1)[0]
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
-    for trial, same in {"none": True, "exact_m": False, "exact_v": False, "noise_v": False}.items():
-        mine, theirs = pool.run(remedied, trial, world_size=1)[0]
-        assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6) == same
-
-
 def trend_over_sizes(*flags: str) -> subprocess.CompletedProcess[str]:
     script = [sys.executable, str(BENCHMARKS / "error_feedback" / "trend_over_sizes.py"), *flags]
     return subprocess.run(script, capture_output=True, text=True, check=False)
-
-
-def test_what_a_code_that_knew_adams_moments_would_save_by_hand() -> None:
-    """Rows and columns that explain v save all, equal moments nothing; halves of a block 16 times apart."""
-    rows, columns = torch.rand(3, 1) + 0.1, torch.rand(1, 2 * BLOCK) + 0.1
-    today, factored, least = look_at(rows * columns).noise
-    assert torch.allclose(factored, least)
-    assert (today > least).all()
-    assert torch.allclose(*look_at(torch.full((2, BLOCK), 3.0)).noise[::2])
-    halves = torch.ones(2, BLOCK)
-    halves[:, BLOCK // 2 :] = 16
-    found = look_at(halves)
-    assert found.spread == pytest.approx(math.log(4) / 2)
-    assert torch.allclose(found.noise[0], torch.tensor(17 / 2 * 17 / 32 * BLOCK**2, dtype=torch.float64))
 
 
 def test_a_line_goes_through_the_seeds_of_several_models(tmp_path: Path) -> None:
@@ -182,8 +108,8 @@ def test_too_few_models_are_refused(models: list) -> None:
     ("given", "way"),
     [
         (["bench", "network", "--hosts", "2"], "python -m benchmarks.network --hosts 2"),
-        (["gpu-report", "--help"], "python -m benchmarks.gpu_report --help"),
-        (["gpu-report"], "python -m benchmarks.gpu_report"),
+        (["gpu-report", "--help"], "python -m benchmarks.gpu --help"),
+        (["gpu-report"], "python -m benchmarks.gpu"),
     ],
 )
 def test_the_command_line_says_how_to_run_what_left_it(

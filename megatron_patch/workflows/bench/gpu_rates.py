@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,9 +53,9 @@ def compress(
     dtype: torch.dtype,
     device: torch.device,
     runs: int,
-    compiled: bool = True,
+    beside: Collection[str] = ("torch", "torch.compile"),
 ) -> list[Line]:
-    """Measure compressing a bucket by the fused kernel, the torch reference, and torch.compile of it."""
+    """Measure compressing a bucket by the fused kernel, and `beside` it by the reference."""
     layout = BlockLayout.of(elements, SHARDS, config.bits, config.block_size)
     sender = Sender(config, layout, device)
     gradients = [torch.randn(elements, device=device).to(dtype) for _ in range(_ROTATING)]
@@ -69,8 +69,9 @@ def compress(
     fused = _fused(sender.codec, layout, device)
     if fused is not None:
         ways["triton"] = lambda g: fused.compress(g, *rest)
-    ways["torch"] = lambda g: loco.compress(g, *rest)
-    if compiled:
+    if "torch" in beside:
+        ways["torch"] = lambda g: loco.compress(g, *rest)
+    if "torch.compile" in beside:
         compiled_reference = torch.compile(loco.compress)
         ways["torch.compile"] = lambda g: compiled_reference(g, *rest)
     lines = []
@@ -119,11 +120,11 @@ def measure(
     senders: int,
     runs: int,
     device: torch.device,
-    compiled: bool = True,
+    beside: Collection[str] = ("torch", "torch.compile"),
 ) -> dict[str, Any]:
     """Measure a GPU, with medians of `runs`; the result has the keys of cpu_rates.measure."""
     shard = elements // SHARDS
-    lines = compress(config, elements, dtype, device, runs, compiled)
+    lines = compress(config, elements, dtype, device, runs, beside)
     reduced = decompress_reduce(config, shard, senders, dtype, device, runs)
     yardstick = copy(4 * elements, device, runs)
     rates = {line.what.removeprefix("compress, "): elements / line.seconds for line in lines}

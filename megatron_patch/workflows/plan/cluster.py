@@ -12,8 +12,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron_patch.workflows.plan import constants
-from megatron_patch.workflows.plan.constants import GPUS, Gpu
+from megatron_patch.workflows.plan import constants, measured
+from megatron_patch.workflows.plan.constants import Gpu
 
 ALL_TO_ALL, REDUCE_SCATTER, ALL_GATHER = "all_to_all", "reduce_scatter", "all_gather"
 COLLECTIVES = (ALL_TO_ALL, REDUCE_SCATTER, ALL_GATHER)
@@ -115,10 +115,13 @@ def of_gpus(
     mfu: float | None,
     compress_rate: float | None,
 ) -> Cluster:
-    """Return a cluster of GPUs from data sheets and constants.py; `plan` has options of the same names."""
-    value = constants.value
-    speed = _kernel_speed(gpu)
-    own = speed if compress_rate is None else compress_rate / value("compress")
+    """Return a cluster of GPUs from data sheets and measured.py; `plan` has options of the same names."""
+    numbers = measured.numbers_of(gpu)
+
+    def value(name: str) -> float:
+        return numbers[name].value
+
+    own = 1.0 if compress_rate is None else compress_rate / value("compress")
     memory = gpu.memory_gbyte * 1e9 * value("memory_share")
     inside = value("intra_efficiency") * (gpu.link_gbyte if intra_gbyte is None else intra_gbyte) * 1e9
     return Cluster(
@@ -131,9 +134,9 @@ def of_gpus(
             memory_bytes=gpu.memory_gb * 1e9,
             compress={0: Work(unit=1 / (value("compress") * own))},
             decompress=Work(unit=1 / (value("decompress") * own)),
-            weight_encode=Work(unit=1 / (value("weight_encode") * speed)),
-            weight_decode=Work(unit=1 / (value("weight_decode") * speed)),
-            weight_sums=Work(unit=1 / (value("weight_sums") * speed)),
+            weight_encode=Work(unit=1 / value("weight_encode")),
+            weight_decode=Work(unit=1 / value("weight_decode")),
+            weight_sums=Work(unit=1 / value("weight_sums")),
             optimizer=Work(unit=value("optimizer_bytes") / memory),
             momentum=Work(unit=value("momentum_bytes") / memory),
         ),
@@ -155,9 +158,3 @@ def on_cpu(cluster: Cluster, cores: int) -> Cluster:
         share=min(1.0, cores / cluster.per_node),
     )
     return dataclasses.replace(cluster, processor=processor)
-
-
-def _kernel_speed(gpu: Gpu) -> float:
-    """Return the kernels' speed relative to an H100: by instructions or memory, whichever is lower."""
-    h100 = GPUS["H100"]
-    return min(gpu.lanes / h100.lanes, gpu.memory_gbyte / h100.memory_gbyte)

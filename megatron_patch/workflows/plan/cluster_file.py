@@ -105,10 +105,8 @@ def build(settings: Mapping[str, Any], nodes: int, per_node: int, source: str = 
 
 
 def gpu_of(device: Any) -> str:
-    """Return the name in constants.GPUS for CUDA's name of a GPU: the longest that is part of it."""
-    words = str(device or "").lower()
-    found = [name for name in constants.GPUS if all(part.lower() in words for part in name.split("-"))]
-    return max(found, key=len, default=DEFAULT_GPU)
+    """Return the name in constants.GPUS for CUDA's name of a GPU."""
+    return constants.named(str(device or "")) or DEFAULT_GPU
 
 
 def _measured(

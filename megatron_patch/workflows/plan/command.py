@@ -197,12 +197,12 @@ def _plan(
     for row in found:
         if row.method.outer_interval > 1:
             console.print(show.outer_steps(row, cluster), highlight=False, soft_wrap=True)
-    console.print("Predicted, not measured; --explain shows every number and its source.", highlight=False)
+    console.print(show.source_of(gpu), highlight=False, soft_wrap=True)
     if args.explain:
         for table in show.explanation(job, cluster, gpu):
             console.print()
             console.print(table)
-    return show.as_json(job, cluster, found, advice, curves)
+    return show.as_json(job, cluster, gpu, found, advice, curves)
 
 
 def choose(job: Job, cluster: Cluster, names: str | None) -> Sequence[methods.Method]:

@@ -140,7 +140,7 @@ class Gpu:
     link_gbyte: float
     """Bandwidth to the other GPUs of its node by NVLink or PCIe, 10^9 bytes per second each way."""
     lanes: float
-    """Multiprocessors x lanes x GHz, by which the kernels' rates are scaled from an H100's."""
+    """Multiprocessors x lanes x GHz, by which rates of kernels are scaled from an H100's."""
     source: str
 
 
@@ -169,6 +169,13 @@ GPUS = {
         Gpu("V100", 125, 32, 900, 150, 80 * 64 * 1.53, f"{_SHEET}, V100 SXM2 32 GB, fp16"),
     )
 }
+
+
+def named(device: str) -> str | None:
+    """Return the name in GPUS for CUDA's name of a GPU: the longest that is part of it."""
+    words = device.lower()
+    found = [name for name in GPUS if all(part.lower() in words for part in name.split("-"))]
+    return max(found, key=len, default=None)
 
 
 def find(name: str) -> Gpu:

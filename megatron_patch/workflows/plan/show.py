@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from megatron_patch.workflows import tables
-from megatron_patch.workflows.plan import constants
+from megatron_patch.workflows.plan import constants, measured
 from megatron_patch.workflows.plan.cluster import Cluster
 from megatron_patch.workflows.plan.job import MEGATRON, Job
 from megatron_patch.workflows.plan.recommend import GRID, Advice, Row
@@ -82,7 +82,7 @@ def explanation(job: Job, cluster: Cluster, gpu: constants.Gpu) -> list[Table]:
         ("name", "value", "unit", "kind", "source"),
         [
             (name, f"{one.value:g}", one.unit, one.kind, one.source)
-            for name, one in constants.CONSTANTS.items()
+            for name, one in measured.numbers_of(gpu).items()
         ],
         left=("name", "unit", "kind", "source"),
         title="numbers",
@@ -112,8 +112,21 @@ def explanation(job: Job, cluster: Cluster, gpu: constants.Gpu) -> list[Table]:
     return [numbers, used]
 
 
+def source_of(gpu: constants.Gpu) -> str:
+    """Return the line below the table: what its numbers are."""
+    kinds = [measured.numbers_of(gpu)[name].kind for name in measured.RATES]
+    kernels = f"; {kinds.count('measured')} of {len(kinds)} kernels' rates were measured on this GPU"
+    told = kernels if "measured" in kinds else ""
+    return f"Predicted, not measured{told}; --explain shows every number and its source."
+
+
 def as_json(
-    job: Job, cluster: Cluster, found: Sequence[Row], advice: Advice, curves: dict[str, list[float]]
+    job: Job,
+    cluster: Cluster,
+    gpu: constants.Gpu,
+    found: Sequence[Row],
+    advice: Advice,
+    curves: dict[str, list[float]],
 ) -> dict[str, Any]:
     """Return the content that `--json` writes."""
     return {
@@ -133,7 +146,7 @@ def as_json(
         "reason": advice.reason,
         "stay_with_stock": advice.stays,
         "curves": {"inter_gbit": list(GRID), "step_seconds": curves} if curves else None,
-        "constants": {name: dataclasses.asdict(one) for name, one in constants.CONSTANTS.items()},
+        "constants": {name: dataclasses.asdict(one) for name, one in measured.numbers_of(gpu).items()},
     }
 
 

@@ -98,7 +98,7 @@ class RunConfig:
 
 
 def shipped(name: str) -> Path:
-    """Return the path of `configs/...` or `pretrain_scripts/...` in the repository or an installed wheel."""
+    """Return the path of `configs/...`, or of another file that wheels carry, also in the repository."""
     root = _PACKAGE.parent if (_PACKAGE.parent / "configs").is_dir() else _PACKAGE / "_shipped"
     return root / name
 

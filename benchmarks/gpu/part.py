@@ -1,0 +1,36 @@
+"""What the parts share: their device, and how they tell what they find while they run."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+MARK = "GPU-RESULT "
+"""What begins a line with results; the command joins those of a part."""
+
+
+def tell(**found: Any) -> None:
+    """Print results in one line, on rank 0 alone. They count even if the part is stopped later."""
+    if os.environ.get("RANK", "0") == "0":
+        print(MARK + json.dumps(found), flush=True)
+
+
+def attempt(what: str, measure: Callable[..., object], *args: Any) -> None:
+    """Run a measurement; an error is told as a failed check, and the next measurement runs."""
+    try:
+        measure(*args)
+    except Exception as error:
+        traceback.print_exc()
+        tell(checks={f"{what}: {type(error).__name__}: {str(error)[:300]}": False})
+
+
+def synchronize() -> None:
+    if ON_GPU:
+        torch.cuda.synchronize()
