@@ -14,7 +14,6 @@ from typing import Any
 from benchmarks.gpu.command import ROOT, problems
 from megatron_patch.workflows.plan import measured
 
-RESULTS = Path(__file__).with_name("results")
 NOT_RUN = "not run yet"
 LINKS = ("no link", "400 Gbit/s", "100 Gbit/s", "25 Gbit/s", "its own links")
 MODELS = {"step 350m": "350 M", "step 1.3b": "1.3 B"}
@@ -24,7 +23,7 @@ Results = dict[str, Any]
 
 
 def main() -> None:
-    for path, text in pages(list(measured.newest(RESULTS).values())).items():
+    for path, text in pages(list(measured.newest(measured.RESULTS).values())).items():
         path.write_text(text, encoding="utf-8")
 
 

@@ -63,9 +63,7 @@ def initialize(instances: int = 1) -> None:
         assert world is not None
         minutes: Any = time_limit(world).total_seconds() / 60  # Annotated as int, but fractions work too.
         parallel_state.initialize_model_parallel(
-            distributed_timeout_minutes=minutes,
-            num_distributed_optimizer_instances=instances,
-            create_gloo_process_groups=False,
+            distributed_timeout_minutes=minutes, num_distributed_optimizer_instances=instances
         )
 
 

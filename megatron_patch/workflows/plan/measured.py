@@ -15,6 +15,7 @@ from megatron_patch.workflows.plan import constants
 from megatron_patch.workflows.plan.constants import Constant, Gpu
 from megatron_patch.workflows.run import configuration
 
+RESULTS = configuration.shipped("benchmarks/gpu/results")
 _GRADIENTS, _WEIGHTS = "4 bits, levels, fp32", "weights, 0.00143"
 RATES = {
     "compress": (_GRADIENTS, "compress"),
@@ -37,7 +38,7 @@ def numbers_of(gpu: Gpu) -> dict[str, Constant]:
     found = dict(constants.CONSTANTS)
     for name in RATES:
         found[name] = dataclasses.replace(found[name], value=found[name].value * speed)
-    results = newest(configuration.shipped("benchmarks/gpu/results")).get(gpu.name)
+    results = newest(RESULTS).get(gpu.name)
     return found if results is None else found | _measured(results, gpu)
 
 

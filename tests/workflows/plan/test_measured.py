@@ -1,0 +1,104 @@
+"""Rates that `python -m benchmarks.gpu` measured take the place of the planner's, for that GPU alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_patch.workflows.cli import main
+from megatron_patch.workflows.plan import constants, measured
+
+EXAMPLE = measured.RESULTS / "of_a_cpu.json"
+H100 = {"device": "NVIDIA H100 80GB HBM3", "gpus": 1}
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Results files of a test's own."""
+    monkeypatch.setattr(measured, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def put(folder: Path, name: str, rates: dict[str, Any], **changes: Any) -> None:
+    """The example with other rates and another device."""
+    results = json.loads(EXAMPLE.read_text(encoding="utf-8")) | changes
+    of_rates = results["parts"]["rates"]["rates"]
+    for what, rate in rates.items():
+        if isinstance(rate, dict):
+            of_rates[what]["200000000"] = of_rates[what]["2048" if "bits" in what else "256"] | rate
+        else:
+            of_rates[what] = rate
+    (folder / name).write_text(json.dumps(results), encoding="utf-8")
+
+
+RATES = {
+    "4 bits, levels, fp32": {"compress": 3e11, "decompress of 8": 4e12},
+    "weights, 0.00143": {"encode": 1e11, "decode": 2e11, "sums": 1e12},
+    "adam_bytes": 2.68e12,
+}
+
+
+def test_a_cpus_results_are_no_gpus(folder: Path) -> None:
+    shutil.copy(EXAMPLE, folder)
+    assert measured.newest(folder) == {}
+    assert measured.numbers_of(constants.GPUS["H100"]) == constants.CONSTANTS
+
+
+def test_what_was_measured_is_taken_at_the_largest_size_and_says_so(folder: Path) -> None:
+    put(folder, "older.json", {"adam_bytes": 1e12}, **H100, date="2027-01-01")
+    put(folder, "newer.json", RATES, **H100, date="2027-02-01")
+    numbers = measured.numbers_of(constants.GPUS["H100"])
+    changed = {name for name, number in numbers.items() if number != constants.CONSTANTS[name]}
+    assert changed == {*measured.RATES, "memory_share"}
+    assert {numbers[name].kind for name in changed} == {"measured"}
+    assert numbers["compress"].value == 3e11
+    assert numbers["decompress"].value == 4e12
+    assert [numbers[f"weight_{what}"].value for what in ("encode", "decode", "sums")] == [1e11, 2e11, 1e12]
+    assert numbers["memory_share"].value == pytest.approx(0.8)
+    source = "NVIDIA H100 80GB HBM3, 2027-02-01: benchmarks/gpu/results/newer.json"
+    assert numbers["compress"].source == source
+    # Another GPU has its own data sheet, and an H100's rates by arithmetic.
+    a100 = measured.numbers_of(constants.GPUS["A100"])
+    assert a100["memory_share"] == constants.CONSTANTS["memory_share"]
+    assert a100["compress"].kind == "computed"
+    lanes = constants.GPUS["A100"].lanes / constants.GPUS["H100"].lanes
+    assert a100["compress"].value == pytest.approx(constants.CONSTANTS["compress"].value * lanes)
+
+
+def test_a_part_that_did_not_run_measured_nothing(folder: Path) -> None:
+    put(folder, "a.json", {}, **H100, date="2027-01-01", parts={"rates": {"rates": {"adam_bytes": 2e12}}})
+    numbers = measured.numbers_of(constants.GPUS["H100"])
+    assert [name for name, one in numbers.items() if one != constants.CONSTANTS[name]] == ["memory_share"]
+
+
+def test_plan_computes_with_them_and_its_table_says_which(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def planned(*flags: str) -> tuple[dict[str, Any], str]:
+        file = tmp_path / "plan" / "plan.json"
+        given = ["plan", "configs/models/llama2_7b.yaml", "--inter-gbit", "100", *flags]
+        assert main([*given, "--json", str(file)]) == 0
+        return json.loads(file.read_text(encoding="utf-8")), capsys.readouterr().out
+
+    computed, said = planned()
+    assert "\nPredicted, not measured; --explain" in said
+    slow = {name: dict.fromkeys(rates, 1e9) for name, rates in RATES.items() if isinstance(rates, dict)}
+    put(folder, "h100.json", RATES | slow, **H100, date="2027-01-01")
+    measured.newest.cache_clear()
+    found, said = planned("--explain")
+    assert "Predicted, not measured; 5 of 5 kernels' rates were measured on this GPU; --explain" in said
+    assert "benchmarks/gpu/results/h100.json" in said
+    assert found["constants"]["compress"] == {
+        "value": 1e9,
+        "unit": "elements/s",
+        "kind": "measured",
+        "source": "NVIDIA H100 80GB HBM3, 2027-01-01: benchmarks/gpu/results/h100.json",
+    }
+    exact = [next(m for m in one["methods"] if m["name"] == "loco4_exact") for one in (computed, found)]
+    assert exact[1]["step_seconds"] > 1.4 * exact[0]["step_seconds"]
+    of_others, _ = planned("--gpu", "A100")
+    assert of_others["constants"]["compress"]["kind"] == "computed"
