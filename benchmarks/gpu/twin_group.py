@@ -14,25 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import triton
-import triton.language as tl
 
+from benchmarks.gpu.kernels import twin_wire_kernel
 from benchmarks.gpu.part import ON_GPU
 from megatron_patch.weights.gather import WeightGather
 
 Tensors = Sequence[torch.Tensor]
-
-
-@triton.jit
-def twin_wire_kernel(nanoseconds: Any, sink: Any) -> None:
-    begin = tl.extra.cuda.globaltimer()
-    now = begin
-    rounds = 0
-    # A look at the clock takes 20 ns or more: the second limit ends it if the clock stands still.
-    while (now - begin < nanoseconds) & (rounds < 200_000_000):
-        now = tl.extra.cuda.globaltimer()
-        rounds += 1
-    tl.store(sink, now - begin)
 
 
 class Wire:

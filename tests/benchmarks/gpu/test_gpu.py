@@ -209,6 +209,17 @@ def bare_environment() -> Path:
     return folder / "bin" / "python"
 
 
+COMPILED = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from benchmarks.gpu import kernels
+for kernel, signature in (
+    (kernels.planted_kernel, {"pointer": "*i32"}),
+    (kernels.twin_wire_kernel, {"nanoseconds": "i32", "sink": "*i64"}),
+):
+    print("entry" in compile(ASTSource(kernel, signature, {}), target=GPUTarget("cuda", 90, 32)).asm["ptx"])
+"""
 CHECKS = {
     "ranks 2": 20,
     "ranks 4": 20,
@@ -253,6 +264,11 @@ def test_all_of_it_runs_with_stand_ins_on_a_bare_machine(tmp_path: Path) -> None
     assert results["parts"]["bits"]["cases"]["0"] > 0
     example = json.loads(EXAMPLE.read_text(encoding="utf-8"))
     assert shape(results) == shape(example), "the example is of this command"
+    environment["TRITON_INTERPRET"] = "0"
+    compiled = subprocess.run(
+        [python, "-c", COMPILED], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert compiled.stdout.split() == ["True", "True"], compiled.stderr
     # Several ranks of a step are real.
     environment |= {"PYTHONPATH": os.pathsep.join((environment["PYTHONPATH"], str(ROOT / ".gpu")))}
     environment |= {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
