@@ -7,17 +7,19 @@ and of the weight code, as many as the time allows, in several processes. It nee
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.part import DEVICE, ON_GPU, attempt, tell
+from benchmarks.gpu.part import DEVICE, ON_GPU, attempt, remains, tell
 from benchmarks.gpu.rates import moved
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
@@ -54,27 +56,26 @@ CODER = "triton-gpu" if ON_GPU else "triton-interpreted"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=90)
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--size", type=int, default=20_000_000)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of random cases; default: all left")
     parser.add_argument("--seed", type=int, help="run random cases of this seed alone, in this process")
     args = parser.parse_args()
-    end = time.monotonic() + args.seconds
     if args.seed is not None:
-        random_cases(args.seed, end)
+        random_cases(args.seed, args.seconds)
         return
     for bits in (4, 2):
         for dtype in DTYPES[:2]:
             attempt("a large bucket", large_bucket, args.size, bits, dtype)
     attempt("a large shard", large_shard, args.size // 4)
-    left = max(end - time.monotonic() - 12, 5)
-    command = [sys.executable, "-m", "benchmarks.gpu.bits", "--seconds", str(left), "--seed"]
     workers = [
-        subprocess.Popen([*command, str(seed)], env=os.environ | {"OMP_NUM_THREADS": "1"})
+        subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.gpu.bits", f"--seconds={args.seconds}", f"--seed={seed}"],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
         for seed in range(args.processes)
     ]
-    for worker in workers:
-        worker.wait()
+    sys.exit(max(abs(worker.wait()) for worker in workers))
 
 
 def large_bucket(size: int, bits: int, dtype: torch.dtype) -> None:
@@ -105,17 +106,21 @@ def large_shard(size: int) -> None:
     tell(checks={f"{size} weights: the CPU's message": messages[0] == messages[1]})
 
 
-def random_cases(seed: int, end: float) -> None:
-    """Check cases until `end`; the first that fails ends it."""
-    draw, cases = random.Random(seed), 0
-    while time.monotonic() < end:
+def random_cases(seed: int, seconds: float) -> None:
+    """Check cases for as long as there is time, which the last one may take 20 seconds of."""
+    draw, cases, told_at, end = random.Random(seed), 0, 0.0, time.monotonic() + seconds
+    while remains() > 20 and time.monotonic() < end:
         try:
             one_case(draw)
         except Exception as error:
+            traceback.print_exc()
             what = f"random case {cases} of seed {seed}: {type(error).__name__}: {str(error)[:300]}"
             tell(checks={what: False})
-            return
+            sys.exit(1)
         cases += 1
+        if time.monotonic() > told_at + 5:
+            told_at = time.monotonic()
+            tell(checks={f"random cases of seed {seed}": True}, cases={str(seed): cases})
     tell(checks={f"random cases of seed {seed}": cases > 0}, cases={str(seed): cases})
 
 

@@ -23,13 +23,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.part import MARK, ON_GPU
+from benchmarks.gpu.part import END, MARK, ON_GPU
 from megatron_patch.errors import UserError
 from megatron_patch.files import output_folder, write_whole
 
@@ -57,7 +57,8 @@ class Part:
     on_cpu: str
     alone: bool = False
     ranks: Callable[[int], int] = lambda gpus: 1
-    """How many torchrun starts; for how many GPUs."""
+    """How many there are on a machine with so many GPUs."""
+    memcheck: bool = False
     environment: dict[str, str] = field(default_factory=dict)
     """On a GPU."""
     found: dict[str, Any] = field(default_factory=dict)
@@ -65,30 +66,37 @@ class Part:
 
 
 def _each(gpus: int) -> int:
-    return gpus
+    return max(gpus, 1)
+
+
+def _four(gpus: int) -> int:
+    return max(4, min(gpus, 8))
 
 
 def parts(out: Path) -> list[Part]:
     """Return all parts; profiles go to `out`."""
     tiny, little = "--model tiny --steps 1", "--elements 2048 --runs 1"
-    traced = f"--seconds 70 --trace {out.resolve()}"
-    queues = "--model 350m --steps 5 --links 100 --seconds 25 --methods stock;loco+exact"
-    no_cache, sanitizer = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, {"TORCH_CUDA_SANITIZER": "1"}
-    some = "--methods stock;loco;loco+exact"
+    ordered, queues = (
+        "--methods stock;loco;loco+exact",
+        "--model 350m --steps 3 --links 100 --methods stock;loco+exact",
+    )
+    uncached, sanitizer = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, {"TORCH_CUDA_SANITIZER": "1"}
     one, two = ({"CUDA_DEVICE_MAX_CONNECTIONS": number} for number in ("1", "32"))
     return [
-        Part("ranks 2", 145, "ranks", "--model 30m", "--model tiny --steps 3", ranks=lambda gpus: 2),
-        Part("bits", 145, "bits", "--seconds 130", "--seconds 25 --processes 1 --size 3000"),
+        Part("ranks 2", 145, "ranks", "Megatron", f"Megatron {tiny}", ranks=lambda gpus: 2),
+        Part("ranks 4", 145, "ranks", "Megatron --model small", f"Megatron {tiny}", ranks=_four),
+        Part("FSDP2", 145, "ranks", "FSDP2", f"FSDP2 {tiny}", ranks=lambda gpus: 2),
+        Part("bits", 145, "bits", "", "--processes 1 --size 3000 --seconds 10"),
         Part("small step", 140, "step", "--model small --steps 1 --links none", f"{tiny} --links none"),
         Part("small rates", 140, "rates", "--elements 4194304 --runs 1", little),
-        Part("memory", 150, "sanitized", "memory 80", "memory 8", environment=no_cache),
+        Part("memory", 145, "sanitized", "memory 21", "memory 4", memcheck=True, environment=uncached),
+        Part("planted", 60, "sanitized", "planted", "planted", memcheck=True, environment=uncached),
         Part("stream order", 120, "sanitized", "order small", "order tiny", environment=sanitizer),
-        Part("ranks 4", 145, "ranks", "--model small", tiny, ranks=lambda gpus: max(4, min(gpus, 8))),
-        Part("rates", 75, "rates", "", little, True),
-        Part("step 350m", 80, "step", f"--model 350m {traced}", tiny, True, _each),
-        Part("step 1.3b", 80, "step", f"--model 1.3b --seconds 70 {some}", f"{tiny} {some}", True, _each),
-        Part("1 queue", 30, "step", queues, f"{tiny} {some} --links 100", True, _each, one),
-        Part("32 queues", 30, "step", queues, f"{tiny} {some} --links 100", True, _each, two),
+        Part("rates", 70, "rates", "", little, True),
+        Part("step 350m", 90, "step", f"--model 350m --trace {out.resolve()}", tiny, True, _each),
+        Part("step 1.3b", 95, "step", f"--model 1.3b --steps 5 {ordered}", f"{tiny} {ordered}", True, _each),
+        Part("1 queue", 35, "step", queues, f"{tiny} {ordered} --links 100", True, _each, environment=one),
+        Part("32 queues", 35, "step", queues, f"{tiny} {ordered} --links 100", True, _each, environment=two),
     ]
 
 
@@ -133,15 +141,25 @@ def run(args: argparse.Namespace) -> int:
     return int(any(problems(part.found) for part in chosen))
 
 
-def command_of(part: Part, gpus: int, port: int) -> list[str]:
+def command_of(part: Part, gpus: int) -> list[str]:
     """Return the command of a part on a machine with so many GPUs; 0: with stand-ins."""
-    python, ranks = [sys.executable, "-W", "ignore", "-m"], part.ranks(gpus)
     command = [f"benchmarks.gpu.{part.module}", *(part.on_gpu if gpus else part.on_cpu).split()]
-    if ranks > 1:  # Of this machine alone, found without a name server.
-        here = ["--master-addr=127.0.0.1", f"--master-port={port}"]
-        command = ["torch.distributed.run", f"--nproc-per-node={ranks}", *here, "-m", *command]
-    memcheck = ["compute-sanitizer", "--tool=memcheck", "--error-exitcode=9"]
-    return [*(memcheck if gpus and part.name == "memory" else []), *python, *command]
+    memcheck = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    checked = [memcheck, "--tool=memcheck", "--error-exitcode=9"] if part.memcheck and gpus else []
+    return [*checked, sys.executable, "-W", "ignore", "-m", *command]
+
+
+def environments(part: Part, gpus: int, port: int, end: float) -> Iterator[dict[str, str]]:
+    """Yield the environment of each of a part's processes; several are ranks of this machine."""
+    paths = [str(ROOT), str(SITE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    found = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    found |= {"GLOO_SOCKET_IFNAME": "lo", "CUDA_DEVICE_MAX_CONNECTIONS": "8", "TORCHDYNAMO_DISABLE": "1"}
+    found |= {"TRITON_INTERPRET": "0" if gpus else "1", END: str(end)} | (part.environment if gpus else {})
+    if (ranks := part.ranks(gpus)) > 1:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        found |= meeting | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    for rank in range(ranks):
+        yield found | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {})
 
 
 class Results:
@@ -158,8 +176,8 @@ class Results:
             seconds = {"seconds": round(time.monotonic() - self._began, 1)}
             whole = self.machine | seconds | {"parts": {part.name: part.found for part in self.parts}}
             write_whole(self.out / "results.json", json.dumps(whole, indent=1) + "\n")
-            logs = [line for part in self.parts for line in (f"\n===== {part.name}\n", *part.log)]
-            write_whole(self.out / "log.txt", "".join(logs))
+            logs = [(f"\n===== {part.name}\n", *part.log[:40], *part.log[40:][-360:]) for part in self.parts]
+            write_whole(self.out / "log.txt", "".join(line for log in logs for line in log))
 
     def write_until(self, over: threading.Event) -> None:
         while not over.wait(10):
@@ -168,53 +186,58 @@ class Results:
     def run(self, part: Part, end: float) -> None:
         """Run a part to its end or its limit."""
         began, gpus = time.monotonic(), self.machine["gpus"]
-        seconds = min(part.seconds, end - began)
-        command = command_of(part, gpus, 29511 + self.parts.index(part))
+        seconds, command = min(part.seconds, end - began), command_of(part, gpus)
+        found: dict[str, Any] = {}
         if seconds < _LEAST:
-            part.found["not_run"] = "no time remained"
+            found["not_run"] = "no time remained"
         elif not shutil.which(command[0]):
-            part.found["not_run"] = f"{command[0]} is not installed"
+            found["not_run"] = f"{command[0]} is not installed"
         else:
-            process = subprocess.Popen(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                env=os.environ | _environment(gpus) | (part.environment if gpus else {}),
-                cwd=ROOT,
-                start_new_session=True,
-            )
-            reader = threading.Thread(target=self._read, args=(part, process.stdout), daemon=True)
-            reader.start()
-            try:
-                part.found["status"] = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                part.found["status"] = f"its limit of {seconds:.0f} s"
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # Its children too.
-            reader.join(5)
-            if command[0] == "compute-sanitizer":
-                _read_memcheck(part)
-        part.found["seconds"] = round(time.monotonic() - began, 1)
+            found["status"] = self._run(part, command, began + seconds, gpus)
+            if part.memcheck and gpus:
+                found |= _of_memcheck(part)
+        with self._lock:
+            _join(part.found, found | {"seconds": round(time.monotonic() - began, 1)})
         self.write()
         said = "; ".join(problems(part.found)) or "done"
         print(f"{part.name}: {said} ({part.found['seconds']:.0f} s)", flush=True)
 
+    def _run(self, part: Part, command: list[str], end: float, gpus: int) -> int | str:
+        """Run a part's processes, and return the exit status; one that fails ends the others."""
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        options = pipes | {"text": True, "errors": "replace", "cwd": ROOT, "start_new_session": True}
+        port = 29511 + self.parts.index(part)
+        every = [
+            subprocess.Popen(command, env=environment, **options)
+            for environment in environments(part, gpus, port, end)
+        ]
+        readers = [threading.Thread(target=self._read, args=(part, one.stdout), daemon=True) for one in every]
+        for reader in readers:
+            reader.start()
+        while time.monotonic() < end and any(one.poll() is None for one in every):
+            if any(one.poll() for one in every):
+                end = min(end, time.monotonic() + 2)  # The others may have something to say, too.
+            time.sleep(0.1)
+        statuses = [one.poll() for one in every]
+        for one in every:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(one.pid, signal.SIGKILL)  # Its children too.
+            one.wait()
+        for reader in readers:
+            reader.join(5)
+        failed = [status for status in statuses if status]
+        return failed[0] if failed else "stopped at its limit" if None in statuses else 0
+
     def _read(self, part: Part, lines: Any) -> None:
         for line in lines:
+            found: dict[str, Any] = {}
             if line.startswith(MARK):
-                with self._lock:
-                    _join(part.found, json.loads(line[len(MARK) :]))
-            else:
-                part.log.append(line[:2000])
-
-
-def _environment(gpus: int) -> dict[str, str]:
-    paths = [str(ROOT), str(SITE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    found = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
-    found |= {"GLOO_SOCKET_IFNAME": "lo", "CUDA_DEVICE_MAX_CONNECTIONS": "8", "TORCHDYNAMO_DISABLE": "1"}
-    return found | {"TRITON_INTERPRET": "0" if gpus else "1"}
+                with contextlib.suppress(ValueError):  # Another process may have written into the line.
+                    found = json.loads(line[len(MARK) :])
+            with self._lock:
+                _join(part.found, found)
+                if not found:
+                    part.log.append(line[:2000])
 
 
 def _join(into: dict[str, Any], more: dict[str, Any]) -> None:
@@ -225,22 +248,23 @@ def _join(into: dict[str, Any], more: dict[str, Any]) -> None:
             into[key] = value
 
 
-def _read_memcheck(part: Part) -> None:
-    """Read compute-sanitizer's verdict; its exit status is that of the planted error."""
-    at = re.findall(r"=========\s+at (\w+)", "".join(part.log))
-    planted = [kernel for kernel in at if kernel.startswith("planted")]
-    checks = part.found.setdefault("checks", {})
-    checks["the planted error is found"] = bool(planted)
-    checks["no other error is found"] = len(at) == len(planted) and "all kernels ran" in checks
-    if all(checks.values()):
-        part.found["status"] = 0
+def _of_memcheck(part: Part) -> dict[str, Any]:
+    """Return compute-sanitizer's verdict; its exit status is that of the planted error."""
+    text = "".join(part.log)
+    if "Device not supported" in text:
+        return {"not_run": "compute-sanitizer does not know this machine's device", "status": 0}
+    at = re.findall(r"=========\s+at (\w+)", text)
+    if part.name != "planted":
+        return {"checks": {"no error is found": not at}}
+    good = bool(at) and set(at) == {"planted_kernel"}
+    return {"checks": {"the planted error is found": good}} | ({"status": 0} if good else {})
 
 
 def problems(found: dict[str, Any]) -> list[str]:
     """Say what is wrong with a part."""
     lines = [f"not run: {found['not_run']}"] if "not_run" in found else []
-    if found.get("status", 0) != 0:
-        lines.append(f"ended with {found['status']}")
+    if status := found.get("status"):
+        lines.append(status if isinstance(status, str) else f"ended with {status}")
     return lines + [f"FAILED: {name}" for name, good in found.get("checks", {}).items() if not good]
 
 
@@ -253,10 +277,12 @@ def machine() -> dict[str, Any]:
     sys.path.append(str(SITE))
     found: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "device": STAND_IN, "gpus": 0}
     if ON_GPU:
-        fields = "driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
-        query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv"]
         found |= {"device": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count()}
-        found["state"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+    if ON_GPU and shutil.which("nvidia-smi"):
+        asked = "driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
+        query = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
+        told = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
+        found["state"] = dict(zip(asked.split(","), "".join(told[:1]).split(", "), strict=False))
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for name in _VERSIONS:
         try:

@@ -5,7 +5,7 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nanoseconds"])
 def twin_wire_kernel(nanoseconds, sink):
     """Be busy for that long, by the GPU's clock."""
     begin = globaltimer()
@@ -20,5 +20,5 @@ def twin_wire_kernel(nanoseconds, sink):
 
 @triton.jit
 def planted_kernel(pointer):
-    """Write 1 MiB behind `pointer`, to int32: compute-sanitizer must find it."""
-    tl.store(pointer + 262_144, 1)
+    """Write 64 MiB behind `pointer`, to int32: compute-sanitizer must find it."""
+    tl.store(pointer + 16_777_216, 1)

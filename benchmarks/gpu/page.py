@@ -64,10 +64,12 @@ def rows() -> Iterator[tuple[str, Callable[[Results], str]]]:
     """Yield each row's subject, and what a results file says of it."""
     for part, what in {
         "bits": "GPU kernels' bytes are the CPU kernels' and the reference's",
-        "ranks 2": "2 ranks: off trains as stock, the exact gather as without, bit for bit",
-        "ranks 4": "the same, 4 ranks or more",
-        "memory": "compute-sanitizer finds the planted error, and no other",
-        "stream order": "torch's sanitizer finds the planted race, and no other",
+        "ranks 2": "Megatron, 2 ranks: off trains as stock, the exact gather as without, bit for bit",
+        "ranks 4": "Megatron, 4 ranks or more: the same",
+        "FSDP2": "FSDP2, 2 ranks: off trains as stock, bit for bit",
+        "memory": "compute-sanitizer finds no error",
+        "planted": "compute-sanitizer finds an error that is planted",
+        "stream order": "torch's sanitizer finds a race that is planted, and no other",
     }.items():
         yield what, lambda results, part=part: _checked(results["parts"].get(part, {}))  # type: ignore[misc]
     yield "a copy, 10^12 bytes/s", lambda results: _rates(results, ("copy_bytes",), 1e12)
@@ -99,7 +101,7 @@ def _rates(results: Results, at: tuple[Any, ...], unit: float) -> str:
         what, *rate = (where,) if isinstance(where, str) else where
         value = value.get(what)
         if value is not None and rate:
-            value = value[max(value, key=int)][rate[0]]
+            value = value.get(rate[0])
         found.append(NOT_RUN if value is None else f"{value / unit:.3g}")
     return "; ".join(found) if set(found) != {NOT_RUN} else NOT_RUN
 

@@ -1,9 +1,11 @@
-"""What the parts share: their device, and how they tell what they find while they run."""
+"""What the parts share: their device and time, and how they tell what they find while they run."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +16,20 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 MARK = "GPU-RESULT "
 """What begins a line with results; the command joins those of a part."""
+END = "MEGATRON_LOCO_PART_END"
+"""The variable with the time.monotonic() at which the command ends the part."""
+
+
+def remains() -> float:
+    """Return how many seconds the part still has."""
+    return float(os.environ.get(END, "inf")) - time.monotonic()
 
 
 def tell(**found: Any) -> None:
     """Print results in one line, on rank 0 alone. They count even if the part is stopped later."""
     if os.environ.get("RANK", "0") == "0":
-        print(MARK + json.dumps(found), flush=True)
+        sys.stdout.write(f"{MARK}{json.dumps(found)}\n")  # In one piece: processes share the pipe.
+        sys.stdout.flush()
 
 
 def attempt(what: str, measure: Callable[..., object], *args: Any) -> None:

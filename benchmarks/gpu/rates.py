@@ -29,18 +29,18 @@ _ADAM_BYTES = 28
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--elements", default="40000000,200000000")
+    parser.add_argument("--elements", type=int, default=200_000_000)
     parser.add_argument("--runs", type=int, default=10)
     args = parser.parse_args()
-    attempt("product", product, 8192 if ON_GPU else 64, args.runs)
-    for size in (int(size) for size in args.elements.split(",")):
-        attempt("copy", copy, size, args.runs)
-        for bits, codec in ((4, "levels"), (2, "levels"), (4, "uniform"), (1, "sign")):
-            for dtype in DTYPES:
-                attempt(f"{bits} bits, {codec}, {dtype}", gradients, bits, codec, dtype, size, args.runs)
-        for ratio in RATIOS:
-            attempt("weights", weights, size, ratio, args.runs)
-        attempt("adam", adam, size // 8, args.runs)
+    size, runs = args.elements, args.runs
+    attempt("product", product, 8192 if ON_GPU else 64, runs)
+    attempt("copy", copy, size, runs)
+    for ratio in RATIOS:
+        attempt("weights", weights, size, ratio, runs)
+    attempt("adam", adam, size // 8, runs)
+    for bits, codec in ((4, "levels"), (2, "levels"), (4, "uniform"), (1, "sign")):
+        for dtype in DTYPES:
+            attempt(f"{bits} bits, {codec}, {dtype}", gradients, bits, codec, dtype, size, runs)
 
 
 def seconds_of(call: Any, runs: int) -> float:
@@ -67,7 +67,7 @@ def gradients(bits: int, codec: str, dtype: str, size: int, runs: int) -> None:
         line = gpu_rates.decompress_reduce(config, shard, senders, DTYPES[dtype], DEVICE, runs)
         found[f"decompress of {senders}"] = senders * shard / line.seconds
         found[f"decompress_bytes of {senders}"] = line.bytes / line.seconds
-    tell(rates={f"{bits} bits, {codec}, {dtype}": {str(size): found}})
+    tell(rates={f"{bits} bits, {codec}, {dtype}": found})
 
 
 def moved(numel: int, ratio: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,7 +100,7 @@ def weights(size: int, ratio: float, runs: int) -> None:
         "decode": 7 * n / seconds_of(lambda: coder.decode(messages, places, shards, 0, wrong), runs),
         "sums": 8 * n / seconds_of(lambda: coder.sums(shards), runs),
     }
-    tell(rates={f"weights, {ratio:g}": {str(n): rates}})
+    tell(rates={f"weights, {ratio:g}": rates})
 
 
 def adam(n: int, runs: int) -> None:

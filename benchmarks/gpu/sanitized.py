@@ -1,10 +1,10 @@
-"""A part of benchmarks.gpu: two sanitizers, each beside an error that is planted for it to find.
+"""Parts of benchmarks.gpu: two sanitizers, each beside an error that is planted for it to find.
 
-memory   launches of every kernel at odd sizes under compute-sanitizer, without torch's caching allocator
-         (PYTORCH_NO_CUDA_MEMORY_CACHING=1): a kernel that read past a tensor would read torch's own memory;
-         then a kernel that writes behind a tensor
-order    steps with the exact gather under torch's sanitizer (TORCH_CUDA_SANITIZER=1), which is told of
-         Triton's launches; first a race between two streams
+memory    launches of every kernel at odd sizes under compute-sanitizer, without torch's caching allocator
+          (PYTORCH_NO_CUDA_MEMORY_CACHING=1): a kernel that read past a tensor would read torch's own memory
+planted   a kernel that writes behind a tensor, in the same way
+order     steps with the exact gather under torch's sanitizer (TORCH_CUDA_SANITIZER=1), which is told of
+          Triton's launches; first a race between two streams
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import random
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,32 +21,35 @@ import torch
 import triton
 
 from benchmarks.gpu.kernels import planted_kernel
-from benchmarks.gpu.part import DEVICE, ON_GPU, attempt, tell
+from benchmarks.gpu.part import DEVICE, ON_GPU, attempt, remains, synchronize, tell
 
 
-def memory(seconds: float) -> None:
+def memory(layouts: int) -> None:
     from benchmarks.gpu import bits
 
-    end, draw = time.monotonic() + seconds, random.Random(11)
-    for codec in bits.CODECS:
-        for size, shards, spans in ((5000, 3, None), (1 << 14, 4, None), (7001, 2, 5)):
-            if time.monotonic() > end:
-                break
-            of = bits.random_spans(size, spans, exact=True) if spans else None
-            layout = bits.BlockLayout.of(size, shards, codec.bits, 128, spans=of)
-            given: dict[str, Any] = {"kind": "plain", "seed": 3, "device": DEVICE}
-            given["dtype"] = draw.choice([torch.float32, torch.bfloat16])
-            kernels = bits.triton_kernels
-            bits.check_compress(kernels, codec, layout, error_dtype="int8", beta=0.8, **given)
-            bits.check_decompress_reduce(kernels, codec, layout, senders=3, average=True, **given)
-            if spans is None:
-                bits.check_decompress(kernels, codec, layout, **given)
-            tell(layouts={f"{codec}, {size}": True})
+    draw = random.Random(11)
     for numel in (1, 333, 70_001) if ON_GPU else (1, 33):
         bits.check_weights(numel, 3, 3, 0.4, "normal", False)
-    if ON_GPU:
-        torch.cuda.synchronize()
-    tell(checks={"all kernels ran": True})
+    for number in range(layouts):
+        if remains() < 30:
+            break
+        codec = bits.CODECS[number % len(bits.CODECS)]
+        size, shards, spans = ((7001, 2, 5), (5000, 3, None), (1 << 14, 4, None))[number // len(bits.CODECS)]
+        of = bits.random_spans(size, spans, exact=True) if spans else None
+        layout = bits.BlockLayout.of(size, shards, codec.bits, 128, spans=of)
+        given: dict[str, Any] = {"kind": "plain", "seed": 3, "device": DEVICE}
+        given["dtype"] = draw.choice([torch.float32, torch.bfloat16])
+        kernels = bits.triton_kernels
+        bits.check_compress(kernels, codec, layout, error_dtype="int8", beta=0.8, **given)
+        bits.check_decompress_reduce(kernels, codec, layout, senders=3, average=True, **given)
+        if spans is None:
+            bits.check_decompress(kernels, codec, layout, **given)
+        tell(layouts=number + 1)
+    synchronize()
+    tell(checks={"the kernels ran": True})
+
+
+def planted() -> None:
     if ON_GPU:
         planted_kernel[(1,)](torch.zeros(1, dtype=torch.int32, device=DEVICE))
         torch.cuda.synchronize()
@@ -68,6 +70,7 @@ def stream_order(name: str) -> None:
 
 
 def _steps(model: Any, name: str, method: str) -> None:
+    _launched["told"] = _launched["races"] = 0
     training = model.megatron(model.SHAPES[name], method, bucket=1_000_000)
     for _ in range(3):
         training.step(1)
@@ -133,8 +136,10 @@ def _planted_race() -> bool:
 
 
 if __name__ == "__main__":
-    what, argument = sys.argv[1:]
+    what, *rest = sys.argv[1:]
     if what == "memory":
-        memory(float(argument))
+        memory(int(*rest))
+    elif what == "planted":
+        planted()
     else:
-        stream_order(argument)
+        stream_order(*rest)

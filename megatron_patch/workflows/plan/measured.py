@@ -24,7 +24,7 @@ RATES = {
     "weight_decode": (_WEIGHTS, "decode"),
     "weight_sums": (_WEIGHTS, "sums"),
 }
-"""Where a file's rates have a number of constants.py: the measurement, and the rate at its largest size."""
+"""Where a file's rates have a number of constants.py: the measurement, and its rate."""
 
 
 def numbers_of(gpu: Gpu) -> dict[str, Constant]:
@@ -55,10 +55,7 @@ def newest(folder: Path) -> dict[str, dict[str, Any]]:
 def _measured(results: dict[str, Any], gpu: Gpu) -> dict[str, Constant]:
     rates = results["parts"].get("rates", {}).get("rates", {})
     source = f"{results['device']}, {results['date']}: benchmarks/gpu/results/{results['file']}"
-    found = {}
-    for name, (what, rate) in RATES.items():
-        if sizes := rates.get(what):
-            found[name] = sizes[max(sizes, key=int)][rate]
+    found = {name: rates[what][rate] for name, (what, rate) in RATES.items() if what in rates}
     if bytes_per_second := rates.get("adam_bytes"):
         found["memory_share"] = bytes_per_second / (gpu.memory_gbyte * 1e9)
     return {
