@@ -287,7 +287,7 @@ def _to(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         devices = [one for one in args if isinstance(one, (torch.device, str))]
         device = kwargs.pop("device", devices[0] if devices else None)
-        args = tuple(one for one in args if not isinstance(one, (torch.device, str)))
+        args = tuple(one for one in args if isinstance(one, (torch.dtype, torch.Tensor)))
         here = self
         if device is not None and _is_cuda(device) != active().machine.holds(self):
             here = _uploaded(self) if _is_cuda(device) else _downloaded(self)

@@ -75,7 +75,7 @@ def test_a_part_without_time_or_program_is_not_run(monkeypatch: pytest.MonkeyPat
 
 def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
     args = argparse.Namespace(out=tmp_path / "new", seconds=60.0, only="rates,bit")
-    with pytest.raises(UserError, match=r"--only: bit: no such part; there are ranks 2, bits, "):
+    with pytest.raises(UserError, match=r"--only: bit: no such part; there are ranks 2, ranks 4, "):
         command.run(args)
     assert not (tmp_path / "new").exists()
 
@@ -175,6 +175,43 @@ def test_torch_s_sanitizer_finds_a_race_that_is_planted_between_launches() -> No
         check=False,
     )
     assert done.stdout.splitlines()[-1:] == ["[0, 0, 1, 0] 0"], done.stdout + done.stderr
+
+
+STEPS = """
+from order.gpu import KERNELS, recording
+KERNELS["twin_wire_kernel"] = {"sink": "changes"}
+with recording() as gpu:
+    from benchmarks.gpu import model
+    from benchmarks.gpu.twin_group import TwinsRead, Wire
+    from megatron_patch.megatron import doors
+    print("5 ms:", Wire.seconds_of_5_ms())
+    model.one_of(4)
+    TwinsRead().checks, Wire.bytes_per_second = False, 1e9
+    for method in ("stock", "none", "loco", "loco+exact"):
+        with gpu.all_made_here():
+            training = model.megatron(model.SHAPES["tiny"], method, bucket=60_000)
+            for _ in range(3):
+                training.step(1)
+        print(method, gpu.machine.found, gpu.machine.operations.count("twin_wire_kernel") > 0)
+        training.close()
+        doors.disable()
+"""
+
+
+@pytest.mark.slow
+def test_the_twins_step_has_no_race_and_no_tensor_of_the_host_on_a_recorded_gpu() -> None:
+    """Collectives, on a stream of their own, and the kernel that takes a link's time are ordered."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from megatron_patch.megatron.cpu import device\ndevice.install()" + STEPS],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    *_, stock, none, loco, exact = done.stdout.splitlines() or [""] * 4
+    assert (stock, none) == ("stock [] True", "none [] True"), done.stdout + done.stderr
+    assert (loco, exact) == ("loco [] True", "loco+exact [] True"), done.stdout + done.stderr
 
 
 def of_a_gpu(**changes: Any) -> dict[str, Any]:
