@@ -92,11 +92,3 @@ def megatron(llama: Llama, method: str, bucket: int = BUCKET) -> MegatronTrainin
 
 def fsdp2(llama: Llama, method: str) -> Fsdp2Training:
     return _Fsdp2(llama, shards=torch.distributed.get_world_size(), compression=METHODS[method])
-
-
-def flops(llama: Llama) -> float:
-    """Return the operations of a microbatch's forward and backward pass: 6 a token and parameter without the
-    embedding, and those of causal attention."""
-    tokens = llama.microbatch * llama.sequence
-    dense = llama.parameters - llama.vocabulary * llama.hidden
-    return 6.0 * tokens * (dense + llama.layers * llama.hidden * llama.sequence)

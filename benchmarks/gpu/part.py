@@ -28,8 +28,17 @@ def remains() -> float:
 def tell(**found: Any) -> None:
     """Print results in one line, on rank 0 alone. They count even if the part is stopped later."""
     if os.environ.get("RANK", "0") == "0":
-        sys.stdout.write(f"{MARK}{json.dumps(found)}\n")  # In one piece: processes share the pipe.
+        sys.stdout.write(f"{MARK}{json.dumps(_short(found))}\n")  # In one piece: processes share the pipe.
         sys.stdout.flush()
+
+
+def _short(found: Any) -> Any:
+    """Round numbers to six digits."""
+    if isinstance(found, dict):
+        return {key: _short(value) for key, value in found.items()}
+    if isinstance(found, list):
+        return [_short(value) for value in found]
+    return float(f"{found:.6g}") if isinstance(found, float) else found
 
 
 def attempt(what: str, measure: Callable[..., object], *args: Any) -> None:

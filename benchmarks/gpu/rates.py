@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.part import DEVICE, ON_GPU, attempt, tell
+from benchmarks.gpu.part import DEVICE, attempt, tell
 from megatron_patch.config import CompressionConfig
 from megatron_patch.weights.code import FACTS, bound
 from megatron_patch.weights.gather import coder_of
@@ -33,7 +33,6 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=10)
     args = parser.parse_args()
     size, runs = args.elements, args.runs
-    attempt("product", product, 8192 if ON_GPU else 64, runs)
     attempt("copy", copy, size, runs)
     for ratio in RATIOS:
         attempt("weights", weights, size, ratio, runs)
@@ -45,11 +44,6 @@ def main() -> None:
 
 def seconds_of(call: Any, runs: int) -> float:
     return gpu_rates.seconds_of(lambda _: call(), [torch.empty(0)], DEVICE, runs)
-
-
-def product(n: int, runs: int) -> None:
-    a, b = (torch.randn(n, n, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    tell(rates={"product_flops": 2 * n**3 / seconds_of(lambda: a @ b, runs)})
 
 
 def copy(size: int, runs: int) -> None:

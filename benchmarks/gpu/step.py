@@ -106,12 +106,6 @@ def measure(method: str, llama: Llama, args: Any, links: dict[str, Any], twins: 
         times = timed(args.steps, training.step, twins is not None)
         of = {"gradient_bytes": training.gradient_bytes, "weight_bytes": training.weight_bytes}
         tell(methods={method: {name: times | of | sent}})
-    if method == "stock":
-        Wire.bytes_per_second = None
-        with training.model.no_sync():
-            seconds = timed(args.steps, training.forward_backward, twins is not None)["median"]
-        flops = model.flops(llama) / seconds
-        tell(methods={method: {"forward_backward_seconds": seconds, "model_flops_per_second": flops}})
     training.close()
 
 

@@ -64,23 +64,14 @@ class Wire:
 
 
 class _Work(dist._Work):
-    def __init__(self, event: Any, result: Any) -> None:
+    def __init__(self, event: Any = None) -> None:
         super().__init__()
-        self._event, self._result = event, result
+        self._event = event
 
     def wait(self, timeout: Any = None) -> bool:
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
         return True
-
-    def is_completed(self) -> bool:
-        return self._event is None or bool(self._event.query())
-
-    def get_future(self) -> Any:
-        self.wait()
-        future: Any = torch.futures.Future()
-        future.set_result(self._result)
-        return future
 
 
 _ProcessGroup: Any = dist.ProcessGroup  # Releases of torch annotate its methods in different ways.
@@ -102,7 +93,7 @@ class TwinGroup(_ProcessGroup):
             with torch.no_grad():
                 work()
             Wire.take(nbytes)
-            return _Work(None, list(tensors))
+            return _Work()
         stream = Wire.stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.no_grad(), torch.cuda.stream(stream):
@@ -112,7 +103,7 @@ class TwinGroup(_ProcessGroup):
             event.record()
         for tensor in tensors:
             tensor.record_stream(stream)
-        return _Work(event, list(tensors))
+        return _Work(event)
 
     def _to_others(self, tensors: Tensors) -> float:
         """What a rank sends of tensors that are scattered or gathered."""
@@ -129,7 +120,7 @@ class TwinGroup(_ProcessGroup):
     allreduce_coalesced = allreduce
 
     def barrier(self, opts: Any = None) -> _Work:
-        return _Work(None, [])
+        return _Work()
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> _Work:
         slots = [slot for one in outputs for slot in one]
