@@ -76,14 +76,12 @@ def _four(gpus: int) -> int:
 def parts(out: Path) -> list[Part]:
     """Return all parts; profiles go to `out`."""
     tiny, little = "--model tiny --steps 1", "--elements 2048 --runs 1"
-    ordered, queues = (
-        "--methods stock;loco;loco+exact",
-        "--model 350m --steps 3 --links 100 --methods stock;loco+exact",
-    )
+    ordered = "--methods stock;loco;loco+exact"
+    queues = "--model 350m --steps 3 --links 100 --methods stock;loco+exact"
     uncached, sanitizer = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, {"TORCH_CUDA_SANITIZER": "1"}
     one, two = ({"CUDA_DEVICE_MAX_CONNECTIONS": number} for number in ("1", "32"))
     return [
-        Part("ranks 2", 145, "ranks", "Megatron", f"Megatron {tiny}", ranks=lambda gpus: 2),
+        Part("ranks 2", 145, "ranks", "Megatron", "Megatron --model tiny --steps 3", ranks=lambda gpus: 2),
         Part("ranks 4", 145, "ranks", "Megatron --model small", f"Megatron {tiny}", ranks=_four),
         Part("FSDP2", 145, "ranks", "FSDP2", f"FSDP2 {tiny}", ranks=lambda gpus: 2),
         Part("bits", 145, "bits", "", "--processes 1 --size 3000 --seconds 10"),

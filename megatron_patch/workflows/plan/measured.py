@@ -44,12 +44,19 @@ def numbers_of(gpu: Gpu) -> dict[str, Constant]:
 
 @functools.cache
 def newest(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the newest results file of each GPU, by its name in constants.GPUS; none of those of a CPU."""
+    """Return the newest results of each kind of GPU, by its name in constants.GPUS, the newest last.
+
+    A GPU without a name there has CUDA's. Results of a CPU are none.
+    """
     files = sorted(folder.glob("*.json"))
     every = [json.loads(file.read_text(encoding="utf-8")) | {"file": file.name} for file in files]
     of_gpus = [results for results in every if results["gpus"]]
-    by_date = sorted(of_gpus, key=lambda results: str(results["date"]))
-    return {name: results for results in by_date if (name := constants.named(results["device"]))}
+    found: dict[str, dict[str, Any]] = {}
+    for results in sorted(of_gpus, key=lambda results: str(results["date"])):
+        name = constants.named(results["device"]) or results["device"]
+        found.pop(name, None)
+        found[name] = results
+    return found
 
 
 def _measured(results: dict[str, Any], gpu: Gpu) -> dict[str, Constant]:

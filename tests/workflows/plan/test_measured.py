@@ -47,7 +47,9 @@ def test_a_cpus_results_are_no_gpus(folder: Path) -> None:
 
 def test_what_was_measured_last_is_taken_and_says_so(folder: Path) -> None:
     put(folder, "older.json", {"adam_bytes": 1e12}, **H100, date="2027-01-01")
+    put(folder, "another.json", {}, device="NVIDIA GB999", gpus=4, date="2027-01-15")
     put(folder, "newer.json", RATES, **H100, date="2027-02-01")
+    assert list(measured.newest(folder)) == ["NVIDIA GB999", "H100"]
     numbers = measured.numbers_of(constants.GPUS["H100"])
     changed = {name for name, number in numbers.items() if number != constants.CONSTANTS[name]}
     assert changed == {*measured.RATES, "memory_share"}
