@@ -76,7 +76,7 @@ def _four(gpus: int) -> int:
 def parts(out: Path) -> list[Part]:
     """Return all parts; profiles go to `out`."""
     tiny, little = "--model tiny --steps 1", "--elements 2048 --runs 1"
-    ordered = "--methods stock;loco;loco+exact"
+    ordered = "--methods stock;stock_bf16;loco;loco+exact"
     queues = "--model 350m --steps 3 --links 100 --methods stock;loco+exact"
     uncached, sanitizer = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, {"TORCH_CUDA_SANITIZER": "1"}
     one, two = ({"CUDA_DEVICE_MAX_CONNECTIONS": number} for number in ("1", "32"))

@@ -34,12 +34,14 @@ BUCKET = 40_000_000
 """Elements of a bucket, as Megatron's default has it."""
 METHODS: dict[str, CompressionConfig | None] = {
     "stock": None,
-    "none": CompressionConfig(method="none"),
-    "none+exact": CompressionConfig(method="none", weight_gather="exact"),
+    "stock_bf16": None,
     "loco": CompressionConfig(method="loco", bits=4, start_step=0),
     "loco+exact": CompressionConfig(method="loco", bits=4, start_step=0, weight_gather="exact"),
     "loco2+exact": CompressionConfig(method="loco", bits=2, start_step=0, weight_gather="exact"),
+    "none": CompressionConfig(method="none"),
+    "none+exact": CompressionConfig(method="none", weight_gather="exact"),
 }
+"""Of all but one Megatron accumulates and reduces gradients in fp32, its default. The first matter most."""
 
 
 class _FusedAttention(torch.nn.Module):
@@ -78,10 +80,10 @@ def one_of(ranks: int) -> None:
 
 
 def megatron(llama: Llama, method: str, bucket: int = BUCKET) -> MegatronTraining:
-    """Return a training under Megatron's DDP and distributed optimizer: fp32 gradients, all overlapped."""
+    """Return a training under Megatron's DDP and distributed optimizer, all overlapped."""
     return _Megatron(
         llama,
-        gradients="fp32",
+        gradients="bf16" if method == "stock_bf16" else "fp32",
         compression=METHODS[method],
         buckets=max(1, llama.parameters // bucket),
         overlap=True,

@@ -7,7 +7,8 @@ file of each GPU. Both stand between two comments, and change with the files alo
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_patch.workflows.plan import measured
 
 NOT_RUN = "not run yet"
 LINKS = ("no link", "400 Gbit/s", "100 Gbit/s", "25 Gbit/s", "its own links")
+SHOWN = ("stock", "stock_bf16", "loco", "loco+exact")
 MODELS = {"step 350m": "350 M", "step 1.3b": "1.3 B"}
 _BEGIN, _END = "<!-- by benchmarks.gpu.page -->", "<!-- end -->"
 
@@ -61,7 +63,7 @@ def table(every: list[Results]) -> str:
 
 
 def rows() -> Iterator[tuple[str, Callable[[Results], str]]]:
-    """Yield each row's subject, and what a results file says of it."""
+    """Yield each row's subject, and what gives its cell of a results file."""
     for part, what in {
         "bits": "GPU kernels' bytes are the CPU kernels' and the reference's",
         "ranks 2": "Megatron, 2 ranks: off trains as stock, the exact gather as without, bit for bit",
@@ -71,49 +73,48 @@ def rows() -> Iterator[tuple[str, Callable[[Results], str]]]:
         "planted": "compute-sanitizer finds an error that is planted",
         "stream order": "torch's sanitizer finds a race that is planted, and no other",
     }.items():
-        yield what, lambda results, part=part: _checked(results["parts"].get(part, {}))  # type: ignore[misc]
-    yield "a copy, 10^12 bytes/s", lambda results: _rates(results, ("copy_bytes",), 1e12)
-    for key, what in {"4 bits, levels, fp32": "fp32", "4 bits, levels, bf16": "bf16"}.items():
-        at = ((key, "compress"), (key, "decompress of 8"))
-        what = f"4 bits, {what} gradients: compress, 10^9 elements/s; decompress_reduce, 10^9 codes/s"
-        yield what, lambda results, at=at: _rates(results, at, 1e9)  # type: ignore[misc]
-    code = tuple(("weights, 0.00143", rate) for rate in ("encode", "decode", "sums"))
-    yield "weight code: encode, decode, sums, 10^9 weights/s", lambda results: _rates(results, code, 1e9)
+        yield what, partial(_checked, part)
+    yield "a copy, 10^12 bytes/s", partial(_rates, [("copy_bytes",)], 1e12)
+    for dtype in ("fp32", "bf16"):
+        what = f"4 bits, {dtype} gradients: compress, 10^9 elements/s; decompress_reduce, 10^9 codes/s"
+        of = f"4 bits, levels, {dtype}"
+        yield what, partial(_rates, [(of, "compress"), (of, "decompress of 8")], 1e9)
+    of = "weights, 0.00143"
+    what = "weight code: encode, decode, sums, 10^9 weights/s"
+    yield what, partial(_rates, [(of, "encode"), (of, "decode"), (of, "sums")], 1e9)
     for part, model in MODELS.items():
         for link in LINKS:
-            what = f"step, {model} parameters, {link}"
-            yield what, lambda results, part=part, link=link: _step(results, part, link)  # type: ignore[misc]
+            yield f"step, {model} parameters, {link}", partial(_step, part, link)
 
 
-def _checked(part: dict[str, Any]) -> str:
-    if not part or "not_run" in part:
-        return f"{NOT_RUN}{': ' + part['not_run'] if part else ''}"
+def _checked(name: str, results: Results) -> str:
+    part = results["parts"].get(name, {"not_run": ""})
+    if "not_run" in part:
+        return f"{NOT_RUN}: {part['not_run']}".removesuffix(": ")
     wrong, checks = problems(part), part.get("checks", {})
     cases = sum(part.get("cases", {}).values())
     random = f", {cases:,} random cases" if cases else ""
     return f"**{'; '.join(wrong)}**" if wrong else f"yes ({len(checks)} checks{random})"
 
 
-def _rates(results: Results, at: tuple[Any, ...], unit: float) -> str:
+def _rates(paths: Sequence[tuple[str, ...]], unit: float, results: Results) -> str:
     found = []
-    for where in at:
+    for path in paths:
         value: Any = results["parts"].get("rates", {}).get("rates", {})
-        what, *rate = (where,) if isinstance(where, str) else where
-        value = value.get(what)
-        if value is not None and rate:
-            value = value.get(rate[0])
+        for key in path:
+            value = None if value is None else value.get(key)
         found.append(NOT_RUN if value is None else f"{value / unit:.3g}")
     return "; ".join(found) if set(found) != {NOT_RUN} else NOT_RUN
 
 
-def _step(results: Results, part: str, link: str) -> str:
-    """Return the median step, and of the compressed ones the ratio to stock's fp32 gradients."""
+def _step(part: str, link: str, results: Results) -> str:
+    """Return the milliseconds of stock with fp32 gradients, and its ratio to each of the others."""
     methods = results["parts"].get(part, {}).get("methods", {})
-    times = [methods.get(name, {}).get(link, {}).get("median") for name in ("stock", "loco", "loco+exact")]
-    if times[0] is None:
+    seconds = [methods.get(name, {}).get(link, {}).get("median") for name in SHOWN]
+    if seconds[0] is None:
         return NOT_RUN
-    faster = [NOT_RUN if one is None else f"{times[0] / one:.2f} x" for one in times[1:]]
-    return "; ".join([f"{1e3 * times[0]:.4g}", *faster])
+    faster = [NOT_RUN if one is None else f"{seconds[0] / one:.2f} x" for one in seconds[1:]]
+    return "; ".join([f"{1e3 * seconds[0]:.4g}", *faster])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A part of benchmarks.gpu: the kernels' rates beside a copy, which are numbers of the planner's.
 
-copy, product          bytes/s of a copy, operations/s of a product in bf16
+copy                   bytes/s
 compress, decompress   elements/s; codes/s of all senders
 weights                encode, decode and sums of the exact gather, weights/s
 adam                   bytes/s of torch's step
@@ -54,7 +54,7 @@ def copy(size: int, runs: int) -> None:
 def gradients(bits: int, codec: str, dtype: str, size: int, runs: int) -> None:
     of_adam = {"method": "onebit_adam"} if bits == 1 else {"method": "loco", "bits": bits, "codec": codec}
     config = CompressionConfig(**of_adam)
-    (line,) = gpu_rates.compress(config, size, DTYPES[dtype], DEVICE, runs, beside=())
+    (line,) = gpu_rates.compress(config, size, DTYPES[dtype], DEVICE, runs, reference=False)
     found = {"compress": size / line.seconds, "compress_bytes": line.bytes / line.seconds}
     for senders in SENDERS:
         shard = max(size // senders // 16 * 16, 16)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import random
 import sys
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
@@ -20,19 +19,17 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
 import torch
 import triton
 
+from benchmarks.gpu import bits
 from benchmarks.gpu.kernels import planted_kernel
 from benchmarks.gpu.part import DEVICE, ON_GPU, attempt, remains, synchronize, tell
 
 
 def memory(layouts: int) -> None:
-    from benchmarks.gpu import bits
-
     draw = random.Random(11)
     for numel in (1, 333, 70_001) if ON_GPU else (1, 33):
         bits.check_weights(numel, 3, 3, 0.4, "normal", False)
-    for number in range(layouts):
-        if remains() < 30:
-            break
+    number = 0
+    while number < layouts and remains() > 30:
         codec = bits.CODECS[number % len(bits.CODECS)]
         size, shards, spans = ((7001, 2, 5), (5000, 3, None), (1 << 14, 4, None))[number // len(bits.CODECS)]
         of = bits.random_spans(size, spans, exact=True) if spans else None
@@ -44,9 +41,9 @@ def memory(layouts: int) -> None:
         bits.check_decompress_reduce(kernels, codec, layout, senders=3, average=True, **given)
         if spans is None:
             bits.check_decompress(kernels, codec, layout, **given)
-        tell(layouts=number + 1)
+        number += 1
     synchronize()
-    tell(checks={"the kernels ran": True})
+    tell(checks={f"there is time for all {layouts} layouts": number == layouts}, layouts=number)
 
 
 def planted() -> None:
@@ -59,7 +56,6 @@ def stream_order(name: str) -> None:
     from benchmarks.gpu import model
     from benchmarks.gpu.twin_group import TwinsRead
 
-    sys.path.append(str(Path(__file__).parents[2] / "tests"))
     model.one_of(4)
     if ON_GPU:
         tell(checks={"the planted race is found": _planted_race()})

@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8, help="of which one is real, without torchrun")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--links", default="none,400,100,25", help="Gbit/s of a rank, each way")
-    parser.add_argument("--methods", default="stock;loco;loco+exact;loco2+exact;none;none+exact")
+    parser.add_argument("--methods", default=";".join(model.METHODS))
     parser.add_argument("--trace", type=Path, help="folder for profiles of stock and of the exact gather")
     args = parser.parse_args()
     twins = TwinsRead() if os.environ.get("WORLD_SIZE", "1") == "1" else None
@@ -52,6 +52,8 @@ def main() -> None:
     for method in args.methods.split(";"):
         if remains() > 10:
             attempt(method, measure, method, llama, args, links, twins)
+        else:
+            tell(checks={f"{method}: there is time for it": False})
         tidy()
     # Last, since the profiler stays loaded.
     for method in ("stock", "loco+exact") if args.trace and ON_GPU else ():
@@ -71,7 +73,7 @@ def tidy() -> None:
 
 
 def start_ranks() -> None:
-    """Join torchrun's ranks: over NCCL if each has a GPU, else over gloo."""
+    """Join the other ranks: over NCCL if each has a GPU, else over gloo."""
     local, ranks_here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     own = torch.cuda.device_count() >= ranks_here
     if ON_GPU:

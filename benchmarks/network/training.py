@@ -157,24 +157,21 @@ class Training:
         start = time.perf_counter()
         self.zero_gradients()
         with self.around_backward():
-            self.forward_backward(microbatches)
+            self.losses = get_forward_backward_func()(
+                forward_step_func=_forward_step,
+                data_iterator=self._batches,
+                model=self.model,
+                num_microbatches=microbatches,
+                seq_length=self.llama.sequence,
+                micro_batch_size=self.llama.microbatch,
+                forward_only=False,
+            )
         self.backward_ended()
         self.update()
         dist.barrier(self.peers)
         self.lap.step = time.perf_counter() - start
         self.lap.gradient_bytes, self.lap.weight_bytes = self.gradient_bytes, self.weight_bytes
         return self.lap
-
-    def forward_backward(self, microbatches: int) -> None:
-        self.losses = get_forward_backward_func()(
-            forward_step_func=_forward_step,
-            data_iterator=self._batches,
-            model=self.model,
-            num_microbatches=microbatches,
-            seq_length=self.llama.sequence,
-            micro_batch_size=self.llama.microbatch,
-            forward_only=False,
-        )
 
     def around_backward(self) -> AbstractContextManager[Any]:
         """The context in which the schedule runs."""

@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,9 +53,9 @@ def compress(
     dtype: torch.dtype,
     device: torch.device,
     runs: int,
-    beside: Collection[str] = ("torch", "torch.compile"),
+    reference: bool = True,
 ) -> list[Line]:
-    """Measure compressing a bucket by the fused kernel, and `beside` it by the reference."""
+    """Measure compressing a bucket by the fused kernel, and by the torch reference."""
     layout = BlockLayout.of(elements, SHARDS, config.bits, config.block_size)
     sender = Sender(config, layout, device)
     gradients = [torch.randn(elements, device=device).to(dtype) for _ in range(_ROTATING)]
@@ -69,11 +69,8 @@ def compress(
     fused = _fused(sender.codec, layout, device)
     if fused is not None:
         ways["triton"] = lambda g: fused.compress(g, *rest)
-    if "torch" in beside:
+    if reference:
         ways["torch"] = lambda g: loco.compress(g, *rest)
-    if "torch.compile" in beside:
-        compiled_reference = torch.compile(loco.compress)
-        ways["torch.compile"] = lambda g: compiled_reference(g, *rest)
     lines = []
     for what, way in ways.items():
         try:
@@ -120,11 +117,11 @@ def measure(
     senders: int,
     runs: int,
     device: torch.device,
-    beside: Collection[str] = ("torch", "torch.compile"),
+    reference: bool = True,
 ) -> dict[str, Any]:
     """Measure a GPU, with medians of `runs`; the result has the keys of cpu_rates.measure."""
     shard = elements // SHARDS
-    lines = compress(config, elements, dtype, device, runs, beside)
+    lines = compress(config, elements, dtype, device, runs, reference)
     reduced = decompress_reduce(config, shard, senders, dtype, device, runs)
     yardstick = copy(4 * elements, device, runs)
     rates = {line.what.removeprefix("compress, "): elements / line.seconds for line in lines}

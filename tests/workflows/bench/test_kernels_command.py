@@ -83,7 +83,7 @@ def test_the_typical_call_is_the_median_one(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_gpu_s_numbers_are_shown_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In Triton's interpreter, which only looks slow."""
     config = CompressionConfig(method="loco", bits=4)
-    found = gpu_rates.measure(config, 8192, torch.bfloat16, 8, 1, torch.device("cpu"), beside=["torch"])
+    found = gpu_rates.measure(config, 8192, torch.bfloat16, 8, 1, torch.device("cpu"))
     assert found["bytes_per_element"] == pytest.approx(2 + 1 + 1 + 0.5 + 6 / 128, rel=1e-3)
     # bf16 goes out once for 8 senders.
     assert found["decompress_reduce_bytes_per_element"] == pytest.approx(0.5 + 2 / 128 + 2 / 8, rel=1e-2)
