@@ -33,6 +33,7 @@ __all__ = [
     "register_exchange",
     "reload",
     "report",
+    "skip_step",
     "state_dict",
 ]
 
@@ -95,6 +96,24 @@ def report(model: Any = None) -> StepReport:
     from megatron_patch import doors
 
     return doors.report(model)
+
+
+def skip_step(model: Any = None) -> None:
+    """Report that no optimizer step uses the last gradients, so that their rounding errors go with them.
+
+    Steps that a scaler or an optimizer skips, and gradients that `zero_grad` clears, are noticed without this
+    call. It is for loops that clear gradients otherwise (`parameter.grad = None`), or that put weights and
+    optimizer back to an earlier state: then call it after putting them back. All ranks should call it.
+
+    Args:
+        model: an attached model; all attached models if None.
+
+    Raises:
+        UserError: the model is not attached.
+    """
+    from megatron_patch import doors
+
+    doors.skip_step(model)
 
 
 def offload(model: Any = None) -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_patch.collectives.exchange import Traffic
@@ -54,9 +55,14 @@ def report(model: Any) -> StepReport:
     return step_report(*_sessions(model, "report"))
 
 
+def skip_step(model: Any) -> None:
+    for session in _sessions(model, "skip_step")[0]:
+        session.skip_step()
+
+
 def offload(model: Any) -> None:
     sessions, _ = _sessions(model, "offload")
-    if any(session.in_step or session.unreduced for session in sessions):
+    if any(session.ledger.within_step for session in sessions):
         raise UserError(
             "offload(): gradients have been exchanged that no optimizer has used yet; call it between steps"
         )
@@ -109,8 +115,10 @@ def load_state_dict(model: Any, state: dict[str, Any], optimizer: Any) -> None:
         return
     from megatron_patch.pytorch import attach as pytorch
 
-    rank_of = pytorch.rank_of(_modules(model, "load_state_dict"))
-    sharded_state.load_state_dict(rank_of, state, _scale(optimizer))
+    modules, scale = _modules(model, "load_state_dict"), _scale(optimizer)
+    sharded_state.load_state_dict(pytorch.rank_of(modules), state, scale)
+    for session in pytorch.sessions(modules):
+        session.scale = torch.tensor(scale, device=session.device)
 
 
 def _scale(scaler: Any) -> float:

@@ -16,6 +16,9 @@ class StepReport:
 
     step: int
     """Optimizer steps since compression was attached, skipped steps included; a resumed run counts on."""
+    skipped_steps: int
+    """Of these, the steps that used no gradients: an optimizer found an overflow, the loop cleared gradients
+    before a step, or called `skip_step`. Each sets e to zero."""
     method: str
     """The method that is used (`CompressionConfig.method`)."""
     bits: int | None

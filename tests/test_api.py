@@ -43,6 +43,7 @@ RELEASED = {
         "register_exchange": ["name"],
         "offload": ["model"],
         "reload": ["model"],
+        "skip_step": ["model"],
     },
 }
 """Public names and their parameters or fields, by the release that brought them. A name goes only after a

@@ -104,9 +104,10 @@ class MovingAverageError:
         for tensor in self._state.values():
             tensor.zero_()
 
-    def scale_by(self, factor: float) -> None:
-        """Set e <- factor * e, as when fp16's loss scale, which e carries, changes by `factor`."""
-        self._state["scales" if "scales" in self._state else "values"].mul_(factor)
+    def scale_by(self, factor: float | torch.Tensor) -> None:
+        """Set e <- factor * e, as when fp16's loss scale, which e carries, changes by `factor`, fp32 []."""
+        state = self._state["scales" if "scales" in self._state else "values"]
+        state.copy_(state.float() * factor)  # A tensor of no axes would be rounded to bf16 before.
 
     @property
     def nbytes(self) -> int:
@@ -146,6 +147,8 @@ class Sender:
         """loco.STATISTICS of the last `compress` that measured them."""
         self.measures = True
         """Whether `compress` measures statistics, which cost an eighth of the kernel's instructions."""
+        self.compensates = True
+        """Whether `compress` adds and updates e; without, h = g and e stays as it is."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the tensors that a checkpoint must keep: those of the error state."""
@@ -153,12 +156,13 @@ class Sender:
 
     @torch.no_grad()
     def compress(self, gradient: torch.Tensor, payload: torch.Tensor) -> None:
-        """Compress `gradient`, [B] of fp32, bf16 or fp16, into `payload`, and update e.
+        """Compress `gradient`, [B] of fp32, bf16 or fp16, into `payload`, and update e if `compensates`.
 
         `payload` is uint8 and contiguous: the payloads of all shards, end to end (`layout.payload_starts`).
         """
         layout = self.layout
-        tensors, beta = ({}, 0.0) if self.error is None else (self.error.tensors(), self.error.beta)
+        error = self.error if self.compensates else None
+        tensors, beta = ({}, 0.0) if error is None else (error.tensors(), error.beta)
         run = backends.fused(self.codec, layout, gradient.device) or loco
         statistics = self.statistics if self.measures else None
         run.compress(gradient, payload, self.codec, layout, tensors, beta, statistics)

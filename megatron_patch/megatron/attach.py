@@ -28,13 +28,13 @@ from packaging.version import Version
 from megatron_patch.collectives.workspace import forget_shared_pools
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
-from megatron_patch.megatron import arguments, outer_steps, symbols
+from megatron_patch.megatron import arguments, outer_steps, patching, symbols
 from megatron_patch.megatron.onebit_adam import norm_sketch
 from megatron_patch.megatron.onebit_adam.step import OneBitAdam
 from megatron_patch.megatron.outer_steps import OuterSteps
 from megatron_patch.megatron.seams import gradients as replicated_params
 from megatron_patch.megatron.seams import optimizer_step
-from megatron_patch.megatron.seams.gradients import BucketGroupSeam
+from megatron_patch.megatron.seams.gradients import BucketGroupSeam, is_rerun
 from megatron_patch.megatron.seams.weights import ChunkWeights, gathered_after
 from megatron_patch.megatron.startup_log import log_startup
 from megatron_patch.megatron.unsupported import (
@@ -47,8 +47,8 @@ from megatron_patch.megatron.unsupported import (
     refuse_stepping,
     refuse_with_outer_steps,
 )
-from megatron_patch.session.onset import Onset
 from megatron_patch.session.session import Session
+from megatron_patch.session.steps import Counts
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,8 @@ class Attachment:
         """The options as the caller gave them; with Muon, the session may use another method."""
         everyone = chunk.intra_dp_cp_group if config.outer_steps else chunk.dp_cp_group
         ranks = [everyone, *([chunk.tp_group] if chunk.expert_parallel_bucket_groups else [])]
-        self.state = Session(config.for_optimizer(arguments.megatron_flag("optimizer")), device, ranks)
+        config = config.for_optimizer(arguments.megatron_flag("optimizer"))
+        self.state = Session(config, device, ranks, chunk.module.parameters)
         if config.is_onebit_adam:
             norm_sketch.try_kernel(device)
         self.outer = OuterSteps(chunk, self.state) if config.outer_steps else None
@@ -86,7 +87,7 @@ class Attachment:
 
     def detach(self) -> None:
         for seam in self.seams:
-            if self.state.unreduced and seam.momentum is not None:
+            if self.state.ledger.leaves_unreduced and seam.momentum is not None:
                 seam.momentum.reduce_gradients()  # The next step is Megatron's own and needs them reduced.
             seam.detach()
         self.weights.detach()
@@ -111,11 +112,13 @@ def _attached(chunk: Any, config: CompressionConfig) -> Any:
 
 
 _attachments: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-_detached: WeakKeyDictionary[Any, tuple[int, int, Onset]] = WeakKeyDictionary()
-"""The `steps`, `steps_seen` and `onset` of chunks that were attached before and are detached now."""
+_detached: WeakKeyDictionary[Any, Counts] = WeakKeyDictionary()
+"""The counts of chunks that were attached before and are detached now."""
 _ONEBIT = "_megatron_loco_onebit_adam"
 """The attribute of a Megatron optimizer that holds its OneBitAdam; a dictionary would keep both alive."""
 _onebit_optimizers: WeakSet[Any] = WeakSet()
+_CLEARING = "_megatron_loco_clearing"
+"""The attribute of a chunk that holds the override of its `zero_grad_buffer`."""
 
 
 def attachment_of(chunk: Any) -> Any:
@@ -192,13 +195,15 @@ def attach(chunks: Sequence[Any], config: CompressionConfig) -> None:
             )
     for chunk in new:  # Attaching comes last, so that a refused chunk leaves the other chunks unchanged.
         _attachments[chunk] = _attached(chunk, config)
-        if chunk in _detached:
-            _count_on(_attachments[chunk].state, *_detached.pop(chunk))
+        _report_clearing(chunk, _attachments[chunk].state)
     found = [_attachments[chunk] for chunk in new]
     if found:
-        found[0].state.announces = dist.get_rank() == 0
+        found[0].state.ledger.announces = dist.get_rank() == 0
+    for chunk in new:
+        if chunk in _detached:
+            _attachments[chunk].state.ledger.go_on_from(_detached.pop(chunk))
     if found and fsdp_of(new[0]) is not None:
-        for line in (line for one in found for line in one.lines() if found[0].state.announces):
+        for line in (line for one in found for line in one.lines() if found[0].state.ledger.announces):
             logger.info("megatron-loco: %s", line)
     elif found:
         log_startup(
@@ -210,21 +215,26 @@ def attach(chunks: Sequence[Any], config: CompressionConfig) -> None:
     optimizer_step.listen(_Steps())
 
 
-def _count_on(state: Session, steps: int, steps_seen: int, onset: Onset) -> None:
-    """Carry the step counters and the started onset of an earlier attachment over to the new session."""
-    state.restart(steps)
-    state.steps_seen = steps_seen
-    state.onset.started |= onset.started and state.config.compresses and not state.config.is_onebit_adam
-    if dist.get_rank() == 0:
-        logger.info("megatron-loco: attached again: steps count on from %d, errors start from zero", steps)
+def _report_clearing(chunk: Any, state: Session) -> None:
+    """Override a chunk's `zero_grad_buffer`, so that it tells the session that gradients are cleared."""
+    original = chunk.zero_grad_buffer
+
+    @functools.wraps(original)
+    def zero_grad_buffer(*args: Any, **kwargs: Any) -> Any:
+        if not is_rerun():  # A rerun clears what it makes anew.
+            state.gradients_cleared()
+        return original(*args, **kwargs)
+
+    # The chunk has it, as an optimizer has its OneBitAdam.
+    vars(chunk)[_CLEARING] = patching.override(chunk, "zero_grad_buffer", zero_grad_buffer)
 
 
 def detach_all() -> None:
     """Detach every model: from the next step on, Megatron's own exchanges run again."""
     for chunk, attachment in list(_attachments.items()):
-        state = attachment.state
-        _detached[chunk] = state.steps, state.steps_seen, state.onset
+        _detached[chunk] = attachment.state.ledger.counts
         attachment.detach()
+        vars(chunk).pop(_CLEARING).undo()
     _attachments.clear()
     for optimizer in _onebit_optimizers:
         delattr(optimizer, _ONEBIT)
@@ -256,13 +266,9 @@ class _Steps:
             optimizer, [a.state for a in _updated_by(optimizer) if a.state.config.is_onebit_adam]
         )
 
-    def rescaled(self, optimizers: list[Any], factor: float) -> None:
-        for attachment in {a: None for optimizer in optimizers for a in _updated_by(optimizer)}:
-            attachment.state.loss_rescaled(factor)
-
     def prepared(self, optimizer: Any, loss_scale_factor: float) -> None:
         for attachment in _updated_by(optimizer):
-            attachment.state.optimizer_prepared(loss_scale_factor)
+            attachment.state.ledger.prepare(loss_scale_factor)
 
     def ended(self, optimizer: Any, successful: bool, loss_scale_factor: float) -> None:
         updated = _updated_by(optimizer)
@@ -271,7 +277,9 @@ class _Steps:
         outer_steps.end_step(optimizer, _outer_of(updated))
         parts, rates = optimizer_step.leaves_of(optimizer), optimizer_step.learning_rates(optimizer)
         for attachment in updated:
-            ended = attachment.state.optimizer_stepped(parts, successful, loss_scale_factor, rates)
+            ended = attachment.state.optimizer_stepped(
+                parts, successful, factor=loss_scale_factor, rates=rates
+            )
             attachment.weights.end_step(continues=not ended)
 
 

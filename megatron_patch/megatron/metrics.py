@@ -190,6 +190,7 @@ class RunMetrics:
             **weight_metrics.outer(self._model, moved, mean, between / ranks),
             "compression_snr_db": 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None,
             "compensation_norm_ratio": math.sqrt(error / gradient) if gradient > 0 else None,
+            "skipped_steps": max((s.ledger.events.skipped_steps for s in states), default=0),
             "non_finite_blocks": None if math.isnan(non_finite) else int(non_finite),
         }
 
@@ -235,7 +236,7 @@ class RunMetrics:
         """Return how many steps made 1-bit Adam's frozen variance (None: it is not frozen yet)."""
         if self._config is None or not self._config.is_onebit_adam:
             return {}
-        return {"warmup_steps": next((c.phase.variance_steps for c in self._states()), None)}
+        return {"warmup_steps": next((c.ledger.phase.variance_steps for c in self._states()), None)}
 
     def _writes(self) -> bool:
         return dist.get_rank() == dist.get_world_size() - 1
@@ -271,7 +272,7 @@ class RunMetrics:
         peak, error_bytes, buffer_bytes, weight_bytes = memory.tolist()
         args = get_args()
         median = _median(self._seconds or [record["step_seconds"] for record in earlier])
-        events = [{"steps": c.steps, **dataclasses.asdict(c.events)} for c in self._states()]
+        events = [{"steps": c.ledger.steps, **dataclasses.asdict(c.ledger.events)} for c in self._states()]
         config = self._config
         summary = {
             "method": config.method if config is not None else "stock",

@@ -282,7 +282,7 @@ def end_step(optimizer: Any, outer: Sequence[tuple[OuterSteps, ChunkWeights]]) -
     """
     due: list[_Due] = []
     for one, weights in outer:
-        if one.session.continues_step(leaves_of(optimizer)):
+        if one.session.ledger.joins(leaves_of(optimizer)):
             raise UserError(
                 "compression.outer_interval needs one step of all of a model's optimizers at once: call "
                 "step() of the optimizer that get_megatron_optimizer returns, not of those that it chains"

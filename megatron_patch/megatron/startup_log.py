@@ -51,7 +51,7 @@ def _lines(state: Session, seams: Sequence[BucketGroupSeam]) -> Iterator[tuple[i
         yield logging.INFO, "method none: Megatron's own gradient exchange"
         return
     yield logging.INFO, method_line(config)
-    if not config.is_onebit_adam and not state.onset.started:
+    if not config.is_onebit_adam and not state.ledger.onset.started:
         yield logging.INFO, _start_line(config)
     yield from _early_lines(config)
     stages = [(seam, stage) for seam in seams for stage in seam.stages]

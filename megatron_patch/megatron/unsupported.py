@@ -146,7 +146,7 @@ def refuse_one_by_one(states: Sequence[Any], optimizers: Sequence[Any]) -> None:
     Raises:
         UserError: it does; the message says what to call instead.
     """
-    if any(state.continues_step(optimizers) for state in states):
+    if any(state.ledger.joins(optimizers) for state in states):
         raise UserError(
             "onebit_adam exchanges the momentum of all of a model's optimizers at once: call step() of the "
             "optimizer that get_megatron_optimizer returns, not of those that it chains"

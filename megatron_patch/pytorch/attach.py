@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from megatron_patch.session.report import method_line, naive_line
 from megatron_patch.session.resharding import Part
 from megatron_patch.session.session import Session
 from megatron_patch.session.sharded_state import RankOf
+from megatron_patch.session.steps import Counts
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,8 @@ class _Held:
 
 _HELD = "_megatron_loco"
 _models: WeakSet[nn.Module] = WeakSet()
+_earlier: WeakKeyDictionary[nn.Module, Counts] = WeakKeyDictionary()
+"""The counts of models that were attached before and are detached now."""
 
 
 def attachment_of(model: nn.Module) -> Attachment | None:
@@ -100,9 +103,11 @@ def attach(
             made = _made(model, config, replicas)
             vars(model)[_HELD] = _Held(made)  # nn.Module.__setattr__ is for parameters and modules.
             _models.add(model)
-            made.session.announces = dist.get_rank() == 0
-            for line in lines(made) if made.session.announces else ():
+            announces = made.session.ledger.announces = dist.get_rank() == 0
+            for line in lines(made) if announces else ():
                 logger.info("megatron-loco: %s", line)
+            if model in _earlier:
+                made.session.ledger.go_on_from(_earlier.pop(model))
     torch_steps.listen(_steps)
 
 
@@ -139,10 +144,10 @@ def lines(made: Attachment) -> Iterator[str]:
         yield naive_line(made.elements())
 
 
-def _updates(optimizer: Any, model: nn.Module) -> bool:
+def _updated(optimizer: Any, model: nn.Module) -> list[torch.Tensor]:
+    """Return the parameters of a model that an optimizer updates."""
     mine = {id(parameter) for parameter in model.parameters()}
-    groups = getattr(optimizer, "param_groups", [])
-    return any(id(parameter) in mine for group in groups for parameter in group["params"])
+    return [parameter for parameter in torch_steps.parameters_of(optimizer) if id(parameter) in mine]
 
 
 def sessions(models: Sequence[nn.Module] | None) -> list[Session]:
@@ -170,6 +175,7 @@ def detach_all() -> None:
     for model in list(_models):
         attachment = attachment_of(model)
         assert attachment is not None
+        _earlier[model] = attachment.session.ledger.counts
         attachment.detach()
         del vars(model)[_HELD]
     _models.clear()
@@ -177,24 +183,31 @@ def detach_all() -> None:
 
 
 class _Steps:
+    """Reports what torch's optimizers do to the sessions of the models that they update."""
+
     def torch_step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward and any(_updates(optimizer, model) for model in _models):
+        updated = [made for made in _all() if _updated(optimizer, made.model)]
+        if updated and torch._C._current_graph_task_id() != -1:
             raise UserError(
                 f"{type(optimizer).__name__} steps within the backward pass, once for each parameter, so "
                 "that compression cannot tell what a step is: step it after the backward pass"
             )
+        for made in updated:
+            made.session.ledger.see()
 
     def torch_step_ended(self, optimizer: torch.optim.Optimizer) -> None:
-        for attachment in _all():
-            if _updates(optimizer, attachment.model):
+        for made in _all():
+            if parameters := _updated(optimizer, made.model):
                 rates = torch_steps.learning_rates(optimizer)
-                attachment.session.optimizer_stepped([optimizer], True, 1.0, rates)
+                made.session.optimizer_stepped([optimizer], rates=rates, parameters=parameters)
 
-    def rescaled(self, optimizers: list[Any], factor: float) -> None:
-        for attachment in _all():
-            if any(_updates(optimizer, attachment.model) for optimizer in optimizers):
-                attachment.session.loss_rescaled(factor)
+    def optimizer_clears(self, optimizer: torch.optim.Optimizer) -> None:
+        for made in _all():
+            made.session.gradients_cleared(torch_steps.parameters_of(optimizer), optimizer)
+
+    def module_clears(self, module: nn.Module) -> None:
+        for made in _all():
+            made.session.gradients_cleared(module.parameters())
 
 
 _steps = _Steps()

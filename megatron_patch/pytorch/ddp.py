@@ -73,7 +73,13 @@ class Ddp:
         self.asked = self.config = config
         self.model: nn.Module = model
         self._group: dist.ProcessGroup = model.process_group
-        self.session = Session(config, next(model.parameters()).device, [self._group])
+        self.session = Session(
+            config,
+            next(model.parameters()).device,
+            [self._group],
+            model.parameters,
+            lambda: any(parameter.grad is not None for parameter in model.parameters()),
+        )
         if model not in _hooks:
             if model._comm_hooks:
                 raise UserError("attach(): this DistributedDataParallel has a communication hook already")
@@ -101,7 +107,7 @@ class Ddp:
     def exchange(self, bucket: dist.GradBucket, hook: _Hook) -> Future[torch.Tensor]:
         """Reduce a bucket in place; the future's value is the bucket."""
         session, gradients = self.session, bucket.buffer()
-        torch_steps.exchange_begins(session, bucket.index())
+        session.pass_begins(bucket.index(), scale=torch_steps.loss_scale())
         first_pass, self._passes = self._passes == 0, self._passes + bucket.is_last()
         if first_pass or not session.active or self._group.size() == 1 or gradients.is_sparse:
             session.count(all_reduced(gradients, self._group.size()))

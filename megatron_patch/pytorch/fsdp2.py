@@ -146,7 +146,7 @@ class Flat(Sets, ReduceScatter):
     ) -> None:
         """Reduce [N*S] to this rank's [S]. On CUDA FSDP2 calls it on its reduce-scatter stream."""
         session = self._session
-        torch_steps.exchange_begins(session, self)
+        session.pass_begins(self, scale=torch_steps.loss_scale())
         if not session.active or group.size() == 1:
             session.count(reduce_scattered(input_tensor, group.size()))
             self._stock(output_tensor, input_tensor, group, op, async_op)
@@ -196,7 +196,7 @@ class Hybrid(Sets):
             return
         self._add_what_waited(output)
         self._check()
-        torch_steps.exchange_begins(session, self)
+        session.pass_begins(self, scale=torch_steps.loss_scale())
         # If a divide factor was set, the reduce-scatter has divided by it, and replicas are summed.
         average = self.group.divide_factor is None
         if not session.active or replicas.size() == 1:
@@ -268,7 +268,13 @@ class Fsdp2:
                 raise UserError(f"attach(): {type(group.module).__name__} has {taken} already; leave it out")
         self.config = config if self.replicas is not None else config.for_flat_fsdp()
         ranks = [group for group in (self.shards, self.replicas) if group is not None]
-        self.session = Session(self.config, self.groups[0].device, ranks)
+        self.session = Session(
+            self.config,
+            self.groups[0].device,
+            ranks,
+            lambda: (tensor for group in self.groups for tensor in group.tensors),
+            lambda: any(t.grad is not None for group in self.groups for t in group.tensors),
+        )
         self._unchecked = self.replicas is not None
         names = {id(module): name for name, module in model.named_modules()}
         self.parts: list[Sets] = []

@@ -58,20 +58,18 @@ class Onset:
         Args:
             config: the options; `start_step` is a number or "auto".
             steps: the number of successful optimizer steps so far.
-            rates: the step's learning rates by parameter group; None if no optimizer was seen.
+            rates: the step's learning rates by parameter group; None, for a step whose optimizer was not
+                seen, counts as a constant rate.
             optimizer: the optimizer's number in `self.rates`.
         """
-        if rates is not None and self._stands_still(rates, optimizer):
+        if self._stands_still([1.0] if rates is None else rates, optimizer):
             self.still += 1
         if self.started or not config.compresses or config.is_onebit_adam:
             return
         if isinstance(config.start_step, int):
             self.started = steps >= config.start_step
-        elif rates is None:  # Without an optimizer there are no learning rates to wait for.
-            self.started = True
         else:
-            enough = max(self.longest + 1, len(self.rates), 1 if self.moves else FIRST_STAIR)
-            self.started = self.still >= enough
+            self.started = self.still >= self._enough
         self.since = steps if self.started else None
 
     def after_another(self, steps: int, rates: Sequence[float], optimizer: int) -> None:
@@ -83,6 +81,21 @@ class Onset:
             self.longest = max(longest, still - 1)
         if self.since == steps:
             self.started, self.since = False, None
+
+    def may_start(self, config: CompressionConfig, steps: int, now: Sequence[Sequence[float]]) -> bool:
+        """Whether compression may have started after the next step, if `now` has its rates, as `rates`."""
+        if self.started:
+            return True
+        if isinstance(config.start_step, int):
+            return steps + 1 >= config.start_step
+        pairs = zip(self.rates, now, strict=False)
+        rises = any(_rises(*pair) for before, mine in pairs for pair in zip(before, mine, strict=False))
+        return not rises and self.still + 1 >= self._enough
+
+    @property
+    def _enough(self) -> int:
+        """How many steps without a rise are no stair of a warm-up."""
+        return max(self.longest + 1, len(self.rates), 1 if self.moves else FIRST_STAIR)
 
     def what_it_waits_for(self, steps: int) -> str:
         """Return a warning for the log, for a job that has waited for LONG steps."""
@@ -174,27 +187,51 @@ class StartTogether:
     def again(self) -> None:
         """Forget the answer, as after a checkpoint was loaded, so that `ask` asks again."""
         self.started = self._for_good = False
+        self._last: _Answers | None = None
 
-    def ask(self, wants: bool, seen: bool) -> None:
+    def ask(self, wants: bool, seen: bool, may_start: bool) -> None:
         """Set `started` to whether all ranks compress; every rank calls it before a pass's first exchange.
 
-        It runs a small all-reduce until compression has started for good.
+        It runs a small all-reduce until compression has started for good, and waits for the device only if
+        in the last pass a rank might have started by now, as they all know from its answers.
 
         Args:
             wants: whether this rank's onset has started.
             seen: whether this rank has seen an optimizer step.
+            may_start: whether this rank's onset may have started by the next pass.
         """
         if self._for_good:
             return
-        answers = [wants or not seen, not seen, wants]
+        answers: list[int] = [wants or not seen, not seen, wants, not may_start]
         if self._ranks:
             smallest = torch.tensor(answers, dtype=torch.int32, device=self._device)
             for group in self._ranks:
                 dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
-            answers = smallest.tolist()
-        those_that_saw, nobody_saw, everyone = answers
+            before, self._last = self._last, _Answers(smallest)
+            if before is not None and before.read()[-1]:
+                return
+            answers = self._last.read()
+        those_that_saw, nobody_saw, everyone, _ = answers
         self.started = bool(everyone if nobody_saw else those_that_saw)
         self._for_good = self.started and not nobody_saw
+
+
+class _Answers:
+    """What ranks have answered, int32, on the way to the host."""
+
+    def __init__(self, answers: torch.Tensor) -> None:
+        self._host, self._copied = answers, None
+        if answers.is_cuda:
+            self._host = torch.empty_like(answers, device="cpu", pin_memory=True)
+            self._host.copy_(answers, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> list[int]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        found: list[int] = self._host.tolist()
+        return found
 
 
 def _rises(before: float, now: float) -> bool:

@@ -35,7 +35,7 @@ def pack(rank: RankState, scale: float) -> tuple[str, torch.Tensor]:
         data[entries[name][2] :][: flat.numel()].copy_(flat)
     manifest = {
         "format": FORMAT,
-        **content_of(rank, rank.states[0].steps, scale),
+        **content_of(rank, rank.states[0].ledger.steps, scale),
         "layout": rank.layout.without_positions().as_json(),
         "positions": rank.layout.positions,
         "tensors": entries,
@@ -118,16 +118,18 @@ class _RankTensors:
 
 def content_of(rank: RankState, iteration: int, scale: float) -> dict[str, Any]:
     """Return what a manifest says about the whole job; errors are multiplied by fp16's loss `scale`."""
-    counted = rank.states[0]
     for state in rank.states:
-        state.end_unseen_step()  # A loop saves between steps, even if no optimizer's step was seen.
+        state.settle()  # A loop saves between steps, even if no optimizer's step was seen.
+    counted, made_at = rank.states[0].ledger, rank.states[0].scale
     return {
         "iteration": iteration,
         "config": rank.config.as_dict(),
         "groups": rank.groups,
         "world_size": dist.get_world_size(),
-        "loss_scale": scale,
-        "mid_step": any(state.in_step for state in rank.states),
+        "loss_scale": scale if made_at is None else float(made_at),
+        "mid_step": any(
+            state.ledger.within_step and not state.ledger.sends_momentum for state in rank.states
+        ),
         "steps": counted.steps,
         "steps_seen": counted.steps_seen,
         "events": dataclasses.asdict(counted.events),

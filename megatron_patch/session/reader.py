@@ -93,9 +93,9 @@ class Reader:
         manifest, rank = self._content, self.rank
         rank.start_from_zero(manifest["steps"])
         for state in rank.states:
-            state.steps_seen = manifest["steps_seen"]
-            state.events = Events(**manifest["events"])
-            state.onset = Onset.of_manifest(manifest, state.config)
+            state.ledger.steps_seen = manifest["steps_seen"]
+            state.ledger.events = Events(**manifest["events"])
+            state.ledger.onset = Onset.of_manifest(manifest, state.config)
         saved = manifest["config"]
         # Errors are rescaled so that e / (1 - beta), the gradient that is still to be sent, is unchanged.
         beta = saved.get("error_beta", rank.config.beta)
@@ -103,10 +103,10 @@ class Reader:
         if saved["method"] != rank.config.method:
             return f"errors start from zero: the checkpoint is of method {saved['method']}"
         for state in rank.states:
-            state.phase = _resumed(Phase(**manifest.get("phase", {})), state.config)
+            state.ledger.phase = _resumed(Phase(**manifest.get("phase", {})), state.config)
         if manifest["mid_step"]:
             for state in rank.states:
-                state.events.replays += 1
+                state.ledger.events.replays += 1
             return "errors start from zero: the checkpoint is from within a step, which runs again"
         if self._problem is not None:
             raise self._problem

@@ -67,6 +67,7 @@ def step_report(states: Sequence[Session], weights: Traffic | None = None) -> St
     measured = not math.isnan(signal)
     return StepReport(
         step=step,
+        skipped_steps=max(state.ledger.events.skipped_steps for state in states),
         method=config.method,
         bits=config.bits if config.compresses else None,
         weight_gather=config.weight_gather,

@@ -65,7 +65,7 @@ def state_dict(
     rank = rank_of(())
     tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in rank.tensors()}
     everyone = gathered(rank.layout, bool(tensors))
-    content = content_of(rank, rank.states[0].steps, scale)
+    content = content_of(rank, rank.states[0].ledger.steps, scale)
     manifest = {"format": FORMAT, **content, **listed([mine for mine, *_ in everyone], everyone)}
     here = f"{_RANK}{dist.get_rank()}."
     return {MANIFEST: json.dumps(manifest)} | {here + name: tensor for name, tensor in tensors.items()}
@@ -86,7 +86,7 @@ def load_state_dict(rank_of: RankOf | None, state: dict[str, Any], scale: float)
     except Damaged as problem:
         raise UserError(f"the state of megatron_patch.state_dict cannot be read: {problem}") from problem
     if dist.get_rank() == 0:
-        logger.info("megatron-loco: step %d: %s", reader.rank.states[0].steps, line)
+        logger.info("megatron-loco: step %d: %s", reader.rank.states[0].ledger.steps, line)
 
 
 class _StateReader(Reader):

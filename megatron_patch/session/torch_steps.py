@@ -1,59 +1,71 @@
-"""Observes the steps of torch's optimizers through torch's hooks, and the steps that a GradScaler skips.
+"""Observes what a training loop does with torch's optimizers, gradients and loss scalers.
 
-torch.amp.GradScaler has no hooks: `step` and `update` are wrapped on its class while there is a listener.
+Steps are observed through torch's hooks. torch has none for clearing gradients and for scaling a loss:
+`zero_grad` of optimizers and modules, and `scale` of gradient scalers, are wrapped on their classes while
+there is a listener.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.autograd import Variable
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
-
-from megatron_patch.session.session import Session
-
-logger = logging.getLogger(__name__)
 
 
 class Listener(Protocol):
     """Is told of the steps of all torch optimizers in this process."""
 
-    def torch_step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+    def torch_step_begins(self, optimizer: Optimizer) -> None:
         """This is called before an optimizer's step."""
 
-    def torch_step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+    def torch_step_ended(self, optimizer: Optimizer) -> None:
         """This is called after an optimizer has updated its parameters."""
 
-    def rescaled(self, optimizers: list[Any], factor: float) -> None:
-        """This is called after GradScaler.update has multiplied its scale by `factor`; GradScaler.step was
-        called for `optimizers` since the last update."""
+    def optimizer_clears(self, optimizer: Optimizer) -> None:
+        """This is called when an optimizer clears the gradients of its parameters."""
+
+    def module_clears(self, module: nn.Module) -> None:
+        """This is called when a module clears the gradients of its parameters."""
 
 
-UNSEEN = 500
-"""After this many exchanges without an optimizer's step a warning is logged."""
-_SCALED = "_megatron_loco_optimizers"
-"""The attribute of a GradScaler with the optimizers that it was asked to step since its last update."""
 _listeners: list[Listener] = []
 _hooks: list[RemovableHandle] = []
-_scaler_methods: dict[str, Callable[..., Any]] = {}
+_originals: list[tuple[type, str, Callable[..., Any]]] = []
+
+
+class _Scales:
+    """The scales of scaled losses, fp32 []."""
+
+    now: torch.Tensor | None = None
+    """The scale of the backward pass that runs now."""
+    last: torch.Tensor | None = None
+    """The scale of the last one, until an optimizer steps, if no gradient was exchanged within it."""
 
 
 def listen(listener: Listener) -> None:
-    """Tell `listener` of every step from now on; a second call has no effect."""
+    """Tell `listener` of everything from now on; a second call has no effect."""
     if listener not in _listeners:
         _listeners.append(listener)
     if _hooks:
         return
     _hooks.append(register_optimizer_step_pre_hook(_begins))
     _hooks.append(register_optimizer_step_post_hook(_ended))
-    _scaler_methods.update(step=GradScaler.step, update=GradScaler.update)
-    GradScaler.step = _noting(GradScaler.step)  # type: ignore[method-assign]
-    GradScaler.update = _telling(GradScaler.update)  # type: ignore[method-assign]
+    _wrap(Optimizer, "zero_grad", _telling("optimizer_clears"))
+    _wrap(nn.Module, "zero_grad", _telling("module_clears"))
+    _wrap(GradScaler, "scale", _noting_scale)
+    _wrap(ShardedGradScaler, "scale", _noting_scale)
 
 
 def stop_listening(listener: Listener) -> None:
@@ -64,62 +76,82 @@ def stop_listening(listener: Listener) -> None:
         return
     while _hooks:
         _hooks.pop().remove()
-    for name, method in _scaler_methods.items():
-        setattr(GradScaler, name, method)
-    _scaler_methods.clear()
+    while _originals:
+        setattr(*_originals.pop())
 
 
-def exchange_begins(session: Session, part: object) -> None:
-    """Note that torch exchanges the gradients of a part of the model, which is equal in each pass.
+def loss_scale() -> torch.Tensor | None:
+    """Return the scale that a GradScaler has given the loss of the running backward pass, fp32 [].
 
-    The part that was exchanged first begins a pass, in which ranks agree whether to compress: a rank whose
-    optimizer has none of the model's parameters sees no steps, and must ask when the others do. After UNSEEN
-    exchanges without an optimizer step a warning is logged.
+    Without overlap Megatron exchanges gradients after the backward pass, whose scale it then is. It is on the
+    device: no read waits for it.
     """
-    session.exchange_begins(1, rerun=False)
-    if session.first_part is None:
-        session.first_part = part
-    if session.first_part == part:
-        session.agree()
-    session.exchanges_unseen += not session.ended_steps
-    if session.exchanges_unseen == UNSEEN and session.announces and session.config.compresses:
-        logger.warning(
-            "megatron-loco: no step of a torch.optim.Optimizer was seen in %d exchanges, and start_step auto "
-            "waits for one: start_step=0 compresses at once",
-            UNSEEN,
-        )
+    if torch._C._current_graph_task_id() == -1:
+        return _Scales.last
+    _Scales.last = None
+    return _Scales.now
 
 
 def learning_rates(optimizer: Any) -> list[float]:
-    return [float(group.get("lr") or 0.0) for group in optimizer.param_groups]
+    """Return the rates of the parameter groups; an optimizer that sets its own (None) has a constant one."""
+    rates = (group.get("lr") for group in getattr(optimizer, "param_groups", ()))
+    return [1.0 if rate is None else float(rate) for rate in rates]
 
 
-def _begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+
+
+def _wrap(owner: type, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = getattr(owner, name)
+    _originals.append((owner, name, original))
+    setattr(owner, name, functools.wraps(original)(wrapper(original)))
+
+
+def _begins(optimizer: Optimizer, *_: Any) -> None:
     for listener in _listeners:
         listener.torch_step_begins(optimizer)
 
 
-def _ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _ended(optimizer: Optimizer, *_: Any) -> None:
+    _Scales.last = None
     for listener in _listeners:
         listener.torch_step_ended(optimizer)
 
 
-def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        vars(self).setdefault(_SCALED, []).append(optimizer)
-        return original(self, optimizer, *args, **kwargs)
+def _telling(event: str) -> Any:
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
+            for listener in _listeners:
+                getattr(listener, event)(self)
+            return original(self, *args, **kwargs)
 
-    return step
+        return zero_grad
+
+    return wrapper
 
 
-def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def update(self: Any, *args: Any, **kwargs: Any) -> None:
-        before = self.get_scale()
-        original(self, *args, **kwargs)
-        for listener in _listeners:
-            listener.rescaled(vars(self).get(_SCALED, []), self.get_scale() / before)
-        vars(self).pop(_SCALED, None)
+def _noting_scale(original: Callable[..., Any]) -> Callable[..., Any]:
+    def scale(self: Any, outputs: Any) -> Any:
+        scaled = original(self, outputs)
+        if not self.is_enabled():
+            return scaled
+        found = self._get_scale_async().clone()  # `update` changes it in place.
 
-    return update
+        def begins(_: torch.Tensor) -> None:
+            """Note the scale when the loss's backward pass begins, and forget it when it is over."""
+            _Scales.now = _Scales.last = found
+            # Callbacks run in their order: FSDP2 exchanges in one that may be behind the first of these.
+            queue = Variable._execution_engine.queue_callback
+            queue(lambda: queue(_forget))
+
+        for loss in scaled if isinstance(scaled, list | tuple) else [scaled]:
+            if isinstance(loss, torch.Tensor) and loss.requires_grad:
+                loss.register_hook(begins)
+        return scaled
+
+    return scale
+
+
+def _forget() -> None:
+    _Scales.now = None

@@ -86,8 +86,8 @@ def overflows_at_the_start() -> list[tuple[float, int, int, float]]:
         optimizer.zero_grad()
         session = attachment.session
         pending = sum(float(sender.error.flat().abs().sum()) for sender, _ in attachment.senders())
-        skipped = session.events.skipped_steps
-        told.append((pending, session.steps_seen, skipped, session.report.traffic.nbytes))
+        skipped = session.ledger.events.skipped_steps
+        told.append((pending, session.ledger.steps_seen, skipped, session.report.traffic.nbytes))
     megatron_patch.disable()
     return told
 
@@ -171,7 +171,7 @@ def started_with(kind: str, how: str) -> tuple[list[bool], int, int]:
             optimizer.step()
             optimizer.zero_grad()
         compressed.append(session.report.compressed)
-    found = compressed, len(session.onset.rates), session.steps
+    found = compressed, len(session.ledger.onset.rates), session.ledger.steps
     megatron_patch.disable()
     return found
 

@@ -154,7 +154,7 @@ def bad_gradients(kind: str) -> dict[str, Any]:
         "bad": bad,
         "errors": errors,
         "finite": finite,
-        "events": {"steps": session.steps, **dataclasses.asdict(session.events)},
+        "events": {"steps": session.ledger.steps, **dataclasses.asdict(session.ledger.events)},
     }
     megatron_patch.disable()
     return found

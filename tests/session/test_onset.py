@@ -189,9 +189,9 @@ def own_loop(kind: str, rates: list[float], options: dict[str, Any]) -> dict[str
                 answers = [optimizer.step() or (True,)]
             done += bool(answers[0][0])
             compressed.append(state.report.compressed)
-            steps.append((state.steps, state.steps_seen))
+            steps.append((state.ledger.steps, state.ledger.steps_seen))
     report = megatron_patch.report(tiny.ddp)
-    optimizers = len(state.onset.rates)
+    optimizers = len(state.ledger.onset.rates)
     megatron_patch.disable()
     return {
         "optimizers": optimizers,

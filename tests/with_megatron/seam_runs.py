@@ -106,7 +106,7 @@ def trained(model: dict[str, Any], compression: dict[str, Any] | None, steps: in
     shards = [tiny.step(tiny.random_gradients(step)) for step in range(steps)]
     report = {"shards": shards, "weights": tiny.weights()}
     if compressor is not None:
-        report["events"] = {"steps": compressor.steps, **dataclasses.asdict(compressor.events)}
+        report["events"] = {"steps": compressor.ledger.steps, **dataclasses.asdict(compressor.ledger.events)}
         report["bits"] = compressor.report.traffic.bits_per_element
     megatron_patch.disable()
     return report

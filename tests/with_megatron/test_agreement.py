@@ -30,9 +30,9 @@ def with_one_owner(start: Any) -> dict[str, Any]:
         optimizer = torch.optim.SGD(tiny.parameters, lr=1.0)
     sent = []
     for step, rate in enumerate(RATES):
-        before = state.events.uncompressed_syncs
+        before = state.ledger.events.uncompressed_syncs
         tiny.exchange(tiny.random_gradients(step))
-        sent.append(state.events.uncompressed_syncs == before)
+        sent.append(state.ledger.events.uncompressed_syncs == before)
         if optimizer is not None:
             optimizer.param_groups[0]["lr"] = rate
             optimizer.step()
@@ -86,7 +86,7 @@ def saved_by_some(folder: str) -> dict[str, Any]:
     attached = dist.get_rank() == 0
     if attached:
         megatron_patch.attach(tiny.ddp, megatron_patch.CompressionConfig(start_step=0))
-        session_of(tiny.ddp).steps = 7
+        session_of(tiny.ddp).ledger.steps = 7
     state = megatron_patch.state_dict(tiny.ddp)
     dcp.save({"compression": state}, checkpoint_id=folder)
     if attached:
@@ -94,7 +94,7 @@ def saved_by_some(folder: str) -> dict[str, Any]:
     room = megatron_patch.state_dict(tiny.ddp, reader=dcp.FileSystemReader(folder))
     dcp.load({"compression": room}, checkpoint_id=folder)
     megatron_patch.load_state_dict(tiny.ddp, room)
-    found = {"saved": bool(state), "steps": session_of(tiny.ddp).steps if attached else None}
+    found = {"saved": bool(state), "steps": session_of(tiny.ddp).ledger.steps if attached else None}
     megatron_patch.disable()
     return found
 
@@ -138,7 +138,7 @@ def loaded_reference() -> dict[str, Any]:
     for step in range(3):
         tiny.step(tiny.random_gradients(step))
     before = [error.clone() for error in errors_of(state)]
-    counted = state.steps, state.steps_seen, state.onset.started
+    counted = state.ledger.steps, state.ledger.steps_seen, state.ledger.onset.started
 
     def load_checkpoint(ddp_model: Any, optimizer: Any, load_arg: str = "load") -> tuple[int, int]:
         return 900, 0
@@ -148,7 +148,7 @@ def loaded_reference() -> dict[str, Any]:
         training_loop._load_checkpoint(load_checkpoint, [tiny.ddp], None)
     found = {
         "same": all(bool((a == b).all()) for a, b in zip(before, errors_of(state), strict=True)),
-        "counted": counted == (state.steps, state.steps_seen, state.onset.started),
+        "counted": counted == (state.ledger.steps, state.ledger.steps_seen, state.ledger.onset.started),
     }
     megatron_patch.disable()
     return found

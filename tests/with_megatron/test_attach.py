@@ -59,14 +59,14 @@ def attach_and_disable() -> dict[str, Any]:
         session_of(tiny.ddp) is compressor
         and [group.start_grad_sync for group in tiny.groups] == methods
         and [cls.step for cls in classes] == wrapped_steps
-        and compressor.steps == 1
+        and compressor.ledger.steps == 1
     )
     try:
         megatron_patch.attach([tiny.ddp], CompressionConfig(method="loco", bits=4, start_step=0))
     except UserError as error:
         report["refusal"] = str(error)
     tiny.step(tiny.random_gradients(1))
-    report["steps"] = compressor.steps
+    report["steps"] = compressor.ledger.steps
 
     megatron_patch.disable()
     report["restored"] = (
@@ -86,7 +86,7 @@ def attach_and_disable() -> dict[str, Any]:
             strict=True,
         )
     )
-    report["counted after"] = compressor.steps
+    report["counted after"] = compressor.ledger.steps
     megatron_patch.attach(tiny.ddp, CompressionConfig(method="loco", bits=4, start_step=0))
     report["attached anew"] = session_of(tiny.ddp).config.bits
     megatron_patch.disable()
@@ -119,7 +119,7 @@ def enable_and_disable() -> dict[str, Any]:
     report["bits"] = compressor.config.bits
     report["shards"] = [tiny.step(tiny.random_gradients(step)) for step in range(5)]
     report["weights"] = tiny.weights()
-    report["steps"] = compressor.steps
+    report["steps"] = compressor.ledger.steps
     megatron_patch.disable()
     report["unwrapped"] = DistributedDataParallel.__init__ is stock
     later, none = built({}, {}, attached=False)

@@ -178,7 +178,11 @@ def attached_again() -> dict[str, Any]:
     with logged() as lines:
         megatron_patch.attach(tiny.ddp, megatron_patch.CompressionConfig(start_step=2))
     state = session_of(tiny.ddp)
-    found = {"steps": (state.steps, state.steps_seen), "active": state.onset.started, "lines": lines}
+    found = {
+        "steps": (state.ledger.steps, state.ledger.steps_seen),
+        "active": state.ledger.onset.started,
+        "lines": lines,
+    }
     megatron_patch.disable()
     return found
 

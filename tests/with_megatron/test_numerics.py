@@ -89,8 +89,8 @@ def train(model: dict[str, Any], compression: dict[str, Any], how: str) -> dict[
         ],
         "groups": [len(group.buckets) for group in tiny.groups],
         "scaling": [bucket.gradient_scaling_factor for bucket in tiny.buckets],
-        "counted": compressor.steps,
-        "events": {"steps": compressor.steps, **dataclasses.asdict(compressor.events)},
+        "counted": compressor.ledger.steps,
+        "events": {"steps": compressor.ledger.steps, **dataclasses.asdict(compressor.ledger.events)},
         "weights": tiny.weights(),
     }
     megatron_patch.disable()

@@ -218,7 +218,7 @@ def restore(
                 f"{folder}: {problem}; without compression.strict_load the errors would start from zero"
             ) from problem
     if dist.get_rank() == 0 or level != logging.INFO:
-        logger.log(level, "megatron-loco: step %d: %s", rank.states[0].steps, line)
+        logger.log(level, "megatron-loco: step %d: %s", rank.states[0].ledger.steps, line)
 
 
 def _bytes(where: str | Path, key: str) -> torch.Tensor | None:

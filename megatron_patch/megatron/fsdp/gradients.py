@@ -28,8 +28,10 @@ from megatron_patch.collectives.exchange import Exchange, all_reduced, reduce_sc
 from megatron_patch.collectives.makers import make_all_reduces, make_reduce_scatters
 from megatron_patch.megatron import patching, symbols
 from megatron_patch.megatron.patching import View
+from megatron_patch.megatron.seams.gradients import is_rerun
 from megatron_patch.megatron.seams.intercept import for_this_thread, one_thread
 from megatron_patch.quantization.blocks import Contents, Span
+from megatron_patch.session import torch_steps
 from megatron_patch.session.session import Session
 
 
@@ -86,8 +88,7 @@ class GradientReductions:
         self.exchanges = {}  # Another override may still call this one.
 
     def _reduce(self, bucket_group: list[int], *args: Any, **kwargs: Any) -> Any:
-        if self._state.exchange_begins(1, rerun=False):
-            self._state.agree()
+        self._state.pass_begins(bucket_group[0], is_rerun(), torch_steps.loss_scale())
         with self._ours(bucket_group):
             return self._original(bucket_group, *args, **kwargs)
 

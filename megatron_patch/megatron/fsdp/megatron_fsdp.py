@@ -40,7 +40,8 @@ class MegatronFsdp:
             config = config.for_flat_fsdp()
         experts = any(group.is_expert_param for group in buffer.parameter_groups)
         groups = [index.get_fsdp_group(), self._outer, chunk.tp_group if experts else None]
-        self.state = Session(config, fsdp.device, [group for group in groups if group is not None])
+        ranks = [group for group in groups if group is not None]
+        self.state = Session(config, fsdp.device, ranks, chunk.parameters)
         self.seams: list[Any] = []
         self._reductions = GradientReductions(fsdp.grad_reduce_pipeline, self.state, self._outer)
         self._gathers = WeightGathers(fsdp.all_gather_pipeline, settings, self.state)

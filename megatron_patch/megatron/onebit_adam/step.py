@@ -144,7 +144,7 @@ class OneBitAdam:
         """
         mine = [found for part in self._parts for found in own(part)]
         known = [state for _, state in mine if {"exp_avg", "exp_avg_sq"} <= state.keys()]
-        frozen_at = self._states[0].phase.variance_steps or 0
+        frozen_at = self._states[0].ledger.phase.variance_steps or 0
         holding = [part for part in self._parts if any(own(part))]
         lost = len(known) < len(mine) or any(warm_up.adam_steps(part) < frozen_at for part in holding)
         unlike = variance = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -182,7 +182,7 @@ class OneBitAdam:
         for _, seam in self._seams:
             assert seam.momentum is not None
             group = seam.momentum.group
-            seed = first.config.seed + first.steps_seen
+            seed = first.config.seed + first.ledger.steps_seen
             sketch = sketches.setdefault(group, NormSketch(seed, self._device))
             for bucket in seam.group.buckets:
                 for parameter in bucket.params_list:
@@ -228,7 +228,7 @@ class OneBitAdam:
     def _say_what_is_held(self) -> None:
         """Log, at some steps, how many elements are clamped or have no variance."""
         state = self._states[0]
-        compressed_steps = state.steps + 1 - (state.phase.switch_step or 0)
+        compressed_steps = state.ledger.steps + 1 - (state.ledger.phase.switch_step or 0)
         if compressed_steps not in _COUNTED_STEPS:
             return
         beyond, without = self._model.reduce(list(self._held), dist.ReduceOp.SUM)
@@ -242,10 +242,10 @@ class OneBitAdam:
             )
 
     def _inner_step(self, part: Any) -> None:
-        phase = self._states[0].phase
+        phase = self._states[0].ledger.phase
         assert phase.switch_step is not None
         assert phase.variance_steps is not None
-        compressed_steps = self._states[0].steps + 1 - phase.switch_step
+        compressed_steps = self._states[0].ledger.steps + 1 - phase.switch_step
         steps = warm_up.adam_steps(part) + 1
         for group in part.optimizer.param_groups:
             beta1, beta2 = group["betas"]
@@ -302,14 +302,17 @@ class OneBitAdam:
 
     def _end_warm_up_step(self, successful: bool) -> None:
         first = self._states[0]
-        if not successful or first.phase.switch_step is not None or self._model.alone:
+        if not successful or first.ledger.phase.switch_step is not None or self._model.alone:
             return
-        steps = first.steps + 1  # The current step is not counted yet.
-        variance_steps = warm_up.over(first.phase, steps, first.config.warmup_steps, self._parts, self._model)
+        steps = first.ledger.steps + 1  # The current step is not counted yet.
+        variance_steps = warm_up.over(
+            first.ledger.phase, steps, first.config.warmup_steps, self._parts, self._model
+        )
         if variance_steps is None:
             return
         for state in self._states:
-            state.phase.switch_step, state.phase.variance_steps = state.steps + 1, variance_steps
+            state.ledger.phase.switch_step = state.ledger.steps + 1
+            state.ledger.phase.variance_steps = variance_steps
         if dist.get_rank() == 0:
             logger.warning(
                 "megatron-loco: 1-bit Adam's warm-up is over after %d steps (%s): the variance is frozen, "
@@ -322,7 +325,7 @@ class OneBitAdam:
         counted = max(map(warm_up.adam_steps, self._parts), default=0)
         (steps,) = self._model.reduce([counted], dist.ReduceOp.MAX)
         for state in self._states:
-            state.phase = Phase(warm_up_from=int(steps))
+            state.ledger.phase = Phase(warm_up_from=int(steps))
             state.clear_errors()
         for momentum in self._momentum:
             momentum.held = None

@@ -38,9 +38,10 @@ from megatron_patch.megatron.seams.intercept import CollectiveCalls, intercepted
 from megatron_patch.megatron.seams.momentum import MomentumBuffers
 from megatron_patch.megatron.seams.traffic import stock_gradients
 from megatron_patch.quantization.blocks import Contents, Span
+from megatron_patch.session import torch_steps
 from megatron_patch.session.session import Session
 
-_REPLAYING = (RerunState.RERUNNING_IN_PLACE, RerunState.RERUNNING_FROM_CHECKPOINT)
+_RERUNS = (RerunState.RERUNNING_IN_PLACE, RerunState.RERUNNING_FROM_CHECKPOINT)
 
 
 class _AllHandles:
@@ -83,6 +84,11 @@ class Stage:
     """How many groups reduce these elements, each over its own ranks; the next stage sums their results."""
     copy: int = 0
     """The index of this rank's group among these groups."""
+
+
+def is_rerun() -> bool:
+    """Whether Megatron's rerun state machine runs the current pass again."""
+    return get_rerun_state_machine().state in _RERUNS
 
 
 def contents_of(bucket: Any, momentum: bool = False) -> Contents:
@@ -129,7 +135,6 @@ class BucketGroupSeam:
         self.stages = list(self._stages())
         state.exchanges += self.exchanges
 
-        self._step, self._passes = -1, 0
         self._detached = False
         self._original = bucket_group.start_grad_sync
 
@@ -187,14 +192,15 @@ class BucketGroupSeam:
         group = self.group
         if group.is_first_batch and group.grad_reduce_handle is not None:
             return  # Megatron returns here too, because this batch was dispatched already.
-        self._note_pass()
-        if self.momentum is not None and self._state.active:
+        state = self._state
+        state.pass_begins(self, is_rerun(), torch_steps.loss_scale())
+        if self.momentum is not None and state.active:
             self._leave_unreduced(force_all_reduce)
             return
-        if not self.compresses or force_all_reduce or not self._state.active:
-            self._state.count(stock_gradients(group, bool(force_all_reduce)))
+        if not self.compresses or force_all_reduce or not state.active:
+            state.count(stock_gradients(group, bool(force_all_reduce)))
             if self.compresses:
-                self._state.events.uncompressed_syncs += 1
+                state.ledger.events.uncompressed_syncs += 1
             self._original(force_all_reduce=force_all_reduce)
             return
 
@@ -267,15 +273,6 @@ class BucketGroupSeam:
                 f"{found[0]} reduce-scatters and {found[1]} all-reduces through the module's globals, not "
                 f"{expected[0]} and {expected[1]}: this release of megatron-core is not supported"
             )
-
-    def _note_pass(self) -> None:
-        """Tell the chunk's session to which backward pass of this optimizer step the exchange belongs."""
-        state = self._state
-        self._passes = self._passes + 1 if self._step == state.ended_steps else 1
-        if state.exchange_begins(self._passes, get_rerun_state_machine().state in _REPLAYING):
-            state.agree()
-        if self._step != state.ended_steps:  # This is also so if the call above has ended a step.
-            self._step, self._passes = state.ended_steps, 1
 
 
 _MARK = "average_gradients_across_tp_domain"

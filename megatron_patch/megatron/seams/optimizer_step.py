@@ -41,9 +41,6 @@ class Stepper(Protocol):
     def other_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Called when an optimizer that is not Megatron's begins its step."""
 
-    def rescaled(self, optimizers: list[Any], factor: float) -> None:
-        """Called when torch's GradScaler, which steps these optimizers, has changed its scale by `factor`."""
-
     def prepared(self, optimizer: Any, loss_scale_factor: float) -> None:
         """Called when the first half of a step has ended without an overflow."""
 
@@ -183,8 +180,11 @@ class _TorchSteps:
         if not _in_step:
             self.stepper.ended(optimizer, True, 1.0)
 
-    def rescaled(self, optimizers: list[Any], factor: float) -> None:
-        self.stepper.rescaled(optimizers, factor)
+    def optimizer_clears(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing: Megatron's gradients are in buffers, which `zero_grad_buffer` clears."""
+
+    def module_clears(self, module: torch.nn.Module) -> None:
+        """Nothing, for the same reason."""
 
 
 _torch = _TorchSteps()

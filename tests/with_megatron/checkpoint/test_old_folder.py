@@ -32,7 +32,7 @@ def read(folder: str, parallel: dict[str, Any], compression: dict[str, Any]) -> 
     states = [attachment_of(chunk).state for chunk in gpt.chunks]
     tensors = [t for state in states for sender in state.senders for t in sender.error.tensors().values()]
     found = [t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors]
-    steps = [state.steps for state in states]
+    steps = [state.ledger.steps for state in states]
     megatron_patch.disable()
     return found, steps
 

@@ -111,7 +111,7 @@ def with_random_errors(gpt: Any) -> None:
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     for chunk in gpt.chunks:
         state = attachment_of(chunk).state
-        state.steps = state.steps_seen = 7
+        state.ledger.steps = state.ledger.steps_seen = 7
         for sender in state.senders:
             values = torch.randn(sender.layout.numel, generator=generator)
             sender.error.set(values * torch.rand(values.shape, generator=generator) ** 4)
@@ -166,7 +166,7 @@ def load(
     compressors = [attachment_of(chunk).state for chunk in gpt.chunks]
     states = _states(gpt)
     megatron_patch.disable()
-    return states, [c.steps for c in compressors], lines
+    return states, [c.ledger.steps for c in compressors], lines
 
 
 def _by_element(ranks: list[Any]) -> dict[str, dict[float, dict[int, list[float]]]]:
@@ -471,7 +471,7 @@ def load_damaged(folder: str, parallel: dict[str, Any]) -> dict[str, Any]:
                 except megatron_patch.UserError as error:
                     lines.append(f"refused: {error}")
             zero = not any(sender.error.flat().any() for sender in compressor.senders)
-            found[f"{name} {strict}"] = (lines, zero, compressor.steps)
+            found[f"{name} {strict}"] = (lines, zero, compressor.ledger.steps)
         megatron_patch.disable()
     return found
 
@@ -517,7 +517,7 @@ def loaded_by_one(folder: str) -> tuple[int, bool]:
     state = tree(gpt)
     if torch.distributed.get_rank() == 0:
         dist_checkpointing.load(state, folder, validate_access_integrity=False)
-    found = session.steps, any(bool(sender.error.flat().any()) for sender in session.senders)
+    found = session.ledger.steps, any(bool(sender.error.flat().any()) for sender in session.senders)
     torch.distributed.barrier()
     megatron_patch.disable()
     return found
@@ -648,7 +648,7 @@ def two_models(folder: str) -> dict[str, Any]:
     sessions = {name: session_of(gpt.chunks[0]) for name, gpt in models.items()}
     for number, (gpt, session) in enumerate(zip(models.values(), sessions.values(), strict=True)):
         with_random_errors(gpt)
-        session.steps = 7 + number
+        session.ledger.steps = 7 + number
         for sender in session.senders:
             sender.error.set(torch.randn(sender.layout.numel))
     kept = {name: [s.error.flat().clone() for s in session.senders] for name, session in sessions.items()}
@@ -662,13 +662,13 @@ def two_models(folder: str) -> dict[str, Any]:
 
     def cleared() -> None:
         for session in sessions.values():
-            session.steps = 0
+            session.ledger.steps = 0
             session.clear_errors()
 
     def state(name: str) -> tuple[int, bool, bool]:
         now = [sender.error.flat() for sender in sessions[name].senders]
         same = all(torch.equal(a, b) for a, b in zip(kept[name], now, strict=True))
-        return sessions[name].steps, same, not any(error.any() for error in now)
+        return sessions[name].ledger.steps, same, not any(error.any() for error in now)
 
     if torch.distributed.get_rank() == 0:
         Path(folder).mkdir()

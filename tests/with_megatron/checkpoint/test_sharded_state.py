@@ -81,7 +81,7 @@ def interrupted(folder: str, model: dict[str, Any], options: dict[str, Any], how
         gpt.backward(step)
         gpt.update()
     gpt.gather()
-    report = weights(gpt) | {"steps": [session_of(chunk).steps for chunk in gpt.chunks]}
+    report = weights(gpt) | {"steps": [session_of(chunk).ledger.steps for chunk in gpt.chunks]}
     megatron_patch.disable()
     return report
 
@@ -137,7 +137,7 @@ def load(folder: str, parallel: dict[str, Any]) -> Any:
     read_parts(gpt, weights_of(gpt), Path(folder, "weights"))
     with logged() as lines:
         _loaded(gpt.chunks, Path(folder, "errors"))
-    steps = [attachment_of(chunk).state.steps for chunk in gpt.chunks]
+    steps = [attachment_of(chunk).state.ledger.steps for chunk in gpt.chunks]
     states = _states(gpt)
     megatron_patch.disable()
     return states, steps, lines
@@ -251,7 +251,10 @@ def saved_by_torch_s_loop(folder: str, optimizer: str) -> dict[str, Any]:
         tiny.exchange(tiny.random_gradients(step))
         update(tiny)
     dcp.save({"compression": megatron_patch.state_dict(tiny.ddp)}, checkpoint_id=folder)
-    before, steps = [error.clone() for error in errors_of(state)], (state.steps, state.steps_seen)
+    before, steps = (
+        [error.clone() for error in errors_of(state)],
+        (state.ledger.steps, state.ledger.steps_seen),
+    )
     megatron_patch.disable()
 
     again, loaded = built(model, {"bits": 4})
@@ -259,7 +262,7 @@ def saved_by_torch_s_loop(folder: str, optimizer: str) -> dict[str, Any]:
     dcp.load({"compression": room}, checkpoint_id=folder)
     megatron_patch.load_state_dict(again.ddp, room)
     same = all(torch.equal(a, b) and bool(a.any()) for a, b in zip(before, errors_of(loaded), strict=True))
-    counted = loaded.steps, loaded.steps_seen
+    counted = loaded.ledger.steps, loaded.ledger.steps_seen
     tiny.exchange(tiny.random_gradients(5))
     megatron_patch.disable()
     return {"steps": steps, "loaded": counted, "same": same}

@@ -119,4 +119,4 @@ def saved_and_restored(model: dict[str, Any], folder: str, save: bool) -> dict[s
         restore(rank, Path(folder), lambda: training_loop._reader(rank, Path(folder)), 0, 1.0)
         after = errors_of(session)
     megatron_patch.disable()
-    return {"before": before, "after": after, "lines": lines, "steps": session.steps}
+    return {"before": before, "after": after, "lines": lines, "steps": session.ledger.steps}

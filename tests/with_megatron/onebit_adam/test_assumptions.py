@@ -167,7 +167,7 @@ def never_stepped() -> str:
 
     tiny = attached({})
     state = state_of(tiny)
-    state.steps, state.phase.switch_step, state.phase.variance_steps = 9, 3, 3
+    state.ledger.steps, state.ledger.phase.switch_step, state.ledger.phase.variance_steps = 9, 3, 3
     try:
         for step in range(3):
             tiny.exchange(tiny.random_gradients(step))

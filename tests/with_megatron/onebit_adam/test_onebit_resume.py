@@ -69,8 +69,8 @@ def state_of(tiny: Any, attachment: Any) -> dict[str, Any]:
         "adam": [a.state_dict() for a in adam],
         "errors": [s.error.flat() for s in compressor.senders if s.error is not None],
         "momentum": [held for seam in attachment.seams for held in seam.momentum.held or ()],
-        "phase": compressor.phase,
-        "counts": (compressor.steps, compressor.steps_seen, compressor.events),
+        "phase": compressor.ledger.phase,
+        "counts": (compressor.ledger.steps, compressor.ledger.steps_seen, compressor.ledger.events),
     }
     return copy.deepcopy(found)
 
@@ -192,16 +192,16 @@ def change_ranks(folder: str, model: dict[str, Any], save: bool) -> tuple[Any, l
     if save:
         _number_weights(gpt)
         generator = torch.Generator().manual_seed(seeded(torch.distributed.get_rank()))
-        compressor.steps = 7
-        compressor.phase.switch_step = compressor.phase.variance_steps = 4
+        compressor.ledger.steps = 7
+        compressor.ledger.phase.switch_step = compressor.ledger.phase.variance_steps = 4
         for sender in compressor.senders:
             sender.error.set(torch.randn(sender.layout.numel, generator=generator))
         write(gpt, Path(folder, "iter_0000007"))
     else:
         with _captured() as lines:
             read_weights_and_errors(gpt, Path(folder, "iter_0000007"))
-    phase = compressor.phase
-    counts = [compressor.steps, phase.switch_step, phase.variance_steps, compressor.active]
+    phase = compressor.ledger.phase
+    counts = [compressor.ledger.steps, phase.switch_step, phase.variance_steps, compressor.active]
     owed = _owed(gpt)
     megatron_patch.disable()
     return owed, lines, counts

@@ -59,7 +59,10 @@ def bad_gradients(model: dict[str, Any]) -> dict[str, Any]:
             wrong.append(f"{step}: a good step changed {changed}")
         if not all(bool(weights.isfinite().all()) for weights in after["weights"]):
             wrong.append(f"{step}: weights are not finite")
-    report = {"wrong": wrong, "events": {"steps": compressor.steps, **dataclasses.asdict(compressor.events)}}
+    report = {
+        "wrong": wrong,
+        "events": {"steps": compressor.ledger.steps, **dataclasses.asdict(compressor.ledger.events)},
+    }
     megatron_patch.disable()
     return report
 

@@ -70,8 +70,8 @@ def train(model: dict[str, Any], compression: dict[str, Any]) -> dict[str, Any]:
                 "bits": 8 * compressor.report.traffic.nbytes / sum(report["lengths"]),
             }
         )
-    report["events"] = {"steps": compressor.steps, **dataclasses.asdict(compressor.events)}
-    report["phase"] = compressor.phase
+    report["events"] = {"steps": compressor.ledger.steps, **dataclasses.asdict(compressor.ledger.events)}
+    report["phase"] = compressor.ledger.phase
     megatron_patch.disable()
     return report
 

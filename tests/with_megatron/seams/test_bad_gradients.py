@@ -106,7 +106,7 @@ def skipped_steps(model: dict[str, Any]) -> dict[str, Any]:
             ]
     report = {
         "wrong": wrong,
-        "events": {"steps": compressor.steps, **dataclasses.asdict(compressor.events)},
+        "events": {"steps": compressor.ledger.steps, **dataclasses.asdict(compressor.ledger.events)},
         "injections": injections,
     }
     megatron_patch.disable()
@@ -144,7 +144,7 @@ def seen_norms(model: dict[str, Any]) -> dict[str, Any]:
         mine = compressor.senders[0::2] if compressor.senders[-1].layout.shards == 1 else compressor.senders
         bad = culprit == rank and tiny.parameters[index].dim() > 1  # a vector is in no block
         counted.append(bad == any(sender.statistics[-1].item() == 1 for sender in mine))
-        compressor.end_step(successful=True)
+        compressor.optimizer_stepped([tiny.optimizer])
     megatron_patch.disable()
     return {"finite": finite, "kept": kept, "counted": counted}
 
@@ -266,8 +266,8 @@ def extremes(model: dict[str, Any], **compression: Any) -> dict[str, Any]:
         off = (reduced - exact[shard]).abs() / (size[shard].double() + 2.0**-120)
         report["finite"].append(all(bool(e.isfinite().all()) for e in [reduced, *errors_of(compressor)]))
         report["worst"].append(off.max().item())
+        compressor.optimizer_stepped([tiny.optimizer])
         tiny.ddp.zero_grad_buffer()
-        compressor.end_step(successful=True)
     megatron_patch.disable()
     return report
 

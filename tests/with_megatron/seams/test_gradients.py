@@ -78,12 +78,12 @@ def forced(model: dict[str, Any]) -> dict[str, Any]:
         "untouched": all(bool((a == b).all()) for a, b in zip(before, errors_of(compressor), strict=True))
         and any_error(compressor),
         "groups": len(tiny.groups),
-        "syncs": compressor.events.uncompressed_syncs,
+        "syncs": compressor.ledger.events.uncompressed_syncs,
     }
     tiny.optimizer.step()
     report["wire"] = compressor.report.traffic.nbytes
     report["stock wire"] = sum(2 * 4 * bucket.grad_data.numel() * 3 / 4 for bucket in tiny.buckets)
-    report["steps"] = compressor.steps
+    report["steps"] = compressor.ledger.steps
     megatron_patch.disable()
     return report
 
@@ -185,7 +185,7 @@ def accumulated(model: dict[str, Any], microbatches: int, steps: int) -> dict[st
         report["errors"].append(errors_of(compressor))
         report["gradients"].append([t / RANKS for t in total])
         tiny.optimizer.step()
-    report["steps"] = compressor.steps
+    report["steps"] = compressor.ledger.steps
     megatron_patch.disable()
     return report
 
