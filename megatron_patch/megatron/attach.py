@@ -231,6 +231,8 @@ def _report_clearing(chunk: Any, state: Session) -> None:
 
 def detach_all() -> None:
     """Detach every model: from the next step on, Megatron's own exchanges run again."""
+    for optimizer in _onebit_optimizers:
+        getattr(optimizer, _ONEBIT).leave()
     for chunk, attachment in list(_attachments.items()):
         _detached[chunk] = attachment.state.ledger.counts
         attachment.detach()

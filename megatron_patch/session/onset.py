@@ -157,7 +157,8 @@ class Phase:
     switch_step: int | None = None
     """The number of optimizer steps after which momentum is sent in 1 bit; None in the warm-up."""
     variance_steps: int | None = None
-    """The number of steps that made Adam's variance before it was frozen; None in the warm-up."""
+    """Adam's step count when its variance was frozen, which 1 - b2^t is the variance's mass of; None in the
+    warm-up."""
     norms: list[float] = field(default_factory=list)
     """With `warmup: auto`, L1 norms of the variance after the last steps without a rise of the learning rate,
     oldest first."""

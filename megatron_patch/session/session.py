@@ -77,6 +77,7 @@ class Session:
         """Whether the next exchanges measure loco.STATISTICS; metrics.py sets it for steps that it logs."""
         self.scale: torch.Tensor | None = None
         """The loss scale that errors carry, fp32 []; None if no GradScaler has scaled this model's loss."""
+        self._scale_before: torch.Tensor | None = None
 
     @property
     def active(self) -> bool:
@@ -153,10 +154,11 @@ class Session:
             self._used, self._earlier = {}, []
             self.clear_errors()
             self._traffic, self._inside_bytes = Traffic(), 0.0
-        if scale is not None:
+        if scale is not None and scale is not self.scale:  # It is the same tensor for all parts of a pass.
             if self.scale is not None and not self.config.is_onebit_adam:
                 self._scale_errors(scale / self.scale)
-            self.scale = scale
+            # This stream may still read the old one, whose memory is another stream's.
+            self.scale, self._scale_before = scale, self.scale
         if agrees and self.ledger.agree() and self.ledger.announces:
             logger.info("megatron-loco: compression starts at step %d", self.ledger.steps_seen + 1)
 

@@ -133,6 +133,35 @@ def test_a_batch_that_the_loop_leaves_out_is_forgotten(pool, kind: str, clears: 
         assert counted == 1
 
 
+def put_back(kind: str, says: bool) -> list[float]:
+    """A spiked batch that was used: weights are put back, and the loop says so, or not."""
+    import torch
+
+    import megatron_patch
+
+    loop = Loop(kind)
+    for number in range(6):
+        before = [parameter.detach().clone() for parameter in loop.model.parameters()]
+        loop.backward(number, 1e3 if number == 4 else 1.0)
+        loop.step()
+        if number == 4:
+            with torch.no_grad():
+                for parameter, value in zip(loop.model.parameters(), before, strict=True):
+                    parameter.copy_(value)
+            if says:
+                megatron_patch.skip_step(loop.model)
+    found = loop.rel
+    megatron_patch.disable()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_loop_that_puts_weights_back_says_so(pool, kind: str) -> None:
+    for rel in pool.run(put_back, kind, True, world_size=2):
+        assert rel[5] < 0.2
+    assert min(rel[5] for rel in pool.run(put_back, kind, False, world_size=2)) > 1, "what it is for"
+
+
 def accumulated(kind: str) -> tuple[tuple[int, int, int], int, bool]:
     """Three passes a step without `no_sync`, and with gradients clipped between: none is dropped."""
     import torch

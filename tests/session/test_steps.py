@@ -237,6 +237,17 @@ def test_every_part_may_begin_a_pass() -> None:
     assert [mine for mine, _ in asked] == [True, True, True, False, True, False, True, True, False, False]
 
 
+def test_one_bit_adam_waits_for_no_learning_rate(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="megatron_patch"):
+        for method, words in (("onebit_adam", 0), ("none", 0), ("loco", 1)):
+            ledger, optimizer = Model(method=method, start_step="auto").ledger, Optimizer()
+            ledger.announces = True
+            caplog.clear()
+            for number in range(2001):
+                ledger.step([optimizer], True, 1.0, [1e-6 * number])
+            assert len(caplog.records) == words
+
+
 def waits(start: int | str, rates: list[float]) -> tuple[list[int], list[int]]:
     """In a worker: the passes that waited for their own answers, and those that were compressed."""
     from types import SimpleNamespace

@@ -209,6 +209,36 @@ def test_a_skipped_step_forgets_the_errors_and_does_not_count(pool):
         }
 
 
+def left_out(model: dict[str, Any], later: bool) -> tuple[list[bool], tuple[int, int, int], int]:
+    """A spiked batch that the loop leaves out: whether there are errors after each batch; the counts."""
+    import megatron_patch
+
+    tiny, state = built(model, {"bits": 4})
+    errors = []
+    for step in range(6):
+        tiny.exchange([(1e3 if step == 3 else 1.0) * g for g in tiny.random_gradients(step)])
+        if step != 3:
+            tiny.optimizer.step()
+        elif not later:
+            tiny.ddp.zero_grad_buffer()
+        errors.append(any_error(state))
+    if later:  # The next batch has cleared it.
+        assert errors[3]
+    ledger, report = state.ledger, megatron_patch.report(tiny.ddp)
+    megatron_patch.disable()
+    return errors, (ledger.steps, ledger.steps_seen, ledger.events.skipped_steps), report.skipped_steps
+
+
+@pytest.mark.parametrize("model", [{}, SEVERAL], ids=["plain", "several groups"])
+def test_a_batch_that_the_loop_leaves_out_is_a_skipped_step(pool, model):
+    for errors, counts, told in pool.run(left_out, model, False):
+        assert errors == [True, True, True, False, True, True]
+        assert counts == (5, 6, 1)
+        assert told == 1
+    for _, counts, _ in pool.run(left_out, model, True):
+        assert counts == (5, 6, 1)
+
+
 def replayed(model: dict[str, Any]) -> dict[str, Any]:
     import megatron_patch
 

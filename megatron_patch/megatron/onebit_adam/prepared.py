@@ -21,7 +21,9 @@ class Found:
     norm: float
     """The norm of the mean gradient; NaN after an overflow."""
     unlike: bool
-    """Whether Adam's momentum differs from the momentum that was exchanged last."""
+    """Whether Adam's momentum differs from m, the momentum that was exchanged last."""
+    restored: bool
+    """Whether it does because other code has changed it: m is not new."""
     scale: float
     """The loss scale by which the gradients are multiplied with fp16."""
 

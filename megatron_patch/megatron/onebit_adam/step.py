@@ -12,14 +12,17 @@
 Every rank holds all of m in fp32, in the order of the gradient buffers. Adam's state stays Megatron's: v is
 `exp_avg_sq`, and every step copies its part of m to `exp_avg`, so that checkpoints, schedules and groups of
 weight decay work unchanged. Before each step all ranks of the model compare this state with what it should
-be. If other code has changed `exp_avg` (a rollback), m is taken from it. If v is missing, all zero or of
-fewer steps than before (another optimizer, zeroed moments), the gradients are reduced in full and a new
-warm-up begins. The optimizers find their own parts of m: each parameter's `main_grad` is made a view of m
+be. If other code has changed `exp_avg` (a rollback), m is taken from it, and errors start from zero. If v is
+missing, of fewer steps than before, or zero in a tensor that gets gradients (another optimizer, zeroed
+moments, a revived expert), the gradients are reduced in full and a new warm-up begins. Adam's step counter
+counts the steps that made v, and so stands still while v is frozen: Megatron's own step can go on from there
+at any time. The optimizers find their own parts of m: each parameter's `main_grad` is made a view of m
 while they copy gradients.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
 import logging
 import math
@@ -82,6 +85,8 @@ class OneBitAdam:
         self._copies: list[Replicas] | None = None
         self._model = warm_up.ModelRanks(self._chunks[0])
         self._ready: Prepared | None = None
+        self._masses: warm_up.Masses | None = None
+        """The masses of the variances, in the warm-up."""
         devices = [bucket.grad_data.device for _, seam in self._seams for bucket in seam.group.buckets]
         self._device = next(iter(devices), torch.device("cpu"))  # A fully frozen chunk has no buckets.
         self._held = torch.zeros(2, dtype=torch.int64)
@@ -91,8 +96,8 @@ class OneBitAdam:
     def step(self, original: Callable[[], StepResult]) -> StepResult:
         """Make the optimizer's step in either phase; `original` is Megatron's own step."""
         if self._states[0].active:
-            with self._momentum_as_gradients():
-                found = self._look()
+            with self._momentum_as_gradients() as new:
+                found = self._look(new)
                 if found is not None and found.overflows:
                     return False, None, None
                 if found is not None:
@@ -103,6 +108,7 @@ class OneBitAdam:
                     clip = min(1.0, limit / (found.norm + _NORM_EPS)) if limit > 0 else 1.0
                     return self._compressed_step(found, clip), found.norm, None
             self._begin_warm_up_again()
+        self._begin_warm_up_step()
         result = original()
         self._end_warm_up_step(result[0])
         return result
@@ -116,8 +122,8 @@ class OneBitAdam:
         """
         self._ready = None
         if self._states[0].active:
-            with self._momentum_as_gradients():
-                found = self._look()
+            with self._momentum_as_gradients() as new:
+                found = self._look(new)
             if found is not None:
                 if not found.overflows:
                     self._ready = Prepared(self._optimizer, self._parts, found)
@@ -130,6 +136,7 @@ class OneBitAdam:
         """Make the second half, `step_with_ready_grads`, and return whether parameters were updated."""
         ready, self._ready = self._ready, None
         if ready is None:
+            self._begin_warm_up_step()
             successful = original()
             self._end_warm_up_step(successful)
             return successful
@@ -137,35 +144,80 @@ class OneBitAdam:
         with self._momentum_as_gradients():
             return self._compressed_step(ready.found, clip)
 
-    def _look(self) -> Found | None:
+    def _look(self, new: bool) -> Found | None:
         """Collect over all ranks what a compressed step needs; None if the variance is not the frozen one.
 
-        Call it within `_momentum_as_gradients`. It tells fp16's scalers whether gradients overflowed.
+        Call it within `_momentum_as_gradients`; `new` says whether m was allocated there. It tells fp16's
+        scalers whether gradients overflowed.
         """
         mine = [found for part in self._parts for found in own(part)]
         known = [state for _, state in mine if {"exp_avg", "exp_avg_sq"} <= state.keys()]
         frozen_at = self._states[0].ledger.phase.variance_steps or 0
         holding = [part for part in self._parts if any(own(part))]
         lost = len(known) < len(mine) or any(warm_up.adam_steps(part) < frozen_at for part in holding)
-        unlike = variance = torch.zeros((), dtype=torch.float64, device=self._device)
+        unlike = torch.zeros((), dtype=torch.float64, device=self._device)
+        held = variances = torch.zeros(0, dtype=torch.float64, device=self._device)
         if mine and not lost:
             held = magnitudes([parameter.grad for parameter, _ in mine])
             kept = magnitudes([state["exp_avg"] for state in known])
             unlike = ((held - kept).abs() > _UNLIKE * held).any().double()
-            variance = magnitudes([state["exp_avg_sq"] for state in known]).sum()
+            variances = magnitudes([state["exp_avg_sq"] for state in known])
+        starved = self._starved([parameter.grad for parameter, _ in mine], held, variances)
         norm, ranks_unlike, ranks_lost, total_variance = self._model.reduce(
-            [self._squared_norm(), unlike, lost, variance], dist.ReduceOp.SUM
+            [self._squared_norm(), unlike, starved + lost, variances.sum()], dist.ReduceOp.SUM
         )
         if ranks_lost or not total_variance:
             return None
         scale = loss_scale(self._optimizer)
-        found = Found(math.sqrt(norm) / scale if math.isfinite(norm) else math.nan, ranks_unlike > 0, scale)
+        norm = math.sqrt(norm) / scale if math.isfinite(norm) else math.nan
+        found = Found(norm, ranks_unlike > 0, ranks_unlike > 0 and not new, scale)
         for part in self._leaves:
             if getattr(part, "grad_scaler", None) is not None:
                 part.grad_scaler.update(found.overflows)
         return found
 
+    def _starved(
+        self, parts: Sequence[torch.Tensor], momenta: torch.Tensor, variances: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the number of tensors that have momentum but no variance, fp64 []. All ranks must call this.
+
+        Args:
+            parts: this rank's parts of m, views of the buffers.
+            momenta, variances: the L1 norms of these parts and of their variances, fp64 [n] or [0].
+        """
+        # A tensor's first element in the buffers, by the buffer; tensors are numbered in their order.
+        starts: dict[int, list[int]] = {}
+        first: dict[int, tuple[dist.ProcessGroup, int]] = {}
+        counts: dict[dist.ProcessGroup, int] = {}
+        for momentum in self._momentum:
+            for bucket, buffer in momentum.buffers():
+                pointer, count = buffer.untyped_storage().data_ptr(), counts.get(momentum.group, 0)
+                starts[pointer] = sorted(start for start, _ in bucket.param_to_index.values())
+                first[pointer] = momentum.group, count
+                counts[momentum.group] = count + len(starts[pointer])
+        sums = {
+            group: torch.zeros(2, count, dtype=torch.float64, device=self._device)
+            for group, count in counts.items()
+        }
+        numbers: dict[dist.ProcessGroup, tuple[list[int], list[int]]] = {group: ([], []) for group in counts}
+        for place, part in enumerate(parts if len(momenta) else ()):
+            pointer = part.untyped_storage().data_ptr()
+            group, count = first[pointer]
+            numbers[group][0].append(place)
+            numbers[group][1].append(count + bisect.bisect(starts[pointer], part.storage_offset()) - 1)
+        starved = torch.zeros((), dtype=torch.float64, device=self._device)
+        for group, total in sums.items():
+            places, tensors = (torch.tensor(found, device=self._device) for found in numbers[group])
+            if len(places):
+                total.index_add_(1, tensors, torch.stack([momenta[places], variances[places]]))
+            dist.all_reduce(total, group=group)
+            starved += ((total[0] > 0) & (total[1] == 0)).sum()
+        return starved
+
     def _compressed_step(self, found: Found, clip: float) -> bool:
+        if found.restored:  # Errors belong to the momentum that was there.
+            for state in self._states:
+                state.clear_errors()
         if found.unlike:
             self._take_moments()
         self._exchange(clip / found.scale)
@@ -246,25 +298,25 @@ class OneBitAdam:
         assert phase.switch_step is not None
         assert phase.variance_steps is not None
         compressed_steps = self._states[0].ledger.steps + 1 - phase.switch_step
-        steps = warm_up.adam_steps(part) + 1
+        made = phase.variance_steps
         for group in part.optimizer.param_groups:
             beta1, beta2 = group["betas"]
             if "step" in group:
-                group["step"] = steps
+                group["step"] = made
             updated = []
             for parameter in group["params"]:
                 if parameter.grad is None or not parameter.numel():
                     continue
                 state = part.optimizer.state[parameter]
                 if "step" in state:
-                    state["step"].fill_(steps)
+                    state["step"].fill_(made)
                 updated.append((parameter, parameter.grad, state["exp_avg_sq"], state["exp_avg"]))
             sizes = update.Sizes(
                 lr=float(group["lr"]),
                 weight_decay=group["weight_decay"],
                 eps=group["eps"],
-                momentum_bias=1 - beta1**steps,
-                variance_bias=1 - beta2**phase.variance_steps,
+                momentum_bias=1 - beta1 ** (made + compressed_steps),
+                variance_bias=1 - beta2**made,
                 most=update.most(beta1, beta2),
             )
             if compressed_steps in _COUNTED_STEPS:
@@ -272,8 +324,11 @@ class OneBitAdam:
             update.update(updated, sizes)
 
     @contextmanager
-    def _momentum_as_gradients(self) -> Iterator[None]:
-        """Within the block, the gradient of each of the optimizers' parameters is its part of m."""
+    def _momentum_as_gradients(self) -> Iterator[bool]:
+        """Within the block, the gradient of each of the optimizers' parameters is its part of m.
+
+        Yields whether m was allocated just now.
+        """
         new = any(momentum.held is None for momentum in self._momentum)
         gradients: dict[Any, torch.Tensor] = {}
         views: dict[Any, torch.Tensor] = {}
@@ -285,7 +340,7 @@ class OneBitAdam:
             if new or self._copies is None:
                 self._copies = list(find_replicas(self._chunks, views))
             copy_gradients(self._parts)
-            yield
+            yield new
         finally:
             for parameter, gradient in gradients.items():
                 parameter.main_grad = gradient
@@ -300,8 +355,14 @@ class OneBitAdam:
         for momentum in self._momentum:
             momentum.gather()
 
+    def _begin_warm_up_step(self) -> None:
+        self._masses = self._masses or warm_up.Masses(self._parts)
+        self._masses.begin_step()
+
     def _end_warm_up_step(self, successful: bool) -> None:
         first = self._states[0]
+        if successful and self._masses is not None:
+            self._masses.end_step()
         if not successful or first.ledger.phase.switch_step is not None or self._model.alone:
             return
         steps = first.ledger.steps + 1  # The current step is not counted yet.
@@ -310,6 +371,9 @@ class OneBitAdam:
         )
         if variance_steps is None:
             return
+        assert self._masses is not None
+        self._masses.make_equal(variance_steps)
+        self._masses = None
         for state in self._states:
             state.ledger.phase.switch_step = state.ledger.steps + 1
             state.ledger.phase.variance_steps = variance_steps
@@ -317,9 +381,27 @@ class OneBitAdam:
             logger.warning(
                 "megatron-loco: 1-bit Adam's warm-up is over after %d steps (%s): the variance is frozen, "
                 "and from now on momentum is exchanged in 1 bit instead of gradients",
-                variance_steps,
+                variance_steps - first.ledger.phase.warm_up_from,
                 first.config.warmup,
             )
+
+    @torch.no_grad()
+    def leave(self) -> None:
+        """Leave Adam's state to Megatron's own step, which corrects m by Adam's counter, without a bound."""
+        phase, steps = self._states[0].ledger.phase, self._states[0].ledger.steps
+        if not self._states[0].active or phase.switch_step is None or phase.variance_steps is None:
+            return
+        made = phase.variance_steps
+        for part in self._parts:
+            for group in part.optimizer.param_groups:
+                beta1, beta2 = group["betas"]
+                bias = 1 - beta1 ** (made + steps - phase.switch_step)
+                for parameter in group["params"]:
+                    state = part.optimizer.state.get(parameter, {})
+                    if "exp_avg" in state:
+                        size = (state["exp_avg_sq"] / (1 - beta2**made)).sqrt_().mul_(bias)
+                        size.mul_(update.most(beta1, beta2))
+                        state["exp_avg"].clamp_(-size, size).mul_((1 - beta1**made) / bias)
 
     def _begin_warm_up_again(self) -> None:
         counted = max(map(warm_up.adam_steps, self._parts), default=0)
@@ -332,8 +414,9 @@ class OneBitAdam:
             momentum.reduce_gradients()
         if dist.get_rank() == 0:
             logger.warning(
-                "megatron-loco: Adam's variance is not the one that was frozen (lost, zeroed, or of fewer "
-                "steps): 1-bit Adam begins a new warm-up, with gradients exchanged in full until it is over"
+                "megatron-loco: Adam's variance is not the one that was frozen (lost, of fewer steps, or "
+                "zero in a tensor that gets gradients): 1-bit Adam begins a new warm-up, with gradients "
+                "exchanged in full until it is over"
             )
 
 

@@ -46,6 +46,75 @@ class ModelRanks:
         return found
 
 
+class Masses:
+    """The mass of each tensor's variance in the warm-up: 1 - b2^T after T steps since the variance began.
+
+    Adam's counter does not tell, since other code may zero a tensor's moments and keep the counter.
+
+    Args:
+        parts: this rank's optimizers, none of which chains others.
+    """
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._parts = parts
+        self._known: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        """For each optimizer the masses, fp64 [n], and which variances have been above zero, bool [n]."""
+        self._next: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def begin_step(self) -> None:
+        """Look at the variances before a step of Adam's; nothing waits for the device."""
+        self._next = []
+        for place, part in enumerate(self._parts):
+            norms = _norms(part)
+            if self._known is None:
+                above = norms > 0
+                mass = above * (1 - _beta2(part) ** adam_steps(part))
+            else:
+                mass, above = self._known[place]
+                mass = mass * ((norms > 0) | ~above)  # One that was zeroed begins anew.
+                above = above | (norms > 0)
+            self._next.append((mass, above))
+
+    def end_step(self) -> None:
+        """Count a step that was made."""
+        weights = (1 - _beta2(part) for part in self._parts)
+        self._known = [
+            ((1 - weight) * mass + weight, above)
+            for weight, (mass, above) in zip(weights, self._next, strict=True)
+        ]
+
+    def make_equal(self, steps: int) -> None:
+        """Scale the variances to the mass 1 - b2^steps, which Adam's counter of `steps` says."""
+        for part, (masses, _) in zip(self._parts, self._known or (), strict=True):
+            whole = 1 - _beta2(part) ** steps
+            for parameter, mass in zip(_parameters(part), masses.tolist(), strict=True):
+                if abs(mass - whole) > 1e-9 * whole and (state := part.optimizer.state.get(parameter)):
+                    state["exp_avg_sq"].mul_(whole / mass)
+
+
+def _beta2(part: Any) -> float:
+    groups = part.optimizer.param_groups
+    return float(groups[0]["betas"][1]) if groups else 0.0
+
+
+def _parameters(part: Any) -> list[torch.Tensor]:
+    return [p for group in part.optimizer.param_groups for p in group["params"] if p.numel()]
+
+
+def _norms(part: Any) -> torch.Tensor:
+    """Return the L1 norm of each parameter's variance, fp64 [n]; 0 where it has none yet."""
+    parameters, states = _parameters(part), part.optimizer.state
+    norms = torch.zeros(
+        len(parameters), dtype=torch.float64, device=parameters[0].device if parameters else "cpu"
+    )
+    held = [n for n, parameter in enumerate(parameters) if "exp_avg_sq" in states.get(parameter, {})]
+    if held:
+        variances = [states[parameters[n]]["exp_avg_sq"] for n in held]
+        found = torch.stack(torch._foreach_norm(variances, 1)).double()
+        norms[torch.tensor(held, device=norms.device)] = found
+    return norms
+
+
 def over(phase: Phase, steps: int, wanted: int | None, parts: Sequence[Any], model: ModelRanks) -> int | None:
     """Decide after a step whether the warm-up is over. All ranks of the model must call this.
 

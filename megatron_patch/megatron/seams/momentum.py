@@ -97,6 +97,10 @@ class MomentumBuffers:
             for parameter, (start, end) in bucket.param_to_index.items():
                 yield parameter, held[start:end].view(parameter.main_grad.shape)
 
+    def buffers(self) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Yield every bucket of Megatron with its momentum, if it is held."""
+        yield from zip(self._bucket_group.buckets, self.held or (), strict=False)
+
     def gather(self) -> None:
         """All-gather the shards of m if Adam's state is sharded."""
         ranks = self._sharded_over
