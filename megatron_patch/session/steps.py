@@ -426,12 +426,8 @@ class Ledger:
         compressed = self.active
         self.steps += 1
         self.onset.after_step(self.config, self.steps, rates, place)
-        if (
-            self.steps == LONG
-            and not self.onset.started
-            and self.announces
-            and not self.config.is_onebit_adam
-        ):
+        waits = self.config.compresses and not self.config.is_onebit_adam and not self.onset.started
+        if waits and self.steps == LONG and self.announces:
             logger.warning("megatron-loco: %s", self.onset.what_it_waits_for(self.steps))
         interval = self.config.reset_interval
         if interval and self.config.keeps_errors and compressed and self.steps % interval == 0:
