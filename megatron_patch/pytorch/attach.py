@@ -186,13 +186,16 @@ class _Steps:
     """Reports what torch's optimizers do to the sessions of the models that they update."""
 
     def torch_step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        updated = [made for made in _all() if _updated(optimizer, made.model)]
-        if updated and torch._C._current_graph_task_id() != -1:
-            raise UserError(
-                f"{type(optimizer).__name__} steps within the backward pass, once for each parameter, so "
-                "that compression cannot tell what a step is: step it after the backward pass"
-            )
-        for made in updated:
+        in_backward = torch._C._current_graph_task_id() != -1
+        for made in _all():
+            known = made.session.ledger.seen and not in_backward
+            if known or not _updated(optimizer, made.model):
+                continue
+            if in_backward:
+                raise UserError(
+                    f"{type(optimizer).__name__} steps within the backward pass, once for each parameter, so "
+                    "that compression cannot tell what a step is: step it after the backward pass"
+                )
             made.session.ledger.see()
 
     def torch_step_ended(self, optimizer: torch.optim.Optimizer) -> None:

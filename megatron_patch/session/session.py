@@ -156,7 +156,10 @@ class Session:
             self._traffic, self._inside_bytes = Traffic(), 0.0
         if scale is not None and scale is not self.scale:  # It is the same tensor for all parts of a pass.
             if self.scale is not None and not self.config.is_onebit_adam:
-                self._scale_errors(scale / self.scale)
+                factor = scale / self.scale
+                if self.ledger.hides_overflows:  # A scale that falls says that the last step was skipped.
+                    factor = factor * (factor >= 1)
+                self._scale_errors(factor)
             # This stream may still read the old one, whose memory is another stream's.
             self.scale, self._scale_before = scale, self.scale
         if agrees and self.ledger.agree() and self.ledger.announces:

@@ -164,9 +164,10 @@ class Ledger:
         self._cleared = self._partly = self._said = False
         self._dropped_first = 0
         """How many times in a row the first gradients after a step were dropped."""
-        self._seen = False
+        self.seen = False
+        """Whether a step of an optimizer was ever seen."""
         self._unseen_steps = 0
-        self._seen_onset = self.onset
+        self._onset_before = self.onset
         """The onset before the first unseen step."""
 
     # --- what others ask ---------------------------------------------------------------------------------
@@ -187,6 +188,12 @@ class Ledger:
     def leaves_unreduced(self) -> bool:
         """Whether 1-bit Adam has left gradients unreduced that no optimizer has used yet."""
         return self.sends_momentum and self.state is not State.IDLE
+
+    @property
+    def hides_overflows(self) -> bool:
+        """Whether an optimizer finds overflows by itself, on the device, and steps none the less."""
+        parts = (part() for optimizer in self._optimizers for part in optimizer.parts)
+        return any(getattr(part, "_step_supports_amp_scaling", False) for part in parts)
 
     @property
     def sets_aside(self) -> bool:
@@ -244,7 +251,7 @@ class Ledger:
             answer = self.clear()
             if answer is not Answer.NOTHING:
                 return answer
-        if not self._seen and (self._cleared or self._changed(self._parameters())):
+        if not self.seen and (self._cleared or self._changed(self._parameters())):
             return self.settle()
         self.events.repeated_exchanges += 1
         if self.events.repeated_exchanges == 1 and self.announces:
@@ -256,7 +263,7 @@ class Ledger:
 
     def settle(self) -> Answer:
         """Count the last pass as a step if no optimizer has ever been seen, as before a checkpoint."""
-        if self._seen or self.state is State.IDLE:
+        if self.seen or self.state is State.IDLE:
             return Answer.NOTHING
         if self.sends_momentum:
             raise RuntimeError(
@@ -264,7 +271,7 @@ class Ledger:
                 "has used them: step the optimizer that get_megatron_optimizer returns"
             )
         if not self._unseen_steps:
-            self._seen_onset = copy.deepcopy(self.onset)
+            self._onset_before = copy.deepcopy(self.onset)
         answer = self._end(True)
         self._unseen_steps += 1
         if self._unseen_steps == _UNSEEN and self.announces and self.config.compresses:
@@ -318,18 +325,19 @@ class Ledger:
         self, parameters: Iterable[torch.Tensor] | None = None, optimizer: object | None = None
     ) -> Answer:
         """Note that the loop clears the gradients of some parameters, of all if None; of an optimizer's."""
-        if optimizer is not None and parameters is not None and not self._seen:
+        if optimizer is not None and parameters is not None and not self.seen:
             parameters, known = list(parameters), set(map(id, self._parameters()))
             if updated := [parameter for parameter in parameters if id(parameter) in known]:
                 self.see()
                 self._optimizers[self._place_of([optimizer])].parameters = updated
-        if not self._seen:
+        if not self.seen:
             self._cleared |= self.state is not State.IDLE
             return Answer.NOTHING
         waiting = [optimizer for optimizer in self._optimizers if optimizer.waits and optimizer.alive]
         if not waiting:
             return Answer.NOTHING
-        cleared = None if parameters is None else set(map(id, parameters))
+        # One whose parameters were frozen in the last pass has no gradient to be cleared.
+        cleared = None if parameters is None else {id(p) for p in parameters if p.grad is not None}
         for optimizer in waiting:
             mine = optimizer.parameters or list(self._parameters())
             if cleared is None or not cleared.isdisjoint(map(id, mine)):
@@ -364,13 +372,13 @@ class Ledger:
 
     def see(self) -> None:
         """Note that this model has an optimizer whose steps are seen; undoes unseen steps."""
-        if self._seen:
+        if self.seen:
             return
-        self._seen = True
+        self.seen = True
         self.steps -= self._unseen_steps
         self.steps_seen -= self._unseen_steps
         if self._unseen_steps:
-            self.onset = self._seen_onset
+            self.onset = self._onset_before
 
     def agree(self) -> bool:
         """Agree with all ranks whether to compress; returns whether compression starts with this pass."""
@@ -378,7 +386,7 @@ class Ledger:
             return False
         before, onset = self.active, self.onset
         now = [optimizer.rates for optimizer in self._optimizers]
-        self._together.ask(onset.started, self._seen, onset.may_start(self.config, self.steps, now))
+        self._together.ask(onset.started, self.seen, onset.may_start(self.config, self.steps, now))
         # A resumed run goes on compressing, which is no start.
         return self.active and not before and (not onset.started or onset.since == self.steps)
 

@@ -326,6 +326,42 @@ def test_one_of_two_optimizers_skips_or_waits(pool, kind: str) -> None:
         assert all(any_errors[1:])
 
 
+def fused_overflow(kind: str) -> dict[int, bool]:
+    """A fused optimizer skips an overflow by itself: whether a pass finds errors of the one before."""
+    import torch
+
+    import megatron_patch
+
+    loop = Loop(kind)
+    found: dict[int, bool] = {}
+    loop.optimizers = [torch.optim.AdamW(loop.model.parameters(), lr=1e-3, fused=True)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
+    start = loop.session.start
+
+    def noting(*args: Any) -> Any:
+        found.setdefault(number, any(bool(error.any()) for error in loop.errors()))
+        return start(*args)
+
+    loop.session.start = noting
+    for number in range(5):
+        scaler.scale(loop.loss(number)).backward()
+        for parameter in loop.model.parameters() if number == 3 else ():
+            local = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+            local.view(-1)[:1] = torch.inf
+        scaler.step(loop.optimizers[0])
+        scaler.update()
+        loop.optimizers[0].zero_grad()
+    megatron_patch.disable()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_an_overflow_that_a_fused_optimizer_skips_is_forgotten(pool, kind: str) -> None:
+    for found in pool.run(fused_overflow, kind, world_size=2):
+        assert found[3]
+        assert not found[4]
+
+
 def several_passes(kind: str, how: str) -> tuple[tuple[int, int, int], int, list[float]]:
     """LBFGS and sharpness-aware steps evaluate the gradient several times in a step."""
     import torch

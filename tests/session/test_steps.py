@@ -43,6 +43,10 @@ class Model:
             mine[0].add_(1)
         return self.ledger.step([self.optimizers[number]], successful, 1.0, [1e-3], mine)
 
+    def clear_one(self, number: int) -> Answer:
+        self.parameters[number].grad = torch.ones(2)
+        return self.ledger.clear([self.parameters[number]])
+
     def clear(self, changed: bool = False) -> Answer:
         for parameter in self.parameters if changed else ():
             parameter.mul_(1)
@@ -140,7 +144,7 @@ def test_two_optimizers_make_one_step_in_any_order_and_at_unlike_intervals() -> 
         answers = [model.step(which) for which in turn]
         assert answers == [Answer.ENDED, Answer.JOINED][: len(turn)]
         for which in turn:
-            assert model.ledger.clear([model.parameters[which]]) is Answer.NOTHING
+            assert model.clear_one(which) is Answer.NOTHING
     assert model.ledger.steps == model.ledger.steps_seen == 12
     assert model.ledger.events.skipped_steps == 0
     assert len(model.ledger.onset.rates) == 2
@@ -154,16 +158,27 @@ def test_one_of_two_optimizers_drops_its_gradients() -> None:
     assert model.step(0) is Answer.ENDED
     assert model.ledger.clear() is Answer.FORGET  # The second one's; the step has ended.
     model.exchange()
-    assert model.ledger.clear([model.parameters[1]]) is Answer.FORGET  # Before the first one steps.
+    assert model.clear_one(1) is Answer.FORGET  # Before the first one steps.
     assert model.step(0) is Answer.ENDED
     model.exchange()
-    assert [model.ledger.clear([p]) for p in model.parameters] == [Answer.FORGET, Answer.SKIPPED]
+    assert [model.clear_one(which) for which in (0, 1)] == [Answer.FORGET, Answer.SKIPPED]
     model.exchange()
     assert [model.step(0, successful=False), model.step(1)] == [Answer.SKIPPED, Answer.JOINED]
     model.exchange()
     assert [model.step(0), model.step(1, successful=False)] == [Answer.ENDED, Answer.FORGET]
     assert model.ledger.events.skipped_steps == 5
     assert (model.ledger.steps, model.ledger.steps_seen) == (4, 6)
+
+
+def test_blocks_with_an_optimizer_each_that_are_trained_in_turns_drop_nothing() -> None:
+    model = Model()
+    for number in range(6):
+        trained = number % 2
+        model.exchange()
+        model.parameters[trained].grad, model.parameters[1 - trained].grad = torch.ones(2), None
+        model.step(trained)
+        assert model.ledger.clear(model.parameters) is Answer.NOTHING
+    assert model.ledger.events.skipped_steps == 0
 
 
 def test_an_optimizer_that_is_gone_waits_for_nothing_and_its_place_is_taken() -> None:
