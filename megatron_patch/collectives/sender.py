@@ -107,7 +107,10 @@ class MovingAverageError:
     def scale_by(self, factor: float | torch.Tensor) -> None:
         """Set e <- factor * e, as when fp16's loss scale, which e carries, changes by `factor`, fp32 []."""
         state = self._state["scales" if "scales" in self._state else "values"]
-        state.copy_(state.float() * factor)  # A tensor of no axes would be rounded to bf16 before.
+        if isinstance(factor, float) or state.dtype == torch.float32:
+            state.mul_(factor)
+        else:  # In a product with bf16 a tensor of no axes would be rounded to bf16 before.
+            state.copy_(state.float() * factor)
 
     @property
     def nbytes(self) -> int:

@@ -65,7 +65,8 @@ class Attachment:
         everyone = chunk.intra_dp_cp_group if config.outer_steps else chunk.dp_cp_group
         ranks = [everyone, *([chunk.tp_group] if chunk.expert_parallel_bucket_groups else [])]
         config = config.for_optimizer(arguments.megatron_flag("optimizer"))
-        self.state = Session(config, device, ranks, chunk.module.parameters)
+        parameters = list(chunk.module.parameters())
+        self.state = Session(config, device, ranks, lambda: parameters)
         if config.is_onebit_adam:
             norm_sketch.try_kernel(device)
         self.outer = OuterSteps(chunk, self.state) if config.outer_steps else None

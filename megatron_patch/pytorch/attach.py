@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -144,12 +144,6 @@ def lines(made: Attachment) -> Iterator[str]:
         yield naive_line(made.elements())
 
 
-def _updated(optimizer: Any, model: nn.Module) -> list[torch.Tensor]:
-    """Return the parameters of a model that an optimizer updates."""
-    mine = {id(parameter) for parameter in model.parameters()}
-    return [parameter for parameter in torch_steps.parameters_of(optimizer) if id(parameter) in mine]
-
-
 def sessions(models: Sequence[nn.Module] | None) -> list[Session]:
     """Return the sessions of attached models among `models`; None: of all attached models."""
     found = _all() if models is None else map(attachment_of, models)
@@ -189,7 +183,7 @@ class _Steps:
         in_backward = torch._C._current_graph_task_id() != -1
         for made in _all():
             known = made.session.ledger.seen and not in_backward
-            if known or not _updated(optimizer, made.model):
+            if known or not made.session.ledger.own(torch_steps.parameters_of(optimizer)):
                 continue
             if in_backward:
                 raise UserError(
@@ -200,7 +194,7 @@ class _Steps:
 
     def torch_step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         for made in _all():
-            if parameters := _updated(optimizer, made.model):
+            if parameters := made.session.ledger.own(torch_steps.parameters_of(optimizer)):
                 rates = torch_steps.learning_rates(optimizer)
                 made.session.optimizer_stepped([optimizer], rates=rates, parameters=parameters)
 

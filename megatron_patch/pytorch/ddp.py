@@ -73,12 +73,13 @@ class Ddp:
         self.asked = self.config = config
         self.model: nn.Module = model
         self._group: dist.ProcessGroup = model.process_group
+        parameters = list(model.parameters())
         self.session = Session(
             config,
-            next(model.parameters()).device,
+            parameters[0].device,
             [self._group],
-            model.parameters,
-            lambda: any(parameter.grad is not None for parameter in model.parameters()),
+            lambda: parameters,
+            lambda: any(parameter.grad is not None for parameter in parameters),
         )
         if model not in _hooks:
             if model._comm_hooks:

@@ -205,7 +205,9 @@ class StartTogether:
             return
         answers: list[int] = [wants or not seen, not seen, wants, not may_start]
         if self._ranks:
-            smallest = torch.tensor(answers, dtype=torch.int32, device=self._device)
+            on_gpu = self._device.type == "cuda"  # Only pinned memory is copied without waiting.
+            smallest = torch.tensor(answers, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+            smallest = smallest.to(self._device, non_blocking=True)
             for group in self._ranks:
                 dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
             before, self._last = self._last, _Answers(smallest)

@@ -103,6 +103,30 @@ class _Optimizer:
         self.parts = parts
         self.parameters: Sequence[torch.Tensor] = ()
         self.waits = waits
+        self.dropped = 0
+        """How many times in a row it has dropped its gradients in another optimizer's step."""
+        self._used: dict[int, tuple[ref[torch.Tensor], int]] = {}
+        """The gradients, with their versions, that its last step has left, by their parameters' ids."""
+
+    def step(self, parameters: Sequence[torch.Tensor], beside_others: bool) -> None:
+        self.parameters, self.waits, self.dropped = parameters, False, 0
+        self._used = {
+            id(p): (ref(p.grad), p.grad._version)
+            for p in (parameters if beside_others else ())
+            if p.grad is not None
+        }
+
+    def drops(self, cleared: set[int]) -> bool:
+        """Whether clearing the gradients of `cleared` clears what this optimizer has not used, all of it."""
+        left = [p for p in self.parameters if p.grad is not None and not self._has_used(p)]
+        return bool(left) and all(id(p) in cleared for p in left)
+
+    def _has_used(self, parameter: torch.Tensor) -> bool:
+        gradient = parameter.grad
+        known, version = self._used.get(id(parameter), (None, 0))
+        if gradient is None or known is None:
+            return False
+        return known() is gradient and gradient._version == version
 
     @property
     def alive(self) -> bool:
@@ -157,13 +181,15 @@ class Ledger:
         """The change of the loss scale while a step was prepared."""
         self._pass: set[object] = set()
         """The parts of the model that this pass has exchanged."""
+        self._asked: set[object] = set()
+        """The parts that were exchanged since ranks agreed last, the same on all ranks."""
         self._passes = 0
         """Passes since the last step."""
         self._versions: dict[int, int] = {}
         """The versions of parameters when the last pass began, by their ids."""
-        self._cleared = self._partly = self._said = False
+        self._cleared = self._partly = self._said = self._first_dropped = False
         self._dropped_first = 0
-        """How many times in a row the first gradients after a step were dropped."""
+        """How many steps in a row dropped their first gradients; `_first_dropped`: whether this one has."""
         self.seen = False
         """Whether a step of an optimizer was ever seen."""
         self._unseen_steps = 0
@@ -223,15 +249,15 @@ class Ledger:
             What it means, and whether ranks must agree now (`agree`): once a pass, at the same part on all
             ranks, whichever steps they see.
         """
-        agrees = not self._pass or part in self._pass
-        if agrees:
-            self._pass.clear()
-        self._pass.add(part)
-        if not agrees and self.state is not State.IDLE:
-            return Answer.NOTHING, False
+        agrees = not self._asked or part in self._asked
+        self._asked = {part} if agrees else self._asked | {part}
+        if part not in self._pass and self.state is not State.IDLE:
+            self._pass.add(part)
+            return Answer.NOTHING, agrees
+        self._pass = {part}
         answer = self._last_gradients(rerun)
         self.state = State.EXCHANGED
-        self._cleared = self._partly = False
+        self._cleared = False
         self._passes += 1
         self._versions = {id(parameter): parameter._version for parameter in self._parameters()}
         for optimizer in self._optimizers:
@@ -310,7 +336,10 @@ class Ledger:
         """
         self.see()
         place = self._place_of(optimizers)
-        self._optimizers[place].parameters, self._optimizers[place].waits = parameters, False
+        alone = len(self._optimizers) == 1 and len(parameters) == len(self._versions)
+        self._optimizers[place].step(parameters, beside_others=not alone)
+        if successful:  # Fused optimizers do not change versions.
+            self._versions |= dict.fromkeys(map(id, parameters) if parameters else self._versions, -1)
         if not self.joins(optimizers):
             self._stepped = WeakSet(optimizers)
             return self._end(successful, factor, rates, place)
@@ -325,28 +354,25 @@ class Ledger:
         self, parameters: Iterable[torch.Tensor] | None = None, optimizer: object | None = None
     ) -> Answer:
         """Note that the loop clears the gradients of some parameters, of all if None; of an optimizer's."""
-        if optimizer is not None and parameters is not None and not self.seen:
-            parameters, known = list(parameters), set(map(id, self._parameters()))
-            if updated := [parameter for parameter in parameters if id(parameter) in known]:
-                self.see()
-                self._optimizers[self._place_of([optimizer])].parameters = updated
         if not self.seen:
-            self._cleared |= self.state is not State.IDLE
-            return Answer.NOTHING
-        waiting = [optimizer for optimizer in self._optimizers if optimizer.waits and optimizer.alive]
+            mine = None if parameters is None else self.own(parameters)
+            self._cleared |= self.state is not State.IDLE and mine != []
+            if optimizer is None or not mine:
+                return Answer.NOTHING
+            self.see()
+            self._optimizers[self._place_of([optimizer])].parameters = mine
+        waiting = [known for known in self._optimizers if known.waits and known.alive]
         if not waiting:
             return Answer.NOTHING
-        # One whose parameters were frozen in the last pass has no gradient to be cleared.
-        cleared = None if parameters is None else {id(p) for p in parameters if p.grad is not None}
-        for optimizer in waiting:
-            mine = optimizer.parameters or list(self._parameters())
-            if cleared is None or not cleared.isdisjoint(map(id, mine)):
-                optimizer.waits = self._changed(mine)
-        left = sum(optimizer.waits for optimizer in waiting)
+        cleared = None if parameters is None else set(map(id, parameters))
+        for known in waiting:
+            if cleared is None or known.drops(cleared):
+                known.waits = self._changed(known.parameters or self._parameters())
+        left = sum(known.waits for known in waiting)
         if left == len(waiting):
             return Answer.NOTHING
         if self.sets_aside and not left and self.state is not State.IDLE:
-            self.state = State.IDLE
+            self.state, self._first_dropped = State.IDLE, True
             return Answer.NOTHING
         if self.announces and not self._said:
             self._said = True
@@ -355,16 +381,30 @@ class Ledger:
                 "that is left out, another model's pass): errors start from zero; report() counts such steps"
             )
         if self.state is State.IDLE:  # Another optimizer's step has ended the step.
-            self.events.skipped_steps += 1
-            return Answer.FORGET
+            return self._dropped_beside([known for known in waiting if not known.waits])
         if left:
             self._partly = True
             return Answer.FORGET
-        self._dropped_first += self._passes == 1
+        if self._passes == 1:
+            self._first_dropped, self._dropped_first = True, self._dropped_first + 1
         passes = self._passes
         answer = self._end(False)
         self._passes = passes
         return answer
+
+    def _dropped_beside(self, optimizers: Sequence[_Optimizer]) -> Answer:
+        """Return what it means that some optimizers drop gradients in another one's step."""
+        for optimizer in optimizers:
+            optimizer.dropped += 1
+        if all(optimizer.dropped > 2 for optimizer in optimizers):  # They step no more.
+            return Answer.NOTHING
+        self.events.skipped_steps += 1
+        return Answer.FORGET
+
+    def own(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return those of `parameters` that are this model's."""
+        known = self._versions or {id(parameter): 0 for parameter in self._parameters()}
+        return [parameter for parameter in parameters if id(parameter) in known]
 
     def skip(self) -> Answer:
         """Note that the loop makes no step with the last gradients."""
@@ -421,12 +461,14 @@ class Ledger:
     ) -> Answer:
         self.factor, self._prepared = factor * self._prepared, 1.0
         self.state = State.IDLE
-        if successful and self._passes == 1:
-            self._dropped_first = 0
+        if successful:
+            self._dropped_first *= self._first_dropped
+            self._first_dropped = False
         self._passes = 0
         self.steps_seen += 1
         if not successful or self._partly:
             self.events.skipped_steps += 1
+        self._partly = False
         if not successful:
             for optimizer in self._optimizers:
                 optimizer.waits = False

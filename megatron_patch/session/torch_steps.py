@@ -114,7 +114,7 @@ def _begins(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _ended(optimizer: Optimizer, *_: Any) -> None:
-    _Scales.last = None
+    _Scales.now = _Scales.last = None  # It is still set after a backward pass that has failed.
     for listener in _listeners:
         listener.torch_step_ended(optimizer)
 
@@ -134,9 +134,10 @@ def _telling(event: str) -> Any:
 def _noting_scale(original: Callable[..., Any]) -> Callable[..., Any]:
     def scale(self: Any, outputs: Any) -> Any:
         scaled = original(self, outputs)
-        if not self.is_enabled():
+        found = self._get_scale_async() if self.is_enabled() else None
+        if found is None:  # It has scaled nothing yet.
             return scaled
-        found = self._get_scale_async().clone()  # `update` changes it in place.
+        found = found.clone()  # `update` changes it in place.
 
         def begins(_: torch.Tensor) -> None:
             """Note the scale when the loss's backward pass begins, and forget it when it is over."""

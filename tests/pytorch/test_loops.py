@@ -362,6 +362,45 @@ def test_an_overflow_that_a_fused_optimizer_skips_is_forgotten(pool, kind: str) 
         assert not found[4]
 
 
+def actor_and_critic(fused: bool) -> tuple[tuple[int, int, int], bool]:
+    """One DDP whose halves are trained by losses and optimizers of their own, in turns."""
+    import torch
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    import megatron_patch
+    from megatron_patch.pytorch import attach
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.halves = nn.ModuleList([nn.Linear(64, 32), nn.Linear(64, 32)])
+
+        def forward(self, which: int, x: Any) -> Any:
+            return self.halves[which](x)
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Both(), find_unused_parameters=True)
+    megatron_patch.attach(model, megatron_patch.CompressionConfig(**LOCO))
+    attachment, kept = attach.attachment_of(model), True
+    each = [torch.optim.AdamW(half.parameters(), lr=1e-3, fused=fused) for half in model.module.halves]
+    for number in range(8):
+        before = [sender.error.flat().clone() for sender, _ in attachment.senders()]
+        each[number % 2].zero_grad()
+        kept &= all(map(torch.equal, before, [s.error.flat() for s, _ in attachment.senders()]))
+        model(number % 2, torch.randn(4, 64)).square().mean().backward()
+        each[number % 2].step()
+    ledger = attachment.session.ledger
+    found = (ledger.steps, ledger.steps_seen, ledger.events.skipped_steps), kept and before[0].any().item()
+    megatron_patch.disable()
+    return found
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_actor_and_its_critic_keep_their_errors(pool, fused: bool) -> None:
+    assert pool.run(actor_and_critic, fused, world_size=2) == [((8, 8, 0), True)] * 2
+
+
 def several_passes(kind: str, how: str) -> tuple[tuple[int, int, int], int, list[float]]:
     """LBFGS and sharpness-aware steps evaluate the gradient several times in a step."""
     import torch

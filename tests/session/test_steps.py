@@ -181,6 +181,93 @@ def test_blocks_with_an_optimizer_each_that_are_trained_in_turns_drop_nothing() 
     assert model.ledger.events.skipped_steps == 0
 
 
+def test_gradients_that_a_step_has_used_may_be_cleared_at_any_time() -> None:
+    """An actor and its critic in one model, each of which clears its gradients before its own pass."""
+    model = Model()
+    for number in range(6):
+        mine = model.parameters[number % 2]
+        assert model.ledger.clear([mine]) is Answer.NOTHING
+        mine.grad = None
+        model.exchange()
+        mine.grad = torch.ones(2)
+        assert model.step(number % 2) is Answer.ENDED
+    assert model.ledger.events.skipped_steps == 0
+
+
+def test_clearing_some_of_an_optimizer_s_gradients_drops_no_step() -> None:
+    model = Model()
+    for number in range(3):
+        model.exchange()
+        for parameter in model.parameters:
+            parameter.grad = torch.ones(2)
+        if number:
+            assert model.ledger.clear(model.parameters[:1]) is Answer.NOTHING
+            model.parameters[0].grad = None
+        assert model.ledger.step([model.optimizers[0]], True, 1.0, [1e-3], model.parameters) is Answer.ENDED
+    assert model.ledger.events.skipped_steps == 0
+
+
+def test_an_optimizer_that_steps_no_more_is_forgotten_after_two_steps() -> None:
+    """A first phase's optimizer is still there, and so are gradients of its parameters."""
+    model, answers = Model(), []
+    model.exchange()
+    model.step(0)
+    for _ in range(5):
+        model.exchange()
+        for parameter in model.parameters:
+            parameter.grad = torch.ones(2)
+        model.step(1)
+        answers.append(model.ledger.clear(model.parameters))
+    assert answers == [Answer.FORGET] * 2 + [Answer.NOTHING] * 3
+    model.exchange()
+    assert model.step(0) is Answer.ENDED
+
+
+def test_steps_of_fused_optimizers_are_changes() -> None:
+    """They do not change versions; another optimizer of the same parameters has nothing to drop."""
+    model = Model()
+    mine = model.parameters
+    for number in range(6):
+        model.exchange()
+        for parameter in mine:
+            parameter.grad = torch.ones(2)
+        which = int(number > 2)  # A second one takes over.
+        assert model.ledger.step([model.optimizers[which]], True, 1.0, [1e-3], mine) is Answer.ENDED
+        assert model.ledger.clear(mine) is Answer.NOTHING
+
+
+def test_drops_of_first_gradients_that_are_far_apart_set_nothing_aside() -> None:
+    """A loop that accumulates two passes, and twice drops what the first of them left."""
+    model = Model()
+    for number in range(12):
+        model.exchange()
+        assert not model.ledger.sets_aside
+        if number in (3, 9):
+            assert model.clear() is Answer.SKIPPED
+            model.exchange()
+        model.exchange()
+        assert model.step() is Answer.ENDED
+
+
+def test_a_pass_may_begin_with_another_part() -> None:
+    """Two heads in turns, before a trunk."""
+    model = Model()
+    for number in range(6):
+        for part in (number % 2, "trunk"):
+            assert model.ledger.exchange(part)[0] is Answer.NOTHING
+        model.step()
+    assert model.ledger.events.repeated_exchanges == 0
+
+
+def test_another_model_that_clears_its_gradients_ends_no_step() -> None:
+    model = Model()
+    for _ in range(4):
+        model.exchange()
+        assert model.ledger.clear([torch.zeros(2)]) is Answer.NOTHING
+    assert model.ledger.steps == 0
+    assert model.ledger.events.repeated_exchanges == 3
+
+
 def test_an_optimizer_that_is_gone_waits_for_nothing_and_its_place_is_taken() -> None:
     model = Model()
     for _ in range(5):

@@ -103,16 +103,13 @@ def _parameters(part: Any) -> list[torch.Tensor]:
 
 def _norms(part: Any) -> torch.Tensor:
     """Return the L1 norm of each parameter's variance, fp64 [n]; 0 where it has none yet."""
-    parameters, states = _parameters(part), part.optimizer.state
-    norms = torch.zeros(
-        len(parameters), dtype=torch.float64, device=parameters[0].device if parameters else "cpu"
-    )
-    held = [n for n, parameter in enumerate(parameters) if "exp_avg_sq" in states.get(parameter, {})]
-    if held:
-        variances = [states[parameters[n]]["exp_avg_sq"] for n in held]
-        found = torch.stack(torch._foreach_norm(variances, 1)).double()
-        norms[torch.tensor(held, device=norms.device)] = found
-    return norms
+    states = (part.optimizer.state.get(parameter, {}) for parameter in _parameters(part))
+    variances = [state.get("exp_avg_sq") for state in states]
+    held = [variance for variance in variances if variance is not None]
+    norms = iter(torch._foreach_norm(held, 1)) if held else iter(())
+    none = torch.zeros((), device=held[0].device if held else "cpu")
+    found = [none if variance is None else next(norms) for variance in variances]
+    return torch.stack(found).double() if found else torch.zeros(0, dtype=torch.float64)
 
 
 def over(phase: Phase, steps: int, wanted: int | None, parts: Sequence[Any], model: ModelRanks) -> int | None:
