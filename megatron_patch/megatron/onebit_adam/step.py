@@ -87,6 +87,9 @@ class OneBitAdam:
         self._ready: Prepared | None = None
         self._masses: warm_up.Masses | None = None
         """The masses of the variances, in the warm-up."""
+        self._tensors: dict[dist.ProcessGroup, tuple[int, torch.Tensor, torch.Tensor]] = {}
+        """For each group of ranks, how many tensors it exchanges, and the places of this rank's parts of them
+        among all of its parts, with the numbers of their tensors."""
         devices = [bucket.grad_data.device for _, seam in self._seams for bucket in seam.group.buckets]
         self._device = next(iter(devices), torch.device("cpu"))  # A fully frozen chunk has no buckets.
         self._held = torch.zeros(2, dtype=torch.int64)
@@ -162,7 +165,9 @@ class OneBitAdam:
             kept = magnitudes([state["exp_avg"] for state in known])
             unlike = ((held - kept).abs() > _UNLIKE * held).any().double()
             variances = magnitudes([state["exp_avg_sq"] for state in known])
-        starved = self._starved([parameter.grad for parameter, _ in mine], held, variances)
+        if new:
+            self._number_tensors()
+        starved = self._starved(held, variances)
         norm, ranks_unlike, ranks_lost, total_variance = self._model.reduce(
             [self._squared_norm(), unlike, starved + lost, variances.sum()], dist.ReduceOp.SUM
         )
@@ -176,43 +181,44 @@ class OneBitAdam:
                 part.grad_scaler.update(found.overflows)
         return found
 
-    def _starved(
-        self, parts: Sequence[torch.Tensor], momenta: torch.Tensor, variances: torch.Tensor
-    ) -> torch.Tensor:
+    def _starved(self, momenta: torch.Tensor, variances: torch.Tensor) -> torch.Tensor:
         """Return the number of tensors that have momentum but no variance, fp64 []. All ranks must call this.
 
         Args:
-            parts: this rank's parts of m, views of the buffers.
-            momenta, variances: the L1 norms of these parts and of their variances, fp64 [n] or [0].
+            momenta, variances: the L1 norms of this rank's parts of m and of v, fp64 [n], or [0] if they are
+                lost.
         """
-        # A tensor's first element in the buffers, by the buffer; tensors are numbered in their order.
-        starts: dict[int, list[int]] = {}
-        first: dict[int, tuple[dist.ProcessGroup, int]] = {}
-        counts: dict[dist.ProcessGroup, int] = {}
-        for momentum in self._momentum:
-            for bucket, buffer in momentum.buffers():
-                pointer, count = buffer.untyped_storage().data_ptr(), counts.get(momentum.group, 0)
-                starts[pointer] = sorted(start for start, _ in bucket.param_to_index.values())
-                first[pointer] = momentum.group, count
-                counts[momentum.group] = count + len(starts[pointer])
-        sums = {
-            group: torch.zeros(2, count, dtype=torch.float64, device=self._device)
-            for group, count in counts.items()
-        }
-        numbers: dict[dist.ProcessGroup, tuple[list[int], list[int]]] = {group: ([], []) for group in counts}
-        for place, part in enumerate(parts if len(momenta) else ()):
-            pointer = part.untyped_storage().data_ptr()
-            group, count = first[pointer]
-            numbers[group][0].append(place)
-            numbers[group][1].append(count + bisect.bisect(starts[pointer], part.storage_offset()) - 1)
         starved = torch.zeros((), dtype=torch.float64, device=self._device)
-        for group, total in sums.items():
-            places, tensors = (torch.tensor(found, device=self._device) for found in numbers[group])
-            if len(places):
-                total.index_add_(1, tensors, torch.stack([momenta[places], variances[places]]))
+        for group, (count, places, numbers) in self._tensors.items():
+            total = torch.zeros(2, count, dtype=torch.float64, device=self._device)
+            if len(momenta) and len(places):
+                total.index_add_(1, numbers, torch.stack([momenta[places], variances[places]]))
             dist.all_reduce(total, group=group)
             starved += ((total[0] > 0) & (total[1] == 0)).sum()
         return starved
+
+    def _number_tensors(self) -> None:
+        """Number the tensors of each group of ranks, in their order in the momentum buffers.
+
+        Call it within `_momentum_as_gradients`, where gradients are views of the buffers.
+        """
+        starts: dict[int, tuple[dist.ProcessGroup, int, list[int]]] = {}
+        counts: dict[dist.ProcessGroup, int] = {}
+        for momentum in self._momentum:
+            for bucket, buffer in momentum.buffers():
+                found = sorted(start for start, _ in bucket.param_to_index.values())
+                count = counts.get(momentum.group, 0)
+                starts[buffer.untyped_storage().data_ptr()] = momentum.group, count, found
+                counts[momentum.group] = count + len(found)
+        numbers: dict[dist.ProcessGroup, list[tuple[int, int]]] = {group: [] for group in counts}
+        parts = (parameter.grad for part in self._parts for parameter, _ in own(part))
+        for place, part in enumerate(parts):
+            group, count, found = starts[part.untyped_storage().data_ptr()]
+            numbers[group].append((place, count + bisect.bisect(found, part.storage_offset()) - 1))
+        self._tensors = {}
+        for group, pairs in numbers.items():
+            places, tensors = torch.tensor(pairs, dtype=torch.int64, device=self._device).view(-1, 2).T
+            self._tensors[group] = counts[group], places, tensors
 
     def _compressed_step(self, found: Found, clip: float) -> bool:
         if found.restored:  # Errors belong to the momentum that was there.
