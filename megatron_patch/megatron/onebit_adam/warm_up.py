@@ -68,7 +68,7 @@ class Masses:
             norms = _norms(part)
             if self._known is None:
                 above = norms > 0
-                mass = above * (1 - _beta2(part) ** adam_steps(part))
+                mass = above.double() * (1 - _beta2(part) ** adam_steps(part))
             else:
                 mass, above = self._known[place]
                 mass = mass * ((norms > 0) | ~above)  # One that was zeroed begins anew.

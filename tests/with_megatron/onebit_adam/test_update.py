@@ -83,3 +83,28 @@ def waits_of(count: int) -> tuple[int, list[float]]:
 
 def test_the_warm_up_waits_as_often_for_many_parameters() -> None:
     assert waits_of(0)[0] == waits_of(2)[0] == waits_of(50)[0] <= 2
+
+
+@pytest.mark.parametrize("zeroed_at", [None, 0, 25])
+def test_a_variance_that_was_zeroed_is_scaled_to_what_the_counter_says(zeroed_at: int | None) -> None:
+    """Two tensors of one optimizer, of which one may lose its moments; the other's bits do not change."""
+    one, other = (torch.zeros(7, requires_grad=True) for _ in range(2))
+    optimizer = torch.optim.Adam([one, other, torch.zeros(0, requires_grad=True)], betas=(0.9, 0.999))
+    masses = warm_up.Masses([SimpleNamespace(optimizer=optimizer)])
+    with Waits() as mode:
+        for step in range(40):
+            one.grad, other.grad = torch.full((7,), 2.0), torch.full((7,), 3.0)
+            if step == zeroed_at:
+                for name in ("exp_avg", "exp_avg_sq"):
+                    optimizer.state.get(other, {}).get(name, torch.zeros(0)).zero_()
+            waited = mode.count
+            masses.begin_step()
+            assert mode.count == waited or step == 0, "the counter is read once"
+            optimizer.step()
+            masses.end_step()
+    before = optimizer.state[one]["exp_avg_sq"].clone(), optimizer.state[other]["exp_avg_sq"].clone()
+    masses.make_equal(40)
+    after = optimizer.state[one]["exp_avg_sq"], optimizer.state[other]["exp_avg_sq"]
+    assert torch.equal(before[0], after[0])
+    assert torch.equal(before[1], after[1]) == (zeroed_at != 25)
+    assert after[1].tolist() == pytest.approx([9 * (1 - 0.999**40)] * 7, rel=1e-5)
