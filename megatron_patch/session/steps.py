@@ -438,6 +438,7 @@ class Ledger:
         self.phase = Phase()
         self.state = State.IDLE
         self._prepared = 1.0
+        self._partly = self._first_dropped = False
         self._passes = self._dropped_first = self._unseen_steps = 0
         for optimizer in self._optimizers:
             optimizer.waits = False

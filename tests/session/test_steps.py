@@ -64,37 +64,28 @@ EVENTS: dict[str, Callable[[Model], Answer]] = {
     "skip": lambda model: model.ledger.skip(),
 }
 N, END, SKIP = Answer.NOTHING, Answer.ENDED, Answer.SKIPPED
+UNUSED = {
+    "exchange": (Answer.REPEATED, State.EXCHANGED),
+    "rerun": (Answer.REPLAYED, State.EXCHANGED),
+    "prepare": (N, State.PREPARED),
+    "step": (END, State.IDLE),
+    "skipped": (SKIP, State.IDLE),
+    "clear": (SKIP, State.IDLE),
+    "changed, clear": (N, State.EXCHANGED),
+    "skip": (SKIP, State.IDLE),
+}
 TABLE = {
     State.IDLE: {
         "exchange": (N, State.EXCHANGED),
         "rerun": (N, State.EXCHANGED),
-        "prepare": (N, State.IDLE),
         "step": (END, State.IDLE),
         "skipped": (SKIP, State.IDLE),
-        "clear": (N, State.IDLE),
-        "changed, clear": (N, State.IDLE),
-        "skip": (N, State.IDLE),
+        **dict.fromkeys(("prepare", "clear", "changed, clear", "skip"), (N, State.IDLE)),
     },
-    State.EXCHANGED: {
-        "exchange": (Answer.REPEATED, State.EXCHANGED),
-        "rerun": (Answer.REPLAYED, State.EXCHANGED),
-        "prepare": (N, State.PREPARED),
-        "step": (END, State.IDLE),
-        "skipped": (SKIP, State.IDLE),
-        "clear": (SKIP, State.IDLE),
-        "changed, clear": (N, State.EXCHANGED),
-        "skip": (SKIP, State.IDLE),
-    },
-    State.PREPARED: {
-        "exchange": (SKIP, State.EXCHANGED),
-        "rerun": (SKIP, State.EXCHANGED),
-        "prepare": (N, State.PREPARED),
-        "step": (END, State.IDLE),
-        "skipped": (SKIP, State.IDLE),
-        "clear": (SKIP, State.IDLE),
-        "changed, clear": (N, State.PREPARED),
-        "skip": (SKIP, State.IDLE),
-    },
+    State.EXCHANGED: UNUSED,
+    State.PREPARED: UNUSED
+    | dict.fromkeys(("exchange", "rerun"), (SKIP, State.EXCHANGED))
+    | {"changed, clear": (N, State.PREPARED)},
 }
 
 

@@ -362,8 +362,9 @@ class OneBitAdam:
             momentum.gather()
 
     def _begin_warm_up_step(self) -> None:
-        self._masses = self._masses or warm_up.Masses(self._parts)
-        self._masses.begin_step()
+        if not self._model.alone:  # Then the warm-up never ends.
+            self._masses = self._masses or warm_up.Masses(self._parts)
+            self._masses.begin_step()
 
     def _end_warm_up_step(self, successful: bool) -> None:
         first = self._states[0]
