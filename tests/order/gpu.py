@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from order.machine import Machine, Queue
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import KernelInterface
 
@@ -175,6 +176,9 @@ class GPU:
         self.machine = Machine()
         self.at_home = 0
         """Above 0: all tensors are made on the GPU, as by a builder of models."""
+        self.pinned = WeakTensorKeyDictionary()
+        """By tensor in pinned memory of the host, which is copied without waiting: the event after the last
+        copy into it."""
         self.current: Stream = None  # type: ignore[assignment]
 
     def synchronize(self) -> None:
@@ -193,6 +197,16 @@ class GPU:
             yield
         finally:
             self.at_home -= 1
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A new tensor of the host is in pinned memory."""
+        self.pinned[tensor] = self.machine.record(self.current.queue)
+        return tensor
+
+    def read_on_host(self, tensor: torch.Tensor) -> None:
+        """The host reads a tensor of its own."""
+        if tensor in self.pinned and not self.machine.over(self.pinned[tensor]):
+            self.machine.found.append("the host reads what a copy on the GPU may not have written yet")
 
     def made(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         """A new tensor is on the GPU, and its numbers are there."""
@@ -228,7 +242,10 @@ class _Dispatch(TorchDispatchMode):
         here = bool(changed) and not machine.holds(changed[0])
         if there and here and func._schema.name == "aten::copy_":  # to the host
             machine.launch(gpu.current.queue, name, reads=inputs)
-            gpu.synchronize_current()
+            if changed[0] in gpu.pinned and _waits_not(args, kwargs):
+                gpu.pinned[changed[0]] = machine.record(gpu.current.queue)
+            else:
+                gpu.synchronize_current()
             return result
         for tensor in outputs:
             if not here:
@@ -240,6 +257,11 @@ class _Dispatch(TorchDispatchMode):
         if func._schema.name in _SYNCHRONIZING or (name == "copy_" and from_host):
             gpu.synchronize_current()
         return result
+
+
+def _waits_not(args: Any, kwargs: Any) -> bool:
+    """Whether a copy_ is non_blocking."""
+    return bool(kwargs.get("non_blocking", len(args) > 2 and args[2]))
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
@@ -273,7 +295,10 @@ def _is_cuda(device: Any) -> bool:
 
 def _factory(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(original)
-    def factory(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    def factory(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        if pin_memory:
+            with _disable_current_modes():
+                return active().pin(original(*args, **kwargs))
         if not _is_cuda(device):
             return original(*args, **kwargs)
         with _disable_current_modes():
@@ -287,22 +312,24 @@ def _to(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         devices = [one for one in args if isinstance(one, (torch.device, str))]
         device = kwargs.pop("device", devices[0] if devices else None)
+        waits_not = kwargs.pop("non_blocking", False) and self in active().pinned
         args = tuple(one for one in args if isinstance(one, (torch.dtype, torch.Tensor)))
         here = self
         if device is not None and _is_cuda(device) != active().machine.holds(self):
-            here = _uploaded(self) if _is_cuda(device) else _downloaded(self)
+            here = _uploaded(self, not waits_not) if _is_cuda(device) else _downloaded(self)
         return original(here, *args, **kwargs) if args or kwargs else here
 
     return to
 
 
-def _uploaded(tensor: torch.Tensor) -> torch.Tensor:
+def _uploaded(tensor: torch.Tensor, waits: bool = True) -> torch.Tensor:
     """A copy on the GPU. torch waits for copies of pageable memory."""
     with _disable_current_modes():
         copy = tensor.detach().clone()
     active().made(copy, "copy from the host")
     active().machine.launch(active().current.queue, "copy from the host", writes=[copy])
-    active().synchronize_current()
+    if waits:
+        active().synchronize_current()
     return copy
 
 
@@ -322,7 +349,11 @@ def _cpu(self: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 
 
 def _tolist(original: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self: original(_cpu(self))
+    def tolist(self: torch.Tensor) -> Any:
+        active().read_on_host(self)
+        return original(_cpu(self))
+
+    return tolist
 
 
 def _new_tensor(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

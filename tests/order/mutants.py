@@ -38,8 +38,15 @@ class Mutant:
 
 
 RACE, FREED, NOT_WAITED = "not ordered after", "freed on", "nothing has waited for"
+UNREAD = "the host reads what a copy"
 
 MUTANTS = {
+    "ranks' answers are read while they are copied": Mutant(
+        "megatron_patch.session.onset:_Answers.read",
+        (("self._copied.synchronize()", "pass"),),
+        "flat",
+        UNREAD,
+    ),
     "compression does not wait for the backward pass": Mutant(
         f"{_MEGATRON}.seams.gradients:BucketGroupSeam._stream",
         (("        stream.wait_stream(torch.cuda.current_stream())\n", ""),),
