@@ -13,6 +13,7 @@ start together (`StartTogether`). A skipped step does not count, since the sched
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,9 +89,9 @@ class Onset:
             return True
         if isinstance(config.start_step, int):
             return steps + 1 >= config.start_step
-        pairs = zip(self.rates, now, strict=False)
-        rises = any(_rises(*pair) for before, mine in pairs for pair in zip(before, mine, strict=False))
-        return not rises and self.still + 1 >= self._enough
+        later = copy.deepcopy(self)
+        still = [later._stands_still(rates, optimizer) for optimizer, rates in enumerate(now or [[1.0]])]
+        return all(still) and later.still + 1 >= later._enough
 
     @property
     def _enough(self) -> int:

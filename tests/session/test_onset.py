@@ -27,8 +27,10 @@ def first_step(steps: list[list[float]], config: CompressionConfig = AUTO, resum
     for done, rates in enumerate(steps, start=1):
         if done - 1 == resume_at:
             onset = Onset(**vars(onset))
+        may_start = onset.may_start(config, done - 1, [rates])
         onset.after_step(config, done, rates)
         if onset.started:
+            assert may_start, "ranks read the answer of this step before the next pass"
             return done + 1
     return None
 
