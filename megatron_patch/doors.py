@@ -14,7 +14,7 @@ from megatron_patch.collectives.workspace import forget_shared_pools
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.releases import refuse_old_torch
-from megatron_patch.session import sharded_state
+from megatron_patch.session import states
 from megatron_patch.session.report import show_log, step_report
 from megatron_patch.session.session import Session
 from megatron_patch.step_report import StepReport
@@ -98,25 +98,25 @@ def _sessions(model: Any, caller: str) -> tuple[list[Session], Traffic | None]:
 
 def state_dict(model: Any, optimizer: Any, reader: Any, path: str | None) -> dict[str, Any]:
     if _is_megatron(model):
-        from megatron_patch.megatron.checkpoint import element_map
+        from megatron_patch.megatron.checkpoint import states as of_megatron
 
-        return element_map.state_dict(model, optimizer, reader, path)
+        return of_megatron.state_dict(model, optimizer, reader, path)
     from megatron_patch.pytorch import attach as pytorch
 
     rank_of = pytorch.rank_of(_modules(model, "state_dict"))
-    return sharded_state.state_dict(rank_of, _scale(optimizer), reader, path)
+    return states.state_dict(rank_of, _scale(optimizer), reader, path)
 
 
 def load_state_dict(model: Any, state: dict[str, Any], optimizer: Any) -> None:
     if _is_megatron(model):
-        from megatron_patch.megatron.checkpoint import element_map
+        from megatron_patch.megatron.checkpoint import states as of_megatron
 
-        element_map.load_state_dict(model, state, optimizer)
+        of_megatron.load_state_dict(model, state, optimizer)
         return
     from megatron_patch.pytorch import attach as pytorch
 
     modules, scale = _modules(model, "load_state_dict"), _scale(optimizer)
-    sharded_state.load_state_dict(pytorch.rank_of(modules), state, scale)
+    states.load_state_dict(pytorch.rank_of(modules), state, scale)
     for session in pytorch.sessions(modules):
         session.scale = torch.tensor(scale, device=session.device)
 

@@ -19,17 +19,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_patch.collectives.exchange import (
-    ALL_REDUCE,
-    OWNER,
     ExchangeTraffic,
-    Position,
-    SenderState,
     Setup,
     gathered,
     payloads,
 )
 from megatron_patch.collectives.reduce_scatter import ReduceScatter, ReduceScatterHandle
-from megatron_patch.collectives.sender import decompress
+from megatron_patch.collectives.sender import Sender, decompress
 from megatron_patch.quantization.blocks import Contents
 from megatron_patch.quantization.layout import BlockLayout
 
@@ -83,15 +79,10 @@ class AllReduce:
         scattered = self.scatter.send(tensor, _as_fp32(reduced), divisor)
         return AllReduceHandle(self, scattered, reduced, output)
 
-    def states(self) -> list[SenderState]:
-        """Exchange.states: every rank sends the whole tensor and owns one shard."""
-        layout, rank, ranks = self.sender.layout, self.group.rank(), self.group.size()
-        everything = Position(0, layout.numel)
-        own = Position(min(rank * layout.shard_size, layout.numel), self.owner.layout.numel)
-        return [
-            SenderState(self.sender, ALL_REDUCE, everything, rank, ranks, ranks),
-            SenderState(self.owner, OWNER, own),
-        ]
+    @property
+    def senders(self) -> list[Sender]:
+        """Exchange.senders: every rank sends the whole tensor and owns one shard."""
+        return [self.sender, self.owner]
 
     def traffic(self, tensor: torch.Tensor) -> ExchangeTraffic:
         whole = self.sender.layout if self.passed_on is None else self.passed_on.layout

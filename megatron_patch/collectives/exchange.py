@@ -18,13 +18,8 @@ import torch.distributed as dist
 from megatron_patch.collectives.sender import Sender
 from megatron_patch.collectives.workspace import Workspace
 from megatron_patch.config import CompressionConfig
-from megatron_patch.quantization.blocks import Contents, Range
+from megatron_patch.quantization.blocks import Contents
 from megatron_patch.quantization.layout import BlockLayout
-
-REDUCE_SCATTER = "reduce_scatter"
-NODE_SUM = "node_sum"
-ALL_REDUCE = "all_reduce"
-OWNER = "owner"
 
 
 @dataclass
@@ -59,56 +54,12 @@ def all_reduced(tensor: torch.Tensor, ranks: int) -> Traffic:
     return half + half
 
 
-@dataclass(frozen=True)
-class Position:
-    """Elements of a bucket: `rows` ranges of `length` elements, `stride` apart, the first one at `start`."""
-
-    start: int
-    length: int
-    rows: int = 1
-    stride: int = 0
-
-    @property
-    def numel(self) -> int:
-        return self.rows * self.length
-
-    def ranges(self, low: int, high: int) -> list[Range]:
-        """Return the ranges of the bucket that hold the elements number `low` to `high` - 1 of these."""
-        found = []
-        for row in range(self.rows):
-            first, last = max(low - row * self.length, 0), min(high - row * self.length, self.length)
-            if first < last:
-                found.append((self.start + row * self.stride + first, self.start + row * self.stride + last))
-        return found
-
-    def of(self, bucket: torch.Tensor) -> torch.Tensor:
-        """Return these elements as a view of `bucket`, [B] -> [rows, length]."""
-        return bucket.as_strided((self.rows, self.length), (self.stride, 1), self.start)
-
-
 class Handle(Protocol):
     """An exchange that has been started."""
 
     def wait(self) -> object:
         """Block (on CUDA: the current stream) until the output is written. Later calls do nothing."""
         ...
-
-
-@dataclass(frozen=True)
-class SenderState:
-    """A sender whose error state a checkpoint must keep, and the elements of the bucket that it sends."""
-
-    sender: Sender
-    kind: str
-    """REDUCE_SCATTER or ALL_REDUCE for a rank's own tensor, NODE_SUM for its node's sum, OWNER for the shard
-    that it has reduced in an all-reduce."""
-    position: Position
-    """The elements of the exchanged tensor that it sends."""
-    index: int = 0
-    senders: int = 1
-    """Every element is sent by this many senders of this kind; this one is number `index` of them."""
-    ranks: int = 1
-    """The number of ranks by which the average divides."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +83,9 @@ class Exchange(Protocol):
         """
         ...
 
-    def states(self) -> Sequence[SenderState]:
-        """Return the senders whose errors a checkpoint must keep, in the order of their allocation."""
+    @property
+    def senders(self) -> Sequence[Sender]:
+        """The senders of this rank, whose errors a checkpoint must keep, in the order of their allocation."""
         ...
 
     def traffic(self, tensor: torch.Tensor) -> ExchangeTraffic:

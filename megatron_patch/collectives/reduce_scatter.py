@@ -13,10 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_patch.collectives.exchange import (
-    REDUCE_SCATTER,
     ExchangeTraffic,
-    Position,
-    SenderState,
     Setup,
     payloads,
 )
@@ -60,11 +57,10 @@ class ReduceScatter:
             work = dist.all_to_all_single(receive.view(-1), send[0], received, sizes, self.group, True)
         return ReduceScatterHandle(self, work, send, receive, output, divisor)
 
-    def states(self) -> list[SenderState]:
-        """Exchange.states: every rank sends the whole bucket."""
-        ranks = self.group.size()
-        whole = Position(0, self.sender.layout.numel)
-        return [SenderState(self.sender, REDUCE_SCATTER, whole, self.group.rank(), ranks, ranks)]
+    @property
+    def senders(self) -> list[Sender]:
+        """Exchange.senders: every rank sends the whole bucket."""
+        return [self.sender]
 
     def traffic(self, tensor: torch.Tensor) -> ExchangeTraffic:
         return ExchangeTraffic(payloads(self.sender, self.group.rank()))

@@ -26,12 +26,7 @@ import torch.distributed as dist
 
 from megatron_patch.collectives.all_reduce import AllReduce, AllReduceHandle, PassedOn
 from megatron_patch.collectives.exchange import (
-    ALL_REDUCE,
-    NODE_SUM,
-    OWNER,
     ExchangeTraffic,
-    Position,
-    SenderState,
     Setup,
     payloads,
 )
@@ -88,12 +83,10 @@ class TwoHopReduceScatter:
         workspace.give(buffer)  # It is free once it is compressed: only the payload is sent.
         return handle
 
-    def states(self) -> list[SenderState]:
-        """Exchange.states: every node has one sender for each column."""
-        hops, shard = self.hops, self.sender.layout.shard_size
-        column = Position(hops.intra.rank() * shard, shard, hops.nodes, hops.local * shard)
-        ranks = hops.nodes * hops.local
-        return [SenderState(self.sender, NODE_SUM, column, hops.inter.rank(), hops.nodes, ranks)]
+    @property
+    def senders(self) -> list[Sender]:
+        """Exchange.senders: every node has one sender for each column."""
+        return [self.sender]
 
     def traffic(self, tensor: torch.Tensor) -> ExchangeTraffic:
         inside = tensor.nbytes * (self.hops.local - 1) / self.hops.local
@@ -147,18 +140,10 @@ class TwoHopAllReduce:
         workspace.give(buffer)  # It is free once it is compressed: only the payload is sent.
         return handle
 
-    def states(self) -> list[SenderState]:
-        """Exchange.states: every node has one sender for each chunk, which also owns a shard of the chunk."""
-        hops, layout = self.hops, self.sender.layout
-        node = hops.inter.rank()
-        start = min(hops.intra.rank() * self.chunk, self.numel)
-        own = start + min(node * layout.shard_size, layout.numel)
-        chunk = Position(start, layout.numel)
-        ranks = hops.nodes * hops.local
-        return [
-            SenderState(self.sender, ALL_REDUCE, chunk, node, hops.nodes, ranks),
-            SenderState(self.owner, OWNER, Position(own, self.owner.layout.numel)),
-        ]
+    @property
+    def senders(self) -> list[Sender]:
+        """Exchange.senders: every node has one for each chunk, and an owner of a shard of the chunk."""
+        return self.between.senders
 
     def traffic(self, tensor: torch.Tensor) -> ExchangeTraffic:
         """Exchange.traffic; hops 1 and 3 stay inside the node."""

@@ -48,6 +48,7 @@ from megatron_patch.megatron.unsupported import (
     refuse_with_outer_steps,
 )
 from megatron_patch.session.session import Session
+from megatron_patch.session.states import Exchanged
 from megatron_patch.session.steps import Counts
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Attachment:
         groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
         buckets = [bucket for group in groups for bucket in group.buckets]
         device = buckets[0].grad_data.device if buckets else torch.device("cpu")
+        self._chunk = chunk
         self.asked = config
         """The options as the caller gave them; with Muon, the session may use another method."""
         everyone = chunk.intra_dp_cp_group if config.outer_steps else chunk.dp_cp_group
@@ -85,6 +87,24 @@ class Attachment:
         for gradients in self.seams:
             if gradients.momentum is not None:
                 yield from gradients.momentum.held or ()
+
+    def exchanged(self) -> Iterator[Exchanged]:
+        """Yield every exchange of gradients or momentum, for checkpoints."""
+        names = {parameter: name for name, parameter in self._chunk.module.named_parameters()}
+        for seam in self.seams:
+            for stage in seam.stages:
+                for bucket, exchange in zip(seam.group.buckets, stage.made.exchanges, strict=False):
+                    shapes = {names[p]: tuple(p.shape) for p in bucket.param_to_index}
+                    yield Exchanged(exchange, shapes, stage.averages)
+
+    def groups_of_ranks(self) -> dict[str, tuple[int, int]]:
+        """Return the process groups by name, for checkpoints: size, and this rank's number."""
+        chunk = self._chunk
+        pipeline = chunk.pp_group[0] if isinstance(chunk.pp_group, list) else chunk.pp_group
+        groups = {"tensor": chunk.tp_group, "pipeline": pipeline, "expert": chunk.ep_group}
+        groups["data"] = chunk.dp_cp_group
+        sizes = {name: (group.size(), group.rank()) for name, group in groups.items()}
+        return {**sizes, "instances": (chunk.ddp_config.num_distributed_optimizer_instances, 0)}
 
     def detach(self) -> None:
         for seam in self.seams:

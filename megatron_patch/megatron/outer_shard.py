@@ -107,8 +107,8 @@ class Shard:
             work = dist.all_reduce(difference, group=self.group, async_op=True)
             self.under_way = _Sent(before, difference, moved, work, self.group.size())
             return
-        for state in self.exchange.states():
-            state.sender.measures = False  # The statistics that are reported are of gradients.
+        for sender in self.exchange.senders:
+            sender.measures = False  # The statistics that are reported are of gradients.
         handle = self.exchange.start(difference, difference, average=True)
         self.under_way = _Sent(before, difference, moved, handle, 1)
 

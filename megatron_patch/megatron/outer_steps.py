@@ -157,8 +157,8 @@ class OuterSteps:
             for place, parameter in enumerate(shard.bucket.params_list):
                 for name, tensor in adam.get(parameter, {}).items():
                     found[f"{number}.{place}.{name}"] = tensor
-            for place, state in enumerate(shard.exchange.states() if shard.exchange else ()):
-                for name, tensor in state.sender.error.tensors().items() if state.sender.error else ():
+            for place, sender in enumerate(shard.exchange.senders if shard.exchange else ()):
+                for name, tensor in sender.state().items():
                     found[f"{number}.error.{place}.{name}"] = tensor
         return found
 

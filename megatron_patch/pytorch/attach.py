@@ -12,16 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_patch.collectives.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.pytorch import ddp
 from megatron_patch.session import torch_steps
-from megatron_patch.session.layouts import RankState
 from megatron_patch.session.report import method_line, naive_line
-from megatron_patch.session.resharding import Part
 from megatron_patch.session.session import Session
-from megatron_patch.session.sharded_state import RankOf
+from megatron_patch.session.states import Exchanged, RankOf, RankState
 from megatron_patch.session.steps import Counts
 
 logger = logging.getLogger(__name__)
@@ -41,13 +38,13 @@ class Attachment(Protocol):
         """Restore torch's own exchange from the next backward pass on."""
 
     def prepare(self, sets: Sequence[Sequence[str]]) -> None:
-        """Create the exchanges for a checkpoint's sets of parameter names. All ranks must call it."""
+        """Create the exchanges for those of a checkpoint's sets of names that fit. All ranks must call it."""
 
-    def senders(self) -> list[tuple[Sender, Part]]:
-        """Return every sender, and the Part that its error state belongs to."""
+    def exchanged(self) -> list[Exchanged]:
+        """Return every exchange that there is so far, for checkpoints."""
 
-    def ranks(self) -> dict[str, int]:
-        """Return the sizes of the process groups by name, for checkpoints."""
+    def groups_of_ranks(self) -> dict[str, tuple[int, int]]:
+        """Return the process groups by name: size, and this rank's number."""
 
     def where(self) -> str:
         """Describe the exchange and its ranks, for the log."""
@@ -159,8 +156,8 @@ def rank_of(models: Sequence[nn.Module]) -> RankOf | None:
     def make(sets: Sequence[Sequence[str]]) -> RankState:
         for made in found:
             made.prepare(sets)
-        senders = [pair for made in found for pair in made.senders()]
-        return RankState(senders, [made.session for made in found], found[0].ranks())
+        exchanged = [each for made in found for each in made.exchanged()]
+        return RankState(exchanged, [made.session for made in found], found[0].groups_of_ranks())
 
     return make
 

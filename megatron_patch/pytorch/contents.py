@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator, Sequence
 
 from megatron_patch.quantization.blocks import Contents, Span
-from megatron_patch.session.resharding import Piece
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,27 +44,6 @@ def contents_of(parameters: Sequence[Sharded], ranks: int = 1) -> Contents:
         if 0 not in shape
     ]
     return Contents(ranks * _size(parameters, ranks), tuple(spans))
-
-
-def pieces_of(
-    parameters: Sequence[Sharded], names: Sequence[str], ranks: int = 1, rank: int | None = None
-) -> tuple[Piece, ...]:
-    """Return the chunks of parameters with these names as a checkpoint's pieces.
-
-    They are all ranks' chunks in the tensor [N*S], or the chunks of one `rank` in its [S].
-    """
-    rows = range(ranks) if rank is None else [rank]
-    before = 0 if rank is None else rank * _size(parameters, ranks)
-    found = []
-    for number, start, first, shape in _chunks(parameters, rows, ranks):
-        offset = [0] * len(shape)
-        offset[parameters[number].axis] = first
-        strides = [1] * len(shape)
-        for axis in reversed(range(len(shape) - 1)):
-            strides[axis] = strides[axis + 1] * shape[axis + 1]
-        name = names[number]
-        found.append(Piece(name, name, tuple(offset), shape, start - before, tuple(strides)))
-    return tuple(found)
 
 
 def plain_name(name: str) -> str:

@@ -25,13 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_patch.collectives.exchange import Exchange, Handle, all_reduced
 from megatron_patch.collectives.makers import make_all_reduces
-from megatron_patch.collectives.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
-from megatron_patch.pytorch.contents import Sharded, contents_of, pieces_of, plain_name
+from megatron_patch.pytorch.contents import Sharded, contents_of, plain_name
 from megatron_patch.session import torch_steps
-from megatron_patch.session.resharding import Part, reshard
 from megatron_patch.session.session import IN_FLIGHT, Session
+from megatron_patch.session.states import Exchanged
 
 _hooks: WeakKeyDictionary[nn.Module, _Hook] = WeakKeyDictionary()
 """The hooks of models. DDP takes one hook and cannot remove it, so a model that is attached again has it."""
@@ -140,55 +139,27 @@ class Ddp:
         key = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
         if key not in self._exchanges:
             self._make(key)
-            moved = [old for old in self._exchanges if old != key and not set(old).isdisjoint(key)]
-            if moved:
-                self._carry_over(moved, key)
+            for old in [old for old in self._exchanges if old != key and not set(old).isdisjoint(key)]:
+                self.session.exchanges.remove(self._exchanges.pop(old))  # DDP has changed its buckets.
         return self._exchanges[key]
-
-    def _carry_over(self, moved: Sequence[tuple[str, ...]], key: tuple[str, ...]) -> None:
-        """Give a new bucket the errors that belong to its parameters in the buckets that had them before.
-
-        An owner's error of elements that another rank owned is not here: it starts from zero.
-        """
-        pairs = self._senders_of(key)
-        before = [(part, sender.error) for old in moved for sender, part in self._senders_of(old)]
-        saved = [(part, error.flat) for part, error in before if error is not None]
-        if saved:
-            for (sender, _), (values, _) in zip(pairs, reshard([p for _, p in pairs], saved), strict=True):
-                assert sender.error is not None
-                sender.error.set(values)
-        now = {name for other in self._exchanges if other not in moved for name in other}
-        for old in moved:
-            if now.issuperset(old):
-                self.session.exchanges.remove(self._exchanges.pop(old))
 
     def _make(self, key: tuple[str, ...]) -> None:
         contents = contents_of([self._parameters[name] for name in key])
         (self._exchanges[key],) = make_all_reduces([contents], self._group, self.session.setup).exchanges
         self.session.exchanges.append(self._exchanges[key])
 
-    def ranks(self) -> dict[str, int]:
-        return {"shard": 1, "replicate": self._group.size()}
+    def groups_of_ranks(self) -> dict[str, tuple[int, int]]:
+        return {"shard": (1, 0), "replicate": (self._group.size(), self._group.rank())}
 
     def prepare(self, sets: Sequence[Sequence[str]]) -> None:
-        """Attachment.prepare; if the checkpoint's buckets do not fit, one exchange has all parameters."""
-        known = [tuple(keys) for keys in sets if self._parameters.keys() >= set(keys)]
-        mine = sum(map(len, known)) == len({key for keys in known for key in keys})
-        if sets and not (known and mine):
-            known = [tuple(self._parameters)]
-        for key in known:
-            if key not in self._exchanges and self._group.size() > 1:
+        """Attachment.prepare."""
+        fitting = [tuple(names) for names in sets if names and self._parameters.keys() >= set(names)]
+        for key in fitting if self._group.size() > 1 else ():
+            if key not in self._exchanges:
                 self._make(key)
 
-    def senders(self) -> list[tuple[Sender, Part]]:
-        return [pair for key in self._exchanges for pair in self._senders_of(key)]
-
-    def _senders_of(self, key: tuple[str, ...]) -> list[tuple[Sender, Part]]:
-        parameters, found = [self._parameters[name] for name in key], []
-        contents, pieces = contents_of(parameters), pieces_of(parameters, key)
-        for state in self._exchanges[key].states():
-            spans = () if state.sender.layout.by_shard else contents.spans or ()
-            numel, weight = contents.numel, 1 / state.ranks
-            part = Part(state.kind, pieces, numel, state.position, state.index, state.senders, weight, spans)
-            found.append((state.sender, part))
-        return found
+    def exchanged(self) -> list[Exchanged]:
+        return [
+            Exchanged(exchange, {name: self._parameters[name].shape for name in key}, averages=True)
+            for key, exchange in self._exchanges.items()
+        ]

@@ -20,15 +20,14 @@ from torch import nn
 
 from megatron_patch.collectives.exchange import Exchange, all_reduced, reduce_scattered
 from megatron_patch.collectives.makers import Made, make_all_reduces, make_reduce_scatters
-from megatron_patch.collectives.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
-from megatron_patch.pytorch.contents import Sharded, contents_of, pieces_of, plain_name
+from megatron_patch.pytorch.contents import Sharded, contents_of, plain_name
 from megatron_patch.pytorch.fsdp2_fields import ParamGroup, ReduceScatter, groups_of, local_of
 from megatron_patch.quantization.blocks import Contents
 from megatron_patch.session import torch_steps
-from megatron_patch.session.resharding import Part, Piece
 from megatron_patch.session.session import Session
+from megatron_patch.session.states import Exchanged
 
 MOST_SETS = 16
 """The most sets of parameters that a group may exchange: each has errors of its own."""
@@ -83,32 +82,18 @@ class Sets:
             self._session.exchanges += made.exchanges
 
     def prepare(self, sets: Sequence[Sequence[str]]) -> None:
-        """Create the exchanges for a checkpoint's sets of names; if they do not fit, for all parameters."""
+        """Create the exchanges for those of a checkpoint's sets of names that are of this group."""
         numbers = {name: number for number, name in enumerate(self.names)}
-        mine = [keys for keys in sets if not numbers.keys().isdisjoint(keys)]
-        whole = all(numbers.keys() >= set(keys) for keys in mine)
-        # Sets of one group overlap, in parameters that always have gradients. DDP's buckets do not overlap.
-        parts = len(mine) > 1 and sum(map(len, mine)) == len({key for keys in mine for key in keys})
-        if whole and not parts:
-            known = [tuple(numbers[key] for key in keys) for keys in mine]
-        else:
-            known = [tuple(n for n, p in enumerate(self.group.tensors) if p.requires_grad)]
-        for current in known:
-            self.make(current)
+        for names in sets:
+            if names and numbers.keys() >= set(names):
+                self.make(tuple(numbers[name] for name in names))
 
-    def parts(self) -> Iterator[tuple[Sender, Part]]:
-        """Yield every sender, and the Part that its error state belongs to."""
+    def exchanged(self) -> Iterator[Exchanged]:
+        """Yield every exchange, for checkpoints."""
         for current, made in self.made.items():
-            contents, pieces = self.contents(current), self._pieces(current)
+            shapes = {self.names[n]: self.group.parameters[n].shape for n in current}
             for exchange in made.exchanges:
-                for state in exchange.states():
-                    spans = () if state.sender.layout.by_shard else contents.spans or ()
-                    weight = 1 / state.ranks if self.group.divide_factor is None else 1.0
-                    numel, senders = contents.numel, state.senders
-                    yield (
-                        state.sender,
-                        Part(state.kind, pieces, numel, state.position, state.index, senders, weight, spans),
-                    )
+                yield Exchanged(exchange, shapes, self.group.divide_factor is None)
 
     def parameters(self, current: Sequence[int]) -> list[Sharded]:
         parameters = self.group.parameters
@@ -116,9 +101,6 @@ class Sets:
 
     def contents(self, current: Sequence[int]) -> Contents:
         """Return the contents of the tensor that is exchanged for a set."""
-        raise NotImplementedError
-
-    def _pieces(self, current: Sequence[int]) -> tuple[Piece, ...]:
         raise NotImplementedError
 
     def _make(self, contents: Contents) -> Made:
@@ -159,10 +141,6 @@ class Flat(Sets, ReduceScatter):
 
     def contents(self, current: Sequence[int]) -> Contents:
         return contents_of(self.parameters(current), self._ranks.size())
-
-    def _pieces(self, current: Sequence[int]) -> tuple[Piece, ...]:
-        names = [self.names[number] for number in current]
-        return pieces_of(self.parameters(current), names, self._ranks.size())
 
     def _make(self, contents: Contents) -> Made:
         return make_reduce_scatters([contents], self._ranks, self._session.setup)
@@ -230,10 +208,6 @@ class Hybrid(Sets):
         whole = contents_of(self.parameters(current), shards.size())
         size = whole.numel // shards.size()
         return whole.part(shards.rank() * size, size)
-
-    def _pieces(self, current: Sequence[int]) -> tuple[Piece, ...]:
-        shards, names = self.group.shard_group, [self.names[number] for number in current]
-        return pieces_of(self.parameters(current), names, shards.size(), shards.rank())
 
     def _make(self, contents: Contents) -> Made:
         return make_all_reduces([contents], self._ranks, self._session.setup)
@@ -313,15 +287,16 @@ class Fsdp2:
             return f"FSDP2 reduce-scatter over {shards} ranks"
         return f"FSDP2 all-reduce between {self.replicas.size()} replicas of {shards} shards"
 
-    def ranks(self) -> dict[str, int]:
-        return {"shard": self.shards.size(), "replicate": self.replicas.size() if self.replicas else 1}
+    def groups_of_ranks(self) -> dict[str, tuple[int, int]]:
+        replicas = (self.replicas.size(), self.replicas.rank()) if self.replicas else (1, 0)
+        return {"shard": (self.shards.size(), self.shards.rank()), "replicate": replicas}
 
     def prepare(self, sets: Sequence[Sequence[str]]) -> None:
         for part in self.parts:
             part.prepare(sets)
 
-    def senders(self) -> list[tuple[Sender, Part]]:
-        return [pair for part in self.parts for pair in part.parts()]
+    def exchanged(self) -> list[Exchanged]:
+        return [each for part in self.parts for each in part.exchanged()]
 
     def elements(self) -> int:
         return sum(p.numel() for group in self.groups for p in group.tensors if p.requires_grad)

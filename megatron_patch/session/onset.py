@@ -130,22 +130,10 @@ class Onset:
 
     @classmethod
     def of_manifest(cls, manifest: Mapping[str, Any], config: CompressionConfig) -> Onset:
-        """Restore the state from a manifest; compression stays started, or starts by this run's options.
-
-        Checkpoints of releases before 0.3 have no such state; it follows from their `start_step`.
-        """
-        now, saved = cls.at(config, manifest["steps"]), manifest["config"]
-        if "onset" in manifest:
-            found = cls(**manifest["onset"])
-            # Releases before 0.3 saved the rates of a single optimizer.
-            if found.rates and not isinstance(found.rates[0], list):
-                found.rates = [found.rates]
-        else:
-            start = saved.get("start_step", 0)
-            onebit = saved["method"] == "onebit_adam"
-            found = cls(not onebit and isinstance(start, int) and manifest["steps"] >= start)
-        found.started |= now.started
-        return found
+        """Restore the state from a manifest; compression stays started, or starts by this run's options."""
+        onset = cls(**manifest["onset"])
+        onset.started |= cls.at(config, manifest["steps"]).started
+        return onset
 
 
 @dataclass

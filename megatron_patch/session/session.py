@@ -100,7 +100,7 @@ class Session:
     @property
     def senders(self) -> list[Sender]:
         """The senders of all exchanges, owners of all-reduced shards included, in the order of allocation."""
-        return [state.sender for exchange in self.exchanges for state in exchange.states()]
+        return [sender for exchange in self.exchanges for sender in exchange.senders]
 
     def start(
         self,
@@ -117,13 +117,12 @@ class Session:
         traffic = exchange.traffic(tensor)
         self.count(traffic.between)
         self._inside_bytes += traffic.inside
-        senders = [state.sender for state in exchange.states()]
-        for sender in senders:
+        for sender in exchange.senders:
             if sender.measures and sender in self._used:  # It has statistics of an earlier microbatch.
                 self._earlier.append(sender.statistics.clone())
             sender.measures = self.measures
             sender.compensates = not self.ledger.sets_aside
-        self._used |= dict.fromkeys(senders)
+        self._used |= dict.fromkeys(exchange.senders)
         try:
             handle = exchange.start(tensor, output, average)
         except BaseException:

@@ -33,7 +33,7 @@ def exchanged(kind: str, shape: tuple[int, int], options: dict[str, Any]) -> dic
     exact = torch.stack(gradients).double().mean(0)
     setup = setup_of(method="naive", ranks_per_node=2, **options)
     (exchange,) = make([contents], dist.group.WORLD, setup).exchanges
-    senders = [state.sender for state in exchange.states()]
+    senders = exchange.senders
     if getattr(exchange, "inside", None) is not None:
         senders.append(exchange.inside.sender)
     bucket = gradients[rank].clone()

@@ -21,7 +21,6 @@ from megatron_patch.config import CompressionConfig
 from megatron_patch.megatron.onebit_adam import norm_sketch
 from megatron_patch.quantization import packing, rotation
 from megatron_patch.quantization.layout import BlockLayout
-from megatron_patch.session.resharding import REDUCE_SCATTER, Part, Piece, Position, reshard
 from megatron_patch.weights import code
 from megatron_patch.weights import native as native_weights
 
@@ -146,19 +145,6 @@ def test_the_norm_s_sketch_does_not_depend_on_torch_s_defaults():
     )  # Triton's interpreter allocates its own
 
 
-def test_resharded_errors_do_not_depend_on_torch_s_defaults():
-    piece = Piece("w", "w", (0, 0), (4, 60), 2, (60, 1))
-    old, new = ([Part(REDUCE_SCATTER, (piece,), 250, Position(0, 250), index, n, 1.0) for index in range(n)]
-                for n in (3, 2))  # fmt: skip
-    errors = [gradient_of(250, seeded(index), torch.float32, "plain") for index in range(3)]
-
-    def work() -> str:
-        saved = [(part, lambda error=error: error) for part, error in zip(old, errors, strict=True)]
-        return fingerprint([values for values, _ in reshard(new, saved)])
-
-    assert_same_under_all_defaults(work)
-
-
 # --- over process groups ---------------------------------------------------------------------------------
 
 
@@ -192,7 +178,7 @@ def exchanges(dtype: str, device: str | None) -> list[str]:
                     output = tensor if whole else tensor.view(group.size(), -1)[rank]
                     exchange.start(tensor, output, average=True).wait()
                     found.append(output.clone())
-                found += [t for state in exchange.states() for t in state.sender.state().values()]
+                found += [t for sender in exchange.senders for t in sender.state().values()]
         gather = WeightGather(weights, group, Workspace(CPU), "bucket 0")
         gather.remember()
         gather._own[::3] += 1

@@ -85,7 +85,7 @@ def overflows_at_the_start() -> list[tuple[float, int, int, float]]:
         scaler.update()
         optimizer.zero_grad()
         session = attachment.session
-        pending = sum(float(sender.error.flat().abs().sum()) for sender, _ in attachment.senders())
+        pending = sum(float(sender.error.flat().abs().sum()) for sender in attachment.session.senders)
         skipped = session.ledger.events.skipped_steps
         told.append((pending, session.ledger.steps_seen, skipped, session.report.traffic.nbytes))
     megatron_patch.disable()

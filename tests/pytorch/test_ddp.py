@@ -21,9 +21,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bf16": ({"dtype": "bfloat16"}, {}),
     "frozen": ({"frozen": (0, 2)}, {}),
     "unused on some ranks": ({"unused": (0, 1), "options": {"find_unused_parameters": True}}, {}),
-    # DDP assigns parameters to buckets after the second pass here. Errors, which would follow their
-    # parameters to the new buckets (test_states.py), are cleared by then: the simulation starts from zero.
-    "static graph": ({"options": {"static_graph": True}}, {"reset_interval": 2}),
+    # DDP assigns parameters to buckets after the second pass here: errors start from zero.
+    "static graph": ({"options": {"static_graph": True}}, {}),
 }
 
 

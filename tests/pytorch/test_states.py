@@ -1,4 +1,4 @@
-"""Error states of FSDP2 and DDP in torch.distributed.checkpoint: resumed exactly, or in other layouts."""
+"""Error states of FSDP2 and DDP in torch.distributed.checkpoint: exact in the same layout, else zero."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pytorch.fsdp2_runs import Model, gradients_of, sharded
+from with_megatron.seam_runs import logged
 
 LOCO = {"method": "loco", "start_step": 0, "reset_interval": 0}
 FLAT, HYBRID = {"kind": "flat"}, {"kind": "hybrid", "replicas": 2}
@@ -42,24 +43,12 @@ def steps(model: Any, optimizer: Any, first: int, last: int, unused: bool = Fals
         optimizer.zero_grad()
 
 
-def errors(model: Any) -> dict[str, np.ndarray]:
-    """By parameter, the mean over all ranks of what is pending in all senders' errors, whole."""
-    import torch
-    import torch.distributed as dist
-
+def errors(model: Any) -> list[np.ndarray]:
+    """This rank's errors, one array for each sender."""
     from megatron_patch.pytorch import attach
 
-    shapes = {name: tuple(p.shape) for name, p in Model().named_parameters()}
-    found = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    for sender, part in attach.attachment_of(model).senders():
-        bucket = part.in_bucket(sender.error.flat() * part.weight)
-        for piece in part.pieces:
-            if 0 not in piece.shape:
-                box = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape, strict=True))
-                found[piece.key][box] += piece.of(bucket)
-    for tensor in found.values():
-        dist.all_reduce(tensor)
-    return {name: tensor.numpy() for name, tensor in found.items()}
+    exchanged = attach.attachment_of(model).exchanged()
+    return [sender.error.flat().numpy() for each in exchanged for sender in each.exchange.senders]
 
 
 def run(
@@ -86,20 +75,22 @@ def run(
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
         states = megatron_patch.state_dict(model, reader=dcp.FileSystemReader(folder))
         dcp.load({"loco": states}, checkpoint_id=folder)
-        megatron_patch.load_state_dict(model, states)
+        with logged() as lines:
+            megatron_patch.load_state_dict(model, states)
+        found["lines"] = lines
     found["errors"] = errors(model)
-    if how["kind"] != "ddp":
-        steps(model, optimizer, 3, 6, unused)
-        found["weights"] = [p.full_tensor().detach().numpy() for p in model.parameters()]
-        found["after"] = errors(model)
-        found["step"] = megatron_patch.report(model).step
+    steps(model, optimizer, 3, 6, unused)
+    whole = [p.full_tensor() if how["kind"] != "ddp" else p for p in model.parameters()]
+    found["weights"] = [p.detach().numpy() for p in whole]
+    found["after"] = errors(model)
+    found["step"] = megatron_patch.report(model).step
     megatron_patch.disable()
     torch.distributed.barrier()
     return found
 
 
 @pytest.mark.parametrize(
-    ("how", "unused"), [(FLAT, False), (FLAT, True), (HYBRID, False), (GROUP, False)], ids=str
+    ("how", "unused"), [(FLAT, False), (FLAT, True), (HYBRID, False), (GROUP, False), (DDP, False)], ids=str
 )
 def test_a_resumed_run_is_the_undisturbed_one(
     pool, how: dict[str, Any], unused: bool, tmp_path: Path
@@ -107,61 +98,43 @@ def test_a_resumed_run_is_the_undisturbed_one(
     whole = pool.run(run, how, str(tmp_path), True, False, unused, world_size=4)
     again = pool.run(run, how, str(tmp_path), False, True, unused, world_size=4)
     for first, second in zip(whole, again, strict=True):
-        assert any(values.any() for values in first["errors"].values())
-        for what in ("errors", "after"):
-            for name, values in first[what].items():
-                assert np.array_equal(values, second[what][name]), (what, name)
-        assert all(map(np.array_equal, first["weights"], second["weights"]))
+        assert all(values.any() for values in first["errors"])
+        # Without compression DDP's first pass is not the one of the undisturbed run.
+        for what in ("errors",) if how == DDP else ("errors", "after", "weights"):
+            assert len(first[what]) == len(second[what])
+            assert all(map(np.array_equal, first[what], second[what])), what
         assert second["step"] == 6
+    assert any("error states restored exactly" in line for line in again[0]["lines"])
 
 
 @pytest.mark.parametrize(
     ("before", "after", "ranks"),
-    [
-        (FLAT, FLAT, 2),
-        (FLAT, FLAT, 3),
-        (HYBRID, FLAT, 4),
-        (FLAT, HYBRID, 4),
-        (HYBRID, FLAT, 2),
-        (FLAT, DDP, 2),
-        (DDP, FLAT, 4),
-        (DDP, HYBRID, 4),
-        (DDP, DDP, 4),
-        (DDP, DDP, 2),
-    ],
+    [(FLAT, FLAT, 2), (HYBRID, FLAT, 4), (FLAT, DDP, 4), (DDP, HYBRID, 4), (DDP, DDP, 2)],
     ids=str,
 )
-def test_what_is_pending_is_carried_to_another_layout(
+def test_in_another_layout_errors_start_from_zero(
     pool, before: dict[str, Any], after: dict[str, Any], ranks: int, tmp_path: Path
 ) -> None:
-    """In the mean gradient what is pending of each element stays what it was, but for its 8-bit code."""
-    old = pool.run(run, before, str(tmp_path), True, False, world_size=4)[0]["errors"]
-    new = pool.run(run, after, str(tmp_path), False, True, world_size=ranks)[0]["errors"]
-    for name, values in old.items():
-        rows = np.abs(values).reshape(len(values), -1).max() if values.ndim > 1 else 0.0
-        assert np.abs(new[name] - values).max() <= rows / 32, name
-        assert values.ndim < 2 or rows > 0
+    pool.run(run, before, str(tmp_path), True, False, world_size=4)
+    for rank, report in enumerate(pool.run(run, after, str(tmp_path), False, True, world_size=ranks)):
+        assert not any(values.any() for values in report["errors"])
+        assert any("of another layout" in line for line in report["lines"]) == (rank == 0)
+        assert report["step"] == 6
 
 
-def moved_buckets() -> list[tuple[dict[str, np.ndarray], int]]:
-    """What this rank's senders have pending, and the number of exchanges: before and after buckets change."""
+def moved_buckets() -> list[tuple[int, bool]]:
+    """The number of exchanges, and whether any sender has errors: before and after buckets change."""
     from types import SimpleNamespace
 
     import megatron_patch
-    from megatron_patch.collectives.exchange import ALL_REDUCE
     from megatron_patch.pytorch import attach
 
     model, optimizer = built(DDP, LOCO)
     steps(model, optimizer, 0, 3)
     attachment = attach.attachment_of(model)
 
-    def pending() -> tuple[dict[str, np.ndarray], int]:
-        found = {}
-        for sender, part in attachment.senders():
-            bucket = part.in_bucket(sender.error.flat())
-            if part.kind == ALL_REDUCE:
-                found |= {piece.key: piece.of(bucket).clone().numpy() for piece in part.pieces}
-        return found, len(attachment.session.exchanges)
+    def pending() -> tuple[int, bool]:
+        return len(attachment.session.exchanges), any(values.any() for values in errors(model))
 
     told = [pending()]
     parameters = list(model.module.parameters())
@@ -172,14 +145,8 @@ def moved_buckets() -> list[tuple[dict[str, np.ndarray], int]]:
     return told
 
 
-def test_errors_follow_their_parameters_when_ddp_changes_its_buckets(pool) -> None:
-    for (before, several), (after, two) in pool.run(moved_buckets, world_size=4):
-        assert several == 2
-        assert two == 2
-        assert before.keys() == after.keys()
-        for name, values in before.items():
-            assert np.abs(after[name] - values).max() <= np.abs(values).max() / 32, name
-        assert any(values.any() for values in before.values())
+def test_errors_start_from_zero_when_ddp_changes_its_buckets(pool) -> None:
+    assert pool.run(moved_buckets, world_size=4) == [[(2, True), (2, False)]] * 4
 
 
 def without_an_optimizer(kind: dict[str, Any]) -> tuple[int, bool]:
@@ -209,31 +176,3 @@ def test_ranks_whose_optimizer_steps_are_not_seen_ask_when_the_others_do(pool, k
     """As with a ZeRO-1 of one's own, in which a rank may own nothing."""
     told = pool.run(without_an_optimizer, kind, world_size=2)
     assert told == [(14, True)] * 2, "a constant rate has stopped rising after ten steps"
-
-
-def gathered_bytes() -> int:
-    """Bytes of the largest object that every rank sends to every other one for a state dict."""
-    import pickle
-    from unittest import mock
-
-    import torch.distributed as dist
-
-    import megatron_patch
-
-    model, optimizer = built(FLAT, LOCO)
-    steps(model, optimizer, 0, 1)
-    sizes, original = [], dist.all_gather_object
-
-    def watched(everyone: Any, mine: Any, *args: Any) -> None:
-        sizes.append(len(pickle.dumps(mine)))
-        original(everyone, mine, *args)
-
-    with mock.patch.object(dist, "all_gather_object", watched):
-        megatron_patch.state_dict(model)
-    megatron_patch.disable()
-    return max(sizes)
-
-
-def test_equal_layouts_are_not_gathered_from_every_rank(pool) -> None:
-    """Each has the chunks of all ranks: of a model of 8 billion parameters on 512 ranks hundreds of MB."""
-    assert max(pool.run(gathered_bytes, world_size=4)) < 1000

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from coded_values import coded_values, decoded
 
-PARTS = {"reduce_scatter": "scatter", "node_sum": "scatter", "all_reduce": "reduce", "owner": "owner"}
+PARTS = {"reduce-scatter": ("scatter",), "all-reduce": ("reduce", "owner")}
+"""By the kind of a stage, what its senders are called here."""
 """What the comparison calls each kind of sender; in two hops, `scatter` is of a node's sum."""
 
 
@@ -115,10 +116,12 @@ class _Recorder:
                         "shapes": {names[id(p)]: tuple(p.shape) for p in bucket.param_to_index},
                     }
                     senders = {
-                        PARTS[state.kind]: state.sender
+                        part: sender
                         for stage in seam.stages
                         if stage.made.exchanges
-                        for state in stage.made.exchanges[index].states()
+                        for part, sender in zip(
+                            PARTS[stage.kind], stage.made.exchanges[index].senders, strict=True
+                        )
                     }
                     for part, sender in senders.items():
                         self._keep_sent(len(self.buckets), part, sender)

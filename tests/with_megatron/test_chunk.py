@@ -45,7 +45,8 @@ class Recorded:
     def wait(self) -> None:
         self.waits.append(self.name)
 
-    def states(self) -> list[Any]:
+    @property
+    def senders(self) -> list[Any]:
         return []
 
     def traffic(self, tensor: object) -> ExchangeTraffic:

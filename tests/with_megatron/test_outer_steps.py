@@ -130,10 +130,10 @@ def _watch(outer: Any, entries: list[dict[str, Any]]) -> None:
     for name in ("begin", "step", "start"):
         _before_call(outer, name, functools.partial(_noted, outer, entries, name))
     for shard, entry in zip(outer._shards, entries, strict=True):
-        for name, state in zip(
-            ("sent", "owned"), shard.exchange.states() if shard.exchange else (), strict=False
+        for name, sender in zip(
+            ("sent", "owned"), shard.exchange.senders if shard.exchange else (), strict=False
         ):
-            _keep_codes(state.sender, entry["steps"], name)
+            _keep_codes(sender, entry["steps"], name)
         receive = shard.receive
 
         def receiving(masters: Any, *rates: float, shard=shard, steps=entry["steps"], own=receive) -> None:

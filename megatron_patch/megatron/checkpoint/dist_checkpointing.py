@@ -5,7 +5,7 @@
                                          the chunks that their optimizers update
     load                                 runs Megatron's load, then reads those states from the same folder
 
-A rank writes a tensor of bytes, PREFIXmegatron_loco.rank_R, and an object, its manifest (session/packed.py).
+A rank writes a tensor of bytes, PREFIXmegatron_loco.rank_R, and an object, its manifest (session/states.py).
 PREFIX is what the caller has put before the optimizer's own keys, which distinguishes the models of one
 checkpoint. Neither function communicates with other ranks, because some loops load on some ranks only. If a
 model is loaded without an optimizer, as a reference model is, its error states are left alone.
@@ -33,12 +33,10 @@ from torch.distributed.checkpoint import CheckpointException
 from megatron_patch.errors import UserError
 from megatron_patch.megatron import patching, symbols
 from megatron_patch.megatron.attach import attached_chunks, attachment_of, outer_steps_of
-from megatron_patch.megatron.checkpoint import old_folder, outer_state
-from megatron_patch.megatron.checkpoint.element_map import compressed, rank_state_of
+from megatron_patch.megatron.checkpoint import outer_state
+from megatron_patch.megatron.checkpoint.states import compressed, rank_state_of
 from megatron_patch.megatron.seams.optimizer_step import loss_scale, updates
-from megatron_patch.session.layouts import Damaged, RankState
-from megatron_patch.session.packed import PackedReader, pack
-from megatron_patch.session.reader import Reader
+from megatron_patch.session.states import Damaged, RankState, Saved, apply, pack
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +165,7 @@ def _load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             continue
         of_optimizer = functools.reduce(lambda value, key: value[key], place, loaded)
         rank, scale = rank_state_of(chunks), _scale(of_optimizer, marked)
-        read = functools.partial(_reader, rank, where, name)
+        read = functools.partial(_saved, where, name)
         restore(rank, folder, read, _steps_of(loaded, folder), scale)
     return result
 
@@ -190,14 +188,14 @@ def _scale(state: Any, marked: _OfOptimizer) -> float:
 
 
 def restore(
-    rank: RankState, folder: Path, read: Callable[[], Reader | None], steps: int, scale: float
+    rank: RankState, folder: Path, read: Callable[[], Saved | None], steps: int, scale: float
 ) -> None:
     """Restore a model's error states from a checkpoint, and log the outcome in one line.
 
     Args:
         rank: the states of this rank.
         folder: the folder of the checkpoint.
-        read: returns the reader of states in this release's format; None if the checkpoint has none.
+        read: returns the states in the checkpoint; None if it has none.
         steps: the optimizer step at which a checkpoint without states was written.
         scale: the loss scale that has been loaded.
 
@@ -207,18 +205,20 @@ def restore(
     rank.start_from_zero(steps)  # States that are not found remain zero.
     level = logging.INFO
     try:
-        reader = old_folder.reader(rank, folder) or read()
-        line = "errors start from zero: the checkpoint has none" if reader is None else reader.apply(scale)
+        saved = read()
+        line = (
+            "errors start from zero: the checkpoint has none" if saved is None else apply(rank, saved, scale)
+        )
     except Damaged as problem:
-        for state in rank.states:
-            state.clear_errors()  # A part may have been read. Counters stay equal to the other ranks'.
+        for session in rank.sessions:
+            session.clear_errors()  # A part may have been read. Counters stay equal to the other ranks'.
         level, line = logging.WARNING, f"errors start from zero: {folder}: {problem}"
         if rank.config.strict_load:
             raise UserError(
                 f"{folder}: {problem}; without compression.strict_load the errors would start from zero"
             ) from problem
     if dist.get_rank() == 0 or level != logging.INFO:
-        logger.log(level, "megatron-loco: step %d: %s", rank.states[0].ledger.steps, line)
+        logger.log(level, "megatron-loco: step %d: %s", rank.sessions[0].ledger.steps, line)
 
 
 def _bytes(where: str | Path, key: str) -> torch.Tensor | None:
@@ -235,8 +235,8 @@ def _bytes(where: str | Path, key: str) -> torch.Tensor | None:
     return room[key]
 
 
-def _reader(rank: RankState, where: str | Path, name: str) -> PackedReader | None:
-    """Return the reader of a model's states; None without states. `where` is a folder or an object store."""
+def _saved(where: str | Path, name: str) -> Saved | None:
+    """Return a model's states in a checkpoint, or None. `where` is a folder or an object store."""
     storage = _get_filesystem_reader(where)
     try:
         metadata = storage.read_metadata()
@@ -256,11 +256,11 @@ def _reader(rank: RankState, where: str | Path, name: str) -> PackedReader | Non
         _read(text)
         return str(_unpickled(text[manifest_key(saved)]))
 
-    def data(saved: int, nbytes: int) -> torch.Tensor:
-        stored = keys.get(of(saved))
-        if getattr(stored, "size", None) != torch.Size([nbytes]):
-            raise Damaged(f"its error states of rank {saved} are missing or of another size")
-        room = {of(saved): torch.empty(nbytes, dtype=torch.uint8, device="cpu")}
+    def data(saved: int) -> torch.Tensor:
+        size = getattr(keys.get(of(saved)), "size", None)
+        if size is None:
+            raise Damaged(f"its error states of rank {saved} are missing")
+        room = {of(saved): torch.empty(size, dtype=torch.uint8, device="cpu")}
         _read(room)
         return room[of(saved)]
 
@@ -275,9 +275,7 @@ def _reader(rank: RankState, where: str | Path, name: str) -> PackedReader | Non
     if not any(key.startswith(f"{name}.rank_") for key in keys):
         return None
     pattern = re.compile(rf"{re.escape(name)}\.rank_(\d+)\.manifest/")
-    return PackedReader(
-        rank, {int(found[1]) for key in keys if (found := pattern.match(key))}, manifest, data
-    )
+    return Saved({int(found[1]) for key in keys if (found := pattern.match(key))}, manifest, data)
 
 
 def _unpickled(value: Any) -> Any:

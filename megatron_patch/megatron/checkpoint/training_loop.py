@@ -25,10 +25,9 @@ from megatron_patch.megatron import patching, symbols
 from megatron_patch.megatron.attach import finish_outer_steps
 from megatron_patch.megatron.checkpoint import dist_checkpointing, tracker
 from megatron_patch.megatron.checkpoint.dist_checkpointing import restore
-from megatron_patch.megatron.checkpoint.element_map import compressed, rank_state_of
+from megatron_patch.megatron.checkpoint.states import compressed, rank_state_of
 from megatron_patch.megatron.seams.optimizer_step import loss_scale
-from megatron_patch.session.layouts import Damaged, RankState
-from megatron_patch.session.packed import PackedReader, pack
+from megatron_patch.session.states import Damaged, Saved, pack
 
 _MODULE = "megatron.training.checkpointing"
 _FOLDER = "megatron_loco"
@@ -94,7 +93,7 @@ def _load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     folder = _folder(base, iteration, False)
     if not check_is_distributed_checkpoint(str(folder)):
         rank, scale = rank_state_of(chunks), loss_scale(asked["optimizer"])
-        restore(rank, folder, lambda: _reader(rank, folder), iteration, scale)
+        restore(rank, folder, lambda: _saved(folder), iteration, scale)
     return result
 
 
@@ -108,7 +107,7 @@ def _file(folder: Path, rank: int) -> Path:
     return folder / _FOLDER / f"rank-{rank:05d}.pt"
 
 
-def _reader(rank: RankState, folder: Path) -> PackedReader | None:
+def _saved(folder: Path) -> Saved | None:
     if not (folder / _FOLDER).exists():
         return None
 
@@ -123,9 +122,7 @@ def _reader(rank: RankState, folder: Path) -> PackedReader | None:
 
     files = (folder / _FOLDER).glob("rank-*.pt")
     ranks = {int(path.stem.removeprefix("rank-")) for path in files}
-    return PackedReader(
-        rank, ranks, lambda saved: read(saved)["manifest"], lambda saved, _: read(saved)["data"]
-    )
+    return Saved(ranks, lambda saved: str(read(saved)["manifest"]), lambda saved: read(saved)["data"])
 
 
 _WRAPPERS: dict[str, Callable[..., Any]] = {

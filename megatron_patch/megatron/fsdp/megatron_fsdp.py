@@ -10,22 +10,19 @@ HSDP                 Inside an optimizer instance either strategy runs uncompres
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Any
 
 from megatron.core import parallel_state
 
-from megatron_patch.collectives.sender import Sender
 from megatron_patch.config import CompressionConfig
-from megatron_patch.megatron.fsdp.gradients import GradientReductions, contents_of
+from megatron_patch.megatron.fsdp.gradients import GradientReductions
 from megatron_patch.megatron.fsdp.weights import WeightGathers
 from megatron_patch.megatron.seams import gradients as replicated_params
 from megatron_patch.megatron.startup_log import weight_lines
 from megatron_patch.session.report import method_line, naive_line
-from megatron_patch.session.resharding import Part, Piece
 from megatron_patch.session.session import Session
+from megatron_patch.session.states import Exchanged
 
 
 class MegatronFsdp:
@@ -76,32 +73,31 @@ class MegatronFsdp:
                 yield naive_line(elements)
         yield from (line for _, line in weight_lines(config, self.weights.seams))
 
-    def ranks(self) -> dict[str, int]:
-        """Return the sizes of the process groups, by name, for checkpoints."""
-        outer = 1 if self._outer is None else self._outer.size()
-        return {"data": self._fsdp.dist_index.get_fsdp_group().size(), "instances": outer}
+    def groups_of_ranks(self) -> dict[str, tuple[int, int]]:
+        """Return the process groups by name, for checkpoints: size, and this rank's number."""
+        shards = self._fsdp.dist_index.get_fsdp_group()
+        outer = (1, 0) if self._outer is None else (self._outer.size(), self._outer.rank())
+        return {"data": (shards.size(), shards.rank()), "instances": outer, **model_parallel_groups()}
 
-    def parts(self) -> Iterator[tuple[Sender, Part]]:
-        """Yield every sender, and which elements of this model-parallel rank's tensors its error is for."""
-        which = ("tensor_model", "pipeline_model", "expert_model")
-        here = ".".join(str(getattr(parallel_state, f"get_{name}_parallel_rank")()) for name in which)
-        names = self._fsdp.param_and_grad_buffer.param_to_name
+    def exchanged(self) -> Iterator[Exchanged]:
+        """Yield every exchange, for checkpoints."""
+        names, averages = (
+            self._fsdp.param_and_grad_buffer.param_to_name,
+            self._fsdp.ddp_config.average_in_collective,
+        )
         for number, exchange in self._reductions.exchanges.items():
             buffer = self._reductions.buffers[number]
-            contents, shards = contents_of(buffer), buffer.data_parallel_group
-            first = 0 if self._outer is None else shards.rank() * (contents.numel // shards.size())
-            items = [(names[p], buffer.item_index_map[item]) for p, item in buffer.param_idx.items()]
-            pieces = tuple(_piece(name, f"{name}@{here}", item) for name, item in items)
-            for state in exchange.states():
-                position = dataclasses.replace(state.position, start=first + state.position.start)
-                spans = () if state.sender.layout.by_shard else contents.spans or ()
-                weight = 1 / state.ranks if self._fsdp.ddp_config.average_in_collective else 1.0
-                sizes = (state.index, state.senders, weight, spans)
-                yield state.sender, Part(state.kind, pieces, contents.numel, position, *sizes)
+            items = {names[p]: buffer.item_index_map[item] for p, item in buffer.param_idx.items()}
+            shapes = {name: tuple(item.shape) for name, item in items.items()}
+            yield Exchanged(exchange, shapes, averages)
 
 
-def _piece(name: str, key: str, item: Any) -> Piece:
-    """Return the Piece of a whole parameter; `item` is its TensorItemIndex of Megatron-FSDP."""
-    shape = tuple(item.shape)
-    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    return Piece(name, key, (0,) * len(shape), shape, item.global_data_index, strides)
+def model_parallel_groups() -> dict[str, tuple[int, int]]:
+    """Return Megatron's model-parallel groups by name: size, and this rank's number."""
+    return {
+        name: (
+            getattr(parallel_state, f"get_{name}_model_parallel_world_size")(),
+            getattr(parallel_state, f"get_{name}_model_parallel_rank")(),
+        )
+        for name in ("tensor", "pipeline", "expert")
+    }

@@ -8,19 +8,17 @@ torch's hooks would see no parameter of the model. No other file of megatron/ im
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 from megatron.core import parallel_state
 
-from megatron_patch.collectives.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.megatron.seams import gradients as replicated_params
 from megatron_patch.megatron.seams.weights import ChunkWeights
 from megatron_patch.pytorch.attach import lines
 from megatron_patch.pytorch.fsdp2 import Fsdp2
-from megatron_patch.session.resharding import Part
+from megatron_patch.session.states import Exchanged
 
 
 class TorchFsdp2:
@@ -48,12 +46,12 @@ class TorchFsdp2:
         """Return the lines of the log that say what is compressed."""
         return lines(self._fsdp2)
 
-    def ranks(self) -> dict[str, int]:
-        """Return the sizes of the process groups, by name, for checkpoints."""
-        return {**self._fsdp2.ranks(), "tensor": self._tensor.size()}
+    def groups_of_ranks(self) -> dict[str, tuple[int, int]]:
+        """Return the process groups by name, for checkpoints: size, and this rank's number."""
+        return {**self._fsdp2.groups_of_ranks(), "tensor": (self._tensor.size(), self._tensor.rank())}
 
-    def parts(self) -> Iterator[tuple[Sender, Part]]:
-        """Yield every sender, and which elements its error is for. All ranks must call this.
+    def exchanged(self) -> list[Exchanged]:
+        """Return every exchange, for checkpoints. All ranks must call this.
 
         Exchanges that no backward pass has needed yet are created first.
         """
@@ -61,7 +59,4 @@ class TorchFsdp2:
             trained = tuple(n for n, parameter in enumerate(part.group.tensors) if parameter.requires_grad)
             if trained and not part.made:
                 part.make(trained)
-        for sender, found in self._fsdp2.senders():
-            # Tensor-parallel ranks hold different tensors under the same name.
-            pieces = [dataclasses.replace(p, key=f"{p.key}@{self._tensor.rank()}") for p in found.pieces]
-            yield sender, dataclasses.replace(found, pieces=tuple(pieces))
+        return self._fsdp2.exchanged()

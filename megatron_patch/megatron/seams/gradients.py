@@ -78,12 +78,6 @@ class Stage:
     """Whether the sum is divided by the number of ranks."""
     made: Made
     """It has an exchange for each bucket, but none over a single rank or with method none."""
-    shard: int = 0
-    """The index of the shard of the bucket that this stage reduces; 0 if it reduces the whole bucket."""
-    copies: int = 1
-    """How many groups reduce these elements, each over its own ranks; the next stage sums their results."""
-    copy: int = 0
-    """The index of this rank's group among these groups."""
 
 
 def is_rerun() -> bool:
@@ -159,12 +153,7 @@ class BucketGroupSeam:
         scatter, reduce = self.scatter_group, self.reduce_group
         if scatter is not None:
             made = make_reduce_scatters(buckets, scatter, setup) if compresses else Made()
-            # With outer steps (outer_steps.py) other instances have errors of these elements, too.
-            between = getattr(self.group, "inter_distributed_optimizer_instance_group", None)
-            copies, copy = (between.size(), between.rank()) if between is not None else (1, 0)
-            yield Stage(
-                "reduce-scatter", "gradient", scatter, buckets, average, made, copies=copies, copy=copy
-            )
+            yield Stage("reduce-scatter", "gradient", scatter, buckets, average, made)
         if reduce is not None:
             shards, shard = (scatter.size(), scatter.rank()) if scatter is not None else (1, 0)
             sizes = [bucket.numel // shards for bucket in buckets]
@@ -172,7 +161,7 @@ class BucketGroupSeam:
             # The all-reduce between instances of the distributed optimizer takes one hop.
             one_hop = scatter is not None
             made = make_all_reduces(owned, reduce, setup, one_hop) if compresses else Made()
-            yield Stage("all-reduce", "gradient", reduce, owned, average, made, shard=shard)
+            yield Stage("all-reduce", "gradient", reduce, owned, average, made)
 
     @property
     def exchanges(self) -> Iterator[Exchange]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 from pathlib import Path
@@ -43,12 +42,11 @@ def read(gpt: Any, folder: Path, **options: Any) -> dict[str, Any]:
 
 def read_weights_and_errors(gpt: Any, folder: Path) -> None:
     """Without the optimizer's state, which Megatron cannot give to another kind of optimizer."""
-    from megatron_patch.megatron.checkpoint.dist_checkpointing import _reader, restore
-    from megatron_patch.megatron.checkpoint.element_map import rank_state_of
+    from megatron_patch.megatron.checkpoint.dist_checkpointing import _saved, restore
+    from megatron_patch.megatron.checkpoint.states import rank_state_of
 
     read_parts(gpt, weights_of(gpt), folder)
-    rank = rank_state_of(gpt.chunks)
-    restore(rank, folder, functools.partial(_reader, rank, folder, "megatron_loco"), 7, 1.0)
+    restore(rank_state_of(gpt.chunks), folder, lambda: _saved(folder, "megatron_loco"), 7, 1.0)
 
 
 def read_parts(gpt: Any, asked: dict[str, Any], folder: Path, **options: Any) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def _record(chunk: Any, attachment: Any, record: list[dict[str, Any]]) -> None:
             "dtype": {torch.float32: "fp32", torch.bfloat16: "bf16"}[tensor.dtype],
             "average": average,
         }
-        sender = exchange.states()[0].sender
+        sender = exchange.senders[0]
         with sent_codes(sender, entry):
             handle = start(exchange, tensor, output, average, group)
             handle.wait()
@@ -97,8 +97,8 @@ def saved_and_restored(model: dict[str, Any], folder: str, save: bool) -> dict[s
     from megatron_patch.megatron.attach import session_of
     from megatron_patch.megatron.checkpoint import training_loop
     from megatron_patch.megatron.checkpoint.dist_checkpointing import restore
-    from megatron_patch.megatron.checkpoint.element_map import rank_state_of
-    from megatron_patch.session.packed import pack
+    from megatron_patch.megatron.checkpoint.states import rank_state_of
+    from megatron_patch.session.states import pack
 
     gpt = build(**model)
     with logged() as lines:
@@ -116,7 +116,7 @@ def saved_and_restored(model: dict[str, Any], folder: str, save: bool) -> dict[s
             session.restart(0)
         torch.distributed.barrier()
         rank = rank_state_of(gpt.chunks)
-        restore(rank, Path(folder), lambda: training_loop._reader(rank, Path(folder)), 0, 1.0)
+        restore(rank, Path(folder), lambda: training_loop._saved(Path(folder)), 0, 1.0)
         after = errors_of(session)
     megatron_patch.disable()
     return {"before": before, "after": after, "lines": lines, "steps": session.ledger.steps}

@@ -1,0 +1,61 @@
+"""The error states of Megatron's model chunks, as session/states.py wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_patch.errors import UserError
+from megatron_patch.megatron.attach import attachment_of, chunks_of, session_of
+from megatron_patch.megatron.seams.optimizer_step import loss_scale
+from megatron_patch.session import states
+from megatron_patch.session.states import RankOf, RankState
+
+
+def rank_state_of(chunks: Sequence[Any]) -> RankState:
+    """Return the error states and counters of this rank's attached chunks, of which there must be one."""
+    attached = [attachment for chunk in chunks if (attachment := attachment_of(chunk)) is not None]
+
+    def forget() -> None:
+        for seam in (seam for attachment in attached for seam in attachment.seams):
+            if seam.momentum is not None:
+                seam.momentum.held = None  # The next step takes it from Adam's state.
+
+    # Parameters' names count layers from the first one of a chunk.
+    numbers = (getattr(module, "layer_number", None) for chunk in chunks for module in chunk.modules())
+    return RankState(
+        [each for attachment in attached for each in attachment.exchanged()],
+        [attachment.state for attachment in attached],
+        attached[0].groups_of_ranks(),
+        [number for number in numbers if isinstance(number, int)],
+        forget,
+    )
+
+
+def compressed(chunks: Any) -> list[Any]:
+    """Return those of the wrapped chunks whose gradients are compressed."""
+    sessions = [
+        (chunk, session_of(chunk)) for chunk in (chunks if isinstance(chunks, list | tuple) else [chunks])
+    ]
+    return [chunk for chunk, session in sessions if session is not None and session.config.compresses]
+
+
+def state_dict(
+    model: Any, optimizer: Any = None, reader: Any = None, path: str | None = None
+) -> dict[str, Any]:
+    """Call session.states.state_dict. fp16 needs `optimizer`, because errors carry its loss scale."""
+    return states.state_dict(_rank_of(model, optimizer, "state_dict"), loss_scale(optimizer), reader, path)
+
+
+def load_state_dict(model: Any, state: Mapping[str, Any], optimizer: Any = None) -> None:
+    """Call session.states.load_state_dict; `optimizer` is needed as in `state_dict`."""
+    states.load_state_dict(_rank_of(model, optimizer, "load_state_dict"), state, loss_scale(optimizer))
+
+
+def _rank_of(model: Any, optimizer: Any, caller: str) -> RankOf | None:
+    chunks = compressed(chunks_of(model, caller))
+    if not chunks:
+        return None
+    if optimizer is None and getattr(chunks[0].config, "fp16", False):
+        raise UserError("with fp16 errors carry the loss scale: pass the optimizer too, as second argument")
+    return lambda _: rank_state_of(chunks)

@@ -1,0 +1,386 @@
+"""The error states of an attached model in a checkpoint: one tensor of bytes and one manifest for each rank.
+
+`pack` makes them and `apply` puts them back. A rank reads what it saved itself, and without any collective,
+since some training loops save or load on some ranks only. In the same layout (the same parameters in the same
+exchanges over the same groups of ranks, in the same blocks) errors are restored bit for bit. In another one
+they start from zero, as they do after every `reset_interval` steps; counters and phases go on.
+
+`state_dict` and `load_state_dict` offer the same two values to torch.distributed.checkpoint, for trainers
+with checkpoints of their own:
+
+    dcp.save({"compression": state_dict(model)}, checkpoint_id=PATH)
+
+    state = state_dict(model, reader=dcp.FileSystemReader(PATH))     room for what this rank needs
+    dcp.load({"compression": state}, checkpoint_id=PATH)
+    load_state_dict(model, state)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_patch.collectives.exchange import Exchange
+from megatron_patch.collectives.sender import Sender
+from megatron_patch.config import CompressionConfig
+from megatron_patch.errors import UserError
+from megatron_patch.files import load_json
+from megatron_patch.session.events import Events
+from megatron_patch.session.onset import Onset, Phase
+from megatron_patch.session.session import Session
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 2
+"""The format number of manifests."""
+_ALIGNMENT = 8
+_RANK = "megatron_loco_rank_"
+_MANIFEST = re.compile(rf"(?P<prefix>.*){_RANK}(?P<rank>\d+)\.manifest")
+
+
+class Damaged(Exception):
+    """Saved error states are missing, truncated, changed or not this checkpoint's; the text says which."""
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """An exchange, and the parameters whose gradients it reduces."""
+
+    exchange: Exchange
+    parameters: Mapping[str, Sequence[int]]
+    """Their names and shapes, in their order in the exchange's tensor."""
+    averages: bool
+    """Whether the sum is divided by the number of ranks."""
+
+
+class RankState:
+    """The error states and counters of an attached model on this rank.
+
+    Args:
+        exchanged: the model's exchanges, in an order that is the same in every run.
+        sessions: the sessions of the model's parts, at least one.
+        groups: by name the size of each process group that the model is spread over, and this rank's number
+            in it.
+        layers: the numbers of the layers that this rank has, where names do not say them.
+        forget: clears what else the model keeps of earlier steps.
+    """
+
+    def __init__(
+        self,
+        exchanged: Sequence[Exchanged],
+        sessions: Sequence[Session],
+        groups: Mapping[str, tuple[int, int]],
+        layers: Sequence[int] = (),
+        forget: Callable[[], None] = lambda: None,
+    ) -> None:
+        for session in sessions:
+            session.memory.bring_back()
+        self.sessions = list(sessions)
+        self.config = self.sessions[0].config
+        self.exchanged = list(exchanged)
+        self.senders = [sender for one in exchanged for sender in one.exchange.senders]
+        self.groups = {name: size for name, (size, _) in groups.items()}
+        self._here = groups, layers
+        self._forget = forget
+
+    @property
+    def layout(self) -> str:
+        """The SHA-256 of all that says which elements of the model each error belongs to, and its blocks."""
+        content = [
+            *self._here,
+            [
+                [
+                    each.exchange.describe(),
+                    each.averages,
+                    list(each.parameters.items()),
+                    [_storage(sender) for sender in each.exchange.senders],
+                ]
+                for each in self.exchanged
+            ],
+        ]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return all tensors to be saved: `2.codes` is of the third sender."""
+        if not self.config.save_error:
+            return {}
+        states = enumerate(sender.state() for sender in self.senders)
+        return {f"{number}.{name}": tensor for number, state in states for name, tensor in state.items()}
+
+    def start_from_zero(self, steps: int) -> None:
+        """Restart every session after `steps` optimizer steps, with errors of zero."""
+        for session in self.sessions:
+            session.restart(steps)
+        self._forget()
+
+
+def _storage(sender: Sender) -> list[Any]:
+    layout, error = sender.layout, sender.error
+    cut = [layout.numel, layout.shards, layout.shard_size, layout.block, layout.blocks, layout.by_shard]
+    return [*cut, error and error.dtype, sender.codec.rotation.rotated]
+
+
+def pack(rank: RankState, scale: float) -> tuple[str, torch.Tensor]:
+    """Return this rank's manifest, and a copy of its tensors, uint8 on CPU; `scale` is fp16's loss scale."""
+    tensors, entries, size = rank.tensors(), {}, 0
+    for name, tensor in tensors.items():
+        start = -(-size // _ALIGNMENT) * _ALIGNMENT
+        entries[name] = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start]
+        size = start + tensor.nbytes
+    data = torch.zeros(size, dtype=torch.uint8, device="cpu")
+    for name, tensor in tensors.items():
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        data[entries[name][2] :][: flat.numel()].copy_(flat)
+    for session in rank.sessions:
+        session.settle()  # A loop saves between steps, even if no optimizer's step was seen.
+    first = rank.sessions[0]
+    ledger, made_at = first.ledger, first.scale
+    within_step = any(s.ledger.within_step and not s.ledger.sends_momentum for s in rank.sessions)
+    manifest = {
+        "format": FORMAT,
+        "config": rank.config.as_dict(),
+        "groups": rank.groups,
+        "world_size": dist.get_world_size(),
+        "layout": rank.layout,
+        "loss_scale": scale if made_at is None else float(made_at),
+        "mid_step": within_step,
+        "steps": ledger.steps,
+        "steps_seen": ledger.steps_seen,
+        "events": dataclasses.asdict(ledger.events),
+        "phase": dataclasses.asdict(ledger.phase),
+        "onset": dataclasses.asdict(ledger.onset),
+        "tensors": entries,
+        "nbytes": size,
+    }
+    return json.dumps(manifest), data
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A model's error states in a checkpoint; the functions raise Damaged."""
+
+    ranks: Collection[int]
+    """The ranks that the checkpoint has a manifest of."""
+    manifest: Callable[[int], str]
+    """Returns a rank's manifest."""
+    data: Callable[[int], torch.Tensor]
+    """Returns a rank's tensor of bytes."""
+
+
+def apply(rank: RankState, saved: Saved, scale: float) -> str:
+    """Restore a rank's state; returns a line that says what happened on this rank.
+
+    Args:
+        rank: the state of this rank, which has been started from zero.
+        saved: what the checkpoint has.
+        scale: the loss scale that has been loaded.
+
+    Raises:
+        Damaged: the saved state is damaged. Counters were restored before, from another rank's manifest if
+            need be: they belong to the whole job, and ranks must agree on what they exchange.
+    """
+    here, problem, manifest = dist.get_rank(), None, None
+    for number in sorted(saved.ranks, key=lambda number: (number != here, number)):
+        try:
+            manifest = _parsed(saved.manifest(number))
+            break
+        except Damaged as damaged:
+            problem = problem or damaged
+    try:
+        if manifest is None:
+            raise problem or Damaged("it has no error states")
+        if here not in saved.ranks and manifest["world_size"] == dist.get_world_size():
+            problem = Damaged(f"it has no error states of rank {here}")
+        return _applied(rank, manifest, here in saved.ranks, saved, scale, problem)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise Damaged(f"it holds what this release does not know: {error!r}") from error
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        manifest = load_json(text)
+        if manifest["format"] != FORMAT:
+            raise Damaged(f"it has format {manifest['format']!r}; this release reads {FORMAT}")
+        return dict(manifest)
+    except (KeyError, TypeError, ValueError) as error:
+        raise Damaged(f"it holds what this release does not know: {error!r}") from error
+
+
+def _applied(
+    rank: RankState,
+    manifest: Mapping[str, Any],
+    is_own: bool,
+    saved: Saved,
+    scale: float,
+    problem: Damaged | None,
+) -> str:
+    config, before = rank.config, manifest["config"]
+    rank.start_from_zero(manifest["steps"])
+    for session in rank.sessions:
+        ledger = session.ledger
+        ledger.steps_seen = manifest["steps_seen"]
+        ledger.events = Events(**manifest["events"])
+        ledger.onset = Onset.of_manifest(manifest, config)
+    if before["method"] != config.method:
+        return f"errors start from zero: the checkpoint is of method {before['method']}"
+    for session in rank.sessions:
+        session.ledger.phase = _resumed(Phase(**manifest["phase"]), config)
+    if manifest["mid_step"]:
+        for session in rank.sessions:
+            session.ledger.events.replays += 1
+        return "errors start from zero: the checkpoint is from within a step, which runs again"
+    if problem is not None:
+        raise problem
+    if not config.keeps_errors:
+        return "step counters restored; this method keeps no errors"
+    if not before["save_error"]:
+        return "errors start from zero: they were not saved (compression.save_error: false)"
+    if not is_own or manifest["layout"] != rank.layout:
+        old = manifest["groups"]
+        changed = [f"{name} {old[name]} -> {n}" for name, n in rank.groups.items() if old.get(name, n) != n]
+        why = f" ({', '.join(changed)})" if changed else ""
+        return f"errors start from zero: the checkpoint is of another layout{why}"
+    tensors = _unpacked(manifest, saved.data(dist.get_rank()) if manifest["nbytes"] else None)
+    # e / (1 - beta), the gradient that is still to be sent, stays the same.
+    factor = scale / manifest["loss_scale"] * (1 - config.beta) / (1 - before["error_beta"])
+    for number, sender in enumerate(rank.senders):
+        if sender.error is None:
+            continue
+        try:
+            sender.error.restore(tensors.get(number, {}))
+        except ValueError as error:
+            raise Damaged(f"state {number}: {error}") from error
+        if factor != 1.0:
+            sender.error.scale_by(factor)
+    return "error states restored exactly"
+
+
+def _unpacked(manifest: Mapping[str, Any], data: torch.Tensor | None) -> dict[int, dict[str, torch.Tensor]]:
+    """Return the tensors by the number of their sender and by name."""
+    tensors: dict[int, dict[str, torch.Tensor]] = {}
+    if data is None:
+        return tensors
+    if data.numel() != manifest["nbytes"]:
+        raise Damaged("its error states are of another size than its manifest says")
+    for key, (dtype, shape, start) in manifest["tensors"].items():
+        number, _, name = key.partition(".")
+        of_torch = getattr(torch, dtype)
+        nbytes = math.prod(shape) * of_torch.itemsize
+        tensor = data[start : start + nbytes].clone().view(of_torch).view(shape)
+        tensors.setdefault(int(number), {})[name] = tensor
+    return tensors
+
+
+def _resumed(phase: Phase, config: CompressionConfig) -> Phase:
+    """Return the saved phase; a warm-up that is not over ends when the options of this run say."""
+    if phase.variance_steps is None and config.warmup_steps is not None:
+        phase.switch_step = None
+    return phase
+
+
+# --- torch.distributed.checkpoint -------------------------------------------------------------------------
+
+RankOf = Callable[[Sequence[Sequence[str]]], RankState]
+"""Makes this rank's RankState. Its argument is the names of the parameters in each exchange of a checkpoint,
+for which exchanges are made first; it may be empty. All ranks call it."""
+
+
+def state_dict(
+    rank_of: RankOf | None, scale: float, reader: Any = None, path: str | None = None
+) -> dict[str, Any]:
+    """Return a model's error states and counters on this rank, as copies on the CPU.
+
+    Args:
+        rank_of: makes this rank's state; None if this rank has none.
+        scale: fp16's loss scale, which errors are multiplied by; 1.0 without one.
+        reader: a dcp.StorageReader of a checkpoint to load: the result then has room for what this rank needs
+            of the checkpoint, whatever layout it was saved in.
+        path: the keys of this model's state in the reader's checkpoint, joined by dots. It may be left out
+            if the checkpoint has the state of only one model.
+
+    Raises:
+        UserError: the reader's checkpoint has no such state, or several.
+    """
+    if rank_of is None:
+        return {}
+    if reader is not None:
+        return _room_for(reader, path)
+    rank = rank_of(())
+    manifest, data = pack(rank, scale)
+    sets = [list(each.parameters) for each in rank.exchanged]
+    here = f"{_RANK}{dist.get_rank()}"
+    return {f"{here}.manifest": json.dumps({"sets": sets, **json.loads(manifest)}), here: data}
+
+
+def load_state_dict(rank_of: RankOf | None, state: Mapping[str, Any], scale: float) -> None:
+    """Restore a state that dcp.load has filled in, and log what happened. All ranks must call it.
+
+    Raises:
+        UserError: `state` does not come from `state_dict`, or is damaged.
+    """
+    if rank_of is None:
+        return
+    keys = [found for key in state if (found := _MANIFEST.fullmatch(key))]
+    if not keys:
+        raise UserError("this is no state of megatron_patch.state_dict: it has no manifest")
+    ranks = {int(key["rank"]): state[key[0]] for key in keys}
+
+    def data(number: int) -> torch.Tensor:
+        if not isinstance(tensor := state.get(f"{_RANK}{number}"), torch.Tensor):
+            raise Damaged(f"it has no tensor {_RANK}{number}")
+        return tensor
+
+    try:
+        first = _parsed(next(iter(ranks.values())))
+        same_size = first["world_size"] == dist.get_world_size()
+        rank = rank_of(first.get("sets", ()) if same_size else ())
+        rank.start_from_zero(0)
+        line = apply(rank, Saved(ranks, ranks.__getitem__, data), scale)
+    except Damaged as problem:
+        raise UserError(f"the state of megatron_patch.state_dict cannot be read: {problem}") from problem
+    if dist.get_rank() == 0:
+        logger.info("megatron-loco: step %d: %s", rank.sessions[0].ledger.steps, line)
+
+
+def _room_for(reader: Any, path: str | None) -> dict[str, Any]:
+    """Return room for what this rank has saved, or else for another rank's manifest."""
+    stored = reader.read_metadata().state_dict_metadata
+    found = [key for name in stored if (key := _MANIFEST.fullmatch(name))]
+    prefix = _prefix(sorted({key["prefix"] for key in found}), path)
+    ranks = {int(key["rank"]) for key in found if key["prefix"] == prefix}
+    here = f"{_RANK}{dist.get_rank() if dist.get_rank() in ranks else min(ranks)}"
+    room: dict[str, Any] = {f"{here}.manifest": ""}
+    if dist.get_rank() in ranks:
+        room[here] = torch.empty(stored[prefix + here].size, dtype=torch.uint8, device="cpu")
+    return room
+
+
+def _prefix(prefixes: Sequence[str], path: str | None) -> str:
+    """Return the prefix of the keys of a model's state in a checkpoint; UserError if it is not clear."""
+    if not prefixes:
+        raise UserError(
+            "the checkpoint holds no state of megatron_patch.state_dict; without load_state_dict errors "
+            "start from zero"
+        )
+    shown = ", ".join(repr(prefix.removesuffix(".")) for prefix in prefixes)
+    if path is None and len(prefixes) > 1:
+        raise UserError(
+            f"the checkpoint holds the states of several models, at {shown}: name one: "
+            "state_dict(model, reader=..., path=...)"
+        )
+    prefix = prefixes[0] if path is None else f"{path}." if path else ""
+    if prefix not in prefixes:
+        raise UserError(
+            f"the checkpoint holds no state of megatron_patch.state_dict at {path!r}, only at {shown}"
+        )
+    return prefix
