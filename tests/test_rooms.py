@@ -22,7 +22,7 @@ ORDER = [
     {"workflows"},
 ]
 # Thin doors to a room behind them; nothing may depend on them.
-ENTRANCES = {"__init__", "__main__", "doors", "integration", "launch"}
+ENTRANCES = {"__init__", "__main__", "doors", "launch"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 BENCHMARKS = sorted((PACKAGE.parent / "benchmarks").rglob("*.py"))
 
@@ -184,7 +184,7 @@ def test_only_megatron_names_megatron(path):
     named = [
         f"line {line}: {name}" for name, line, _ in imported_names(path) if name.split(".")[0] == "megatron"
     ]
-    if room in ("megatron", "integration"):  # the latter is a name of 0.2.0 that 0.4 will lack
+    if room == "megatron":
         return
     if room == "workflows":
         # Tools that drive Megatron's own data or argument code may; a training seam may not.
