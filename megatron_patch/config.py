@@ -17,7 +17,6 @@ from megatron_patch.errors import UserError, nearest
 
 METHODS = ("none", "naive", "error_feedback", "loco", "onebit_adam")
 ROTATIONS = ("none", "hadamard")
-ROUNDINGS = ("nearest",)
 ERROR_DTYPES = ("int8", "bf16", "fp32")
 WEIGHT_GATHERS = ("stock", "exact")
 SHARD = "shard"
@@ -78,11 +77,6 @@ class CompressionConfig:
         f"elements that share one bf16 scale: a power of two from 16 to {MOST_IN_BLOCK}, or 'shard' (one "
         "scale for each shard)",
     )
-    rounding: str = _option(
-        "nearest",
-        "how a gradient is rounded to its code; stochastic, which release 0.2 had, made no run better",
-        ROUNDINGS,
-    )
     error_beta: float | None = _option(
         None,
         "weight of the OLD error in the moving average, 0 <= beta < 1; 0 is error_feedback "
@@ -125,9 +119,6 @@ class CompressionConfig:
         None,
         "ranks of the job on one node, numbered one after the other (default: LOCAL_WORLD_SIZE, or what srun "
         "or mpirun says)",
-    )
-    intra_bits: int | None = _option(
-        None, "two_hop: bits of the sums inside a node (default: the gradient's own precision)", (8,)
     )
     weight_gather: str = _option(
         "stock",
@@ -197,14 +188,9 @@ class CompressionConfig:
         self._check_choice("method", METHODS)
         self._set_default("start_step", AUTO if self.compresses and not self.is_onebit_adam else 0)
         self._set_default("reset_interval", 0 if self.is_onebit_adam else DEFAULT_RESET_INTERVAL)
-        if self.rounding == "stochastic":
-            self._reject("rounding", "left out: 0.2's stochastic rounding is gone; no run was better")
-        self._check_choice("rounding", ROUNDINGS)
         self._check_choice("error_dtype", ERROR_DTYPES)
         self._check_choice("topology", registry.topologies())
         self._check_choice("weight_gather", WEIGHT_GATHERS)
-        if self.intra_bits is not None:
-            self._check_choice("intra_bits", (8,))
         per_node = self.ranks_per_node
         if per_node is not None and (not _is_int(per_node) or per_node < 1):
             self._reject("ranks_per_node", "a whole number, 1 or more")

@@ -26,9 +26,9 @@ RELEASED = {
         "state_dict": ["model", "optimizer", "reader", "path"],
         "load_state_dict": ["model", "state", "optimizer"],
         "CompressionConfig": [
-            *("method", "bits", "codec", "rotation", "block_size", "rounding", "error_beta", "error_dtype"),
+            *("method", "bits", "codec", "rotation", "block_size", "error_beta", "error_dtype"),
             *("reset_interval", "start_step", "warmup", "warmup_steps", "error_compensation", "seed"),
-            *("topology", "ranks_per_node", "intra_bits", "weight_gather", "save_error", "strict_load"),
+            *("topology", "ranks_per_node", "weight_gather", "save_error", "strict_load"),
         ],
         "StepReport": [
             *("step", "method", "bits", "weight_gather", "compressed", "gradient_bytes"),
@@ -46,8 +46,8 @@ RELEASED = {
         "skip_step": ["model"],
     },
 }
-"""Public names and their parameters or fields, by the release that brought them. A name goes only after a
-release that warns of it with a DeprecationWarning (docs/api.md), and then from here."""
+"""Public names and their parameters or fields, by the release that brought them. A name
+that goes is named in CHANGELOG.md (docs/api.md), and goes from here."""
 
 
 def parameters(name: str) -> list[str]:

@@ -13,7 +13,6 @@ from megatron_patch.config import (
     ERROR_DTYPES,
     METHODS,
     ROTATIONS,
-    ROUNDINGS,
     CompressionConfig,
 )
 from megatron_patch.errors import UserError, nearest
@@ -23,9 +22,7 @@ BITS = (8, 4, 3, 2, 1)
 CHOICES = {
     "method": METHODS,
     "rotation": ROTATIONS,
-    "rounding": ROUNDINGS,
     "error_dtype": ERROR_DTYPES,
-    "intra_bits": (8,),
     "warmup": ("auto", "fixed"),
     "weight_gather": ("stock", "exact"),
 }
@@ -54,8 +51,6 @@ REFUSED = [
     ({"block_size": None}, "block_size", BLOCK),
     ({"block_size": "shards"}, "block_size", BLOCK),
     ({"block_size": "128"}, "block_size", BLOCK),
-    ({"rounding": "up"}, "rounding", ", ".join(ROUNDINGS)),
-    ({"rounding": "stochastic"}, "rounding", "left out: 0.2's stochastic rounding is gone"),
     ({"codec": "levels", "bits": 8}, "codec", "uniform with bits 8 (levels has 4, 3, 2)"),
     ({"codec": "uniform", "bits": 1}, "codec", "sign with bits 1 (uniform has 8, 4, 3, 2)"),
     ({"codec": "sign", "bits": 4}, "codec", "uniform or levels with bits 4 (sign has 1)"),
@@ -76,7 +71,6 @@ REFUSED = [
     ({"error_dtype": 8}, "error_dtype", ", ".join(ERROR_DTYPES)),
     ({"topology": "two-hop"}, "topology", "auto, flat, two_hop"),
     *[({"ranks_per_node": value}, "ranks_per_node", "1 or more") for value in (0, -8, 1.0, True, "8")],
-    *[({"intra_bits": value}, "intra_bits", "one of 8") for value in (4, 16, "8", 8.0, True)],
     *[
         ({"outer_interval": v}, "outer_interval", "a whole number, 1 or more")
         for v in (0, -1, 1.5, True, "8")
@@ -246,7 +240,6 @@ def test_the_defaults_are_those_of_the_design():
         "codec": "levels",
         "rotation": "hadamard",
         "block_size": 128,
-        "rounding": "nearest",
         "error_beta": 0.8,
         "error_dtype": "int8",
         "reset_interval": 512,
@@ -257,7 +250,6 @@ def test_the_defaults_are_those_of_the_design():
         "seed": 1234,
         "topology": "auto",
         "ranks_per_node": None,
-        "intra_bits": None,
         "weight_gather": "stock",
         "outer_interval": 1,
         "outer_rate": 1.0,

@@ -99,7 +99,7 @@ WITHIN_MEGATRON = [
     {"arguments", "symbols", "unsupported"},
     {"patching"},
     {"cpu", "seams"},
-    {"onebit_adam", "outer_shard", "outer_steps", "startup_log"},
+    {"onebit_adam", "outer_steps", "startup_log"},
     {"fsdp"},
     {"attach"},
     {"metrics", "weight_metrics"},

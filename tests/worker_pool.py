@@ -395,6 +395,9 @@ class _Worker:
         """The Python stack of a worker that still runs."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while not self.stack_file.stat().st_size and time.monotonic() < deadline:
+            time.sleep(0.05)
         time.sleep(0.1)
         return self.stack_file.read_text()
 

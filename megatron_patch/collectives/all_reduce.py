@@ -44,7 +44,7 @@ class AllReduce:
     """The flat all-reduce of a tensor over `group`, in place: `output` is the tensor itself.
 
     `sender` sends N shards; `owner` sends the shard that this rank owns, `sender.layout.part(rank)`. As the
-    second of two hops it gets the chunk's `layout`, `first` (see Sender), and `passed_on` for hop 3.
+    second of two hops it gets the chunk's `layout`, and `passed_on` for hop 3.
     """
 
     def __init__(
@@ -53,14 +53,13 @@ class AllReduce:
         group: dist.ProcessGroup,
         setup: Setup,
         layout: BlockLayout | None = None,
-        first: bool = True,
         passed_on: PassedOn | None = None,
     ) -> None:
         self.group = group
         self.workspace = setup.workspace
         if layout is None:
             layout = setup.layout(tensor, group.size(), whole_blocks=setup.config.is_onebit_adam)
-        self.scatter = ReduceScatter(tensor, group, setup, setup.new_sender(layout, first=first, last=False))
+        self.scatter = ReduceScatter(tensor, group, setup, setup.new_sender(layout, last=False))
         self.sender = self.scatter.sender
         self.owner = setup.new_sender(layout.part(group.rank()), first=False)
         self.passed_on = passed_on

@@ -5,7 +5,7 @@ and their weight gather (seams/weights.py). It logs once what is compressed, and
 configuration that cannot be served raises an error (unsupported.py). The public functions are in doors.py.
 
 Parameters that tensor-parallel ranks do not split are kept equal by an attribute that makes Megatron average
-their gradients (`mark` in seams/gradients.py). Torch's FSDP2 and Megatron-FSDP have no bucket groups and are
+their gradients (seams/replicated_params.py). Torch's FSDP2 and Megatron-FSDP have no bucket groups and are
 attached by fsdp/. The embedding and layer-norm all-reduces of finalize_model_grads are not patched: they are
 tiny and run within a model-parallel group.
 """
@@ -16,7 +16,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import megatron.core
@@ -32,8 +32,7 @@ from megatron_patch.megatron import arguments, outer_steps, patching, symbols
 from megatron_patch.megatron.onebit_adam import norm_sketch
 from megatron_patch.megatron.onebit_adam.step import OneBitAdam
 from megatron_patch.megatron.outer_steps import OuterSteps
-from megatron_patch.megatron.seams import gradients as replicated_params
-from megatron_patch.megatron.seams import optimizer_step
+from megatron_patch.megatron.seams import optimizer_step, replicated_params
 from megatron_patch.megatron.seams.gradients import BucketGroupSeam, is_rerun
 from megatron_patch.megatron.seams.weights import ChunkWeights, gathered_after
 from megatron_patch.megatron.startup_log import log_startup
@@ -48,13 +47,27 @@ from megatron_patch.megatron.unsupported import (
     refuse_with_outer_steps,
 )
 from megatron_patch.session.session import Session
-from megatron_patch.session.states import Exchanged
+from megatron_patch.session.states import Attachment, Exchanged
 from megatron_patch.session.steps import Counts
 
 logger = logging.getLogger(__name__)
 
 
-class Attachment:
+class MegatronAttachment(Attachment, Protocol):
+    """One attached model chunk."""
+
+    weights: ChunkWeights
+    outer: OuterSteps | None
+
+
+class FsdpAttachment(MegatronAttachment, Protocol):
+    """One that is attached by fsdp/."""
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the log that say what is compressed."""
+
+
+class MegatronDdp:
     """One attached DDP instance: its session and the seams of its bucket groups, dense ones first."""
 
     def __init__(self, chunk: Any, config: CompressionConfig) -> None:
@@ -68,16 +81,17 @@ class Attachment:
         ranks = [everyone, *([chunk.tp_group] if chunk.expert_parallel_bucket_groups else [])]
         config = config.for_optimizer(arguments.megatron_flag("optimizer"))
         parameters = list(chunk.module.parameters())
-        self.state = Session(config, device, ranks, lambda: parameters)
+        self.session = Session(config, device, ranks, lambda: parameters)
         if config.is_onebit_adam:
             norm_sketch.try_kernel(device)
-        self.outer = OuterSteps(chunk, self.state) if config.outer_steps else None
+        self.outer: OuterSteps | None = OuterSteps(chunk, self.session) if config.outer_steps else None
         self.seams = [
-            BucketGroupSeam(group, self.state, expert=place >= len(chunk.bucket_groups))
+            BucketGroupSeam(group, self.session, expert=place >= len(chunk.bucket_groups))
             for place, group in enumerate(groups)
         ]
-        self.weights = ChunkWeights(chunk, self.state)
-        self.state.memory.sources.append(self._kept)
+        self.weights = ChunkWeights(chunk, self.session)
+        self.session.memory.sources.append(self._kept)
+        self.session.on_restart.append(self._forget)
         self._marked = replicated_params.mark(chunk, chunk.tp_group) if config.compresses else []
 
     def _kept(self) -> Iterator[torch.Tensor]:
@@ -87,6 +101,11 @@ class Attachment:
         for gradients in self.seams:
             if gradients.momentum is not None:
                 yield from gradients.momentum.held or ()
+
+    def _forget(self) -> None:
+        for seam in self.seams:
+            if seam.momentum is not None:
+                seam.momentum.held = None  # The next step takes it from Adam's state.
 
     def exchanged(self) -> Iterator[Exchanged]:
         """Yield every exchange of gradients or momentum, for checkpoints."""
@@ -108,7 +127,7 @@ class Attachment:
 
     def detach(self) -> None:
         for seam in self.seams:
-            if self.state.ledger.leaves_unreduced and seam.momentum is not None:
+            if self.session.ledger.leaves_unreduced and seam.momentum is not None:
                 seam.momentum.reduce_gradients()  # The next step is Megatron's own and needs them reduced.
             seam.detach()
         self.weights.detach()
@@ -117,11 +136,11 @@ class Attachment:
         replicated_params.unmark(self._marked)
 
 
-def _attached(chunk: Any, config: CompressionConfig) -> Any:
-    """Attach a chunk according to the class that wraps it; every result has an Attachment's attributes."""
+def _attached(chunk: Any, config: CompressionConfig) -> MegatronDdp | FsdpAttachment:
+    """Attach a chunk according to the class that wraps it."""
     kind = fsdp_of(chunk)
     if kind is None:
-        return Attachment(chunk, config)
+        return MegatronDdp(chunk, config)
     # Imported here, because the FSDPs need a newer torch, and einops, which DDP does not.
     if kind == TORCH_FSDP2:
         from megatron_patch.megatron.fsdp.torch_fsdp2 import TorchFsdp2
@@ -132,7 +151,7 @@ def _attached(chunk: Any, config: CompressionConfig) -> Any:
     return MegatronFsdp(chunk, config)
 
 
-_attachments: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_attachments: WeakKeyDictionary[Any, MegatronDdp | FsdpAttachment] = WeakKeyDictionary()
 _detached: WeakKeyDictionary[Any, Counts] = WeakKeyDictionary()
 """The counts of chunks that were attached before and are detached now."""
 _ONEBIT = "_megatron_loco_onebit_adam"
@@ -142,15 +161,15 @@ _CLEARING = "_megatron_loco_clearing"
 """The attribute of a chunk that holds the override of its `zero_grad_buffer`."""
 
 
-def attachment_of(chunk: Any) -> Any:
-    """Return the Attachment of a wrapped model chunk, or its counterpart of fsdp/; None if not attached."""
+def attachment_of(chunk: Any) -> MegatronAttachment | None:
+    """Return the attachment of a wrapped model chunk; None if it is not attached."""
     return _attachments.get(chunk)
 
 
 def session_of(chunk: Any) -> Session | None:
     """Return the session of a wrapped model chunk; None if it is not attached."""
     attachment = attachment_of(chunk)
-    return None if attachment is None else attachment.state
+    return None if attachment is None else attachment.session
 
 
 def outer_steps_of(chunks: Sequence[Any]) -> list[OuterSteps]:
@@ -163,9 +182,9 @@ def finish_outer_steps(optimizer: Any, chunks: Sequence[Any]) -> None:
     outer_steps.finish(optimizer, _outer_of(map(attachment_of, chunks)))
 
 
-def _outer_of(attachments: Iterable[Any]) -> list[tuple[OuterSteps, ChunkWeights]]:
-    """Return the outer steps of those attachments that make some; FSDP's have no such attribute."""
-    return [(a.outer, a.weights) for a in attachments if getattr(a, "outer", None) is not None]
+def _outer_of(attachments: Iterable[MegatronAttachment | None]) -> list[tuple[OuterSteps, ChunkWeights]]:
+    """Return the outer steps of those attachments that make some."""
+    return [(a.outer, a.weights) for a in attachments if a is not None and a.outer is not None]
 
 
 def attached_chunks() -> list[Any]:
@@ -216,34 +235,37 @@ def attach(chunks: Sequence[Any], config: CompressionConfig) -> None:
             )
     for chunk in new:  # Attaching comes last, so that a refused chunk leaves the other chunks unchanged.
         _attachments[chunk] = _attached(chunk, config)
-        _report_clearing(chunk, _attachments[chunk].state)
-    found = [_attachments[chunk] for chunk in new]
-    if found:
-        found[0].state.ledger.announces = dist.get_rank() == 0
+        _report_clearing(chunk, _attachments[chunk].session)
+    made = [_attachments[chunk] for chunk in new]
+    if made:
+        made[0].session.ledger.announces = dist.get_rank() == 0
     for chunk in new:
         if chunk in _detached:
-            _attachments[chunk].state.ledger.go_on_from(_detached.pop(chunk))
-    if found and fsdp_of(new[0]) is not None:
-        for line in (line for one in found for line in one.lines() if found[0].state.ledger.announces):
-            logger.info("megatron-loco: %s", line)
-    elif found:
+            _attachments[chunk].session.ledger.go_on_from(_detached.pop(chunk))
+    ddp = [attachment for attachment in made if isinstance(attachment, MegatronDdp)]
+    if ddp:
         log_startup(
             new[0],
-            found[0].state,
-            [seam for attachment in found for seam in attachment.seams],
-            [seam for attachment in found for seam in attachment.weights.seams],
+            ddp[0].session,
+            [seam for attachment in ddp for seam in attachment.seams],
+            [seam for attachment in ddp for seam in attachment.weights.seams],
         )
+    for attachment in made:
+        if isinstance(attachment, MegatronDdp) or not made[0].session.ledger.announces:
+            continue
+        for line in attachment.lines():
+            logger.info("megatron-loco: %s", line)
     optimizer_step.listen(_Steps())
 
 
-def _report_clearing(chunk: Any, state: Session) -> None:
+def _report_clearing(chunk: Any, session: Session) -> None:
     """Override a chunk's `zero_grad_buffer`, so that it tells the session that gradients are cleared."""
     original = chunk.zero_grad_buffer
 
     @functools.wraps(original)
     def zero_grad_buffer(*args: Any, **kwargs: Any) -> Any:
         if not is_rerun():  # A rerun clears what it makes anew.
-            state.gradients_cleared()
+            session.gradients_cleared()
         return original(*args, **kwargs)
 
     # The chunk has it, as an optimizer has its OneBitAdam.
@@ -255,7 +277,7 @@ def detach_all() -> None:
     for optimizer in _onebit_optimizers:
         getattr(optimizer, _ONEBIT).leave()
     for chunk, attachment in list(_attachments.items()):
-        _detached[chunk] = attachment.state.ledger.counts
+        _detached[chunk] = attachment.session.ledger.counts
         attachment.detach()
         vars(chunk).pop(_CLEARING).undo()
     _attachments.clear()
@@ -286,12 +308,12 @@ class _Steps:
 
     def other_begins(self, optimizer: torch.optim.Optimizer) -> None:
         refuse_other_optimizer(
-            optimizer, [a.state for a in _updated_by(optimizer) if a.state.config.is_onebit_adam]
+            optimizer, [a.session for a in _updated_by(optimizer) if a.session.config.is_onebit_adam]
         )
 
     def prepared(self, optimizer: Any, loss_scale_factor: float) -> None:
         for attachment in _updated_by(optimizer):
-            attachment.state.ledger.prepare(loss_scale_factor)
+            attachment.session.ledger.prepare(loss_scale_factor)
 
     def ended(self, optimizer: Any, successful: bool, loss_scale_factor: float) -> None:
         updated = _updated_by(optimizer)
@@ -300,13 +322,13 @@ class _Steps:
         outer_steps.end_step(optimizer, _outer_of(updated))
         parts, rates = optimizer_step.leaves_of(optimizer), optimizer_step.learning_rates(optimizer)
         for attachment in updated:
-            ended = attachment.state.optimizer_stepped(
+            ended = attachment.session.optimizer_stepped(
                 parts, successful, factor=loss_scale_factor, rates=rates
             )
             attachment.weights.end_step(continues=not ended)
 
 
-def _updated_by(optimizer: Any) -> list[Any]:
+def _updated_by(optimizer: Any) -> list[MegatronAttachment]:
     return [
         attachment for chunk, attachment in _attachments.items() if optimizer_step.updates(optimizer, chunk)
     ]
@@ -315,19 +337,19 @@ def _updated_by(optimizer: Any) -> list[Any]:
 def _look_at(optimizer: Any) -> None:
     """Refuse optimizer settings that only the step shows, and choose the optimizer's default method."""
     updated = _updated_by(optimizer)
-    states = [attachment.state for attachment in updated]
+    sessions = [attachment.session for attachment in updated]
     outer_steps.begin_step(optimizer, [outer for outer, _ in _outer_of(updated)])
-    for part in optimizer_step.leaves_of(optimizer) if states else ():
+    for part in optimizer_step.leaves_of(optimizer) if sessions else ():
         refuse_graphed(part.config)
-        if any(state.config.outer_steps for state in states):
+        if any(session.config.outer_steps for session in sessions):
             refuse_with_outer_steps(part.config)
-        if any(state.config.compresses for state in states):
+        if any(session.config.compresses for session in sessions):
             refuse_stepping(part)
         # If the user gave no method, the default depends on the optimizer.
         name = getattr(part.config, "optimizer", None)
-        changed = [state for state in states if state.use_default_method_of(name)]
+        changed = [session for session in sessions if session.use_default_method_of(name)]
         if changed and dist.get_rank() == 0:
-            logger.info("megatron-loco: method %s, the default with Muon", states[0].config.method)
+            logger.info("megatron-loco: method %s, the default with Muon", sessions[0].config.method)
 
 
 def _and_gathered(optimizer: Any, update: Callable[[], Any]) -> Any:
@@ -343,14 +365,15 @@ def _onebit_for(optimizer: Any) -> OneBitAdam | None:
     """
     onebit = onebit_of(optimizer)
     attached = [
-        (chunk, attachment.state, attachment.seams)
+        (chunk, attachment.session, attachment.seams)
         for chunk, attachment in _attachments.items()
         if onebit is None
-        and attachment.state.config.is_onebit_adam
+        and isinstance(attachment, MegatronDdp)
+        and attachment.session.config.is_onebit_adam
         and optimizer_step.updates(optimizer, chunk)
     ]
     if attached:
-        refuse_one_by_one([state for _, state, _ in attached], optimizer_step.leaves_of(optimizer))
+        refuse_one_by_one([session for _, session, _ in attached], optimizer_step.leaves_of(optimizer))
         onebit = OneBitAdam(optimizer, attached)
         setattr(optimizer, _ONEBIT, onebit)
         _onebit_optimizers.add(optimizer)

@@ -102,9 +102,8 @@ def _install_helpers() -> None:
 def sessions(model: Any = None) -> tuple[list[Session], Traffic]:
     """Return the sessions of a model's attached chunks (None: of all), and their weight gathers' traffic."""
     chunks = attachments.attached_chunks() if model is None else attachments.chunks_of(model, "report")
-    found = [attachments.session_of(chunk) for chunk in chunks]
-    states = [session for session in found if session is not None]
-    return states, weight_metrics.sent(chunks) if states else Traffic()
+    attached = [session for chunk in chunks if (session := attachments.session_of(chunk)) is not None]
+    return attached, weight_metrics.sent(chunks) if attached else Traffic()
 
 
 def _options(config: CompressionConfig | None, door: str) -> CompressionConfig:

@@ -102,8 +102,8 @@ class RunMetrics:
         self._model = arguments["model"]
         args = get_args()
         iteration = getattr(args, "curr_iteration", None)  # This is still the previous step.
-        for state in self._states():
-            state.measures = iteration is None or self._logs(args, iteration + 1)
+        for session in self._sessions():
+            session.measures = iteration is None or self._logs(args, iteration + 1)
         self._started = time.perf_counter()
 
     @staticmethod
@@ -151,19 +151,19 @@ class RunMetrics:
             self._file.flush()
         self._show(record, step)
 
-    def _states(self) -> list[Session]:
+    def _sessions(self) -> list[Session]:
         return [c for chunk in self._model if (c := session_of(chunk)) is not None]
 
     @property
     def _config(self) -> CompressionConfig | None:
-        return next((state.config for state in self._states()), None)
+        return next((session.config for session in self._sessions()), None)
 
     def _compression_record(self) -> dict[str, Any]:
         weights, coded = weight_metrics.sent(self._model), weight_metrics.coded(self._model)
-        states = self._states()
-        sums = sums_of(states)
+        sessions = self._sessions()
+        sums = sums_of(sessions)
         gradients = sums.traffic
-        for group in weight_metrics.bucket_groups(self._model) if not states else ():
+        for group in weight_metrics.bucket_groups(self._model) if not sessions else ():
             gradients.add(traffic.stock_gradients(group))
         gradients.add(weight_metrics.outer_traffic(self._model))
         wire = [gradients.nbytes, gradients.elements, weights.nbytes, weights.elements, *coded]
@@ -190,7 +190,7 @@ class RunMetrics:
             **weight_metrics.outer(self._model, moved, mean, between / ranks),
             "compression_snr_db": 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None,
             "compensation_norm_ratio": math.sqrt(error / gradient) if gradient > 0 else None,
-            "skipped_steps": max((s.ledger.events.skipped_steps for s in states), default=0),
+            "skipped_steps": max((s.ledger.events.skipped_steps for s in sessions), default=0),
             "non_finite_blocks": None if math.isnan(non_finite) else int(non_finite),
         }
 
@@ -236,7 +236,7 @@ class RunMetrics:
         """Return how many steps made 1-bit Adam's frozen variance (None: it is not frozen yet)."""
         if self._config is None or not self._config.is_onebit_adam:
             return {}
-        return {"warmup_steps": next((c.ledger.phase.variance_steps for c in self._states()), None)}
+        return {"warmup_steps": next((c.ledger.phase.variance_steps for c in self._sessions()), None)}
 
     def _writes(self) -> bool:
         return dist.get_rank() == dist.get_world_size() - 1
@@ -248,8 +248,8 @@ class RunMetrics:
         memory = torch.tensor(
             [
                 _peak_memory(),
-                sum(c.error_bytes for c in self._states()),
-                sum(pool.nbytes for pool in {c.workspace.pool for c in self._states()}),
+                sum(c.error_bytes for c in self._sessions()),
+                sum(pool.nbytes for pool in {c.workspace.pool for c in self._sessions()}),
                 sum(chunk.nbytes for chunk in weight_metrics.gathers_of(self._model)),
             ],
             dtype=torch.float64,
@@ -272,7 +272,7 @@ class RunMetrics:
         peak, error_bytes, buffer_bytes, weight_bytes = memory.tolist()
         args = get_args()
         median = _median(self._seconds or [record["step_seconds"] for record in earlier])
-        events = [{"steps": c.ledger.steps, **dataclasses.asdict(c.ledger.events)} for c in self._states()]
+        events = [{"steps": c.ledger.steps, **dataclasses.asdict(c.ledger.events)} for c in self._sessions()]
         config = self._config
         summary = {
             "method": config.method if config is not None else "stock",

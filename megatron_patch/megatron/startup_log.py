@@ -26,32 +26,32 @@ _COSTS_BELOW_BITS = 4
 
 def log_startup(
     chunk: Any,
-    state: Session,
+    session: Session,
     seams: Sequence[BucketGroupSeam],
     weight_seams: Sequence[WeightSeam],
 ) -> None:
     """Log the seams of this rank's model chunks, on one rank of each pipeline stage.
 
-    `chunk` is any of the chunks, whose groups give this rank's place; `state` is its session.
+    `chunk` is any of the chunks, whose groups give this rank's place; `session` is its session.
     """
-    config = state.config
+    config = session.config
     if chunk.dp_cp_group.rank() != 0 or chunk.tp_group.rank() != 0:
         return
     pipeline = chunk.pp_group[0] if isinstance(chunk.pp_group, list) else chunk.pp_group
     stage = f"pipeline stage {pipeline.rank()}: " if pipeline.size() > 1 else ""
-    for level, line in itertools.chain(_lines(state, seams), weight_lines(config, weight_seams)):
+    for level, line in itertools.chain(_lines(session, seams), weight_lines(config, weight_seams)):
         logger.log(level, "megatron-loco: %s%s", stage, line)
 
 
-def _lines(state: Session, seams: Sequence[BucketGroupSeam]) -> Iterator[tuple[int, str]]:
-    config = state.config
+def _lines(session: Session, seams: Sequence[BucketGroupSeam]) -> Iterator[tuple[int, str]]:
+    config = session.config
     if config.outer_steps:
         yield logging.INFO, _outer_line(config, seams)
     if not config.compresses:
         yield logging.INFO, "method none: Megatron's own gradient exchange"
         return
     yield logging.INFO, method_line(config)
-    if not config.is_onebit_adam and not state.ledger.onset.started:
+    if not config.is_onebit_adam and not session.ledger.onset.started:
         yield logging.INFO, _start_line(config)
     yield from _early_lines(config)
     stages = [(seam, stage) for seam in seams for stage in seam.stages]
@@ -139,10 +139,10 @@ def _fp32_accumulation_lines(
     of_nodes = any(isinstance(exchange, TwoHopReduceScatter) for exchange in exchanges)
     fp32 = all(b.grad_data.dtype == torch.float32 for seam in seams for b in seam.group.buckets)
     line = "reduce_scatter_with_fp32_accumulation: fulfilled, the owner of a shard sums in fp32"
-    if of_nodes and not fp32 and config.intra_bits is None:
+    if of_nodes and not fp32:
         line += (
-            " what nodes send; inside a node gradients are summed in their own precision (topology flat and "
-            "intra_bits 8 sum in fp32 there too)"
+            " what nodes send; inside a node gradients are summed in their own precision (topology flat sums "
+            "in fp32 there too)"
         )
     yield logging.INFO, line
 

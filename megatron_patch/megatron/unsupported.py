@@ -140,26 +140,26 @@ def refuse_graphed(settings: Any) -> None:
         _refuse("optimizer_cuda_graph", True, why)
 
 
-def refuse_one_by_one(states: Sequence[Any], optimizers: Sequence[Any]) -> None:
+def refuse_one_by_one(sessions: Sequence[Any], optimizers: Sequence[Any]) -> None:
     """Refuse 1-bit Adam if the training loop steps the optimizers of one model one by one.
 
     Raises:
         UserError: it does; the message says what to call instead.
     """
-    if any(state.ledger.joins(optimizers) for state in states):
+    if any(session.ledger.joins(optimizers) for session in sessions):
         raise UserError(
             "onebit_adam exchanges the momentum of all of a model's optimizers at once: call step() of the "
             "optimizer that get_megatron_optimizer returns, not of those that it chains"
         )
 
 
-def refuse_other_optimizer(optimizer: Any, states: Sequence[Any]) -> None:
-    """Refuse the step of an optimizer that is not Megatron's if `states`, the 1-bit Adam sessions, has any.
+def refuse_other_optimizer(optimizer: Any, sessions: Sequence[Any]) -> None:
+    """Refuse the step of an optimizer that is not Megatron's if `sessions`, the 1-bit Adam sessions, has any.
 
     Raises:
         UserError: it has; the message names the optimizer and what to change.
     """
-    if states:
+    if sessions:
         kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         raise UserError(
             f"onebit_adam makes the step of Megatron's own optimizers, and this model's is {kind}: take the "

@@ -18,33 +18,21 @@ from megatron_patch.pytorch import ddp
 from megatron_patch.session import torch_steps
 from megatron_patch.session.report import method_line, naive_line
 from megatron_patch.session.session import Session
-from megatron_patch.session.states import Exchanged, RankOf, RankState
+from megatron_patch.session.states import Attachment, RankOf, RankState
 from megatron_patch.session.steps import Counts
 
 logger = logging.getLogger(__name__)
 
 
-class Attachment(Protocol):
-    """One attached model."""
+class TorchAttachment(Attachment, Protocol):
+    """One attached model of torch."""
 
-    asked: CompressionConfig
-    """The options that the user gave."""
     config: CompressionConfig
     """The options that are used; they may have another default method."""
-    session: Session
     model: nn.Module
-
-    def detach(self) -> None:
-        """Restore torch's own exchange from the next backward pass on."""
 
     def prepare(self, sets: Sequence[Sequence[str]]) -> None:
         """Create the exchanges for those of a checkpoint's sets of names that fit. All ranks must call it."""
-
-    def exchanged(self) -> list[Exchanged]:
-        """Return every exchange that there is so far, for checkpoints."""
-
-    def groups_of_ranks(self) -> dict[str, tuple[int, int]]:
-        """Return the process groups by name: size, and this rank's number."""
 
     def where(self) -> str:
         """Describe the exchange and its ranks, for the log."""
@@ -59,7 +47,7 @@ class _Held:
     A table of attachments by model would keep its models alive.
     """
 
-    def __init__(self, attachment: Attachment | None = None) -> None:
+    def __init__(self, attachment: TorchAttachment | None = None) -> None:
         self.attachment = attachment
 
     def __reduce__(self) -> tuple[type[_Held], tuple[()]]:
@@ -72,13 +60,13 @@ _earlier: WeakKeyDictionary[nn.Module, Counts] = WeakKeyDictionary()
 """The counts of models that were attached before and are detached now."""
 
 
-def attachment_of(model: nn.Module) -> Attachment | None:
+def attachment_of(model: nn.Module) -> TorchAttachment | None:
     """Return a model's attachment; None if nothing is attached to it."""
     held = vars(model).get(_HELD)
     return None if held is None else held.attachment
 
 
-def _all() -> list[Attachment]:
+def _all() -> list[TorchAttachment]:
     return [found for model in list(_models) if (found := attachment_of(model)) is not None]
 
 
@@ -108,7 +96,7 @@ def attach(
     torch_steps.listen(_steps)
 
 
-def _made(model: nn.Module, config: CompressionConfig, replicas: dist.ProcessGroup | None) -> Attachment:
+def _made(model: nn.Module, config: CompressionConfig, replicas: dist.ProcessGroup | None) -> TorchAttachment:
     if config.is_onebit_adam:
         raise UserError("compression.method: onebit_adam is for Megatron's optimizers; use loco")
     if config.codes_weights:
@@ -129,7 +117,7 @@ def _made(model: nn.Module, config: CompressionConfig, replicas: dist.ProcessGro
     return ddp.Ddp(model, config)
 
 
-def lines(made: Attachment) -> Iterator[str]:
+def lines(made: TorchAttachment) -> Iterator[str]:
     """Yield the lines about a newly attached model for the log."""
     config, where = made.config, made.where()
     if not config.compresses:
@@ -156,8 +144,7 @@ def rank_of(models: Sequence[nn.Module]) -> RankOf | None:
     def make(sets: Sequence[Sequence[str]]) -> RankState:
         for made in found:
             made.prepare(sets)
-        exchanged = [each for made in found for each in made.exchanged()]
-        return RankState(exchanged, [made.session for made in found], found[0].groups_of_ranks())
+        return RankState(found)
 
     return make
 

@@ -59,26 +59,19 @@ class BlockLayout:
         block_size: int | str,
         whole_blocks: bool = False,
         spans: Sequence[Span] | None = None,
-        pieces: int = 1,
-        in_order: bool = False,
     ) -> BlockLayout:
         """Create the layout of `numel` elements in `shards` shards.
 
         With `whole_blocks` S is a multiple of the block size, so that fewer blocks are cut at shards' ends.
         `spans` are the parameters that blocks follow; None: blocks are counted from each shard's beginning.
-        With `pieces` M > 1 the tensor has M*N pieces of equal length, at whose ends blocks are cut, too. With
-        `in_order` shard j is pieces j*M to j*M + M - 1. Else the tensor was reordered after `spans` were
-        computed: shard j is pieces j, N + j, 2*N + j, ..., one after the other.
         """
         size = -(-numel // shards)
         if whole_blocks and block_size != "shard":
             size = _round_up(size, int(block_size))
         if spans is None or block_size == "shard":
             return BlockLayout.by_shards(numel, shards, size, bits, block_size)
-        length = size // pieces
-        across, along = (pieces, 1) if in_order else (1, shards)
-        firsts = [[length * (j * across + k * along) for k in range(pieces)] for j in range(shards)]
-        ranges = [[(at, max(at, min(at + length, numel))) for at in row] for row in firsts]
+        ends = [(j * size, min((j + 1) * size, numel)) for j in range(shards)]
+        ranges = [[(first, max(first, end))] for first, end in ends]
         table = BlockTable.of(spans, ranges, int(block_size), bits)
         exact = ExactElements.of(spans, ranges, size)
         return BlockLayout(numel, shards, size, bits, int(block_size), table, exact)

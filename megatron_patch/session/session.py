@@ -13,6 +13,7 @@ import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,8 +23,6 @@ from megatron_patch.collectives.exchange import Exchange, Handle, Setup, Traffic
 from megatron_patch.collectives.sender import MovingAverageError, Sender, try_kernels
 from megatron_patch.collectives.workspace import Workspace, shared_pool
 from megatron_patch.config import CompressionConfig
-from megatron_patch.session.events import SessionReport
-from megatron_patch.session.memory import Memory
 from megatron_patch.session.steps import Answer, Ledger, State
 from megatron_patch.weights import gather
 
@@ -33,6 +32,23 @@ IN_FLIGHT = 2
 """The exchanges over one process group that may be under way at a time, and whose payloads are in memory.
 They are counted by group since ranks may start dense and expert buckets in different orders: if an exchange
 waited for one of another group, ranks could wait for each other forever."""
+
+
+@dataclass(frozen=True)
+class SessionReport:
+    """The exchanges of this rank in the last step that has ended."""
+
+    traffic: Traffic = field(default_factory=Traffic)
+    compressed: bool = False
+    """Whether any exchange was compressed."""
+    statistics: torch.Tensor | None = None
+    """loco.STATISTICS, fp64 [5], summed over buckets; None if they were not measured."""
+    compression_seconds: Callable[[], float] = float
+    """Returns the time spent compressing and decompressing; on CUDA the call waits for the work."""
+    inside_bytes: float = 0.0
+    """Bytes sent to ranks of the same node by hop 1 of two hops; `traffic` counts hop 2."""
+    step: int = 0
+    """The session's `steps_seen` after this step; 0 if no step has ended."""
 
 
 class Session:
@@ -64,6 +80,8 @@ class Session:
         self.ledger = Ledger(config, ranks, device, parameters, there)
         self.workspace = Workspace(device, shared_pool(device))
         self.memory = Memory(lambda: (t for error in self._errors for t in error.tensors().values()))
+        self.on_restart: list[Callable[[], None]] = []
+        """Called by `restart`, to clear what else is kept of earlier steps."""
         self.exchanges: list[Exchange] = []  # They are in the order of their allocation.
         self._setup = Setup(config, self.workspace)
         self.report = SessionReport()
@@ -189,6 +207,8 @@ class Session:
         self.clear_errors()
         self.scale = None
         self.ledger.restart(steps)
+        for forget in self.on_restart:
+            forget()
 
     def _follow(self, answer: Answer) -> bool:
         """Do with errors what an event means; returns whether a step has ended."""
@@ -239,3 +259,47 @@ class Session:
         self.memory.bring_back()
         for error in self._errors:
             error.reset()
+
+
+class Memory:
+    """Moves the tensors that `sources` return, called anew each time, to host memory and back.
+
+    This is for engines that use the device for something else between steps, such as the rollouts of RL.
+    Tensors and their views stay valid: their storage is resized to 0 and back, as these engines do with
+    weights.
+    """
+
+    def __init__(self, *sources: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self.sources = list(sources)
+        self._away: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        """The storages that are offloaded, each with its bytes in host memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the tensors take on the device now."""
+        return sum(storage.nbytes() for storage in self._storages())
+
+    def offload(self) -> None:
+        """Move all tensors to host memory, which is pinned for a GPU; offloaded ones stay there."""
+        for storage in self._storages():
+            if storage.nbytes():
+                on_gpu = storage.device.type == "cuda"
+                host = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
+                host.copy_(_bytes_of(storage))
+                storage.resize_(0)
+                self._away.append((storage, host))
+
+    def bring_back(self) -> None:
+        """Move offloaded tensors back to the device, bit for bit."""
+        while self._away:
+            storage, host = self._away.pop()
+            storage.resize_(host.numel())
+            _bytes_of(storage).copy_(host)
+
+    def _storages(self) -> list[torch.UntypedStorage]:
+        tensors = (tensor for source in self.sources for tensor in source())
+        return list({s._cdata: s for s in (tensor.untyped_storage() for tensor in tensors)}.values())
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

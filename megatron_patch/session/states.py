@@ -23,9 +23,9 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,9 @@ from megatron_patch.collectives.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.files import load_json
-from megatron_patch.session.events import Events
 from megatron_patch.session.onset import Onset, Phase
 from megatron_patch.session.session import Session
+from megatron_patch.session.steps import Events
 
 logger = logging.getLogger(__name__)
 
@@ -63,35 +63,41 @@ class Exchanged:
     """Whether the sum is divided by the number of ranks."""
 
 
+class Attachment(Protocol):
+    """One attached model, or one chunk of it, whatever wraps it."""
+
+    asked: CompressionConfig
+    """The options as the caller gave them; those in use may have another default method."""
+    session: Session
+
+    def exchanged(self) -> Iterable[Exchanged]:
+        """Return every exchange that there is so far, in an order that is the same in every run."""
+
+    def groups_of_ranks(self) -> dict[str, tuple[int, int]]:
+        """Return the process groups that the model is spread over by name: size, and this rank's number."""
+
+    def detach(self) -> None:
+        """Restore the stock exchange from the next backward pass on."""
+
+
 class RankState:
     """The error states and counters of an attached model on this rank.
 
     Args:
-        exchanged: the model's exchanges, in an order that is the same in every run.
-        sessions: the sessions of the model's parts, at least one.
-        groups: by name the size of each process group that the model is spread over, and this rank's number
-            in it.
-        layers: the numbers of the layers that this rank has, where names do not say them.
-        forget: clears what else the model keeps of earlier steps.
+        attachments: the model's parts, at least one.
+        layers: the numbers of the layers that this rank has, where parameters' names do not say them.
     """
 
-    def __init__(
-        self,
-        exchanged: Sequence[Exchanged],
-        sessions: Sequence[Session],
-        groups: Mapping[str, tuple[int, int]],
-        layers: Sequence[int] = (),
-        forget: Callable[[], None] = lambda: None,
-    ) -> None:
-        for session in sessions:
+    def __init__(self, attachments: Sequence[Attachment], layers: Sequence[int] = ()) -> None:
+        self.sessions = [attachment.session for attachment in attachments]
+        for session in self.sessions:
             session.memory.bring_back()
-        self.sessions = list(sessions)
         self.config = self.sessions[0].config
-        self.exchanged = list(exchanged)
-        self.senders = [sender for one in exchanged for sender in one.exchange.senders]
+        self.exchanged = [each for attachment in attachments for each in attachment.exchanged()]
+        self.senders = [sender for each in self.exchanged for sender in each.exchange.senders]
+        groups = attachments[0].groups_of_ranks()
         self.groups = {name: size for name, (size, _) in groups.items()}
         self._here = groups, layers
-        self._forget = forget
 
     @property
     def layout(self) -> str:
@@ -121,7 +127,6 @@ class RankState:
         """Restart every session after `steps` optimizer steps, with errors of zero."""
         for session in self.sessions:
             session.restart(steps)
-        self._forget()
 
 
 def _storage(sender: Sender) -> list[Any]:

@@ -36,6 +36,7 @@ import copy
 import enum
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakSet, ref
 
@@ -43,9 +44,25 @@ import torch
 import torch.distributed as dist
 
 from megatron_patch.config import CompressionConfig
-from megatron_patch.session.events import Events
 from megatron_patch.session.onset import LONG, Onset, Phase, StartTogether
 from megatron_patch.session.torch_steps import learning_rates
+
+
+@dataclass
+class Events:
+    """Counts of events that affect the errors."""
+
+    resets: int = 0
+    """Resets of all errors, e <- 0, every `reset_interval` steps after compression has started."""
+    skipped_steps: int = 0
+    """Steps that the optimizer skipped (fp16 overflow). Their exchanges must not count, so e <- 0."""
+    replays: int = 0
+    """Backward passes that Megatron's rerun state machine ran again within an optimizer step; e <- 0."""
+    repeated_exchanges: int = 0
+    """Further exchanges within one optimizer step, which are the loop's design; errors are kept."""
+    uncompressed_syncs: int = 0
+    """Exchanges of a whole bucket group without compression (force_all_reduce, before start_step)."""
+
 
 logger = logging.getLogger(__name__)
 

@@ -91,8 +91,8 @@ def test_a_bucket_of_billions_is_attached_at_once(split, shards, even):
         made = [
             ReduceScatter(bucket, Group(shards, shards - 1), setup_of(device="meta")),
             AllReduce(bucket, Group(shards, shards - 1), setup_of(device="meta")),
-            TwoHopReduceScatter(bucket, hops, setup_of(device="meta", intra_bits=8)),
-            TwoHopAllReduce(bucket, hops, setup_of(device="meta", intra_bits=8)),
+            TwoHopReduceScatter(bucket, hops, setup_of(device="meta")),
+            TwoHopAllReduce(bucket, hops, setup_of(device="meta")),
         ]
         sent = [exchange.traffic(torch.empty(bucket.numel, device="meta")) for exchange in made]
     seconds = time.perf_counter() - began

@@ -169,16 +169,14 @@ def exchanges(dtype: str, device: str | None) -> list[str]:
     gradients = [gradient_of(numel, seeded(10 * step + rank), torch.float32, "plain") for step in range(2)]
     with defaults(getattr(torch, dtype), device):
         for kind in (ReduceScatter, AllReduce, TwoHopReduceScatter, TwoHopAllReduce):
-            for intra_bits in (None, 8):
-                setup = setup_of(bits=4, intra_bits=intra_bits)
-                exchange = kind(contents, hops if kind.__name__.startswith("Two") else group, setup)
-                for gradient in gradients:
-                    tensor = gradient.clone()
-                    whole = kind.__name__.endswith("AllReduce")
-                    output = tensor if whole else tensor.view(group.size(), -1)[rank]
-                    exchange.start(tensor, output, average=True).wait()
-                    found.append(output.clone())
-                found += [t for sender in exchange.senders for t in sender.state().values()]
+            exchange = kind(contents, hops if kind.__name__.startswith("Two") else group, setup_of(bits=4))
+            for gradient in gradients:
+                tensor = gradient.clone()
+                whole = kind.__name__.endswith("AllReduce")
+                output = tensor if whole else tensor.view(group.size(), -1)[rank]
+                exchange.start(tensor, output, average=True).wait()
+                found.append(output.clone())
+            found += [t for sender in exchange.senders for t in sender.state().values()]
         gather = WeightGather(weights, group, Workspace(CPU), "bucket 0")
         gather.remember()
         gather._own[::3] += 1

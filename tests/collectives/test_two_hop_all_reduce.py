@@ -46,12 +46,9 @@ def exchange(
 
 @pytest.mark.parametrize("average", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("intra_bits", [None, 8])
 @pytest.mark.parametrize("numel", [1000, 1003, 3])
-def test_every_rank_holds_the_sum_or_the_true_mean(
-    pool: Any, average: bool, dtype: str, intra_bits: int | None, numel: int
-) -> None:
-    options = {"method": "naive", "bits": 8, "block_size": 64, "intra_bits": intra_bits}
+def test_every_rank_holds_the_sum_or_the_true_mean(pool: Any, average: bool, dtype: str, numel: int) -> None:
+    options = {"method": "naive", "bits": 8, "block_size": 64}
     reports = pool.run(exchange, options, numel, dtype, average, None, world_size=RANKS)
     for report in reports:
         assert report["same"]
@@ -61,9 +58,8 @@ def test_every_rank_holds_the_sum_or_the_true_mean(
     assert sum(report["elements"] for report in reports[:2]) == numel  # of a node's ranks
 
 
-@pytest.mark.parametrize("intra_bits", [None, 8])
-def test_what_is_not_finite_reaches_every_rank(pool: Any, intra_bits: int | None) -> None:
-    options = {"bits": 4, "intra_bits": intra_bits}
+def test_what_is_not_finite_reaches_every_rank(pool: Any) -> None:
+    options = {"bits": 4}
     for report in pool.run(exchange, options, 1000, "float32", False, float("inf"), world_size=RANKS):
         assert report["same"]
         assert not report["held"][5].isfinite()

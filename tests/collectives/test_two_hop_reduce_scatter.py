@@ -55,11 +55,8 @@ def exchange(options: dict[str, Any], dtype: str, average: bool, bad: float | No
 
 @pytest.mark.parametrize("average", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("intra_bits", [None, 8])
-def test_the_shard_is_the_sum_or_the_true_mean(
-    pool: Any, average: bool, dtype: str, intra_bits: int | None
-) -> None:
-    options = {"method": "naive", "bits": 8, "block_size": 64, "intra_bits": intra_bits}
+def test_the_shard_is_the_sum_or_the_true_mean(pool: Any, average: bool, dtype: str) -> None:
+    options = {"method": "naive", "bits": 8, "block_size": 64}
     for report in pool.run(exchange, options, dtype, average, None, world_size=RANKS):
         exact = report["exact"]
         # 1/254 of a block's maximum for each 8-bit hop's senders, and bf16's own rounding.
@@ -69,28 +66,20 @@ def test_the_shard_is_the_sum_or_the_true_mean(
         assert report["nbytes"][0] == report["nbytes"][-1]
 
 
-@pytest.mark.parametrize("intra_bits", [None, 8])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_reaches_the_owner_alone(pool: Any, bad: float, intra_bits: int | None) -> None:
-    options = {"bits": 4, "intra_bits": intra_bits}
+def test_what_is_not_finite_reaches_the_owner_alone(pool: Any, bad: float) -> None:
+    options = {"bits": 4}
     reports = pool.run(exchange, options, "float32", False, bad, world_size=RANKS)
     finite = [bool(report["shard"].isfinite().all()) for report in reports]
     assert not finite[2]
-    if intra_bits is None:
-        assert finite == [True, True, False, True]
-    else:  # inside a node a block may span the chunks of one local rank, of all nodes
-        assert finite[1]
-        assert finite[3]
+    assert finite == [True, True, False, True]
 
 
 def test_error_and_traffic_inside_the_node(pool: Any) -> None:
-    for intra_bits, inside in ((None, 4 * RANKS * SHARD / 2), (8, 2 * SHARD + 8 + 2 * 5 + 6)):
-        for report in pool.run(
-            exchange, {"bits": 4, "intra_bits": intra_bits}, "float32", True, None, world_size=RANKS
-        ):
-            assert report["error bytes"] == RANKS * SHARD // 2 + 2 * 2 * 3  # codes; scales of 2 x 3 blocks
-            assert report["inside"] == inside
-            assert report["between"] == SHARD // 2 + 10 + 2 * 3 + 10  # to one other node; alignment to 16
+    for report in pool.run(exchange, {"bits": 4}, "float32", True, None, world_size=RANKS):
+        assert report["error bytes"] == RANKS * SHARD // 2 + 2 * 2 * 3  # codes; scales of 2 x 3 blocks
+        assert report["inside"] == 4 * RANKS * SHARD / 2
+        assert report["between"] == SHARD // 2 + 10 + 2 * 3 + 10  # to one other node; alignment to 16
 
 
 def test_the_pool_keeps_no_more_buffers_than_were_in_use_at_a_time() -> None:

@@ -85,7 +85,7 @@ MUTANTS = {
                 "        self._work.wait()\n        workspace.give(send)\n",
             ),
         ),
-        "two hops, 8 bits inside",
+        "two hops",
         RACE,
     ),
     "a payload is compressed once more while it is sent": Mutant(
@@ -105,7 +105,7 @@ MUTANTS = {
     ),
     "hop 2 compresses sums that hop 1 is writing": Mutant(
         f"{_COLLECTIVES}.two_hop:TwoHopReduceScatter.start",
-        (("                work.wait()\n", "                pass\n"),),
+        (("            work.wait()\n", "            pass\n"),),
         "two hops",
         RACE,
     ),
@@ -127,7 +127,7 @@ MUTANTS = {
         RACE,
     ),
     "an outer step's sum is not waited for": Mutant(
-        f"{_MEGATRON}.outer_shard:Shard.receive",
+        f"{_MEGATRON}.outer_steps:Shard.receive",
         (("sent.handle.wait()", "pass"),),
         "outer steps of experts in turns",
         NOT_WAITED,
@@ -143,7 +143,7 @@ MUTANTS = {
         (
             (
                 "            return upstreams",
-                "            return self._state.workspace.pool.stream_of(self.stages[0].group)",
+                "            return self._session.workspace.pool.stream_of(self.stages[0].group)",
             ),
         ),
         "two instances",

@@ -81,24 +81,6 @@ def test_flat_undoes_cut_but_for_what_is_in_no_block(numel, shards, block, seed)
     assert torch.equal(layout.flat(layout.cut(values)), torch.where(in_spans(numel, spans), values, 0))
 
 
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 300), BLOCKS, SEEDS)
-@settings(max_examples=60, deadline=None)
-def test_a_column_of_pieces_has_the_blocks_of_its_shards(nodes, local, size, block, seed):
-    """The two hops: what a node's ranks get, and what goes between nodes, are the flat cut's shards."""
-    numel = nodes * local * size
-    spans = random_spans(numel, seed)
-    flat = BlockLayout.of(numel, nodes * local, 4, block, spans=spans)
-    columns = BlockLayout.of(numel, local, 8, block, spans=spans, pieces=nodes)
-    values = torch.where(in_spans(numel, spans), torch.arange(1.0, numel + 1), 0.0)
-    by_column = values.view(nodes, local, size).transpose(0, 1).contiguous()
-    for rank in range(local):
-        part, column = flat.part(rank, nodes, step=local), columns.part(rank)
-        assert part.payload_bytes == flat.payload_bytes
-        assert (part.numel, column.numel) == (nodes * size, nodes * size)
-        pieces = [row for shard in part.cut(by_column[rank].view(-1)) for row in shard.tolist() if any(row)]
-        assert [row for row in column.cut(by_column[rank].view(-1))[0].tolist() if any(row)] == pieces
-
-
 @given(NUMELS, st.integers(0, 2000), SEEDS)
 @settings(max_examples=60, deadline=None)
 def test_a_part_of_a_tensor_has_its_blocks(numel, start, seed):

@@ -133,7 +133,6 @@ def main() -> None:
                 if replicated or method != "onebit_adam":
                     what = "all-reduce" if replicated else "reduce-scatter"
                     print(f"{method} {topology} {what} launches={exchange(topology, replicated, **options)}")
-    print(f"loco two hops in 8 bits launches={exchange('two hops', False, method='loco', intra_bits=8)}")
     for ranks in (2, 16):
         encoding, decoding = weight_gather(ranks)
         print(f"weights to {ranks} ranks launches={encoding}")

@@ -546,8 +546,8 @@ def carried(model: dict[str, Any], other: dict[str, Any], steps: int) -> Any:
     from with_megatron.gpt_model import build
 
     import megatron_patch
+    from megatron_patch.megatron import outer_steps
     from megatron_patch.megatron.attach import outer_steps_of
-    from megatron_patch.megatron.checkpoint import outer_state
 
     config = megatron_patch.CompressionConfig(
         method="error_feedback", start_step=0, outer_interval=2, outer_momentum=0.9
@@ -559,11 +559,11 @@ def carried(model: dict[str, Any], other: dict[str, Any], steps: int) -> Any:
         outer = outer_steps_of(gpt.chunks)
         with logged() as said:
             if kept:
-                outer_state.restore(outer, saved)
+                outer_steps.restore(outer, saved)
             for step in range(1 if kept else steps):
                 gpt.backward(step)
                 gpt.update()
-            saved = outer_state.packed(outer, gpt.optimizer)
+            saved = outer_steps.packed(outer, gpt.optimizer)
         lines += said
         kept.append({name: tensor.clone() for name, tensor in outer[0].state(gpt.optimizer).items()})
         megatron_patch.disable()

@@ -31,9 +31,8 @@ from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_re
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_patch.errors import UserError
-from megatron_patch.megatron import patching, symbols
+from megatron_patch.megatron import outer_steps, patching, symbols
 from megatron_patch.megatron.attach import attached_chunks, attachment_of, outer_steps_of
-from megatron_patch.megatron.checkpoint import outer_state
 from megatron_patch.megatron.checkpoint.states import compressed, rank_state_of
 from megatron_patch.megatron.seams.optimizer_step import loss_scale, updates
 from megatron_patch.session.states import Damaged, RankState, Saved, apply, pack
@@ -134,12 +133,13 @@ def _save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     bound = inspect.signature(original).bind(*args, **kwargs)
     state, here = bound.arguments["sharded_state_dict"], dist.get_rank()
     entries: dict[str, Any] = {}
-    for chunk in attached_chunks():  # On CUDA nothing else has looked at the last gather yet.
-        attachment_of(chunk).weights.check()
+    for attachment in map(attachment_of, attached_chunks()):
+        if attachment is not None:  # On CUDA nothing else has looked at the last gather yet.
+            attachment.weights.check()
     for name, chunks, marked, _ in _models(state):
         if outer := outer_steps_of(chunks):
             key = f"{name}_outer.rank_{here}"
-            entries[key] = ShardedTensor.from_rank_offsets(key, outer_state.packed(outer, marked.optimizer))
+            entries[key] = ShardedTensor.from_rank_offsets(key, outer_steps.packed(outer, marked.optimizer))
         if not (chunks := compressed(chunks)):
             continue
         key = f"{name}.rank_{here}"
@@ -160,7 +160,7 @@ def _load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     folder = Path(where)
     for name, chunks, marked, place in found:
         if outer := outer_steps_of(chunks):
-            outer_state.restore(outer, _bytes(where, f"{name}_outer.rank_{dist.get_rank()}"))
+            outer_steps.restore(outer, _bytes(where, f"{name}_outer.rank_{dist.get_rank()}"))
         if not (chunks := compressed(chunks)):
             continue
         of_optimizer = functools.reduce(lambda value, key: value[key], place, loaded)

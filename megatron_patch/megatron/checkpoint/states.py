@@ -15,21 +15,9 @@ from megatron_patch.session.states import RankOf, RankState
 def rank_state_of(chunks: Sequence[Any]) -> RankState:
     """Return the error states and counters of this rank's attached chunks, of which there must be one."""
     attached = [attachment for chunk in chunks if (attachment := attachment_of(chunk)) is not None]
-
-    def forget() -> None:
-        for seam in (seam for attachment in attached for seam in attachment.seams):
-            if seam.momentum is not None:
-                seam.momentum.held = None  # The next step takes it from Adam's state.
-
     # Parameters' names count layers from the first one of a chunk.
     numbers = (getattr(module, "layer_number", None) for chunk in chunks for module in chunk.modules())
-    return RankState(
-        [each for attachment in attached for each in attachment.exchanged()],
-        [attachment.state for attachment in attached],
-        attached[0].groups_of_ranks(),
-        [number for number in numbers if isinstance(number, int)],
-        forget,
-    )
+    return RankState(attached, [number for number in numbers if isinstance(number, int)])
 
 
 def compressed(chunks: Any) -> list[Any]:

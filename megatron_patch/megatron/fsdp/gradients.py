@@ -50,12 +50,12 @@ class GradientReductions:
 
     Args:
         pipeline: the GradReducePipeline of Megatron-FSDP.
-        state: the model's session, in which the exchanges are allocated.
+        session: the model's session, in which the exchanges are allocated.
         outer: the group of ranks that hold the same shards in the optimizer instances; None if there is one.
     """
 
-    def __init__(self, pipeline: Any, state: Session, outer: dist.ProcessGroup | None) -> None:
-        self._state = state
+    def __init__(self, pipeline: Any, session: Session, outer: dist.ProcessGroup | None) -> None:
+        self._session = session
         self._outer = outer
         groups = enumerate(pipeline.buffer.parameter_groups)
         self.buffers = {
@@ -65,20 +65,20 @@ class GradientReductions:
         self.exchanges: dict[int, Exchange] = {}
         """The exchanges by the numbers of their buckets; empty over a single rank and with method none."""
         self.flat_because: str | None = None
-        for number, buffer in self.buffers.items() if state.config.compresses else ():
+        for number, buffer in self.buffers.items() if session.config.compresses else ():
             self._make(number, buffer)
-        state.exchanges += self.exchanges.values()
+        session.exchanges += self.exchanges.values()
         self._original: Callable[..., Any] = pipeline._bucket_group_gradient_reduce
         self._override = patching.override(pipeline, "_bucket_group_gradient_reduce", self._reduce)
 
     def _make(self, number: int, buffer: Any) -> None:
         contents, shards = contents_of(buffer), buffer.data_parallel_group
         if self._outer is None:
-            made = make_reduce_scatters([contents], shards, self._state.setup)
+            made = make_reduce_scatters([contents], shards, self._session.setup)
         else:
             size = contents.numel // shards.size()
             part = contents.part(shards.rank() * size, size)
-            made = make_all_reduces([part], self._outer, self._state.setup)
+            made = make_all_reduces([part], self._outer, self._session.setup)
         for exchange in made.exchanges:  # There is at most one.
             self.exchanges[number] = exchange
         self.flat_because = self.flat_because or made.flat_because
@@ -88,7 +88,7 @@ class GradientReductions:
         self.exchanges = {}  # Another override may still call this one.
 
     def _reduce(self, bucket_group: list[int], *args: Any, **kwargs: Any) -> Any:
-        self._state.pass_begins(bucket_group[0], is_rerun(), torch_steps.loss_scale())
+        self._session.pass_begins(bucket_group[0], is_rerun(), torch_steps.loss_scale())
         with self._ours(bucket_group):
             return self._original(bucket_group, *args, **kwargs)
 
@@ -98,7 +98,7 @@ class GradientReductions:
         upstream: Any = param_and_grad_buffer.torch
         manager: Any = param_and_grad_buffer._coalescing_manager
         scale: Any = param_and_grad_buffer.gradient_reduce_preprocessing
-        low = self._state.active and bucket_group[0] in self.exchanges
+        low = self._session.active and bucket_group[0] in self.exchanges
         recorded: list[tuple[torch.Tensor, torch.Tensor, bool, dist.ProcessGroup]] = []
 
         def reduce_scatter_tensor(output: Any, input: Any, op: Any, group: Any) -> None:
@@ -107,16 +107,16 @@ class GradientReductions:
                 return
             traffic = reduce_scattered(input, group.size())
             if self._outer is None:
-                self._state.count(traffic)
+                self._session.count(traffic)
             else:
-                self._state.count_inside(traffic.nbytes)
+                self._session.count_inside(traffic.nbytes)
             upstream.distributed.reduce_scatter_tensor(output, input, op=op, group=group)
 
         def all_reduce(tensor: Any, op: Any, group: Any) -> None:
             if low:
                 recorded.append((tensor, tensor, op == dist.ReduceOp.AVG, group))
                 return
-            self._state.count(all_reduced(tensor, group.size()))
+            self._session.count(all_reduced(tensor, group.size()))
             upstream.distributed.all_reduce(tensor, op=op, group=group)
 
         @contextmanager
@@ -154,7 +154,7 @@ class GradientReductions:
         if len(calls) != len(buckets):
             raise self._unsupported()
         handles = [
-            self._state.start(self.exchanges[number], *call)
+            self._session.start(self.exchanges[number], *call)
             for number, call in zip(buckets, calls, strict=True)
         ]
         for handle in handles:

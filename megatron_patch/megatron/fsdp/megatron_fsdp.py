@@ -18,7 +18,8 @@ from megatron.core import parallel_state
 from megatron_patch.config import CompressionConfig
 from megatron_patch.megatron.fsdp.gradients import GradientReductions
 from megatron_patch.megatron.fsdp.weights import WeightGathers
-from megatron_patch.megatron.seams import gradients as replicated_params
+from megatron_patch.megatron.outer_steps import OuterSteps
+from megatron_patch.megatron.seams import replicated_params
 from megatron_patch.megatron.startup_log import weight_lines
 from megatron_patch.session.report import method_line, naive_line
 from megatron_patch.session.session import Session
@@ -26,7 +27,7 @@ from megatron_patch.session.states import Exchanged
 
 
 class MegatronFsdp:
-    """An attached model of Megatron-FSDP (FullyShardedDataParallel), with the attributes of Attachment."""
+    """An attached model of Megatron-FSDP (FullyShardedDataParallel)."""
 
     def __init__(self, chunk: Any, config: CompressionConfig) -> None:
         self.asked = config
@@ -38,12 +39,12 @@ class MegatronFsdp:
         experts = any(group.is_expert_param for group in buffer.parameter_groups)
         groups = [index.get_fsdp_group(), self._outer, chunk.tp_group if experts else None]
         ranks = [group for group in groups if group is not None]
-        self.state = Session(config, fsdp.device, ranks, chunk.parameters)
-        self.seams: list[Any] = []
-        self._reductions = GradientReductions(fsdp.grad_reduce_pipeline, self.state, self._outer)
-        self._gathers = WeightGathers(fsdp.all_gather_pipeline, settings, self.state)
+        self.session = Session(config, fsdp.device, ranks, chunk.parameters)
+        self.outer: OuterSteps | None = None
+        self._reductions = GradientReductions(fsdp.grad_reduce_pipeline, self.session, self._outer)
+        self._gathers = WeightGathers(fsdp.all_gather_pipeline, settings, self.session)
         self.weights = self._gathers.weights
-        self.state.memory.sources.append(
+        self.session.memory.sources.append(
             lambda: (t for seam in self.weights.seams for gather in seam.gathers for t in gather.kept)
         )
         self._marked = replicated_params.mark(chunk, chunk.tp_group) if config.compresses else []
@@ -56,7 +57,7 @@ class MegatronFsdp:
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the log that say what is compressed."""
-        config, buffers = self.state.config, self._reductions.buffers
+        config, buffers = self.session.config, self._reductions.buffers
         elements = sum(buffer.bucket_index.size for buffer in buffers.values())
         if not config.compresses:
             yield "method none: Megatron-FSDP's own gradient exchange"

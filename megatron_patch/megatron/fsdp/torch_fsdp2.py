@@ -14,7 +14,8 @@ from typing import Any
 from megatron.core import parallel_state
 
 from megatron_patch.config import CompressionConfig
-from megatron_patch.megatron.seams import gradients as replicated_params
+from megatron_patch.megatron.outer_steps import OuterSteps
+from megatron_patch.megatron.seams import replicated_params
 from megatron_patch.megatron.seams.weights import ChunkWeights
 from megatron_patch.pytorch.attach import lines
 from megatron_patch.pytorch.fsdp2 import Fsdp2
@@ -22,7 +23,7 @@ from megatron_patch.session.states import Exchanged
 
 
 class TorchFsdp2:
-    """An attached TorchFullyShardedDataParallel, with the attributes of attach.py's Attachment.
+    """An attached TorchFullyShardedDataParallel.
 
     Raises:
         UserError: pytorch/ cannot serve the model or the configuration.
@@ -32,10 +33,10 @@ class TorchFsdp2:
         self.asked = config
         self._tensor: Any = parallel_state.get_tensor_model_parallel_group()
         self._fsdp2 = Fsdp2(chunk.module, config, None)
-        self.state = self._fsdp2.session
-        self.seams: list[Any] = []
-        self.weights = ChunkWeights(chunk, self.state)
-        self._marked = replicated_params.mark(chunk, self._tensor) if self.state.config.compresses else []
+        self.session = self._fsdp2.session
+        self.outer: OuterSteps | None = None
+        self.weights = ChunkWeights(chunk, self.session)
+        self._marked = replicated_params.mark(chunk, self._tensor) if self.session.config.compresses else []
 
     def detach(self) -> None:
         """Restore FSDP2's own exchange from the next backward pass on."""

@@ -64,14 +64,14 @@ class _Seam(WeightSeam):
         return True
 
     def _start_param_sync(self, force_sync: bool) -> None:
-        if self._state is State.READY:
-            self._state = State.IN_FULL
+        if self._session is State.READY:
+            self._session = State.IN_FULL
             self.group.asked.append(self)
         else:
             super()._start_param_sync(force_sync)
 
     def _call_upstream(self) -> None:
-        self._state = State.IN_FULL  # Megatron-FSDP has done its own bookkeeping already.
+        self._session = State.IN_FULL  # Megatron-FSDP has done its own bookkeeping already.
 
 
 class WeightGathers:
@@ -80,10 +80,10 @@ class WeightGathers:
     Args:
         pipeline: the AllGatherPipeline of Megatron-FSDP.
         config: the model's DistributedDataParallelConfig.
-        state: the model's session.
+        session: the model's session.
     """
 
-    def __init__(self, pipeline: Any, config: Any, state: Session) -> None:
+    def __init__(self, pipeline: Any, config: Any, session: Session) -> None:
         self._asked: list[_Seam] = []
         self._depth = 0
         self._under_way: dict[int, MessagesUnderWay] = {}
@@ -95,7 +95,7 @@ class WeightGathers:
                 self._groups[number] = group
                 kind = chunk.expert_parallel_bucket_groups if found.is_expert_param else chunk.bucket_groups
                 kind.append(group)
-        self.weights = ChunkWeights(chunk, state, _Seam)
+        self.weights = ChunkWeights(chunk, session, _Seam)
         methods = (self._all_gather_params, self._async_bucket_gather, self._wait_bucket_ready)
         names = [path.rpartition(".")[2] for path in symbols.FSDP_GATHERS]
         self._originals = {name: getattr(pipeline, name) for name in names}

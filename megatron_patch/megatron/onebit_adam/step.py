@@ -79,8 +79,8 @@ class OneBitAdam:
             refuse_optimizer(part)
         updated = (parameter for part in self._parts for parameter in model_parameters(part))
         refuse_unattached(self._parts, self._chunks, updated)
-        self._states = [state for _, state, _ in attached]
-        self._seams = [(state, seam) for _, state, seams in attached for seam in seams]
+        self._sessions = [session for _, session, _ in attached]
+        self._seams = [(session, seam) for _, session, seams in attached for seam in seams]
         self._momentum = [seam.momentum for _, seam in self._seams if seam.momentum is not None]
         self._copies: list[Replicas] | None = None
         self._model = warm_up.ModelRanks(self._chunks[0])
@@ -98,7 +98,7 @@ class OneBitAdam:
     @torch.no_grad()
     def step(self, original: Callable[[], StepResult]) -> StepResult:
         """Make the optimizer's step in either phase; `original` is Megatron's own step."""
-        if self._states[0].active:
+        if self._sessions[0].active:
             with self._momentum_as_gradients() as new:
                 found = self._look(new)
                 if found is not None and found.overflows:
@@ -124,7 +124,7 @@ class OneBitAdam:
         so that it can clip between the halves.
         """
         self._ready = None
-        if self._states[0].active:
+        if self._sessions[0].active:
             with self._momentum_as_gradients() as new:
                 found = self._look(new)
             if found is not None:
@@ -155,7 +155,7 @@ class OneBitAdam:
         """
         mine = [found for part in self._parts for found in own(part)]
         known = [state for _, state in mine if {"exp_avg", "exp_avg_sq"} <= state.keys()]
-        frozen_at = self._states[0].ledger.phase.variance_steps or 0
+        frozen_at = self._sessions[0].ledger.phase.variance_steps or 0
         holding = [part for part in self._parts if any(own(part))]
         lost = len(known) < len(mine) or any(warm_up.adam_steps(part) < frozen_at for part in holding)
         unlike = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -222,8 +222,8 @@ class OneBitAdam:
 
     def _compressed_step(self, found: Found, clip: float) -> bool:
         if found.restored:  # Errors belong to the momentum that was there.
-            for state in self._states:
-                state.clear_errors()
+            for session in self._sessions:
+                session.clear_errors()
         if found.unlike:
             self._take_moments()
         self._exchange(clip / found.scale)
@@ -235,7 +235,7 @@ class OneBitAdam:
         It is NaN if a gradient of any rank is not finite. Parameters that several ranks of the model hold
         count once.
         """
-        first = self._states[0]
+        first = self._sessions[0]
         sketches: dict[dist.ProcessGroup, NormSketch] = {}
         for _, seam in self._seams:
             assert seam.momentum is not None
@@ -255,7 +255,7 @@ class OneBitAdam:
     def _exchange(self, factor: float) -> None:
         """Form this rank's momentum, and average it over the ranks by the low-bit all-reduce."""
         beta1 = self._optimizer.config.adam_beta1
-        for state, seam in self._seams:
+        for session, seam in self._seams:
             assert seam.momentum is not None
             assert seam.momentum.held is not None
             (stage,) = seam.stages
@@ -264,7 +264,7 @@ class OneBitAdam:
                 update.form(held, bucket.grad_data, beta1, factor * seam.momentum.mean_factor)
                 if stage.made.exchanges:
                     exchange = stage.made.exchanges[place]
-                    handles.append(state.start(exchange, held, held, True, stage.group))
+                    handles.append(session.start(exchange, held, held, True, stage.group))
             for handle in handles:
                 handle.wait()
             seam.momentum.clear_padding()
@@ -285,8 +285,8 @@ class OneBitAdam:
 
     def _say_what_is_held(self) -> None:
         """Log, at some steps, how many elements are clamped or have no variance."""
-        state = self._states[0]
-        compressed_steps = state.ledger.steps + 1 - (state.ledger.phase.switch_step or 0)
+        session = self._sessions[0]
+        compressed_steps = session.ledger.steps + 1 - (session.ledger.phase.switch_step or 0)
         if compressed_steps not in _COUNTED_STEPS:
             return
         beyond, without = self._model.reduce(list(self._held), dist.ReduceOp.SUM)
@@ -300,10 +300,10 @@ class OneBitAdam:
             )
 
     def _inner_step(self, part: Any) -> None:
-        phase = self._states[0].ledger.phase
+        phase = self._sessions[0].ledger.phase
         assert phase.switch_step is not None
         assert phase.variance_steps is not None
-        compressed_steps = self._states[0].ledger.steps + 1 - phase.switch_step
+        compressed_steps = self._sessions[0].ledger.steps + 1 - phase.switch_step
         made = phase.variance_steps
         for group in part.optimizer.param_groups:
             beta1, beta2 = group["betas"]
@@ -367,7 +367,7 @@ class OneBitAdam:
             self._masses.begin_step()
 
     def _end_warm_up_step(self, successful: bool) -> None:
-        first = self._states[0]
+        first = self._sessions[0]
         if successful and self._masses is not None:
             self._masses.end_step()
         if not successful or first.ledger.phase.switch_step is not None or self._model.alone:
@@ -381,9 +381,9 @@ class OneBitAdam:
         assert self._masses is not None
         self._masses.make_equal(variance_steps)
         self._masses = None
-        for state in self._states:
-            state.ledger.phase.switch_step = state.ledger.steps + 1
-            state.ledger.phase.variance_steps = variance_steps
+        for session in self._sessions:
+            session.ledger.phase.switch_step = session.ledger.steps + 1
+            session.ledger.phase.variance_steps = variance_steps
         if dist.get_rank() == 0:
             logger.warning(
                 "megatron-loco: 1-bit Adam's warm-up is over after %d steps (%s): the variance is frozen, "
@@ -395,8 +395,8 @@ class OneBitAdam:
     @torch.no_grad()
     def leave(self) -> None:
         """Leave Adam's state to Megatron's own step, which corrects m by Adam's counter, without a bound."""
-        phase, steps = self._states[0].ledger.phase, self._states[0].ledger.steps
-        if not self._states[0].active or phase.switch_step is None or phase.variance_steps is None:
+        phase, steps = self._sessions[0].ledger.phase, self._sessions[0].ledger.steps
+        if not self._sessions[0].active or phase.switch_step is None or phase.variance_steps is None:
             return
         made = phase.variance_steps
         for part in self._parts:
@@ -413,9 +413,9 @@ class OneBitAdam:
     def _begin_warm_up_again(self) -> None:
         counted = max(map(warm_up.adam_steps, self._parts), default=0)
         (steps,) = self._model.reduce([counted], dist.ReduceOp.MAX)
-        for state in self._states:
-            state.ledger.phase = Phase(warm_up_from=int(steps))
-            state.clear_errors()
+        for session in self._sessions:
+            session.ledger.phase = Phase(warm_up_from=int(steps))
+            session.clear_errors()
         for momentum in self._momentum:
             momentum.held = None
             momentum.reduce_gradients()

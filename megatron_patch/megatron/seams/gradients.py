@@ -104,14 +104,14 @@ class BucketGroupSeam:
 
     Args:
         bucket_group: the `_ParamAndGradBucketGroup` of Megatron.
-        state: the chunk's session, in which the senders are allocated.
+        session: the chunk's session, in which the senders are allocated.
         expert: whether the parameters are experts', reduced over the expert-data-parallel group.
     """
 
-    def __init__(self, bucket_group: Any, state: Session, expert: bool = False) -> None:
+    def __init__(self, bucket_group: Any, session: Session, expert: bool = False) -> None:
         self.group = bucket_group
         self.expert = expert
-        self._state = state
+        self._session = session
         config = bucket_group.ddp_config
         self.scatter_group: dist.ProcessGroup | None = None
         self.reduce_group: dist.ProcessGroup | None = None
@@ -122,12 +122,12 @@ class BucketGroupSeam:
             if config.num_distributed_optimizer_instances > 1:
                 self.reduce_group = bucket_group.inter_distributed_optimizer_instance_group
         self.momentum: MomentumBuffers | None = None
-        if state.config.is_onebit_adam:
+        if session.config.is_onebit_adam:
             everyone = self.scatter_group or self.reduce_group
             assert everyone is not None
             self.momentum = MomentumBuffers(bucket_group, everyone, self.scatter_group)
         self.stages = list(self._stages())
-        state.exchanges += self.exchanges
+        session.exchanges += self.exchanges
 
         self._detached = False
         self._original = bucket_group.start_grad_sync
@@ -142,7 +142,7 @@ class BucketGroupSeam:
         self._override = patching.override(bucket_group, "start_grad_sync", start_grad_sync)
 
     def _stages(self) -> Iterator[Stage]:
-        setup, average = self._state.setup, self.group.ddp_config.average_in_collective
+        setup, average = self._session.setup, self.group.ddp_config.average_in_collective
         buckets = [contents_of(bucket, setup.config.is_onebit_adam) for bucket in self.group.buckets]
         compresses = setup.config.compresses
         if self.momentum is not None:  # Momentum is always averaged in whole buckets.
@@ -181,15 +181,15 @@ class BucketGroupSeam:
         group = self.group
         if group.is_first_batch and group.grad_reduce_handle is not None:
             return  # Megatron returns here too, because this batch was dispatched already.
-        state = self._state
-        state.pass_begins(self, is_rerun(), torch_steps.loss_scale())
-        if self.momentum is not None and state.active:
+        session = self._session
+        session.pass_begins(self, is_rerun(), torch_steps.loss_scale())
+        if self.momentum is not None and session.active:
             self._leave_unreduced(force_all_reduce)
             return
-        if not self.compresses or force_all_reduce or not state.active:
-            state.count(stock_gradients(group, bool(force_all_reduce)))
+        if not self.compresses or force_all_reduce or not session.active:
+            session.count(stock_gradients(group, bool(force_all_reduce)))
             if self.compresses:
-                state.ledger.events.uncompressed_syncs += 1
+                session.ledger.events.uncompressed_syncs += 1
             self._original(force_all_reduce=force_all_reduce)
             return
 
@@ -229,7 +229,7 @@ class BucketGroupSeam:
                 handle.wait()  # This stage needs the sums of the one before.
             if stage.made.exchanges:
                 handles = [
-                    self._state.start(exchange, tensor, output, calls.average, stage.group)
+                    self._session.start(exchange, tensor, output, calls.average, stage.group)
                     for exchange, (output, tensor) in zip(
                         stage.made.exchanges, calls.of(stage.kind), strict=True
                     )
@@ -243,12 +243,12 @@ class BucketGroupSeam:
         backward pass.
         """
         config = self.group.ddp_config
-        if not config.overlap_grad_reduce or self._state.device.type != "cuda":
+        if not config.overlap_grad_reduce or self._session.device.type != "cuda":
             return None
         if config.num_distributed_optimizer_instances > 1:
             upstreams: torch.cuda.Stream = self.group.communication_stream  # It has waited already.
             return upstreams
-        stream = self._state.workspace.pool.stream_of(self.stages[0].group)
+        stream = self._session.workspace.pool.stream_of(self.stages[0].group)
         stream.wait_stream(torch.cuda.current_stream())
         return stream
 
@@ -262,42 +262,3 @@ class BucketGroupSeam:
                 f"{found[0]} reduce-scatters and {found[1]} all-reduces through the module's globals, not "
                 f"{expected[0]} and {expected[1]}: this release of megatron-core is not supported"
             )
-
-
-_MARK = "average_gradients_across_tp_domain"
-
-
-# Norms, biases, routers and the like are not split among tensor-parallel ranks. Without sequence parallelism
-# each rank computes the same gradient for its copy, and stock Megatron needs no exchange to keep the copies
-# equal. Compression rounds them differently, because a block's scale depends on neighbours in the bucket that
-# differ between ranks, and the copies would silently drift apart. Megatron's finalize_model_grads averages
-# the gradients of parameters that have this attribute over the tensor-parallel group.
-
-
-def mark(chunk: Any, tensor_group: dist.ProcessGroup) -> list[torch.nn.Parameter]:
-    """Mark a chunk's unsplit parameters, so that Megatron averages their gradients; return them."""
-    found = list(_copies(chunk)) if tensor_group.size() > 1 else []
-    for parameter in found:
-        setattr(parameter, _MARK, True)
-    return found
-
-
-def unmark(parameters: list[torch.nn.Parameter]) -> None:
-    """Remove the attribute that `mark` has set."""
-    for parameter in parameters:
-        delattr(parameter, _MARK)
-
-
-def _copies(chunk: Any) -> Iterator[torch.nn.Parameter]:
-    config = chunk.config
-    for name, parameter in chunk.module.named_parameters():
-        plain = getattr(parameter, "orig_param", parameter)  # Megatron-FSDP's own lack `allreduce`.
-        # finalize_model_grads sums the gradients of these parameters after the exchange, by these conditions.
-        summed = (config.sequence_parallel and getattr(parameter, "sequence_parallel", False)) or (
-            config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
-        )
-        split = getattr(parameter, "tensor_model_parallel", False)
-        expert = not getattr(plain, "allreduce", True)  # Experts have another tensor-parallel group.
-        marked = hasattr(parameter, _MARK)
-        if parameter.requires_grad and not (summed or split or expert or marked):
-            yield parameter

@@ -172,7 +172,6 @@ def of_config(config: CompressionConfig) -> Method:
         config.method,
         bits=config.bits,
         hops=config.topology,
-        intra_bits=config.intra_bits,
         exact=exact,
         keeps_errors=config.keeps_errors,
     )

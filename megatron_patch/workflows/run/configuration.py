@@ -32,7 +32,7 @@ from megatron_patch.workflows.run.job import Launch
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _ENDPOINT = re.compile(r"\S+:\d{1,5}")
-_NOT_ONEBIT_ADAMS = ("bits", "codec", "rotation", "rounding", "error_beta", "reset_interval", "start_step")
+_NOT_ONEBIT_ADAMS = ("bits", "codec", "rotation", "error_beta", "reset_interval", "start_step")
 """Options that have another meaning, or none, with onebit_adam, so that another method's do not apply."""
 _PARTS = ("train", "valid", "test")
 SECTIONS = ("defaults", "megatron", "compression", "launch", "data")

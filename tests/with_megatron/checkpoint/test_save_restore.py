@@ -46,7 +46,7 @@ def with_random_errors(gpt: Any) -> None:
 
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     for chunk in gpt.chunks:
-        state = attachment_of(chunk).state
+        state = attachment_of(chunk).session
         state.ledger.steps = state.ledger.steps_seen = 7
         for sender in state.senders:
             values = torch.randn(sender.layout.numel, generator=generator)
@@ -99,7 +99,7 @@ def load(
     gpt, checkpoint = _build(parallel, compression), Path(folder, "iter_0000007")
     with _captured() as lines:
         (read_weights_and_errors if weights_alone else read)(gpt, checkpoint)
-    compressors = [attachment_of(chunk).state for chunk in gpt.chunks]
+    compressors = [attachment_of(chunk).session for chunk in gpt.chunks]
     errors = errors_of(gpt)
     megatron_patch.disable()
     return errors, [c.ledger.steps for c in compressors], lines

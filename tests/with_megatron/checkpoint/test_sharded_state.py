@@ -121,7 +121,7 @@ def load(folder: str, parallel: dict[str, Any]) -> tuple[bool, list[int], list[s
     gpt = _build(parallel, {})
     with logged() as lines:
         _loaded(gpt.chunks, Path(folder, "errors"))
-    steps = [attachment_of(chunk).state.ledger.steps for chunk in gpt.chunks]
+    steps = [attachment_of(chunk).session.ledger.steps for chunk in gpt.chunks]
     found = any(error.any() for error in errors_of(gpt)), steps, lines
     megatron_patch.disable()
     return found

@@ -45,7 +45,7 @@ def train(model: dict[str, Any], compression: dict[str, Any]) -> dict[str, Any]:
 def _record(chunk: Any, attachment: Any, record: list[dict[str, Any]]) -> None:
     from coded_values import sent_codes
 
-    session = attachment.state
+    session = attachment.session
     start = session.start
     # Where parameters lie is upstream's own word, not ours.
     groups = chunk.module.param_and_grad_buffer.parameter_groups

@@ -60,7 +60,7 @@ def state_of(tiny: Any, attachment: Any) -> dict[str, Any]:
     """Copies of everything that the next step depends on."""
     from megatron_patch.megatron.seams.optimizer_step import leaves_of
 
-    compressor = attachment.state
+    compressor = attachment.session
     adam = [part.optimizer for part in leaves_of(tiny.optimizer)]
     found = {
         "weights": [parameter.detach() for parameter in tiny.parameters],

@@ -27,7 +27,7 @@ def bad_gradients(model: dict[str, Any]) -> dict[str, Any]:
     from megatron_patch.megatron.seams.optimizer_step import leaves_of
 
     tiny, attachment = start(model, {"warmup_steps": WARMUP}, seed=1234)
-    compressor, rank = attachment.state, torch.distributed.get_rank()
+    compressor, rank = attachment.session, torch.distributed.get_rank()
     wrong: list[str] = []
     bad = [(3, 0, 7, "nan"), (5, 2, 0, "inf"), (7, 4, 300, "-inf")]  # step, parameter, element, value
     for step in range(9):

@@ -45,7 +45,7 @@ def trained(model: dict[str, Any], compression: dict[str, Any]) -> list[Any]:
         ({}, {}),
         ({"overlap": True, "bucket_size": 300}, {"method": "naive"}),
         ({"instances": 2}, {}),
-        ({}, {"ranks_per_node": 2, "intra_bits": 8}),
+        ({}, {"ranks_per_node": 2}),
         (REPLICATED, {}),
         (REPLICATED, {"ranks_per_node": 2}),
     ],

@@ -232,7 +232,7 @@ def in_pieces() -> dict[str, Any]:
         chunk.start_param_sync()
     messages = sum(max(seam.gathers[0].lengths) * 4 for seam in weights.seams)
     report["in_flight"] = len(weights.in_flight)
-    report["buffers"] = weights.state.workspace.nbytes / messages
+    report["buffers"] = weights.session.workspace.nbytes / messages
     for seam in weights.seams:
         seam.group.finish_param_sync(skip_next_bucket_dispatch=True)
     report["raw"] = dict(weights.raw_gathers)

@@ -55,14 +55,14 @@ def allocated(recipe: Path, stage: int, layers: int | None = None) -> dict[str, 
             "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
             "optimizer": 12.0
             * owned,  # an fp32 copy of the weights, and Adam's two moments in its first step
-            "errors": attached.state.error_bytes,
+            "errors": attached.session.error_bytes,
             "tables": sum(
                 sender.layout.table.places.nbytes
-                for sender in attached.state.senders
+                for sender in attached.session.senders
                 if sender.layout.table is not None
             ),
             "weight gather": 2 * weights,  # old shards; messages of as many bytes at most
-            "buffers": attached.state.workspace.nbytes,
+            "buffers": attached.session.workspace.nbytes,
         }
 
 

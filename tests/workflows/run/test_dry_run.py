@@ -75,9 +75,7 @@ def test_mistakes_are_found_without_running(
 
 
 @pytest.mark.parametrize("more", [["--dry-run"], []])
-@pytest.mark.parametrize(
-    ("name", "value"), [("bits", "4.0"), ("intra_bits", "8.0"), ("block_size", "128.0"), ("seed", "1.0")]
-)
+@pytest.mark.parametrize(("name", "value"), [("bits", "4.0"), ("block_size", "128.0"), ("seed", "1.0")])
 @pytest.mark.parametrize("in_a_file", [True, False])
 def test_a_float_where_a_whole_number_belongs_is_refused_before_ranks_start(
     name: str,
@@ -198,7 +196,6 @@ SHIPPED = {
         {"NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "gpu01", "MASTER_PORT": "7000"},
         ["--nnodes=4", "--node-rank=3", "--rdzv-endpoint=gpu01:7000", "--nproc-per-node=8"],
     ),
-    "pcie_nodes": ({}, []),
     "slurm": (
         {"SLURM_JOB_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_GPUS_ON_NODE": "4", "MASTER_ADDR": "gpu01"},
         ["--nnodes=2", "--node-rank=1", "--nproc-per-node=4", "--rdzv-endpoint=gpu01:29500"],
