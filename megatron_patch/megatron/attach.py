@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
@@ -74,7 +75,7 @@ class MegatronDdp:
         groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
         buckets = [bucket for group in groups for bucket in group.buckets]
         device = buckets[0].grad_data.device if buckets else torch.device("cpu")
-        self._chunk = chunk
+        self._chunk = weakref.ref(chunk)  # A strong reference would keep an attached model alive.
         self.asked = config
         """The options as the caller gave them; with Muon, the session may use another method."""
         everyone = chunk.intra_dp_cp_group if config.outer_steps else chunk.dp_cp_group
@@ -109,16 +110,22 @@ class MegatronDdp:
 
     def exchanged(self) -> Iterator[Exchanged]:
         """Yield every exchange of gradients or momentum, for checkpoints."""
-        names = {parameter: name for name, parameter in self._chunk.module.named_parameters()}
+        names = {parameter: name for name, parameter in self._here.module.named_parameters()}
         for seam in self.seams:
             for stage in seam.stages:
                 for bucket, exchange in zip(seam.group.buckets, stage.made.exchanges, strict=False):
                     shapes = {names[p]: tuple(p.shape) for p in bucket.param_to_index}
                     yield Exchanged(exchange, shapes, stage.averages)
 
+    @property
+    def _here(self) -> Any:
+        chunk = self._chunk()
+        assert chunk is not None
+        return chunk
+
     def groups_of_ranks(self) -> dict[str, tuple[int, int]]:
         """Return the process groups by name, for checkpoints: size, and this rank's number."""
-        chunk = self._chunk
+        chunk = self._here
         pipeline = chunk.pp_group[0] if isinstance(chunk.pp_group, list) else chunk.pp_group
         groups = {"tensor": chunk.tp_group, "pipeline": pipeline, "expert": chunk.ep_group}
         groups["data"] = chunk.dp_cp_group
