@@ -64,12 +64,12 @@ class MovingAverageError:
     def flat(self) -> torch.Tensor:
         """Return decode(e), rotated back, without fill and in the bucket's order: fp32 [B] on CPU."""
         stored = {name: tensor.cpu().view(1, -1) for name, tensor in self._state.items()}
-        found = torch.zeros(self.layout.numel, device="cpu")
+        error = torch.zeros(self.layout.numel, device="cpu")
         for which, part in self.layout.by_width:
             chosen = {name: t[:, which] if name == "scales" else t for name, t in stored.items()}
             blocks = load_error(chosen, part)
-            found += part.flat(rotate_back(blocks, part) if self.rotated else blocks)
-        return found
+            error += part.flat(rotate_back(blocks, part) if self.rotated else blocks)
+        return error
 
     def set(self, values: torch.Tensor) -> None:
         """Set e <- encode(values) for unrotated `values`, fp32 [B] on CPU."""
@@ -93,9 +93,9 @@ class MovingAverageError:
             ValueError: a tensor is missing, or has another shape or dtype; e is then unchanged.
         """
         for name, tensor in self._state.items():
-            found = saved.get(name)
-            if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
-                has = "missing" if found is None else f"{found.dtype} {list(found.shape)}"
+            stored = saved.get(name)
+            if stored is None or stored.shape != tensor.shape or stored.dtype != tensor.dtype:
+                has = "missing" if stored is None else f"{stored.dtype} {list(stored.shape)}"
                 raise ValueError(f"{name} is {has}, not {tensor.dtype} {list(tensor.shape)}")
         for name, tensor in self._state.items():
             tensor.copy_(saved[name])

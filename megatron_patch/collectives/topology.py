@@ -58,15 +58,15 @@ def ranks_per_node(configured: int | None) -> int | None:
     """
     if configured is not None:
         return configured
-    found = _number("LOCAL_WORLD_SIZE")
-    if found is None and _started_all("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
+    per_node = _number("LOCAL_WORLD_SIZE")
+    if per_node is None and _started_all("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
         in_order = not os.environ.get("SLURM_DISTRIBUTION", "block").startswith(("cyclic", "arbitrary"))
         nodes = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "")
         same = re.fullmatch(r"(\d+)(\(x\d+\))?", nodes)  # "8(x2)" is regular; "8,4" is not.
-        found = int(same[1]) if same and in_order else None
-    if found is None and _started_all("OMPI_COMM_WORLD_SIZE"):
-        found = _number("OMPI_COMM_WORLD_LOCAL_SIZE")
-    return found
+        per_node = int(same[1]) if same and in_order else None
+    if per_node is None and _started_all("OMPI_COMM_WORLD_SIZE"):
+        per_node = _number("OMPI_COMM_WORLD_LOCAL_SIZE")
+    return per_node
 
 
 def agreed_ranks_per_node(
@@ -86,9 +86,9 @@ def agreed_ranks_per_node(
     answers = torch.empty(group.size(), dtype=torch.int64, device=device)
     own = torch.full((1,), mine or 0, dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(answers, own, group=group)
-    found = sorted(set(answers.tolist()))
-    if len(found) > 1:
-        counts = ", ".join(str(number) if number else "unknown" for number in found)
+    answered = sorted(set(answers.tolist()))
+    if len(answered) > 1:
+        counts = ", ".join(str(number) if number else "unknown" for number in answered)
         raise NoTwoHops(
             f"its ranks have unlike numbers of ranks on their nodes ({counts}), by ranks_per_node or by "
             "LOCAL_WORLD_SIZE or Slurm's or Open MPI's variables; give all ranks the same ranks_per_node if "
@@ -99,8 +99,8 @@ def agreed_ranks_per_node(
 
 
 def _number(variable: str) -> int | None:
-    found = os.environ.get(variable, "")
-    return int(found) if found.isdigit() else None
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdigit() else None
 
 
 def _started_all(*counts: str) -> bool:

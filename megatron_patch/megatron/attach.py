@@ -243,13 +243,13 @@ def attach(chunks: Sequence[Any], config: CompressionConfig) -> None:
     for chunk in new:  # Attaching comes last, so that a refused chunk leaves the other chunks unchanged.
         _attachments[chunk] = _attached(chunk, config)
         _report_clearing(chunk, _attachments[chunk].session)
-    made = [_attachments[chunk] for chunk in new]
-    if made:
-        made[0].session.ledger.announces = dist.get_rank() == 0
+    attachments = [_attachments[chunk] for chunk in new]
+    if attachments:
+        attachments[0].session.ledger.announces = dist.get_rank() == 0
     for chunk in new:
         if chunk in _detached:
             _attachments[chunk].session.ledger.go_on_from(_detached.pop(chunk))
-    ddp = [attachment for attachment in made if isinstance(attachment, MegatronDdp)]
+    ddp = [attachment for attachment in attachments if isinstance(attachment, MegatronDdp)]
     if ddp:
         log_startup(
             new[0],
@@ -257,8 +257,8 @@ def attach(chunks: Sequence[Any], config: CompressionConfig) -> None:
             [seam for attachment in ddp for seam in attachment.seams],
             [seam for attachment in ddp for seam in attachment.weights.seams],
         )
-    for attachment in made:
-        if isinstance(attachment, MegatronDdp) or not made[0].session.ledger.announces:
+    for attachment in attachments:
+        if isinstance(attachment, MegatronDdp) or not attachments[0].session.ledger.announces:
             continue
         for line in attachment.lines():
             logger.info("megatron-loco: %s", line)

@@ -101,12 +101,12 @@ class OuterSteps:
         interval = self.config.outer_interval
         turns = interval // (self.config.outer_delay or interval)
         starts = [interval * (turn + 1) // turns for turn in range(turns)]
-        found: dict[int, list[Shard]] = {start: [] for start in starts}
+        by_start: dict[int, list[Shard]] = {start: [] for start in starts}
         before, total = 0, sum(shard.numel for shard in self._shards)
         for shard in self._shards:  # A bucket is not split: the turn in which its middle lies has all of it.
-            found[starts[(2 * before + shard.numel) * turns // (2 * total)]].append(shard)
+            by_start[starts[(2 * before + shard.numel) * turns // (2 * total)]].append(shard)
             before += shard.numel
-        return found
+        return by_start
 
     def _separated(self, group: Any) -> Iterator[patching.Override]:
         """Have a bucket group reduce over the ranks of its instance, as if the job had no other instance."""
@@ -163,17 +163,17 @@ class OuterSteps:
 
         Megatron takes Adam's states to be equal on all instances, and saves those of some rank.
         """
-        adam, found = _adam_of(optimizer), {}
+        adam, tensors = _adam_of(optimizer), {}
         for number, shard in enumerate(self._shards):
             if shard.velocity is not None:
-                found[f"{number}.velocity"] = shard.velocity
+                tensors[f"{number}.velocity"] = shard.velocity
             for place, parameter in enumerate(shard.bucket.params_list):
                 for name, tensor in adam.get(parameter, {}).items():
-                    found[f"{number}.{place}.{name}"] = tensor
+                    tensors[f"{number}.{place}.{name}"] = tensor
             for place, sender in enumerate(shard.exchange.senders if shard.exchange else ()):
                 for name, tensor in sender.state().items():
-                    found[f"{number}.error.{place}.{name}"] = tensor
-        return found
+                    tensors[f"{number}.error.{place}.{name}"] = tensor
+        return tensors
 
     @property
     def under_way(self) -> bool:
@@ -243,15 +243,15 @@ class OuterSteps:
             RuntimeError: on all ranks, if weights of an instance are not finite. No weight has changed then.
         """
         chunk = self.chunk
-        found = torch.zeros(self.instances + 1, device=self.session.device)
+        flags = torch.zeros(self.instances + 1, device=self.session.device)
         if weights:
             norms = torch.stack(torch._foreach_norm(list(weights), 1))
-            found[self._instance] = (~torch.isfinite(norms)).any()
-        found[-1] = not self.session.active
+            flags[self._instance] = (~torch.isfinite(norms)).any()
+        flags[-1] = not self.session.active
         pipeline = chunk.pp_group if isinstance(chunk.pp_group, list) else [chunk.pp_group]
         for group in (chunk.dp_cp_group, chunk.tp_group, *pipeline):
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-        *bad, inactive = found.tolist()
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        *bad, inactive = flags.tolist()
         if any(bad):
             names = ", ".join(str(number) for number, flag in enumerate(bad) if flag)
             raise RuntimeError(
@@ -326,7 +326,7 @@ def finish(optimizer: Any, outer: Sequence[tuple[OuterSteps, ChunkWeights]]) -> 
 
 
 def _masters_of(one: OuterSteps, optimizer: Any) -> Masters:
-    return {p: found for p, found in masters_of(optimizer).items() if p in one.chunk.param_to_bucket_group}
+    return {p: master for p, master in masters_of(optimizer).items() if p in one.chunk.param_to_bucket_group}
 
 
 def _write(optimizer: Any, due: Sequence[_Due]) -> None:
@@ -408,10 +408,10 @@ class Shard:
 
     def weights(self, masters: Masters, device: torch.device) -> torch.Tensor:
         """Return the fp32 weights as one tensor, [numel], with 0 where the bucket has padding."""
-        found = torch.zeros(self.numel, device=device)
+        weights = torch.zeros(self.numel, device=device)
         for master, here in self.pieces(masters):
-            found[here] = master
-        return found
+            weights[here] = master
+        return weights
 
     def traffic(self, compresses: bool) -> Traffic:
         """Return what this rank sends in an exchange."""

@@ -67,7 +67,7 @@ def attachment_of(model: nn.Module) -> TorchAttachment | None:
 
 
 def _all() -> list[TorchAttachment]:
-    return [found for model in list(_models) if (found := attachment_of(model)) is not None]
+    return [attachment for model in list(_models) if (attachment := attachment_of(model)) is not None]
 
 
 def attach(
@@ -79,20 +79,20 @@ def attach(
         UserError: a model or option is not supported, or a model is already attached with other options.
     """
     for model in models:
-        found = attachment_of(model)
-        if found is not None and found.asked != config:
+        attached = attachment_of(model)
+        if attached is not None and attached.asked != config:
             raise UserError(
                 "compression is attached to this model already, with other options; disable() first"
             )
-        if found is None:
-            made = _made(model, config, replicas)
-            vars(model)[_HELD] = _Held(made)  # nn.Module.__setattr__ is for parameters and modules.
+        if attached is None:
+            attachment = _made(model, config, replicas)
+            vars(model)[_HELD] = _Held(attachment)  # nn.Module.__setattr__ is for parameters and modules.
             _models.add(model)
-            announces = made.session.ledger.announces = dist.get_rank() == 0
-            for line in lines(made) if announces else ():
+            announces = attachment.session.ledger.announces = dist.get_rank() == 0
+            for line in lines(attachment) if announces else ():
                 logger.info("megatron-loco: %s", line)
             if model in _earlier:
-                made.session.ledger.go_on_from(_earlier.pop(model))
+                attachment.session.ledger.go_on_from(_earlier.pop(model))
     torch_steps.listen(_steps)
 
 
@@ -117,34 +117,38 @@ def _made(model: nn.Module, config: CompressionConfig, replicas: dist.ProcessGro
     return ddp.Ddp(model, config)
 
 
-def lines(made: TorchAttachment) -> Iterator[str]:
+def lines(attachment: TorchAttachment) -> Iterator[str]:
     """Yield the lines about a newly attached model for the log."""
-    config, where = made.config, made.where()
+    config, where = attachment.config, attachment.where()
     if not config.compresses:
         yield f"method none: {where}, in full"
         return
     yield method_line(config)
-    yield f"{where}: {made.elements():,} gradient elements"
-    if config != made.asked:
-        yield naive_line(made.elements())
+    yield f"{where}: {attachment.elements():,} gradient elements"
+    if config != attachment.asked:
+        yield naive_line(attachment.elements())
 
 
 def sessions(models: Sequence[nn.Module] | None) -> list[Session]:
     """Return the sessions of attached models among `models`; None: of all attached models."""
-    found = _all() if models is None else map(attachment_of, models)
-    return [attachment.session for attachment in found if attachment is not None]
+    attachments = _all() if models is None else map(attachment_of, models)
+    return [attachment.session for attachment in attachments if attachment is not None]
 
 
 def rank_of(models: Sequence[nn.Module]) -> RankOf | None:
     """Return the RankOf of the models, for a checkpoint; None if none of them compresses."""
-    found = [made for model in models if (made := attachment_of(model)) and made.config.compresses]
-    if not found:
+    attachments = [
+        attachment
+        for model in models
+        if (attachment := attachment_of(model)) and attachment.config.compresses
+    ]
+    if not attachments:
         return None
 
     def make(sets: Sequence[Sequence[str]]) -> RankState:
-        for made in found:
-            made.prepare(sets)
-        return RankState(found)
+        for attachment in attachments:
+            attachment.prepare(sets)
+        return RankState(attachments)
 
     return make
 
@@ -165,30 +169,30 @@ class _Steps:
 
     def torch_step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
-        for made in _all():
-            known = made.session.ledger.seen and not in_backward
-            if known or not made.session.ledger.own(torch_steps.parameters_of(optimizer)):
+        for attachment in _all():
+            known = attachment.session.ledger.seen and not in_backward
+            if known or not attachment.session.ledger.own(torch_steps.parameters_of(optimizer)):
                 continue
             if in_backward:
                 raise UserError(
                     f"{type(optimizer).__name__} steps within the backward pass, once for each parameter, so "
                     "that compression cannot tell what a step is: step it after the backward pass"
                 )
-            made.session.ledger.see()
+            attachment.session.ledger.see()
 
     def torch_step_ended(self, optimizer: torch.optim.Optimizer) -> None:
-        for made in _all():
-            if parameters := made.session.ledger.own(torch_steps.parameters_of(optimizer)):
+        for attachment in _all():
+            if parameters := attachment.session.ledger.own(torch_steps.parameters_of(optimizer)):
                 rates = torch_steps.learning_rates(optimizer)
-                made.session.optimizer_stepped([optimizer], rates=rates, parameters=parameters)
+                attachment.session.optimizer_stepped([optimizer], rates=rates, parameters=parameters)
 
     def optimizer_clears(self, optimizer: torch.optim.Optimizer) -> None:
-        for made in _all():
-            made.session.gradients_cleared(torch_steps.parameters_of(optimizer), optimizer)
+        for attachment in _all():
+            attachment.session.gradients_cleared(torch_steps.parameters_of(optimizer), optimizer)
 
     def module_clears(self, module: nn.Module) -> None:
-        for made in _all():
-            made.session.gradients_cleared(module.parameters())
+        for attachment in _all():
+            attachment.session.gradients_cleared(module.parameters())
 
 
 _steps = _Steps()

@@ -335,7 +335,7 @@ def load_state_dict(rank_of: RankOf | None, state: Mapping[str, Any], scale: flo
     """
     if rank_of is None:
         return
-    keys = [found for key in state if (found := _MANIFEST.fullmatch(key))]
+    keys = [match for key in state if (match := _MANIFEST.fullmatch(key))]
     if not keys:
         raise UserError("this is no state of megatron_patch.state_dict: it has no manifest")
     ranks = {int(key["rank"]): state[key[0]] for key in keys}
@@ -360,9 +360,9 @@ def load_state_dict(rank_of: RankOf | None, state: Mapping[str, Any], scale: flo
 def _room_for(reader: Any, path: str | None) -> dict[str, Any]:
     """Return room for what this rank has saved, or else for another rank's manifest."""
     stored = reader.read_metadata().state_dict_metadata
-    found = [key for name in stored if (key := _MANIFEST.fullmatch(name))]
-    prefix = _prefix(sorted({key["prefix"] for key in found}), path)
-    ranks = {int(key["rank"]) for key in found if key["prefix"] == prefix}
+    manifests = [key for name in stored if (key := _MANIFEST.fullmatch(name))]
+    prefix = _prefix(sorted({key["prefix"] for key in manifests}), path)
+    ranks = {int(key["rank"]) for key in manifests if key["prefix"] == prefix}
     here = f"{_RANK}{dist.get_rank() if dist.get_rank() in ranks else min(ranks)}"
     room: dict[str, Any] = {f"{here}.manifest": ""}
     if dist.get_rank() in ranks:

@@ -87,14 +87,14 @@ def _marking(original: Callable[..., Any]) -> Callable[..., Any]:
         global _depth
         _depth += 1
         try:
-            found = original(optimizer, *args, **kwargs)
+            state = original(optimizer, *args, **kwargs)
         finally:
             _depth -= 1
-        if _depth or not isinstance(found, dict):
-            return found
-        marked = _OfOptimizer(found)
+        if _depth or not isinstance(state, dict):
+            return state
+        marked = _OfOptimizer(state)
         marked.optimizer = optimizer
-        entries = (entry for entry in nested_values(found) if isinstance(entry, ShardedBase))
+        entries = (entry for entry in nested_values(state) if isinstance(entry, ShardedBase))
         marked.first = next(((entry, str(entry.key)) for entry in entries), None)
         return marked
 
@@ -103,8 +103,8 @@ def _marking(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _without_ours(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Hide our entries from load_sharded_metadata, which Megatron compares with the requested entries."""
-    found = original(*args, **kwargs)
-    return {name: entry for name, entry in found.items() if not _OURS.search(str(entry.key))}
+    entries = original(*args, **kwargs)
+    return {name: entry for name, entry in entries.items() if not _OURS.search(str(entry.key))}
 
 
 def _models(state: Any) -> Iterator[tuple[str, list[Any], _OfOptimizer, list[Any]]]:
@@ -154,11 +154,11 @@ def _save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     bound = inspect.signature(original).bind(*args, **kwargs)
-    found = list(_models(bound.arguments["sharded_state_dict"]))
+    models = list(_models(bound.arguments["sharded_state_dict"]))
     result = original(*args, **kwargs)
     where, loaded = bound.arguments["checkpoint_dir"], result[0] if type(result) is tuple else result
     folder = Path(where)
-    for name, chunks, marked, place in found:
+    for name, chunks, marked, place in models:
         if outer := outer_steps_of(chunks):
             outer_steps.restore(outer, _bytes(where, f"{name}_outer.rank_{dist.get_rank()}"))
         if not (chunks := compressed(chunks)):
@@ -268,14 +268,14 @@ def _saved(where: str | Path, name: str) -> Saved | None:
         try:
             dcp.load(state, storage_reader=storage, no_dist=True)
         except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception.
-            cause = next((one for one, _ in getattr(error, "failures", {}).values()), error)
+            cause = next((failure for failure, _ in getattr(error, "failures", {}).values()), error)
             first = str(cause).strip().partition("\n")[0].partition(". This is")[0]
             raise Damaged(f"its error states cannot be read: {first}") from error
 
     if not any(key.startswith(f"{name}.rank_") for key in keys):
         return None
     pattern = re.compile(rf"{re.escape(name)}\.rank_(\d+)\.manifest/")
-    return Saved({int(found[1]) for key in keys if (found := pattern.match(key))}, manifest, data)
+    return Saved({int(match[1]) for key in keys if (match := pattern.match(key))}, manifest, data)
 
 
 def _unpickled(value: Any) -> Any:

@@ -114,11 +114,11 @@ def _saved(folder: Path) -> Saved | None:
     @functools.cache
     def read(saved: int) -> dict[str, Any]:
         try:
-            found = torch.load(_file(folder, saved), map_location="cpu", weights_only=True)
-            assert isinstance(found, dict)
+            content = torch.load(_file(folder, saved), map_location="cpu", weights_only=True)
+            assert isinstance(content, dict)
         except Exception as error:  # torch's errors differ between releases.
             raise Damaged(f"{_file(folder, saved).name} cannot be read: {error}") from error
-        return found
+        return content
 
     files = (folder / _FOLDER).glob("rank-*.pt")
     ranks = {int(path.stem.removeprefix("rank-")) for path in files}

@@ -65,8 +65,8 @@ class MegatronFsdp:
             yield method_line(config)
             if self._reductions.flat_because is not None:
                 yield f"one hop, not two, for a group of ranks: {self._reductions.flat_because}"
-            found = next(iter(self._reductions.exchanges.values()), None)
-            how = "not compressed: the group is a single rank" if found is None else found.describe()
+            exchange = next(iter(self._reductions.exchanges.values()), None)
+            how = "not compressed: the group is a single rank" if exchange is None else exchange.describe()
             where = "once a microbatch" if self._outer is None else "between optimizer instances, once a step"
             buckets = f"{len(buffers)} bucket{'s' if len(buffers) > 1 else ''}"
             yield f"Megatron-FSDP {how}, {where}: {elements:,} gradient elements in {buckets}"
