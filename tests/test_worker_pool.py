@@ -6,6 +6,7 @@ import datetime
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import worker_pool
 from seeds import SEED
-from worker_pool import GRACE_SECONDS, WorkerError, WorkerPool, in_warm_process
+from worker_pool import GRACE_SECONDS, MOST_THREADS, WorkerError, WorkerPool, in_warm_process
 
 # --- functions that run in the workers (torch is imported in them: this process does not need it) ---------
 
@@ -285,6 +286,20 @@ def test_a_worker_killed_between_runs_is_replaced(pool):
     os.kill(pids[1], signal.SIGKILL)
     pool.workers[1].process.join()
     assert pool.run(sum_of_ranks) == [6] * 4
+    now = [group["pid"] for group in pool.run(describe_group)]
+    assert now[1] != pids[1]
+    assert [now[0], *now[2:]] == [pids[0], *pids[2:]]
+
+
+def start_threads(most: int) -> int:
+    """Threads that go on after the run."""
+    for _ in range(most if os.environ["RANK"] == "1" else 0):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return os.getpid()
+
+
+def test_a_worker_with_many_threads_is_replaced(pool):
+    pids = pool.run(start_threads, MOST_THREADS)
     now = [group["pid"] for group in pool.run(describe_group)]
     assert now[1] != pids[1]
     assert [now[0], *now[2:]] == [pids[0], *pids[2:]]

@@ -74,6 +74,9 @@ MAX_WORLD_SIZE = 8
 SEED = 1234
 GRACE_SECONDS = 3.0
 """How long a rank may be stuck after another one has failed."""
+MOST_THREADS = 150
+"""A worker that has more after a run is replaced: each gloo group that something keeps (torch's meshes) has
+some, which wake up a hundred times a second."""
 CLEAN_UP_SECONDS = 60.0
 ORPHAN_SECONDS = 60
 WARM_UP_SECONDS = 300.0
@@ -401,6 +404,13 @@ class _Worker:
         time.sleep(0.1)
         return self.stack_file.read_text()
 
+    def threads(self) -> int:
+        """The number of its threads."""
+        try:
+            return len(list(Path(f"/proc/{self.process.pid}/task").iterdir()))
+        except OSError:
+            return 0
+
     def stop(self, grace: float = 0) -> None:
         self.connection.close()
         self.process.join(grace)
@@ -581,6 +591,8 @@ class WorkerPool:
             if kind == "died":
                 continue
             problem = workers[rank].wait_until_idle(deadline - time.monotonic())
+            if problem is None and workers[rank].threads() > MOST_THREADS:
+                workers[rank].idle = False
             if problem is not None:
                 workers[rank].idle = False
                 warnings.warn(f"rank {rank} was restarted, its state stayed behind:\n{problem}", stacklevel=3)
