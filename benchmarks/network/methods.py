@@ -29,7 +29,7 @@ from typing import Any
 
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError, nearest
-from megatron_patch.workflows.plan.methods import low_bit, outer_parts
+from megatron_patch.workflows.plan.methods import low_bit
 
 BASELINE = "bf16_alltoall"
 ALL_REDUCE = "bf16_allreduce"
@@ -50,6 +50,7 @@ _KNOWN = (
 _MEGATRON_FSDP = re.compile(r"mfsdp_(bf16|loco([8421]))(_exact)?")
 _WRAPPERS = ("ddp", "fsdp2", "hsdp", "mfsdp")
 _TORCH_LOCO = re.compile(r"(ddp|fsdp2|hsdp)_loco([8421])")
+_OUTER = re.compile(r"outer([1-9]\d*)(?:d([1-9]\d*))?_(.+)")
 _POWERSGD = re.compile(r"ddp_powersgd_rank([1-9][0-9]{0,3})")
 
 
@@ -154,8 +155,8 @@ def parse(name: str) -> Method:
     """
     if own := _own(name):
         return own
-    if outer := outer_parts(name):
-        interval, delay, inner = outer[0], outer[1], parse(outer[2])
+    if outer := _OUTER.fullmatch(name):
+        interval, delay, inner = int(outer[1]), int(outer[2] or 0), parse(outer[3])
         if (
             inner.kind != "attached"
             or inner.method == ONEBIT

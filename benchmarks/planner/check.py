@@ -24,18 +24,19 @@ from typing import Any
 from benchmarks.network.methods import ALL_REDUCE, BASELINE
 from megatron_patch.workflows.plan import methods, torch_step
 from megatron_patch.workflows.plan.cluster import (
+    ALL,
     ALL_GATHER,
     ALL_TO_ALL,
+    BETWEEN,
     COLLECTIVES,
+    INSIDE,
     Cluster,
     Link,
     Processor,
     Work,
 )
-from megatron_patch.workflows.plan.cluster_file import fit, points
-from megatron_patch.workflows.plan.job import ALL, BETWEEN, INSIDE, MEGATRON, Job
+from megatron_patch.workflows.plan.job import MEGATRON, Job, Parameter, PipelineStage
 from megatron_patch.workflows.plan.methods import Method
-from megatron_patch.workflows.plan.model import Parameter, PipelineStage
 from megatron_patch.workflows.plan.recommend import simulate
 
 _PARTS = {ALL_TO_ALL: "exchange_seconds", ALL_GATHER: "gather_seconds"}
@@ -183,7 +184,7 @@ def carried(found: Mapping[str, Any], collective: str) -> float:
 
 def _sums(found: Mapping[str, Any]) -> float:
     """Return the seconds of the sums in an uncompressed exchange: those that its collectives do not take."""
-    _, unit = fit(points(_free(found), ALL_TO_ALL, ALL))
+    _, unit = fit(_free(found, ALL_TO_ALL))
     sent = 2 * _parameters(found["llama"]) * (1 - 1 / _RANKS)
     return max(0.0, _part(found, ALL_TO_ALL) - _buckets(found) * _call(found, ALL_TO_ALL) - unit * sent)
 
@@ -218,20 +219,34 @@ def _call(found: Mapping[str, Any], collective: str) -> float:
     No run has a reduce-scatter, whose seconds are therefore those of the collective alone.
     """
     if collective not in _PARTS:
-        return fit(points(_free(found), collective, ALL))[0]
+        return fit(_free(found, collective))[0]
     counts = {row.get("buckets", found["buckets"]) for row in found["uncompressed"]}
     few, many = min(counts), max(counts)
     more = _part(found, collective, many) - _part(found, collective, few)
     return max(0.0, more / (_buckets(found, many) - _buckets(found, few)))
 
 
-def _free(found: Mapping[str, Any], per_host: int = 1) -> list[dict[str, Any]]:
-    """Return the measured collectives without a rate limit."""
-    return [one for one in _of_hosts(found, per_host) if one["rate_mbit"] is None]
+def _free(
+    found: Mapping[str, Any], collective: str, scope: str = ALL, per_host: int = 1
+) -> list[tuple[float, float]]:
+    """Return the (bytes, seconds) of a collective that was measured alone, without a rate limit."""
+    wanted = (collective, scope, per_host, None)
+    names = ("collective", "scope", "ranks_per_host", "rate_mbit")
+    return [
+        (float(one["bytes"]), float(one["seconds"]))
+        for one in found["links"]
+        if tuple(one[name] for name in names) == wanted
+    ]
 
 
-def _of_hosts(found: Mapping[str, Any], per_host: int = 1) -> list[dict[str, Any]]:
-    return [one for one in found["links"] if one["ranks_per_host"] == per_host]
+def fit(curve: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Fit (seconds per call, seconds per byte), not below 0, by least squares of relative errors."""
+    import numpy as np
+    from scipy.optimize import nnls
+
+    sizes, seconds = np.array(curve).T
+    fitted, _ = nnls(np.stack([1 / seconds, sizes / seconds], axis=1), np.ones(len(curve)))
+    return float(fitted[0]), max(float(fitted[1]), 1e-15)
 
 
 @dataclass(frozen=True)
@@ -280,11 +295,11 @@ class Computing:
         share = found["cores"] / _RANKS
         works = {}
         for name in COLLECTIVES:
-            alone, unit = fit(points(_free(found), name, ALL))
+            alone, unit = fit(_free(found, name))
             call = _call(found, name)
             works[ALL, name] = Work(share * call, self.all_gather if name == ALL_GATHER else share * unit)
             for scope in (INSIDE, BETWEEN) if per_host > 1 else ():
-                if curve := points(_free(found, per_host), name, scope):
+                if curve := _free(found, name, scope, per_host):
                     alone_there, unit = fit(curve)
                     works[scope, name] = Work(share * max(0.0, alone_there + call - alone), share * unit)
         return works
