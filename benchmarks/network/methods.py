@@ -168,10 +168,10 @@ def parse(name: str) -> Method:
                 "D below H, and a METHOD such as none_exact or loco4_exact"
             )
         return replace(inner, name=name, outer=interval, outer_delay=delay)
-    found = low_bit(name)
-    if found and found.hops != "flat" and (found.hops == "two_hop" or not found.intra_bits):
-        topology = "two_hop" if found.hops == "two_hop" else "flat"
-        return Method(name, found.method, found.bits, topology, found.intra_bits, exact=found.exact)
+    low = low_bit(name)
+    if low and low.hops != "flat" and (low.hops == "two_hop" or not low.intra_bits):
+        topology = "two_hop" if low.hops == "two_hop" else "flat"
+        return Method(name, low.method, low.bits, topology, low.intra_bits, exact=low.exact)
     stock = _own(name.removesuffix(EXACT))
     if stock and stock.replicated:
         why = "every rank updates all weights, so there is no weight gather; leave out _exact"
@@ -184,10 +184,10 @@ def parse(name: str) -> Method:
 
 def _own(name: str) -> Method | None:
     """Return a method that only the benchmark has, and not the planner; None for other names."""
-    if found := _TORCH_LOCO.fullmatch(name):
-        return Method(name, name, int(found[2]))
-    if found := _MEGATRON_FSDP.fullmatch(name):
-        return Method(name, name.removesuffix(EXACT), int(found[2] or 16), exact=bool(found[3]))
-    if found := _POWERSGD.fullmatch(name):
-        return Method(name, name, None, powersgd_rank=int(found[1]))
+    if parts := _TORCH_LOCO.fullmatch(name):
+        return Method(name, name, int(parts[2]))
+    if parts := _MEGATRON_FSDP.fullmatch(name):
+        return Method(name, name.removesuffix(EXACT), int(parts[2] or 16), exact=bool(parts[3]))
+    if parts := _POWERSGD.fullmatch(name):
+        return Method(name, name, None, powersgd_rank=int(parts[1]))
     return _OWN.get(name)

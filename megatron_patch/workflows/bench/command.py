@@ -101,11 +101,11 @@ def measure(
         raise UserError(f"--elements: {elements} is too few; it must be {cpu_rates.LEAST} or more")
     torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     if on_gpu:
-        found = gpu_rates.measure(config, elements, torch_dtype, _SENDERS, _RUNS, torch.device("cuda"))
+        measured = gpu_rates.measure(config, elements, torch_dtype, _SENDERS, _RUNS, torch.device("cuda"))
     else:
-        found = cpu_rates.measure(config, elements, torch_dtype, _SENDERS, seconds, typical)
+        measured = cpu_rates.measure(config, elements, torch_dtype, _SENDERS, seconds, typical)
     asked = {"elements": elements, "bits": config.bits, "block_size": config.block_size, "dtype": dtype}
-    return found | asked | {"codec": config.codec, "rotation": config.rotation}
+    return measured | asked | {"codec": config.codec, "rotation": config.rotation}
 
 
 _LINES = {

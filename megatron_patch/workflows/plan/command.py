@@ -49,14 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megatron-loco plan`."""
     add = parser.add_argument
     add("recipes", nargs="+", metavar="RECIPE", help="YAML files, and section.key=value overrides of them")
-    add(
-        "--with",
-        dest="and_files",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="another recipe over each",
-    )
+    add("--with", dest="and_files", action="append", default=[], metavar="FILE", help="goes over each recipe")
     for option, (kind, name, text) in _NUMBERS.items():
         add(option, type=kind, metavar=name, help=text)
     gpus = ", ".join(constants.GPUS)
@@ -249,7 +242,7 @@ def as_json(
         "reason": advice.reason,
         "stay_with_stock": advice.stays,
         "curves": {"inter_gbit": list(GRID), "step_seconds": curves} if curves else None,
-        "constants": {name: dataclasses.asdict(one) for name, one in constants.numbers_of(gpu).items()},
+        "constants": {name: dataclasses.asdict(number) for name, number in constants.numbers_of(gpu).items()},
     }
 
 

@@ -189,4 +189,7 @@ def _measured(results: dict[str, Any], gpu: Gpu) -> dict[str, Constant]:
     values = {name: rates[what][rate] for name, (what, rate) in RATES.items() if what in rates}
     if bytes_per_second := rates.get("adam_bytes"):
         values["memory_share"] = bytes_per_second / (gpu.memory_gbyte * 1e9)
-    return {name: Constant(one, CONSTANTS[name].unit, "measured", source) for name, one in values.items()}
+    return {
+        name: dataclasses.replace(CONSTANTS[name], value=rate, kind="measured", source=source)
+        for name, rate in values.items()
+    }

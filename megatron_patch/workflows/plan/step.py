@@ -146,16 +146,14 @@ class Step:
         return max(sent.uplink for sent in self.sent)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Handle:
-    """A bucket whose collective is in flight, with the task that remains when it is waited for."""
+    """A bucket whose collective `sent` is in flight, with the task that remains when it is waited for."""
 
+    sent: Task
     name: str
     seconds: float
     stream: str
-    last: Task
-    """The collective, and when it is done the remaining task."""
-    done: bool = False
 
 
 @dataclass
@@ -240,7 +238,7 @@ class Exchanges:
         if self.method.bits is not None:
             self._wait(kind, IN_FLIGHT - 1)
             handle = self.start_low(bucket, group, ready, kind, name, back=not sharded)
-            self._under_way.setdefault(kind, []).append(handle)
+            self._under_way[kind].append(handle)
         elif sharded:
             self._reduce_scatter(bucket, group, ready, kind, name)
         else:
@@ -248,16 +246,14 @@ class Exchanges:
             for call in self.cluster.all_reduce(bucket.elements, nbytes, group):
                 ready = [self.send(name, call, ready, f"network {kind} ")]
 
-    def _wait(self, kind: str, left: int) -> None:
-        """Place the remaining tasks of the oldest buckets under way, so that `left` of them are left."""
-        under_way = [handle for handle in self._under_way.get(kind, ()) if not handle.done]
-        for handle in under_way[: max(0, len(under_way) - left)]:
-            self.end(handle)
+    def _wait(self, kind: str, left: int) -> list[Task]:
+        """Place, and return, the remaining tasks of the oldest buckets under way: all but `left` of them."""
+        under_way = self._under_way.setdefault(kind, [])
+        return [self.end(under_way.pop(0)) for _ in range(len(under_way) - left)]
 
-    def end(self, handle: Handle) -> None:
+    def end(self, handle: Handle) -> Task:
         """Place the remaining task of a bucket."""
-        handle.last = self.work(handle.name, handle.seconds, [handle.last], handle.stream)
-        handle.done = True
+        return self.work(handle.name, handle.seconds, [handle.sent], handle.stream)
 
     def finish(self) -> None:
         """Place the remaining tasks of all exchanges, in order."""
@@ -278,12 +274,9 @@ class Exchanges:
             self.send(name, call, ready, f"network {kind} ")
             return
         # Megatron drains each before the next begins (previous_grad_reduce_bucket_group).
-        self._wait(kind, 0)
-        under_way = self._under_way.setdefault(kind, [])
-        after = [*ready, *(handle.last for handle in under_way[-1:])]
-        sent = self.send(name, call, after, f"network {kind} ")
+        sent = self.send(name, call, [*ready, *self._wait(kind, 0)], f"network {kind} ")
         seconds = self.cluster.processor.stock_sum.seconds(bucket.elements)
-        under_way.append(Handle(f"{name}: sum", seconds, self._side(kind), sent))
+        self._under_way[kind].append(Handle(sent, f"{name}: sum", seconds, self._side(kind)))
 
     def start_low(
         self, bucket: Bucket, group: Group, ready: Sequence[Task], kind: str, name: str, *, back: bool
@@ -310,7 +303,7 @@ class Exchanges:
             if over is not group:
                 sent = self.send(name, cluster.gather(size * group.nodes, group.inside), [sent], network)
             summing = processor.decompress.seconds(bucket.elements)
-        return Handle(f"{name}: decompress", summing, side, sent)
+        return Handle(sent, f"{name}: decompress", summing, side)
 
     def _inside(self, bucket: Bucket, group: Group, ready: Sequence[Task], side: str, name: str) -> Task:
         """Place the first hop, in which the node's ranks sum; the stream waits for it."""
@@ -335,9 +328,7 @@ class Exchanges:
             seconds = self.cluster.processor.momentum.seconds(bucket.elements)
             before = [self.work(f"{name}: form", seconds, before)]
             if group.ranks > 1:
-                handle = self.start_low(bucket, group, before, "momentum", name, back=True)
-                self.end(handle)
-                before = [handle.last]
+                before = [self.end(self.start_low(bucket, group, before, "momentum", name, back=True))]
         return before
 
     # --- weights -----------------------------------------------------------------------------------------

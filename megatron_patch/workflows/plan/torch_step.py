@@ -17,23 +17,11 @@ import dataclasses
 from collections.abc import Sequence
 
 from megatron_patch.errors import UserError
+from megatron_patch.workflows.plan import step
 from megatron_patch.workflows.plan.cluster import Cluster, Group
 from megatron_patch.workflows.plan.job import DDP, FSDP2, HYBRID, MEGATRON, OPTIM_GRADS, Bucket, Job, cut
 from megatron_patch.workflows.plan.methods import FREE, Method, chosen
-from megatron_patch.workflows.plan.step import (
-    ERROR,
-    IN_FLIGHT,
-    Exchanges,
-    Handle,
-    Sent,
-    Step,
-    Task,
-    Timeline,
-    capacity,
-    forward_seconds,
-    norm_latency,
-    payload,
-)
+from megatron_patch.workflows.plan.step import Exchanges, Handle, Sent, Step, Task, Timeline
 
 _BF16 = 2
 _DDP_BUCKET = 25 * 2**20 / _BF16
@@ -99,7 +87,7 @@ def simulate(job: Job, cluster: Cluster, method: Method) -> Step:
     seconds, microbatches = _step(job, cluster, method)
     free = seconds if method.free else _step(job, cluster, FREE)[0]
     sent = [dataclasses.asdict(microbatch.sent) for microbatch in microbatches]
-    total = Sent(**{name: sum(one[name] for one in sent) for name in sent[0]})
+    total = Sent(**{name: sum(of_one[name] for of_one in sent) for name in sent[0]})
     return Step(seconds, max(0.0, seconds - free), (total,), tuple(microbatches[-1].timeline.tasks))
 
 
@@ -117,7 +105,7 @@ def _step(job: Job, cluster: Cluster, method: Method) -> tuple[float, list[Excha
 def _microbatch(job: Job, cluster: Cluster, method: Method, *, last: bool) -> Exchanges:
     # FSDP2 waits for each of gloo's collectives before it continues, so that everything is one stream.
     waits = bool(cluster.processor.transport) and job.strategy != DDP
-    rank = Exchanges(job, cluster, method, 0, Timeline(capacity(job, cluster)), one_stream=waits)
+    rank = Exchanges(job, cluster, method, 0, Timeline(step.capacity(job, cluster)), one_stream=waits)
     whole = job.group(cluster, False)
     units = _units(job, whole)
     shards = _shard_group(job, whole)
@@ -129,7 +117,7 @@ def _microbatch(job: Job, cluster: Cluster, method: Method, *, last: bool) -> Ex
             arrived = rank.gather([units[place]], before[-2:-1]) if last else []
         else:
             arrived = _gather(rank, units[place], shards, before[-2:-1])
-        seconds = forward_seconds(job, cluster, operations[place])
+        seconds = step.forward_seconds(job, cluster, operations[place])
         before.append(rank.work("forward", seconds, [*before[-1:], *arrived]))
     backward = 3.0 if job.recompute else 2.0
     handles: list[Handle] = []
@@ -138,7 +126,7 @@ def _microbatch(job: Job, cluster: Cluster, method: Method, *, last: bool) -> Ex
         # The gather precedes the reduction of this unit's gradients, because both use one communicator.
         more = place + 1 < len(units) and job.strategy != OPTIM_GRADS
         following = _gather(rank, units[place + 1], shards, before[-1:]) if more else []
-        seconds = forward_seconds(job, cluster, backward * operations[place])
+        seconds = step.forward_seconds(job, cluster, backward * operations[place])
         before.append(rank.work("backward", seconds, [*before[-1:], *arrived]))
         arrived = following
         if not method.free and (last or job.strategy != DDP):
@@ -147,7 +135,7 @@ def _microbatch(job: Job, cluster: Cluster, method: Method, *, last: bool) -> Ex
         rank.end(handle)
     if last:
         ready = rank.timeline.place(
-            "all gradients", {}, list(rank.timeline.tasks), latency=norm_latency(cluster)
+            "all gradients", {}, list(rank.timeline.tasks), latency=step.norm_latency(cluster)
         )
         owned = sum(unit.elements for unit in units) / shards.ranks
         seconds = cluster.processor.optimizer.seconds(owned) + cluster.processor.step
@@ -228,6 +216,6 @@ def memory_bytes(job: Job, cluster: Cluster, method: Method) -> float:
     part = shards.ranks if job.strategy == HYBRID else senders.local if hops else 1
     payloads = senders.nodes if hops else senders.ranks
     if method.keeps_errors:
-        total += ERROR * sum(units) / part
-    coded = (payload(unit // part, payloads, method.bits) for unit in units[:IN_FLIGHT])
+        total += step.ERROR * sum(units) / part
+    coded = (step.payload(unit // part, payloads, method.bits) for unit in units[: step.IN_FLIGHT])
     return total + 2 * payloads * sum(coded)
