@@ -13,7 +13,6 @@ import yaml
 from megatron_patch.errors import UserError
 from megatron_patch.files import DEEPEST, MOST_BYTES, Unfit, load_json, load_yaml, read_text
 from megatron_patch.workflows.ablation import definition
-from megatron_patch.workflows.plan import cluster_file
 from megatron_patch.workflows.report.command import read_plan
 from megatron_patch.workflows.run import configuration
 from megatron_patch.workflows.run_reader import read_run
@@ -80,18 +79,6 @@ ABLATION = {
     "baseline": {"compression.method": "none"},
     "cells": [{"compression.method": "loco"}],
 }
-LINKS: dict[str, Any] = {
-    "nodes": 2,
-    "gpus_per_node": 2,
-    "backend": "gloo",
-    "device": "cpu",
-    "cores": 2,
-    "links": [
-        {"collective": "all_to_all", "scope": "between", "ranks": 2, "bytes": 4**n, "seconds": 2.0**n}
-        for n in range(5, 8)
-    ],
-}
-LINK = LINKS["links"][0]
 
 
 def as_bytes(content: Any) -> bytes:
@@ -117,13 +104,6 @@ def as_bytes(content: Any) -> bytes:
         ),
         (definition.read, ABLATION | {"contrast": ["x"]}, "contrast"),
         (definition.read, ABLATION | {"seeds": [[3]]}, "seeds"),
-        (cluster_file.read, b"gpu: 5", "gpu: 5 must be text"),
-        (cluster_file.read, b"gpu: H100\nnodes: 1.0e+90", "nodes"),
-        (cluster_file.read, b"gpu: H100\nmfu: 500", "mfu"),
-        (cluster_file.read, LINKS | {"cores": "x"}, "cores"),
-        (cluster_file.read, LINKS | {"links": [LINK | {"ranks": "x"}]}, "ranks"),
-        (cluster_file.read, LINKS | {"links": [LINK | {"scope": []}]}, "none of bench links"),
-        (cluster_file.read, LINKS | {"links": [LINK | {"seconds": "x"}]}, "seconds"),
         (read_plan, b'{"methods": [1]}', "is no plan"),
         (read_plan, b"[" * 100_000, "cannot be read"),
     ],

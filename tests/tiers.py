@@ -31,7 +31,6 @@ MARKED = {
         "soak",
         "test_own_loop.py",
         "workflows/ablation/test_ablate.py",
-        "workflows/bench/test_links.py",
         "workflows/report/test_report_browser.py",
         "workflows/run/test_restarts.py",
         "workflows/run/test_stop_signals.py",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.command import ROOT, problems
-from megatron_patch.workflows.plan import measured
+from megatron_patch.workflows.plan import constants
 
 NOT_RUN = "not run yet"
 LINKS = ("no link", "400 Gbit/s", "100 Gbit/s", "25 Gbit/s", "its own links")
@@ -25,7 +25,7 @@ Results = dict[str, Any]
 
 
 def main() -> None:
-    for path, text in pages(list(measured.newest(measured.RESULTS).values())).items():
+    for path, text in pages(list(constants.newest(constants.RESULTS).values())).items():
         path.write_text(text, encoding="utf-8")
 
 

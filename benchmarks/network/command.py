@@ -242,7 +242,7 @@ def measure(
     """Measure all cells over a network that exists only during this call.
 
     Returns the rows, and the seconds of the start. If `curves` is a list, the curves of the collectives
-    alone (bench/links.py) at every rate are added to it.
+    alone (collectives.py) at every rate are added to it.
 
     Raises:
         RankFailed: a rank or a host failed; the message says which, and why.

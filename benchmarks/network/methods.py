@@ -29,7 +29,7 @@ from typing import Any
 
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError, nearest
-from megatron_patch.workflows.plan.methods import low_bit, outer_parts
+from megatron_patch.workflows.plan.methods import low_bit
 
 BASELINE = "bf16_alltoall"
 ALL_REDUCE = "bf16_allreduce"
@@ -50,6 +50,7 @@ _KNOWN = (
 _MEGATRON_FSDP = re.compile(r"mfsdp_(bf16|loco([8421]))(_exact)?")
 _WRAPPERS = ("ddp", "fsdp2", "hsdp", "mfsdp")
 _TORCH_LOCO = re.compile(r"(ddp|fsdp2|hsdp)_loco([8421])")
+_OUTER = re.compile(r"outer([1-9]\d*)(?:d([1-9]\d*))?_(.+)")
 _POWERSGD = re.compile(r"ddp_powersgd_rank([1-9][0-9]{0,3})")
 
 
@@ -154,8 +155,8 @@ def parse(name: str) -> Method:
     """
     if own := _own(name):
         return own
-    if outer := outer_parts(name):
-        interval, delay, inner = outer[0], outer[1], parse(outer[2])
+    if outer := _OUTER.fullmatch(name):
+        interval, delay, inner = int(outer[1]), int(outer[2] or 0), parse(outer[3])
         if (
             inner.kind != "attached"
             or inner.method == ONEBIT
@@ -167,10 +168,10 @@ def parse(name: str) -> Method:
                 "D below H, and a METHOD such as none_exact or loco4_exact"
             )
         return replace(inner, name=name, outer=interval, outer_delay=delay)
-    found = low_bit(name)
-    if found and found.hops != "flat" and (found.hops == "two_hop" or not found.intra_bits):
-        topology = "two_hop" if found.hops == "two_hop" else "flat"
-        return Method(name, found.method, found.bits, topology, found.intra_bits, exact=found.exact)
+    low = low_bit(name)
+    if low and low.hops != "flat" and (low.hops == "two_hop" or not low.intra_bits):
+        topology = "two_hop" if low.hops == "two_hop" else "flat"
+        return Method(name, low.method, low.bits, topology, low.intra_bits, exact=low.exact)
     stock = _own(name.removesuffix(EXACT))
     if stock and stock.replicated:
         why = "every rank updates all weights, so there is no weight gather; leave out _exact"
@@ -183,10 +184,10 @@ def parse(name: str) -> Method:
 
 def _own(name: str) -> Method | None:
     """Return a method that only the benchmark has, and not the planner; None for other names."""
-    if found := _TORCH_LOCO.fullmatch(name):
-        return Method(name, name, int(found[2]))
-    if found := _MEGATRON_FSDP.fullmatch(name):
-        return Method(name, name.removesuffix(EXACT), int(found[2] or 16), exact=bool(found[3]))
-    if found := _POWERSGD.fullmatch(name):
-        return Method(name, name, None, powersgd_rank=int(found[1]))
+    if parts := _TORCH_LOCO.fullmatch(name):
+        return Method(name, name, int(parts[2]))
+    if parts := _MEGATRON_FSDP.fullmatch(name):
+        return Method(name, name.removesuffix(EXACT), int(parts[2] or 16), exact=bool(parts[3]))
+    if parts := _POWERSGD.fullmatch(name):
+        return Method(name, name, None, powersgd_rank=int(parts[1]))
     return _OWN.get(name)

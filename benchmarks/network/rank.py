@@ -6,7 +6,7 @@
     (sets the links' rate)
     {"do": "measure", "steps": ..., ...}     ------>    steps, from barrier to barrier
                                              <------    {"laps": [...], "sent": ..., "received": ...}
-    {"do": "links", "most": ...}             ------>    times collectives alone (bench/links.py)
+    {"do": "links", "most": ...}             ------>    times collectives alone (collectives.py)
                                              <------    {"curves": [...]}
     {"do": "stop"}                           ------>    ends
 
@@ -147,9 +147,9 @@ class _Cells:
 
 
 def _curves(_: _Cells, order: dict[str, Any]) -> dict[str, Any]:
-    from megatron_patch.workflows.bench import links
+    from benchmarks.network import collectives
 
-    return {"curves": links.measure(order["ranks_per_host"], order["most"])}
+    return {"curves": collectives.measure(order["ranks_per_host"], order["most"])}
 
 
 _ANSWERS = {"prepare": _Cells.prepare, "measure": _Cells.measure, "links": _curves}

@@ -24,18 +24,19 @@ from typing import Any
 from benchmarks.network.methods import ALL_REDUCE, BASELINE
 from megatron_patch.workflows.plan import methods, torch_step
 from megatron_patch.workflows.plan.cluster import (
+    ALL,
     ALL_GATHER,
     ALL_TO_ALL,
+    BETWEEN,
     COLLECTIVES,
+    INSIDE,
     Cluster,
     Link,
     Processor,
     Work,
 )
-from megatron_patch.workflows.plan.cluster_file import fit, points
-from megatron_patch.workflows.plan.job import ALL, BETWEEN, INSIDE, MEGATRON, Job
+from megatron_patch.workflows.plan.job import MEGATRON, Job, Parameter, PipelineStage
 from megatron_patch.workflows.plan.methods import Method
-from megatron_patch.workflows.plan.model import Parameter, PipelineStage
 from megatron_patch.workflows.plan.recommend import simulate
 
 _PARTS = {ALL_TO_ALL: "exchange_seconds", ALL_GATHER: "gather_seconds"}
@@ -64,12 +65,12 @@ class Cell:
         return alone and self.name in (BASELINE, ALL_REDUCE)
 
 
-def predicted(cell: Cell, found: Mapping[str, Any]) -> float:
-    """Predict the seconds of a cell's step; `found` is a calibration (docs/plan/calibration.yaml)."""
+def predicted(cell: Cell, calibration: Mapping[str, Any]) -> float:
+    """Predict the seconds of a cell's step; `calibration` is one (docs/plan/calibration.yaml)."""
     method = method_of(cell.name)
     replicated = method.distributed is False
-    job = _job(found, cell, replicated)
-    cluster = _cluster(found, cell, job)
+    job = _job(calibration, cell, replicated)
+    cluster = _cluster(calibration, cell, job)
     strategy = _STRATEGIES.get(cell.name.partition("_")[0], MEGATRON)
     return simulate(torch_step.planned_with(job, strategy), cluster, method).seconds
 
@@ -87,12 +88,12 @@ def method_of(name: str) -> Method:
         return methods.parse(methods.REPLICATED)
     if name == "onebit_adam":  # Its optimizer is replicated in the benchmark.
         return dataclasses.replace(methods.parse(methods.ONEBIT), distributed=False, exact=False)
-    found = methods.parse(name)
-    return found if found.hops != "auto" else dataclasses.replace(found, hops="flat")
+    method = methods.parse(name)
+    return method if method.hops != "auto" else dataclasses.replace(method, hops="flat")
 
 
-def _job(found: Mapping[str, Any], cell: Cell, replicated: bool) -> Job:
-    llama = found["llama"]
+def _job(calibration: Mapping[str, Any], cell: Cell, replicated: bool) -> Job:
+    llama = calibration["llama"]
     world = cell.hosts * cell.ranks_per_host
     return Job(
         name=cell.name,
@@ -113,10 +114,10 @@ def _job(found: Mapping[str, Any], cell: Cell, replicated: bool) -> Job:
         overlap_weights=False,
         distributed=not replicated,
         fp32_accumulation=True,
-        bucket_size=max(1, _parameters(llama) // found["buckets"]),
+        bucket_size=max(1, _parameters(llama) // calibration["buckets"]),
         exact_ratio=0.0,
         after_backward=True,
-        weight_bits=found["weight_bits"],
+        weight_bits=calibration["weight_bits"],
     )
 
 
@@ -143,12 +144,12 @@ def stage_of(llama: Mapping[str, int]) -> PipelineStage:
     return PipelineStage((Parameter((rows, hidden)), *layer * llama["layers"], *ends))
 
 
-def _cluster(found: Mapping[str, Any], cell: Cell, job: Job) -> Cluster:
+def _cluster(calibration: Mapping[str, Any], cell: Cell, job: Job) -> Cluster:
     world = cell.hosts * cell.ranks_per_host
-    share = found["cores"] / world
+    share = calibration["cores"] / world
     rate = _NEVER if cell.rate_mbit is None else cell.rate_mbit * 1e6 / 8
-    kernels = found["kernels"]
-    compute = Computing.of(found, job)
+    kernels = calibration["kernels"]
+    compute = Computing.of(calibration, job)
     processor = Processor(
         flops=compute.flops,
         compress={int(bits): Work(unit=1 / speed) for bits, speed in kernels["compress"].items()},
@@ -161,77 +162,96 @@ def _cluster(found: Mapping[str, Any], cell: Cell, job: Job) -> Cluster:
         momentum=Work(unit=1 / kernels["form"] + 1 / kernels["update"] - 1 / kernels["adamw"]),
         stock_sum=Work(unit=compute.stock_sum),
         step=compute.step,
-        transport=compute.transport(found, cell.ranks_per_host),
+        transport=compute.transport(calibration, cell.ranks_per_host),
         share=share,
     )
-    efficiency = {name: carried(found, name) for name in COLLECTIVES}
+    efficiency = {name: carried(calibration, name) for name in COLLECTIVES}
     return Cluster(cell.hosts, cell.ranks_per_host, Link(rate, 0.0, efficiency), Link(_NEVER), processor)
 
 
-def carried(found: Mapping[str, Any], collective: str) -> float:
+def carried(calibration: Mapping[str, Any], collective: str) -> float:
     """Return the share of a link's rate that a collective reaches in the uncompressed run over slow links.
 
     The reduce-scatter is assumed to reach as much as the all-gather, because both are rings.
     """
-    rows = [row for row in found["uncompressed"] if row["rate_mbit"] is not None and row["name"] == BASELINE]
-    bits = 8 * 2 * _parameters(found["llama"]) * (1 - 1 / _RANKS)
+    rows = [
+        row for row in calibration["uncompressed"] if row["rate_mbit"] is not None and row["name"] == BASELINE
+    ]
+    bits = 8 * 2 * _parameters(calibration["llama"]) * (1 - 1 / _RANKS)
     part = _PARTS[ALL_TO_ALL if collective == ALL_TO_ALL else ALL_GATHER]
     # Each bucket is summed before the next one is sent, and the link is idle meanwhile; gathers have no sum.
-    idle = _sums(found) if collective == ALL_TO_ALL else 0.0
+    idle = _sums(calibration) if collective == ALL_TO_ALL else 0.0
     return statistics.fmean(bits / (row[part] - idle) / (row["rate_mbit"] * 1e6) for row in rows)
 
 
-def _sums(found: Mapping[str, Any]) -> float:
+def _sums(calibration: Mapping[str, Any]) -> float:
     """Return the seconds of the sums in an uncompressed exchange: those that its collectives do not take."""
-    _, unit = fit(points(_free(found), ALL_TO_ALL, ALL))
-    sent = 2 * _parameters(found["llama"]) * (1 - 1 / _RANKS)
-    return max(0.0, _part(found, ALL_TO_ALL) - _buckets(found) * _call(found, ALL_TO_ALL) - unit * sent)
-
-
-def _part(found: Mapping[str, Any], collective: str, buckets: int | None = None) -> float:
-    """Return the median seconds of a stock step's exchange or gather without rate limits."""
-    return statistics.median(
-        row[_PARTS[collective]] for row in _unshaped(found, buckets) if row["name"] == BASELINE
+    _, unit = fit(_free(calibration, ALL_TO_ALL))
+    sent = 2 * _parameters(calibration["llama"]) * (1 - 1 / _RANKS)
+    return max(
+        0.0,
+        _part(calibration, ALL_TO_ALL) - _buckets(calibration) * _call(calibration, ALL_TO_ALL) - unit * sent,
     )
 
 
-def _unshaped(found: Mapping[str, Any], buckets: int | None = None) -> list[dict[str, Any]]:
+def _part(calibration: Mapping[str, Any], collective: str, buckets: int | None = None) -> float:
+    """Return the median seconds of a stock step's exchange or gather without rate limits."""
+    return statistics.median(
+        row[_PARTS[collective]] for row in _unshaped(calibration, buckets) if row["name"] == BASELINE
+    )
+
+
+def _unshaped(calibration: Mapping[str, Any], buckets: int | None = None) -> list[dict[str, Any]]:
     """Return the uncompressed runs without rate limits, with `buckets`, or as many as the cells have."""
-    wanted = buckets or found["buckets"]
+    wanted = buckets or calibration["buckets"]
     return [
         row
-        for row in found["uncompressed"]
-        if row["rate_mbit"] is None and row.get("buckets", found["buckets"]) == wanted
+        for row in calibration["uncompressed"]
+        if row["rate_mbit"] is None and row.get("buckets", calibration["buckets"]) == wanted
     ]
 
 
-def _buckets(found: Mapping[str, Any], asked: int | None = None) -> int:
+def _buckets(calibration: Mapping[str, Any], asked: int | None = None) -> int:
     """Return how many buckets Megatron makes of the gradients if `asked` are requested."""
     cell = Cell(_RANKS, 1, BASELINE, None, 1)
-    job = _job({**found, "buckets": asked or found["buckets"]}, cell, False)
+    job = _job({**calibration, "buckets": asked or calibration["buckets"]}, cell, False)
     return len(job.buckets(0, Cluster(_RANKS, 1, Link(_NEVER), Link(_NEVER), Processor(1.0)), False))
 
 
-def _call(found: Mapping[str, Any], collective: str) -> float:
+def _call(calibration: Mapping[str, Any], collective: str) -> float:
     """Return the seconds that one more bucket adds to a step, from runs with more buckets.
 
     No run has a reduce-scatter, whose seconds are therefore those of the collective alone.
     """
     if collective not in _PARTS:
-        return fit(points(_free(found), collective, ALL))[0]
-    counts = {row.get("buckets", found["buckets"]) for row in found["uncompressed"]}
+        return fit(_free(calibration, collective))[0]
+    counts = {row.get("buckets", calibration["buckets"]) for row in calibration["uncompressed"]}
     few, many = min(counts), max(counts)
-    more = _part(found, collective, many) - _part(found, collective, few)
-    return max(0.0, more / (_buckets(found, many) - _buckets(found, few)))
+    more = _part(calibration, collective, many) - _part(calibration, collective, few)
+    return max(0.0, more / (_buckets(calibration, many) - _buckets(calibration, few)))
 
 
-def _free(found: Mapping[str, Any], per_host: int = 1) -> list[dict[str, Any]]:
-    """Return the measured collectives without a rate limit."""
-    return [one for one in _of_hosts(found, per_host) if one["rate_mbit"] is None]
+def _free(
+    calibration: Mapping[str, Any], collective: str, scope: str = ALL, per_host: int = 1
+) -> list[tuple[float, float]]:
+    """Return the (bytes, seconds) of a collective that was measured alone, without a rate limit."""
+    wanted = (collective, scope, per_host, None)
+    names = ("collective", "scope", "ranks_per_host", "rate_mbit")
+    return [
+        (float(timed["bytes"]), float(timed["seconds"]))
+        for timed in calibration["links"]
+        if tuple(timed[name] for name in names) == wanted
+    ]
 
 
-def _of_hosts(found: Mapping[str, Any], per_host: int = 1) -> list[dict[str, Any]]:
-    return [one for one in found["links"] if one["ranks_per_host"] == per_host]
+def fit(curve: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Fit (seconds per call, seconds per byte), not below 0, by least squares of relative errors."""
+    import numpy as np
+    from scipy.optimize import nnls
+
+    sizes, seconds = np.array(curve).T
+    fitted, _ = nnls(np.stack([1 / seconds, sizes / seconds], axis=1), np.ones(len(curve)))
+    return float(fitted[0]), max(float(fitted[1]), 1e-15)
 
 
 @dataclass(frozen=True)
@@ -248,43 +268,43 @@ class Computing:
     """Seconds per byte sent."""
 
     @staticmethod
-    def of(found: Mapping[str, Any], job: Job) -> Computing:
+    def of(calibration: Mapping[str, Any], job: Job) -> Computing:
         """Derive the rates from the calibration's `uncompressed` rows, of 4 hosts with one rank each."""
-        free = _unshaped(found)
+        free = _unshaped(calibration)
 
         def seconds(name: str, count: int, part: str = "compute_seconds") -> float:
             chosen = [row for row in free if (row["name"], row["accumulation"]) == (name, count)]
             return statistics.median(row[part] for row in chosen)
 
-        share = found["cores"] / _RANKS
+        share = calibration["cores"] / _RANKS
         sharded, whole = ([seconds(name, count) for count in (1, 4)] for name in (BASELINE, ALL_REDUCE))
         batch = statistics.fmean((four - one) / 3 for one, four in (sharded, whole))
         fixed, fixed_whole = (
             max(0.0, statistics.fmean((one - batch, four - 4 * batch))) for one, four in (sharded, whole)
         )
-        numel = _parameters(found["llama"])
+        numel = _parameters(calibration["llama"])
         optimizer = max(0.0, (fixed_whole - fixed) * share / (numel * (1 - 1 / _RANKS)))
         operations = 3 * job.stages[0].operations * job.micro_batch * job.sequence
-        calls = _buckets(found) * _call(found, ALL_GATHER)
+        calls = _buckets(calibration) * _call(calibration, ALL_GATHER)
         sent = 2 * numel * (1 - 1 / _RANKS)
         return Computing(
             flops=operations / (batch * share),
             optimizer=optimizer,
             step=max(0.0, fixed * share - optimizer * numel / _RANKS),
-            stock_sum=_sums(found) * share / numel,
-            all_gather=max(0.0, _part(found, ALL_GATHER) - calls) * share / sent,
+            stock_sum=_sums(calibration) * share / numel,
+            all_gather=max(0.0, _part(calibration, ALL_GATHER) - calls) * share / sent,
         )
 
-    def transport(self, found: Mapping[str, Any], per_host: int) -> dict[tuple[str, str], Work]:
+    def transport(self, calibration: Mapping[str, Any], per_host: int) -> dict[tuple[str, str], Work]:
         """Return gloo's processor time, from the curves without a rate limit and the run's all-gather."""
-        share = found["cores"] / _RANKS
+        share = calibration["cores"] / _RANKS
         works = {}
         for name in COLLECTIVES:
-            alone, unit = fit(points(_free(found), name, ALL))
-            call = _call(found, name)
+            alone, unit = fit(_free(calibration, name))
+            call = _call(calibration, name)
             works[ALL, name] = Work(share * call, self.all_gather if name == ALL_GATHER else share * unit)
             for scope in (INSIDE, BETWEEN) if per_host > 1 else ():
-                if curve := points(_free(found, per_host), name, scope):
+                if curve := _free(calibration, name, scope, per_host):
                     alone_there, unit = fit(curve)
                     works[scope, name] = Work(share * max(0.0, alone_there + call - alone), share * unit)
         return works
@@ -312,7 +332,7 @@ class Compared:
         return self.ratio_predicted / self.ratio_measured - 1
 
 
-def compared(rows: Sequence[Mapping[str, str]], found: Mapping[str, Any]) -> list[Compared]:
+def compared(rows: Sequence[Mapping[str, str]], calibration: Mapping[str, Any]) -> list[Compared]:
     """Return every cell of a file such as docs/plan/network.csv, in order."""
     cells = []
     for row in rows:
@@ -320,7 +340,7 @@ def compared(rows: Sequence[Mapping[str, str]], found: Mapping[str, Any]) -> lis
         cell = Cell(
             int(row["hosts"]), int(row["ranks_per_host"]), row["name"], rate, int(row["accumulation"])
         )
-        cells.append((cell, float(row["step_seconds"]), predicted(cell, found)))
+        cells.append((cell, float(row["step_seconds"]), predicted(cell, calibration)))
     base = {_place(cell): (seconds, by) for cell, seconds, by in cells if cell.name == BASELINE}
     result = []
     for cell, seconds, by in cells:
@@ -337,8 +357,8 @@ def _place(cell: Cell) -> tuple[int, int, float | None, int]:
 def fastest(cells: Sequence[Compared]) -> dict[tuple[int, int, float | None, int], tuple[str, str]]:
     """Return the measured and the predicted fastest method for each links and accumulation count."""
     places: dict[tuple[int, int, float | None, int], list[Compared]] = {}
-    for one in cells:
-        places.setdefault(_place(one.cell), []).append(one)
+    for cell in cells:
+        places.setdefault(_place(cell.cell), []).append(cell)
     return {
         place: (
             min(ones, key=lambda one: one.measured).cell.name,

@@ -50,9 +50,9 @@ def run(args: argparse.Namespace) -> int:
 
 def read(cells: Path, calibration: Path) -> list[Compared]:
     """Return every cell of a file, with the planner's prediction from a calibration."""
-    found = yaml.safe_load(calibration.read_text(encoding="utf-8"))
+    rates = yaml.safe_load(calibration.read_text(encoding="utf-8"))
     with cells.open(encoding="utf-8") as file:
-        return compared(list(csv.DictReader(file)), found)
+        return compared(list(csv.DictReader(file)), rates)
 
 
 def _links(one: Compared) -> str:

@@ -36,7 +36,7 @@ _COMMANDS = {
         "predict what a recipe gains on a cluster, and say which setting to take",
         ("recipes",),
     ),
-    "bench": ("bench.command", "measure kernels and a cluster's links", ("recipes",)),
+    "bench": ("bench.command", "measure the kernels", ("recipes",)),
     "prepare-data": ("data.command", "turn text into a Megatron data set", ("recipes",)),
     "report": (
         "report.command",

@@ -2,7 +2,7 @@
 
 A run may have ended, be writing its last line, or have died before its first one: whatever its folder has is
 read. Content that no run of this project writes is refused by an error of one line. `report`, `ablate`,
-`compare` and `plan --from` read runs with this module.
+`compare` reads runs with this module.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from typing import Any
 
 from megatron_patch.errors import RankFailed, UserError
 from megatron_patch.megatron.checkpoint import tracker
-from megatron_patch.workflows.plan import recommend
 from megatron_patch.workflows.run import configuration, launcher, prepare, run_folder
 from megatron_patch.workflows.run.configuration import RunConfig
 from megatron_patch.workflows.run.prepare import PreparedRun, prepare_run
@@ -171,8 +170,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
         _check_restartable(configured, folder)
     if args.dry_run:
         planned = prepare_run(configured, folder, dry=True)
-        said = recommend.hint(configured, planned.args, args.config)
-        say(prepare.shown(configured, planned.job, [said] if said else []))
+        say(prepare.shown(configured, planned.job))
         return 0
     with contextlib.ExitStack() as held:
         if first:
@@ -187,8 +185,6 @@ def run(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
             # The folder is checked before Megatron is imported, which takes seconds.
             run_folder.check_folder(folder, place(configured, folder), overwrite, resume)
         prepared = prepare_run(configured, folder)
-        if first and (said := recommend.hint(configured, prepared.args, args.config)):
-            say(said)
         summary = execute(prepared, path.stem, overwrite, resume)
     if first:
         say(f"validation loss {summary['valid_loss']}, training loss {summary['train_loss']}; see {folder}")

@@ -18,7 +18,6 @@ from megatron_patch.errors import UserError
 from megatron_patch.workflows import cli
 from megatron_patch.workflows.ablation import definition
 from megatron_patch.workflows.bench import command as bench
-from megatron_patch.workflows.bench import links
 from megatron_patch.workflows.plan import command as plan
 from megatron_patch.workflows.run import configuration, run_folder
 
@@ -34,7 +33,6 @@ COMMANDS = {
     "plan json": ["plan", TINY, "--json", "OUT/plan.json"],
     "bench kernels": ["bench", "kernels", "--out", "OUT"],
     "bench kernels json": ["bench", "kernels", "--json", "OUT/kernels.json"],
-    "bench links": ["bench", "links", "--out", "OUT/links.yaml"],
     "prepare-data": ["prepare-data", TEXTS, "--out", "OUT/text"],
     "report": ["report", "RUN", "--out", "OUT/page.html"],
 }
@@ -54,11 +52,7 @@ def test_results_that_cannot_be_written(
     name: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench, "measure", lambda *_: pytest.fail("measured first"))
-    monkeypatch.setattr(links, "measure", lambda *_: pytest.fail("measured first"))
     monkeypatch.setattr(plan, "_plan", lambda *_: {"curves": []})
-    for variable, value in (("RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 2)):
-        if name == "bench links":
-            monkeypatch.setenv(variable, str(value))
     (tmp_path / "file").write_text("kept")
     run = tmp_path / "run"
     run.mkdir()

@@ -1,7 +1,7 @@
 """`megatron-loco bench`: measures this machine.
 
 `bench kernels`: how fast compression is on a GPU (gpu_rates.py) or on one core (cpu_rates.py), with a copy of
-memory as the yardstick. `bench links` (links.py): a cluster's collectives, for `megatron-loco plan`.
+memory as the yardstick.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from megatron_patch.errors import UserError
 from megatron_patch.files import output_folder, write_whole
 from megatron_patch.registry import OWN_CODECS
 from megatron_patch.workflows import plots, tables
-from megatron_patch.workflows.bench import links
 
 _SENDERS = 8
 _ON_CPU, _ON_GPU = 8 << 20, 256 << 20
@@ -31,18 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     kernels = kinds.add_parser("kernels", help="compress and decompress_reduce, beside memcpy")
     _add_kernel_arguments(kernels)
-    curves = kinds.add_parser(
-        "links",
-        help="a cluster's collectives, by torchrun: what plan --cluster reads",
-        description=links.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    links.add_arguments(curves)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the command, and return the exit status."""
-    return {"links": links.run, "kernels": _run_kernels}[args.what](args)
 
 
 def _add_kernel_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +58,8 @@ def _add_kernel_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="write kernels.json and kernels.png here")
 
 
-def _run_kernels(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Run the command, and return the exit status."""
     size = int(args.block_size) if args.block_size.isdigit() else args.block_size
     config = CompressionConfig(
         method="loco", bits=args.bits, block_size=size, codec=args.codec, rotation=args.rotation
@@ -113,11 +101,11 @@ def measure(
         raise UserError(f"--elements: {elements} is too few; it must be {cpu_rates.LEAST} or more")
     torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     if on_gpu:
-        found = gpu_rates.measure(config, elements, torch_dtype, _SENDERS, _RUNS, torch.device("cuda"))
+        measured = gpu_rates.measure(config, elements, torch_dtype, _SENDERS, _RUNS, torch.device("cuda"))
     else:
-        found = cpu_rates.measure(config, elements, torch_dtype, _SENDERS, seconds, typical)
+        measured = cpu_rates.measure(config, elements, torch_dtype, _SENDERS, seconds, typical)
     asked = {"elements": elements, "bits": config.bits, "block_size": config.block_size, "dtype": dtype}
-    return found | asked | {"codec": config.codec, "rotation": config.rotation}
+    return measured | asked | {"codec": config.codec, "rotation": config.rotation}
 
 
 _LINES = {

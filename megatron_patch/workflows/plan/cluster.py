@@ -1,22 +1,24 @@
-"""Describes a cluster: its nodes, the links between and inside them, and each rank's processor.
+"""Describes a cluster: its nodes, the links between and inside them, each rank's processor, its collectives.
 
 Links follow the alpha-beta model: a call of a collective takes its latencies, and its bytes divided by the
 bandwidth. The ranks of a node share its uplink (`between`); each rank has its own link to the other ranks of
-its node (`inside`).
+its node (`inside`). Collectives are NCCL's: with N ranks, R of them on each node, and S bytes of a shard,
+
+    ring (reduce-scatter, all-gather)   every rank sends (N-1) S, and one of a node's R sends to the next node
+    all-to-all                          every rank sends S to each of the N-R ranks elsewhere, and to R-1 here
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron_patch.workflows.plan import constants, measured
-from megatron_patch.workflows.plan.constants import Gpu
+from megatron_patch.workflows.plan import constants
 
-ALL_TO_ALL, REDUCE_SCATTER, ALL_GATHER = "all_to_all", "reduce_scatter", "all_gather"
-COLLECTIVES = (ALL_TO_ALL, REDUCE_SCATTER, ALL_GATHER)
+ALL_TO_ALL, REDUCE_SCATTER, ALL_GATHER = COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather")
+ALL, INSIDE, BETWEEN = "all", "inside", "between"
+DEFAULT_GPU, DEFAULT_INTER_GBIT = "H100", 400.0
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,6 @@ class Link:
     latency: float = 0.0
     efficiency: Mapping[str, float] = field(default_factory=dict)
     """The share of the bandwidth that each collective reaches; 1 for a collective that is not named."""
-
-    def of(self, collective: str) -> float:
-        """Return the bandwidth that a collective reaches."""
-        return self.bandwidth * self.efficiency.get(collective, 1.0)
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,54 @@ class Processor:
 
 
 @dataclass(frozen=True)
+class Group:
+    """A group of ranks that exchange a gradient: `local` ranks on each of `nodes` nodes."""
+
+    ranks: int
+    nodes: int
+    local: int
+    beside: float = 1.0
+    """How many groups of this kind share a node, and its uplink."""
+    scope: str = ALL
+    """The part of a data-parallel group that it is: all, those inside a node, or one rank of each node."""
+
+    @property
+    def inside(self) -> Group:
+        """The group's ranks on one node."""
+        return Group(self.local, 1, self.local, self.beside, INSIDE)
+
+    @property
+    def across(self) -> Group:
+        """One rank of each of the group's nodes."""
+        return Group(self.nodes, self.nodes, 1, self.beside * self.local, BETWEEN)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective of a group, as one rank takes part in it."""
+
+    kind: str
+    group: Group
+    uplink: float
+    """Bytes that leave the node, sent by all of its ranks in the same collective."""
+    inside: float
+    """Bytes that this rank sends to ranks of its node."""
+    sent: float
+    """Bytes that this rank sends in all."""
+    latency: float
+    """Seconds before the first byte arrives."""
+    calls: int = 1
+    """How many collectives this one represents."""
+
+    @property
+    def between(self) -> float:
+        """Bytes that this rank sends to other nodes."""
+        return self.uplink / (self.group.beside * self.group.local)
+
+
+@dataclass(frozen=True)
 class Cluster:
-    """A cluster of `nodes` times `per_node` ranks."""
+    """A cluster of `nodes` times `per_node` ranks, and the cost of its collectives."""
 
     nodes: int
     per_node: int
@@ -92,8 +136,6 @@ class Cluster:
     processor: Processor
     call_latency: float = 0.0
     """The seconds that each call of a collective takes."""
-    measured: str = ""
-    """The file in which the links were measured; empty if they come from data sheets."""
 
     @property
     def world(self) -> int:
@@ -101,60 +143,76 @@ class Cluster:
 
     def with_inter(self, bytes_per_second: float) -> Cluster:
         """Return this cluster with another bandwidth between nodes."""
-        return dataclasses.replace(
-            self, between=dataclasses.replace(self.between, bandwidth=bytes_per_second)
-        )
+        between = dataclasses.replace(self.between, bandwidth=bytes_per_second)
+        return dataclasses.replace(self, between=between)
+
+    def all_to_all(self, shard: float, group: Group) -> Call:
+        """Return an all-to-all in which every rank sends `shard` bytes to each other rank."""
+        elsewhere = group.ranks - group.local
+        turns = -(-elsewhere // constants.value("peers_at_once"))
+        latency = self.call_latency + turns * self.between.latency
+        if group.local > 1:
+            latency += self.inside.latency
+        uplink = elsewhere * shard * group.local * group.beside
+        return Call(ALL_TO_ALL, group, uplink, (group.local - 1) * shard, (group.ranks - 1) * shard, latency)
+
+    def gather(self, shard: float, group: Group, kind: str = ALL_GATHER) -> Call:
+        """Return an all-gather, or a reduce-scatter, of shards of `shard` bytes, by a ring."""
+        sent, hops = (group.ranks - 1) * shard, group.nodes - 1
+        latency = self.call_latency + hops * self.between.latency
+        latency += (group.ranks - group.nodes) * self.inside.latency
+        inside = sent * (1 - 1 / group.local) if hops else sent
+        return Call(kind, group, sent * group.beside if hops else 0.0, inside, sent, latency)
+
+    def stock_reduce(self, elements: int, nbytes: int, group: Group, fp32_sum: bool) -> Call:
+        """Return Megatron's reduce-scatter of a bucket, which is an all-to-all with fp32 accumulation."""
+        shard = elements * nbytes / group.ranks
+        if fp32_sum:
+            return self.all_to_all(shard, group)
+        call = self.gather(shard, group, REDUCE_SCATTER)
+        if not self.processor.transport:
+            return call
+        # gloo's reduce-scatter moves twice the bytes over the links (docs/benchmarks.md).
+        return dataclasses.replace(call, uplink=2 * call.uplink, inside=2 * call.inside)
+
+    def all_reduce(self, elements: int, nbytes: int, group: Group) -> tuple[Call, Call]:
+        """Return the two halves of an all-reduce: a reduce-scatter and an all-gather, by rings."""
+        shard = elements * nbytes / group.ranks
+        back = self.gather(shard, group)
+        # gloo's all-reduce is another ring, of which each half moves as many bytes as an all-gather.
+        return back if self.processor.transport else self.gather(shard, group, REDUCE_SCATTER), back
 
 
 def of_gpus(
-    gpu: Gpu,
+    gpu: constants.Gpu,
     nodes: int,
     per_node: int,
-    inter_gbit: float,
-    intra_gbyte: float | None,
-    mfu: float | None,
-    compress_rate: float | None,
+    inter_gbit: float | None = None,
+    intra_gbyte: float | None = None,
+    mfu: float | None = None,
+    compress_rate: float | None = None,
 ) -> Cluster:
-    """Return a cluster of GPUs from data sheets and measured.py; `plan` has options of the same names."""
-    numbers = measured.numbers_of(gpu)
-
-    def value(name: str) -> float:
-        return numbers[name].value
-
-    own = 1.0 if compress_rate is None else compress_rate / value("compress")
-    memory = gpu.memory_gbyte * 1e9 * value("memory_share")
-    inside = value("intra_efficiency") * (gpu.link_gbyte if intra_gbyte is None else intra_gbyte) * 1e9
+    """Return a cluster of GPUs from data sheets and constants; `plan` has options of the same names."""
+    numbers = {name: constant.value for name, constant in constants.numbers_of(gpu).items()}
+    own = 1.0 if compress_rate is None else compress_rate / numbers["compress"]
+    memory = gpu.memory_gbyte * 1e9 * numbers["memory_share"]
+    outside = (DEFAULT_INTER_GBIT if inter_gbit is None else inter_gbit) * 1e9 / 8 * numbers["tcp_headers"]
+    inside = numbers["intra_efficiency"] * (gpu.link_gbyte if intra_gbyte is None else intra_gbyte) * 1e9
     return Cluster(
         nodes=nodes,
         per_node=per_node,
-        between=Link(inter_gbit * 1e9 / 8 * value("tcp_headers"), value("inter_latency")),
-        inside=Link(inside, value("intra_latency")),
+        between=Link(outside, numbers["inter_latency"]),
+        inside=Link(inside, numbers["intra_latency"]),
         processor=Processor(
-            flops=gpu.tflops * 1e12 * (value("mfu") if mfu is None else mfu),
+            flops=gpu.tflops * 1e12 * (numbers["mfu"] if mfu is None else mfu),
             memory_bytes=gpu.memory_gb * 1e9,
-            compress={0: Work(unit=1 / (value("compress") * own))},
-            decompress=Work(unit=1 / (value("decompress") * own)),
-            weight_encode=Work(unit=1 / value("weight_encode")),
-            weight_decode=Work(unit=1 / value("weight_decode")),
-            weight_sums=Work(unit=1 / value("weight_sums")),
-            optimizer=Work(unit=value("optimizer_bytes") / memory),
-            momentum=Work(unit=value("momentum_bytes") / memory),
+            compress={0: Work(unit=1 / (numbers["compress"] * own))},
+            decompress=Work(unit=1 / (numbers["decompress"] * own)),
+            weight_encode=Work(unit=1 / numbers["weight_encode"]),
+            weight_decode=Work(unit=1 / numbers["weight_decode"]),
+            weight_sums=Work(unit=1 / numbers["weight_sums"]),
+            optimizer=Work(unit=numbers["optimizer_bytes"] / memory),
+            momentum=Work(unit=numbers["momentum_bytes"] / memory),
         ),
-        call_latency=value("call_latency"),
+        call_latency=numbers["call_latency"],
     )
-
-
-def on_cpu(cluster: Cluster, cores: int) -> Cluster:
-    """Return this cluster with ranks that share a node's CPU cores; `flops` is NaN, that is not known."""
-    rate = constants.value
-    processor = Processor(
-        flops=math.nan,
-        compress={0: Work(unit=1 / rate("cpu_compress"))},
-        decompress=Work(unit=1 / rate("cpu_decompress")),
-        weight_encode=Work(unit=1 / rate("cpu_weight_encode")),
-        weight_decode=Work(unit=1 / rate("cpu_weight_decode")),
-        weight_sums=Work(unit=1 / rate("cpu_weight_sums")),
-        optimizer=Work(unit=1 / rate("cpu_optimizer")),
-        share=min(1.0, cores / cluster.per_node),
-    )
-    return dataclasses.replace(cluster, processor=processor)

@@ -17,23 +17,11 @@ import dataclasses
 from collections.abc import Sequence
 
 from megatron_patch.errors import UserError
-from megatron_patch.workflows.plan import step, traffic
-from megatron_patch.workflows.plan.cluster import Cluster
-from megatron_patch.workflows.plan.exchange import IN_FLIGHT, Exchanges, Handle, Sent
-from megatron_patch.workflows.plan.job import (
-    DDP,
-    FSDP2,
-    HYBRID,
-    MEGATRON,
-    OPTIM_GRADS,
-    Bucket,
-    Group,
-    Job,
-    cut,
-)
+from megatron_patch.workflows.plan import step
+from megatron_patch.workflows.plan.cluster import Cluster, Group
+from megatron_patch.workflows.plan.job import DDP, FSDP2, HYBRID, MEGATRON, OPTIM_GRADS, Bucket, Job, cut
 from megatron_patch.workflows.plan.methods import FREE, Method, chosen
-from megatron_patch.workflows.plan.step import Step
-from megatron_patch.workflows.plan.timeline import Task, Timeline
+from megatron_patch.workflows.plan.step import Exchanges, Handle, Sent, Step, Task, Timeline
 
 _BF16 = 2
 _DDP_BUCKET = 25 * 2**20 / _BF16
@@ -50,15 +38,11 @@ def planned_with(job: Job, strategy: str) -> Job:
     """
     if strategy == MEGATRON:
         return job
-    for size, flag in (
-        (job.tensor, "tensor_model_parallel_size"),
-        (job.pipeline, "pipeline_model_parallel_size"),
-        (job.context, "context_parallel_size"),
-        (job.expert, "expert_model_parallel_size"),
-    ):
-        if size > 1:
+    for flag in ("tensor_model", "pipeline_model", "context", "expert_model"):
+        if getattr(job, flag.removesuffix("_model")) > 1:
             raise UserError(
-                f"--strategy {strategy}: is planned with data parallelism alone; add megatron.{flag}=1"
+                f"--strategy {strategy}: is planned with data parallelism alone; add "
+                f"megatron.{flag}_parallel_size=1"
             )
     job = dataclasses.replace(job, strategy=strategy, weight_bytes=_BF16, distributed=strategy != DDP)
     return job if strategy == OPTIM_GRADS else dataclasses.replace(job, gradient_bytes=_BF16)
@@ -71,30 +55,27 @@ def methods_of(names: str | None, job: Job) -> list[Method]:
         UserError: a method is not served under the job's strategy.
     """
     strategy = job.strategy
-    if strategy == OPTIM_GRADS:
-        found = chosen(names or "stock,none_exact,loco4,loco4_exact,loco2_exact", True, True, True)
-        for method in found:
-            if method.momentum or method.distributed is not None:
-                raise UserError(
-                    f"--methods: {method.name} needs Megatron's DDP; leave it out with --strategy {strategy}"
-                )
-        return [dataclasses.replace(method, options=f"{method.options} {_MEGATRON_FSDP}") for method in found]
     # With FSDP2 LoCo's errors, a byte per parameter on every rank, are much beside the sharded state.
-    usual = "stock,naive4,loco4" if strategy == FSDP2 else "stock,loco4,loco2"
-    found = chosen(names or usual, one_precision=True, several_hops=strategy == FSDP2, gathers=True)
-    for method in found:
-        if method.momentum or method.exact or method.distributed is not None or method.gradient_bytes:
+    usual = {OPTIM_GRADS: "stock,none_exact,loco4,loco4_exact,loco2_exact", FSDP2: "stock,naive4,loco4"}
+    several_hops = strategy in (OPTIM_GRADS, FSDP2)
+    methods = chosen(names or usual.get(strategy, "stock,loco4,loco2"), True, several_hops, True)
+    for method in methods:
+        of_ddp = method.momentum or method.distributed is not None
+        if of_ddp or (strategy != OPTIM_GRADS and (method.exact or method.gradient_bytes)):
+            needed = "Megatron's DDP" if strategy == OPTIM_GRADS else "Megatron"
             raise UserError(
-                f"--methods: {method.name} needs Megatron; leave it out with --strategy {strategy}"
+                f"--methods: {method.name} needs {needed}; leave it out with --strategy {strategy}"
             )
-        if strategy != FSDP2 and (method.hops != "auto" or method.intra_bits):
+        if not several_hops and (method.hops != "auto" or method.intra_bits):
             raise UserError(f"--methods: {method.name}: hops can be chosen with --strategy fsdp2 alone")
-    return [
-        dataclasses.replace(method, options=_options(method)) if method.bits else method for method in found
-    ]
+    return [dataclasses.replace(method, options=_options(method, strategy)) for method in methods]
 
 
-def _options(method: Method) -> str:
+def _options(method: Method, strategy: str) -> str:
+    if strategy == OPTIM_GRADS:
+        return f"{method.options} {_MEGATRON_FSDP}"
+    if method.bits is None:
+        return method.options
     given = f"method={method.method!r}, bits={method.bits}"
     given += "" if method.hops == "auto" else f", topology={method.hops!r}"
     given += f", intra_bits={method.intra_bits}" if method.intra_bits else ""
@@ -103,11 +84,11 @@ def _options(method: Method) -> str:
 
 def simulate(job: Job, cluster: Cluster, method: Method) -> Step:
     """Simulate a step in the middle of training."""
-    seconds, made = _step(job, cluster, method)
+    seconds, microbatches = _step(job, cluster, method)
     free = seconds if method.free else _step(job, cluster, FREE)[0]
-    sent = [dataclasses.asdict(one.sent) for one in made]
-    total = Sent(**{name: sum(one[name] for one in sent) for name in sent[0]})
-    return Step(method, seconds, max(0.0, seconds - free), (total,), tuple(made[-1].timeline.tasks))
+    sent = [dataclasses.asdict(microbatch.sent) for microbatch in microbatches]
+    total = Sent(**{name: sum(of_one[name] for of_one in sent) for name in sent[0]})
+    return Step(seconds, max(0.0, seconds - free), (total,), tuple(microbatches[-1].timeline.tasks))
 
 
 def _step(job: Job, cluster: Cluster, method: Method) -> tuple[float, list[Exchanges]]:
@@ -124,7 +105,7 @@ def _step(job: Job, cluster: Cluster, method: Method) -> tuple[float, list[Excha
 def _microbatch(job: Job, cluster: Cluster, method: Method, *, last: bool) -> Exchanges:
     # FSDP2 waits for each of gloo's collectives before it continues, so that everything is one stream.
     waits = bool(cluster.processor.transport) and job.strategy != DDP
-    maker = Exchanges(job, cluster, method, 0, Timeline(step.capacity(job, cluster)), one_stream=waits)
+    rank = Exchanges(job, cluster, method, 0, Timeline(step.capacity(job, cluster)), one_stream=waits)
     whole = job.group(cluster, False)
     units = _units(job, whole)
     shards = _shard_group(job, whole)
@@ -133,34 +114,35 @@ def _microbatch(job: Job, cluster: Cluster, method: Method, *, last: bool) -> Ex
     # Units come in the order of the backward pass from `cut`, and the forward pass reverses it.
     for place in reversed(range(len(units))):
         if job.strategy == OPTIM_GRADS:
-            arrived = step.gather(maker, [units[place]], before[-2:-1], place) if last else []
+            arrived = rank.gather([units[place]], before[-2:-1]) if last else []
         else:
-            arrived = _gather(maker, units[place], shards, before[-2:-1])
-        before.append(_compute(maker, "forward", operations[place], [*before[-1:], *arrived]))
+            arrived = _gather(rank, units[place], shards, before[-2:-1])
+        seconds = step.forward_seconds(job, cluster, operations[place])
+        before.append(rank.work("forward", seconds, [*before[-1:], *arrived]))
     backward = 3.0 if job.recompute else 2.0
     handles: list[Handle] = []
     arrived = []  # The last unit's weights are still there after the forward pass.
     for place, unit in enumerate(units):
         # The gather precedes the reduction of this unit's gradients, because both use one communicator.
         more = place + 1 < len(units) and job.strategy != OPTIM_GRADS
-        following = _gather(maker, units[place + 1], shards, before[-1:]) if more else []
-        before.append(_compute(maker, "backward", backward * operations[place], [*before[-1:], *arrived]))
+        following = _gather(rank, units[place + 1], shards, before[-1:]) if more else []
+        seconds = step.forward_seconds(job, cluster, backward * operations[place])
+        before.append(rank.work("backward", seconds, [*before[-1:], *arrived]))
         arrived = following
         if not method.free and (last or job.strategy != DDP):
-            handles += _reduce(maker, unit, whole, before[-1:], place, last)
+            handles += _reduce(rank, unit, whole, before[-1:], place, last)
     for handle in handles:
-        if not handle.done:
-            maker.end(handle)
+        rank.end(handle)
     if last:
-        gradients = list(maker.timeline.tasks)
-        done = maker.timeline.place("all gradients", {}, gradients, latency=step.norm_latency(cluster))
-        processor = cluster.processor
+        ready = rank.timeline.place(
+            "all gradients", {}, list(rank.timeline.tasks), latency=step.norm_latency(cluster)
+        )
         owned = sum(unit.elements for unit in units) / shards.ranks
-        seconds = processor.optimizer.seconds(owned) + processor.step
-        stepped = maker.work("optimizer", seconds, [done], "compute")
+        seconds = cluster.processor.optimizer.seconds(owned) + cluster.processor.step
+        stepped = rank.work("optimizer", seconds, [ready])
         if job.strategy == OPTIM_GRADS:
-            step.encode(maker, units, [stepped])
-    return maker
+            rank.encode(units, [stepped])
+    return rank
 
 
 def _units(job: Job, whole: Group) -> list[Bucket]:
@@ -174,52 +156,46 @@ def _shard_group(job: Job, whole: Group) -> Group:
     """Return the group over which the weights are sharded."""
     if job.strategy in (FSDP2, OPTIM_GRADS):
         return whole
-    return traffic.inside_of(whole) if job.strategy == HYBRID else Group(1, 1, 1)
+    return whole.inside if job.strategy == HYBRID else Group(1, 1, 1)
 
 
 def _operations(job: Job, unit: Bucket) -> float:
     return sum(p.operations for p in job.stages[0].parameters[unit.first : unit.last + 1])
 
 
-def _compute(maker: Exchanges, name: str, operations: float, after: Sequence[Task]) -> Task:
-    return maker.work(name, step.forward_seconds(maker.job, maker.cluster, operations), after, "compute")
-
-
-def _gather(maker: Exchanges, unit: Bucket, shards: Group, after: Sequence[Task]) -> list[Task]:
-    if shards.ranks == 1 or maker.method.free:
+def _gather(rank: Exchanges, unit: Bucket, shards: Group, after: Sequence[Task]) -> list[Task]:
+    if shards.ranks == 1 or rank.method.free:
         return []
-    call = traffic.gather(_BF16 * unit.elements / shards.ranks, shards, maker.cluster)
-    return [maker.send("weights: all-gather", call, shards, after, "network weights ", weights=True)]
+    call = rank.cluster.gather(_BF16 * unit.elements / shards.ranks, shards)
+    return [rank.send("weights", call, after, "network weights ", weights=True)]
 
 
 def _reduce(
-    maker: Exchanges, unit: Bucket, whole: Group, ready: Sequence[Task], place: int, last: bool
+    rank: Exchanges, unit: Bucket, whole: Group, ready: Sequence[Task], place: int, last: bool
 ) -> list[Handle]:
     """Place the reduction of a unit's gradients after `ready`, the end of its backward pass."""
-    name, cluster, strategy = f"unit {place}", maker.cluster, maker.job.strategy
-    if strategy in (FSDP2, OPTIM_GRADS):
-        if whole.ranks == 1:
-            return []
-        if maker.method.bits is not None:
-            return [maker.start_low(unit, whole, ready, "dense", name, back=False)]
-        nbytes = maker.method.bytes_of_gradient(maker.job)
-        call = traffic.stock_reduce(unit.elements, nbytes, whole, cluster, fp32_sum=False)
-        maker.send(f"{name}: reduce-scatter", call, whole, ready, "network weights ")
+    name, cluster, job, low = f"unit {place}", rank.cluster, rank.job, rank.method.bits is not None
+    if job.strategy in (FSDP2, OPTIM_GRADS):
+        if whole.ranks > 1 and low:
+            return [rank.start_low(unit, whole, ready, "dense", name, back=False)]
+        if whole.ranks > 1:
+            nbytes = rank.method.bytes_of_gradient(job)
+            call = cluster.stock_reduce(unit.elements, nbytes, whole, fp32_sum=False)
+            rank.send(name, call, ready, "network weights ")
         return []
     replicas, elements = whole, unit.elements
-    if strategy == HYBRID:
-        here = traffic.inside_of(whole)
-        replicas, elements = traffic.across(whole), unit.elements // here.ranks
-        if here.ranks > 1:
-            call = traffic.stock_reduce(unit.elements, _BF16, here, cluster, fp32_sum=False)
-            ready = [maker.send(f"{name}: reduce-scatter", call, here, ready, "network weights ")]
+    if job.strategy == HYBRID:
+        replicas, elements = whole.across, unit.elements // whole.local
+        if whole.local > 1:
+            call = cluster.stock_reduce(unit.elements, _BF16, whole.inside, fp32_sum=False)
+            ready = [rank.send(name, call, ready, "network weights ")]
     if not last or replicas.ranks == 1:
         return []
-    share = Bucket(elements, unit.exact // (unit.elements // elements), unit.first, unit.last)
-    if maker.method.bits is not None:
-        return [maker.start_low(share, replicas, ready, "dense", name, back=True)]
-    for call in traffic.all_reduce(elements, _BF16, replicas, cluster):
-        ready = [maker.send(f"{name}: all-reduce", call, replicas, ready, "network dense ")]
+    if low:
+        share = Bucket(elements, unit.exact // (unit.elements // elements), unit.first, unit.last)
+        return [rank.start_low(share, replicas, ready, "dense", name, back=True)]
+    for call in cluster.all_reduce(elements, _BF16, replicas):
+        ready = [rank.send(name, call, ready, "network dense ")]
     return []
 
 
@@ -233,13 +209,13 @@ def memory_bytes(job: Job, cluster: Cluster, method: Method) -> float:
         total += sum(units) * (_BF16 + (4 / shards.ranks if method.exact else 0))
     if shards.ranks > 1:  # Two units' weights and gradients are whole at a time.
         total += 2 * _BF16 * sum(units[:2])
-    senders = traffic.across(whole) if job.strategy == HYBRID else whole
+    senders = whole.across if job.strategy == HYBRID else whole
     if method.bits is None or senders.ranks == 1:
         return total
     hops = method.two_hops(senders)
     part = shards.ranks if job.strategy == HYBRID else senders.local if hops else 1
     payloads = senders.nodes if hops else senders.ranks
     if method.keeps_errors:
-        total += traffic.ERROR * sum(units) / part
-    coded = (traffic.payload(unit // part, payloads, method.bits) for unit in units[:IN_FLIGHT])
+        total += step.ERROR * sum(units) / part
+    coded = (step.payload(unit // part, payloads, method.bits) for unit in units[: step.IN_FLIGHT])
     return total + 2 * payloads * sum(coded)

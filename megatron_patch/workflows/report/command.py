@@ -211,9 +211,7 @@ def read_plan(path: Path) -> Plan:
     except (OSError, ValueError) as error:
         raise UserError(f"--plan: {path}: cannot be read: {error}") from error
     except (LookupError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"--plan: {path}: is no plan of megatron-loco plan (--out, --json; not with --scale)"
-        ) from error
+        raise UserError(f"--plan: {path}: is no plan of megatron-loco plan (--out, --json)") from error
 
 
 def plan_of(plan: dict[str, Any]) -> Plan:

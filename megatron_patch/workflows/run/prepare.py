@@ -13,7 +13,7 @@ import importlib
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,14 +211,13 @@ def _named_prefixes(run: RunConfig) -> list[str]:
 # --- what a dry run prints -------------------------------------------------------------------------------
 
 
-def shown(run: RunConfig, job: Job, notes: Sequence[str] = ()) -> str:
-    """Return what a dry run prints: comments with `notes`, the command, and the resolved configuration."""
+def shown(run: RunConfig, job: Job) -> str:
+    """Return what a dry run prints: comments, the command, and the resolved configuration."""
     launch = run.launch
     nodes = f" on {launch.nnodes} nodes, this is node {launch.node_rank}" if launch.nnodes > 1 else ""
     lines = [f"# {launch.world_size} ranks{nodes}; nothing is started", f"# {data_line(run)}"]
     if launch.nnodes > 1 and not launch.rdzv_endpoint:
         lines.append("# FIRST_NODE: launch.rdzv_endpoint is not set; a run needs it (configs/clusters)")
-    lines += [f"# {note}" for note in notes]
     return "\n".join([*lines, job.command_text(), "# configuration", run.as_yaml().rstrip()])
 
 

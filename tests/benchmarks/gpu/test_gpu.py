@@ -18,10 +18,10 @@ from benchmarks.gpu import command, page
 from benchmarks.gpu.command import Part
 from benchmarks.gpu.part import MARK
 from megatron_patch.errors import UserError
-from megatron_patch.workflows.plan import measured
+from megatron_patch.workflows.plan import constants
 
 ROOT = Path(__file__).resolve().parents[3]
-EXAMPLE = measured.RESULTS / "of_a_cpu.json"
+EXAMPLE = constants.RESULTS / "of_a_cpu.json"
 
 
 def python(code: str, seconds: float = 60.0) -> Part:
@@ -222,7 +222,7 @@ def of_a_gpu(**changes: Any) -> dict[str, Any]:
 
 
 def test_the_pages_say_what_the_newest_results_say() -> None:
-    every = list(measured.newest(measured.RESULTS).values())
+    every = list(constants.newest(constants.RESULTS).values())
     for path, text in page.pages(every).items():
         assert path.read_text(encoding="utf-8") == text, "run python -m benchmarks.gpu.page"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.command_line import main
-from benchmarks.planner import command
+from benchmarks.planner import check, command
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 
@@ -58,3 +58,9 @@ def test_pytorchs_wrappings_are_predicted_as_the_page_says() -> None:
     of_ratios = f"{100 * statistics.median(ratios):.1f} and {100 * max(ratios):.1f} %"
     page = (DOCS / "plan.md").read_text(encoding="utf-8")
     assert f"steps are {steps}, speed-ups of 4 bits over bf16 in the same wrapping {of_ratios}." in page
+
+
+def test_a_fit_is_never_negative() -> None:
+    call, unit = check.fit([(1e3, 1e-3), (1e6, 0.9e-3)])
+    assert call > 0
+    assert unit > 0

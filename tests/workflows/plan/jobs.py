@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from megatron_patch.workflows.plan.cluster import Cluster, Link, Processor, Work
-from megatron_patch.workflows.plan.job import Job
-from megatron_patch.workflows.plan.model import Parameter, PipelineStage
+from megatron_patch.workflows.plan.job import Job, Parameter, PipelineStage
 
 HIDDEN = 256
 

@@ -18,9 +18,9 @@ from workflows.run.test_recipes import PUBLISHED
 
 from megatron_patch.quantization.blocks import Span
 from megatron_patch.quantization.layout import BlockLayout
-from megatron_patch.workflows.plan import cluster, cluster_file, exchange, methods, traffic
-from megatron_patch.workflows.plan.job import Group, Job
-from megatron_patch.workflows.plan.model import Parameter
+from megatron_patch.workflows.plan import cluster, constants, methods, step
+from megatron_patch.workflows.plan.cluster import Group
+from megatron_patch.workflows.plan.job import Job, Parameter
 from megatron_patch.workflows.run import configuration
 from megatron_patch.workflows.run.configuration import shipped
 
@@ -42,7 +42,7 @@ def job(pool: WorkerPool) -> Make:
 
 def home(name: str) -> cluster.Cluster:
     launch = configuration.load(shipped(f"configs/models/{name}.yaml")).launch
-    return cluster_file.build({}, launch.nnodes, launch.nproc_per_node)
+    return cluster.of_gpus(constants.find("H100"), launch.nnodes, launch.nproc_per_node)
 
 
 @pytest.mark.parametrize("name", ["llama_350m", "llama2_7b", "llama3_70b", "mixtral_8x7b", "qwen3_30b_a3b"])
@@ -117,7 +117,7 @@ def test_payloads_are_within_a_hundredth_of_the_layout_that_knows_rows(bits: int
         start += math.prod(shape)
     elements = -(-start // (128 * ranks)) * 128 * ranks
     real = sum(BlockLayout.of(elements, ranks, bits, 128, spans=spans).payload_sizes)
-    ours = ranks * traffic.payload(elements, ranks, bits, exact=hidden)
+    ours = ranks * step.payload(elements, ranks, bits, exact=hidden)
     assert ours == pytest.approx(real, rel=0.01)
 
 
@@ -144,7 +144,7 @@ def test_memory_is_what_the_recipes_header_says(name: str, job: Make) -> None:
     header = shipped(f"configs/models/{name}.yaml").read_text(encoding="utf-8")
     line = next(line for line in header.splitlines() if line.startswith("# Memory per GPU:"))
     state, buffers, _nccl, activations = map(float, re.findall(r"([\d.]+) GB", line))
-    found = exchange.bytes_of(job(name), home(name), methods.parse("loco4_exact")) / 1e9
+    found = step.memory_bytes(job(name), home(name), methods.parse("loco4_exact")) / 1e9
     assert found == pytest.approx(state + buffers + activations, rel=0.03, abs=0.6)
 
 
@@ -159,6 +159,8 @@ def test_what_is_not_supported_is_refused(pool: WorkerPool) -> None:
     said = pool.run(recipe_jobs.job, "llama2_7b", two, world_size=1)[0]
     assert isinstance(said, str)
     assert said.startswith("megatron.num_distributed_optimizer_instances: the plan supports a single")
+    said = pool.run(recipe_jobs.job, "llama2_7b", ("compression.outer_interval=30", *two), world_size=1)[0]
+    assert said == "compression.outer_interval: the plan does not know outer steps; plan with 1"
 
 
 def test_a_vector_travels_as_it_is() -> None:

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from megatron_patch.workflows.cli import main
-from megatron_patch.workflows.plan import constants, measured
+from megatron_patch.workflows.plan import constants
 
-EXAMPLE = measured.RESULTS / "of_a_cpu.json"
+EXAMPLE = constants.RESULTS / "of_a_cpu.json"
 H100 = {"device": "NVIDIA H100 80GB HBM3", "gpus": 1}
 
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Results files of a test's own."""
-    monkeypatch.setattr(measured, "RESULTS", tmp_path)
+    monkeypatch.setattr(constants, "RESULTS", tmp_path)
     return tmp_path
 
 
@@ -41,18 +41,18 @@ RATES = {
 
 def test_a_cpus_results_are_no_gpus(folder: Path) -> None:
     shutil.copy(EXAMPLE, folder)
-    assert measured.newest(folder) == {}
-    assert measured.numbers_of(constants.GPUS["H100"]) == constants.CONSTANTS
+    assert constants.newest(folder) == {}
+    assert constants.numbers_of(constants.GPUS["H100"]) == constants.CONSTANTS
 
 
 def test_what_was_measured_last_is_taken_and_says_so(folder: Path) -> None:
     put(folder, "older.json", {"adam_bytes": 1e12}, **H100, date="2027-01-01")
     put(folder, "another.json", {}, device="NVIDIA GB999", gpus=4, date="2027-01-15")
     put(folder, "newer.json", RATES, **H100, date="2027-02-01")
-    assert list(measured.newest(folder)) == ["NVIDIA GB999", "H100"]
-    numbers = measured.numbers_of(constants.GPUS["H100"])
+    assert list(constants.newest(folder)) == ["NVIDIA GB999", "H100"]
+    numbers = constants.numbers_of(constants.GPUS["H100"])
     changed = {name for name, number in numbers.items() if number != constants.CONSTANTS[name]}
-    assert changed == {*measured.RATES, "memory_share"}
+    assert changed == {*constants.RATES, "memory_share"}
     assert {numbers[name].kind for name in changed} == {"measured"}
     assert numbers["compress"].value == 3e11
     assert numbers["decompress"].value == 4e12
@@ -61,7 +61,7 @@ def test_what_was_measured_last_is_taken_and_says_so(folder: Path) -> None:
     source = "NVIDIA H100 80GB HBM3, 2027-02-01: benchmarks/gpu/results/newer.json"
     assert numbers["compress"].source == source
     # Another GPU has its own data sheet, and an H100's rates by arithmetic.
-    a100 = measured.numbers_of(constants.GPUS["A100"])
+    a100 = constants.numbers_of(constants.GPUS["A100"])
     assert a100["memory_share"] == constants.CONSTANTS["memory_share"]
     assert a100["compress"].kind == "computed"
     lanes = constants.GPUS["A100"].lanes / constants.GPUS["H100"].lanes
@@ -70,11 +70,11 @@ def test_what_was_measured_last_is_taken_and_says_so(folder: Path) -> None:
 
 def test_a_part_that_did_not_run_measured_nothing(folder: Path) -> None:
     put(folder, "a.json", {}, **H100, date="2027-01-01", parts={"rates": {"rates": {"adam_bytes": 2e12}}})
-    numbers = measured.numbers_of(constants.GPUS["H100"])
+    numbers = constants.numbers_of(constants.GPUS["H100"])
     assert [name for name, one in numbers.items() if one != constants.CONSTANTS[name]] == ["memory_share"]
 
 
-def test_plan_computes_with_them_and_its_table_says_which(
+def test_plan_computes_with_them_and_says_so(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def planned(*flags: str) -> tuple[dict[str, Any], str]:
@@ -84,13 +84,12 @@ def test_plan_computes_with_them_and_its_table_says_which(
         return json.loads(file.read_text(encoding="utf-8")), capsys.readouterr().out
 
     computed, said = planned()
-    assert "\nPredicted, not measured; --explain" in said
+    assert "\nPredicted, not measured.\n" in said
     slow = {name: dict.fromkeys(rates, 1e9) for name, rates in RATES.items() if isinstance(rates, dict)}
     put(folder, "h100.json", RATES | slow, **H100, date="2027-01-01")
-    measured.newest.cache_clear()
-    found, said = planned("--explain")
-    assert "Predicted, not measured; 5 of 5 kernels' rates were measured on this GPU; --explain" in said
-    assert "benchmarks/gpu/results/h100.json" in said
+    constants.newest.cache_clear()
+    found, said = planned()
+    assert "Predicted, not measured; 5 of 5 kernels' rates were measured on this GPU." in said
     assert found["constants"]["compress"] == {
         "value": 1e9,
         "unit": "elements/s",

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from workflows.plan.jobs import cluster, job
 
 from megatron_patch.workflows.plan import methods
+from megatron_patch.workflows.plan.cluster import ALL as WHOLE_GROUP
 from megatron_patch.workflows.plan.cluster import COLLECTIVES, Cluster, Link, Work
-from megatron_patch.workflows.plan.job import ALL as WHOLE_GROUP
 from megatron_patch.workflows.plan.job import Job
 from megatron_patch.workflows.plan.methods import parse
 from megatron_patch.workflows.plan.step import forward_seconds, simulate
@@ -158,7 +158,7 @@ def test_buckets_start_while_backward_computes_and_no_more_than_two_are_under_wa
     backward = max(task.end for task in step.tasks if task.name == "backward")
     buckets = len(one.buckets(0, on, False))
     assert buckets > 4
-    assert tasks["dense bucket 0: all-to-all"].start < backward
+    assert tasks["dense bucket 0: all_to_all"].start < backward
     for number in range(2, buckets):
         assert (
             tasks[f"dense bucket {number}: compress"].start
@@ -170,4 +170,4 @@ def test_fp32_accumulation_drains_each_bucket_before_the_next() -> None:
     one = dataclasses.replace(job(batch=16, layers=12), fp32_accumulation=True)
     step = simulate(one, cluster(nodes=4, per_node=4, bandwidth=1e8), parse("stock"))
     tasks = {task.name: task for task in step.tasks}
-    assert tasks["dense bucket 1: all-to-all"].start >= tasks["dense bucket 0: sum"].end
+    assert tasks["dense bucket 1: all_to_all"].start >= tasks["dense bucket 0: sum"].end

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_patch.workflows.plan.timeline import Task, Timeline
+from megatron_patch.workflows.plan.step import Task, Timeline
 
 
 def test_a_part_waits_for_others_for_its_stream_and_for_its_latency() -> None:

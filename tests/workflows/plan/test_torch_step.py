@@ -156,7 +156,6 @@ def test_the_pages_table_is_what_the_command_says(tmp_path: Path) -> None:
         ([*RECIPE, *ALONE, "--methods", "loco4_exact"], "loco4_exact needs Megatron"),
         ([*RECIPE, *ALONE, "--methods", "onebit_adam"], "onebit_adam needs Megatron"),
         ([*RECIPE, *ALONE, "--methods", "loco4_flat"], "hops can be chosen with --strategy fsdp2 alone"),
-        ([*RECIPE, *ALONE, "--scale"], "--scale: shows Megatron's DDP only"),
     ],
 )
 def test_what_torch_does_not_have_is_one_line(

@@ -11,7 +11,8 @@ from report_runs import write_run
 from workflows.plan.jobs import cluster, job
 
 from megatron_patch.workflows import cli
-from megatron_patch.workflows.plan import constants, methods, recommend, show
+from megatron_patch.workflows.plan import command as planner
+from megatron_patch.workflows.plan import constants, methods, recommend
 from megatron_patch.workflows.report import command
 
 METHODS = [methods.parse(name) for name in ("stock", "loco4", "loco4_exact")]
@@ -22,7 +23,7 @@ def plan(nodes: int = 2) -> dict[str, Any]:
     found = recommend.rows(one, on, METHODS)
     curves = recommend.curves(one, on, METHODS) if nodes > 1 else {}
     advice = recommend.advise(one, on, found, 0.03)
-    return json.loads(json.dumps(show.as_json(one, on, constants.GPUS["H100"], found, advice, curves)))
+    return json.loads(json.dumps(planner.as_json(one, on, constants.GPUS["H100"], found, advice, curves)))
 
 
 def test_the_page_has_the_plans_table_and_chart(tmp_path: Path) -> None:

@@ -36,7 +36,6 @@ from workflows.test_train import (
 from megatron_patch.errors import UserError
 from megatron_patch.workflows import train
 from megatron_patch.workflows.cli import main
-from megatron_patch.workflows.plan import recommend
 from megatron_patch.workflows.run import launcher, run_folder
 from megatron_patch.workflows.run.job import Job, Launch
 from megatron_patch.workflows.run.run_folder import latest_step, only_one
@@ -417,7 +416,6 @@ def test_resume_or_start_does_what_the_folder_asks_for(
 
     monkeypatch.setattr(train, "execute", execute)
     monkeypatch.setattr(train, "prepare_run", lambda *_: SimpleNamespace(args=None))
-    monkeypatch.setattr(recommend, "hint", lambda *_: None)
     settings = [*SMALL, "megatron.save_interval=5", "--resume-or-start", "--out", str(out)]
     assert main(["train", CONFIG, *settings]) == 0
     (found,) = asked
