@@ -5,7 +5,7 @@ bf16_reduce_scatter     the same with bf16 gradients
 bf16_alltoall           Megatron's reduce_scatter_with_fp32_accumulation: the honest baseline
 bf16_allreduce          stock Megatron, replicated optimizer, so no weight gather: 1-bit Adam's own baseline
 loco8, loco4, loco2     LoCo, flat (also naive4, error_feedback4, loco1, ...)
-loco4_two_hop           LoCo within the host first, then between hosts (_intra8: int8 within the host)
+loco4_two_hop           LoCo within the host first, then between hosts
 none_exact              bf16_alltoall with the exact weight gather
 loco4_exact             LoCo with the exact weight gather (also loco2_exact, loco4_two_hop_exact, ...)
 outer30_loco4           outer steps every 30 steps between hosts, which are optimizer instances (also
@@ -67,7 +67,6 @@ class Method:
     method: str
     bits: int | None
     topology: str = "flat"
-    intra_bits: int | None = None
     powersgd_rank: int | None = None
     exact: bool = False
     """Whether weights are gathered exactly, from their changes."""
@@ -133,7 +132,7 @@ class Method:
         else:
             options["bits"] = self.bits
         if self.topology == "two_hop":
-            options |= {"ranks_per_node": ranks_per_host, "intra_bits": self.intra_bits}
+            options |= {"ranks_per_node": ranks_per_host}
         return CompressionConfig(method=self.method, topology=self.topology, start_step=0, **options)
 
 
@@ -169,9 +168,9 @@ def parse(name: str) -> Method:
             )
         return replace(inner, name=name, outer=interval, outer_delay=delay)
     low = low_bit(name)
-    if low and low.hops != "flat" and (low.hops == "two_hop" or not low.intra_bits):
+    if low and low.hops != "flat":
         topology = "two_hop" if low.hops == "two_hop" else "flat"
-        return Method(name, low.method, low.bits, topology, low.intra_bits, exact=low.exact)
+        return Method(name, low.method, low.bits, topology, exact=low.exact)
     stock = _own(name.removesuffix(EXACT))
     if stock and stock.replicated:
         why = "every rank updates all weights, so there is no weight gather; leave out _exact"

@@ -13,7 +13,7 @@ from megatron_patch.workflows.plan.job import Job
 
 STOCK, BF16, REPLICATED = "stock", "stock_bf16", "stock_allreduce"
 ONEBIT = "onebit_adam"
-_LOW = re.compile(r"(loco|naive|error_feedback)([84321])(_flat|_two_hop)?(_intra8)?(_exact)?")
+_LOW = re.compile(r"(loco|naive|error_feedback)([84321])(_flat|_two_hop)?(_exact)?")
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,6 @@ class Method:
     bits: int | None = None
     momentum: bool = False
     hops: str = "auto"
-    intra_bits: int | None = None
     exact: bool = False
     keeps_errors: bool = False
     gradient_bytes: int | None = None
@@ -56,7 +55,7 @@ class Method:
 FREE = Method("no communication", free=True)
 # The method that changes least comes first: the exact gather changes no bit of the training.
 DEFAULT = (STOCK, "none_exact", BF16, "loco4", "loco4_exact", "loco4_flat_exact", "loco2_exact", ONEBIT)
-_KNOWN = (*DEFAULT, REPLICATED, "loco8_exact", "loco3_exact", "loco4_two_hop_intra8_exact")
+_KNOWN = (*DEFAULT, REPLICATED, "loco8_exact", "loco3_exact", "loco4_two_hop_exact")
 _NONE = "compression.method=none compression.weight_gather="
 _NAMED = {
     method.name: method
@@ -85,20 +84,18 @@ def parse(name: str) -> Method:
 def low_bit(name: str) -> Method | None:
     """Return the method of a name that contains its bits, as loco4_two_hop_exact; None for other names."""
     parts = _LOW.fullmatch(name)
-    if parts is None or (parts[4] and parts[3] == "_flat"):
+    if parts is None:
         return None
     config = CompressionConfig(method=parts[1], bits=int(parts[2]))
     options = f"compression.method={parts[1]} compression.bits={parts[2]}"
     options += f" compression.topology={parts[3][1:]}" if parts[3] else ""
-    options += " compression.intra_bits=8" if parts[4] else ""
-    options += f" compression.weight_gather={'exact' if parts[5] else 'stock'}"
+    options += f" compression.weight_gather={'exact' if parts[4] else 'stock'}"
     return Method(
         name,
         config.method,
         bits=config.bits,
         hops=parts[3][1:] if parts[3] else "auto",
-        intra_bits=8 if parts[4] else None,
-        exact=bool(parts[5]),
+        exact=bool(parts[4]),
         keeps_errors=config.keeps_errors,
         options=options,
     )

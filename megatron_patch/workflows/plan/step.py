@@ -307,18 +307,12 @@ class Exchanges:
 
     def _inside(self, bucket: Bucket, group: Group, ready: Sequence[Task], side: str, name: str) -> Task:
         """Place the first hop, in which the node's ranks sum; the stream waits for it."""
-        method, cluster, bits, name = self.method, self.cluster, self.method.intra_bits, f"{name} inside"
-        if bits is None:
-            nbytes = 4 if method.momentum else method.bytes_of_gradient(self.job)
-            call = cluster.stock_reduce(bucket.elements, nbytes, group.inside, fp32_sum=False)
-            # There is one collective for each node's part of the bucket.
-            call = dataclasses.replace(call, calls=1 if method.momentum else group.nodes)
-            return self.send(name, call, ready, side)
-        seconds = cluster.processor.compress_work(bits).seconds(bucket.elements)
-        compressed = self.work(f"{name}: compress", seconds, ready, side)
-        size = payload(bucket.elements, group.local, bits, bucket.exact)
-        sent = self.send(name, cluster.all_to_all(size, group.inside), [compressed], side)
-        return self.work(f"{name}: sum", cluster.processor.decompress.seconds(bucket.elements), [sent], side)
+        momentum = self.method.momentum
+        nbytes = 4 if momentum else self.method.bytes_of_gradient(self.job)
+        call = self.cluster.stock_reduce(bucket.elements, nbytes, group.inside, fp32_sum=False)
+        # There is one collective for each node's part of the bucket.
+        call = dataclasses.replace(call, calls=1 if momentum else group.nodes)
+        return self.send(f"{name} inside", call, ready, side)
 
     def momentum(self, buckets: Sequence[Bucket], after: Sequence[Task]) -> list[Task]:
         """Place 1-bit Adam's exchange in the optimizer's step, one bucket after the other."""
@@ -589,5 +583,5 @@ def _buffers(job: Job, cluster: Cluster, method: Method, stage: int, expert: boo
         shards = group.nodes if hops else group.ranks
         total += 2 * shards * payload(share, shards, method.bits)
         if hops and place == 0:
-            total += share * (4 if method.intra_bits else method.bytes_of_gradient(job))
+            total += share * method.bytes_of_gradient(job)
     return total

@@ -66,7 +66,7 @@ def methods_of(names: str | None, job: Job) -> list[Method]:
             raise UserError(
                 f"--methods: {method.name} needs {needed}; leave it out with --strategy {strategy}"
             )
-        if not several_hops and (method.hops != "auto" or method.intra_bits):
+        if not several_hops and method.hops != "auto":
             raise UserError(f"--methods: {method.name}: hops can be chosen with --strategy fsdp2 alone")
     return [dataclasses.replace(method, options=_options(method, strategy)) for method in methods]
 
@@ -78,7 +78,6 @@ def _options(method: Method, strategy: str) -> str:
         return method.options
     given = f"method={method.method!r}, bits={method.bits}"
     given += "" if method.hops == "auto" else f", topology={method.hops!r}"
-    given += f", intra_bits={method.intra_bits}" if method.intra_bits else ""
     return f"megatron_patch.attach(model, CompressionConfig({given}))"
 
 

@@ -76,7 +76,7 @@ def test_curves_fall_with_bandwidth() -> None:
         assert all(one >= two * (1 - 1e-9) for one, two in itertools.pairwise(seconds))
 
 
-@pytest.mark.parametrize("name", ["loco5", "loco4_flat_intra8", "stok", "loco4exact", ""])
+@pytest.mark.parametrize("name", ["loco5", "loco4_two_hop_intra8", "stok", "loco4exact", ""])
 def test_a_name_that_is_no_method_is_refused(name: str) -> None:
     with pytest.raises(UserError, match="must be"):
         methods.chosen(name, False, True, True)
