@@ -23,7 +23,6 @@ from megatron_patch.workflows.plan import command as plan
 from megatron_patch.workflows.run import configuration, run_folder
 
 TINY = str(ROOT / "configs/models/llama_tiny.yaml")
-TEXTS = str(ROOT / "docs")
 COMMANDS = {
     "train": ["train", TINY, "--out", "OUT"],
     "compare": ["compare", TINY, "--out", "OUT"],
@@ -35,7 +34,7 @@ COMMANDS = {
     "bench kernels": ["bench", "kernels", "--out", "OUT"],
     "bench kernels json": ["bench", "kernels", "--json", "OUT/kernels.json"],
     "bench links": ["bench", "links", "--out", "OUT/links.yaml"],
-    "prepare-data": ["prepare-data", TEXTS, "--out", "OUT/text"],
+    "prepare-data": ["prepare-data", "installed:numpy/version.py", "--out", "OUT/text"],
     "report": ["report", "RUN", "--out", "OUT/page.html"],
 }
 
