@@ -58,8 +58,8 @@ def test_a_gpu_recipe_where_there_is_no_gpu_no_data_and_no_cluster(
     ("arguments", "words"),
     [
         (["megatron.num_layer=4"], ["megatron.num_layer", "did you mean num_layers"]),
-        (["megatron.global_batch_size=1000"], ["megatron.global_batch_size: 1000", "multiple"]),
-        (["megatron.tensor_model_parallel_size=3"], ["16 ranks do not divide by", "3"]),
+        (["megatron.global_batch_size=1000"], ["(1000) must be divisible by", "data_parallel_size (16)"]),
+        (["megatron.tensor_model_parallel_size=3"], ["world size (16) is not divisible by", "3"]),
         (["launch.node_rank=2"], ["launch.node_rank: 2", "below launch.nnodes, 2"]),
         (["launch.rdzv_endpoint=node01"], ["launch.rdzv_endpoint: 'node01'", "host:port"]),
         (["--with", "configs/clusters/slum.yaml"], ["slum.yaml", "did you mean slurm.yaml"]),
