@@ -1,4 +1,4 @@
-"""The errors that end a command with a one-line message, and the source text of a failed assert."""
+"""The errors that end a command with a one-line message, and the one line of any other error."""
 
 from __future__ import annotations
 
@@ -32,12 +32,19 @@ def nearest(value: object, allowed: Iterable[object]) -> str:
     return f" (did you mean {matches[0]}?)" if matches and matches[0] != str(value) else ""
 
 
-def failed_assert(error: AssertionError) -> tuple[str, str]:
-    """Return the place of the assert, `file.py:12`, and its source on one line, `assert a < b`."""
+def in_one_line(error: Exception) -> str:
+    """Return an error's class and message; of a bare assert the place and source, `a.py:1: assert b`."""
+    text = " ".join(str(error).split())
+    if isinstance(error, AssertionError) and not text:
+        text = _failed_assert(error)
+    return f"{type(error).__name__}: {text}"
+
+
+def _failed_assert(error: AssertionError) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
-        return "", ""
+        return ""
     last, first = frames[-1], frames[-1].lineno or 0
     lines = [linecache.getline(last.filename, n) for n in range(first, (last.end_lineno or first) + 1)]
     source = re.sub(r"\s*\\?\s+", " ", " ".join(lines)).strip()
-    return f"{Path(last.filename).name}:{first}", source
+    return f"{Path(last.filename).name}:{first}: {source}"

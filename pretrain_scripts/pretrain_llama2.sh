@@ -9,9 +9,10 @@
 #   13b     32 = 4 x 8    TP 2, DP 16     46 + 14 GB
 #   70b     64 = 8 x 8    TP 8, PP 2, DP 4   43 + 11 GB
 #
-# Data: data/llama2.bin and .idx (data.path=... for another place), made once, where the model's tokenizer lies
-# in tokenizers/llama2 (it is not shipped; its licence is the model's):
-#   megatron-loco prepare-data TEXTS --out data/llama2 --tokenizer tokenizers/llama2/tokenizer.json
+# Data: data/llama2_text_document.bin and .idx (data.path=... for another place), made once in a clone of Megatron-LM, with the
+# model's tokenizer in tokenizers/llama2 (megatron.tokenizer_model=...; it is not shipped, its licence is the model's):
+#   python tools/preprocess_data.py --input TEXTS.jsonl --output-prefix data/llama2 --append-eod --workers 16 \
+#       --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizers/llama2
 #
 # On several nodes run it on each of them, with one shared --out (or use slurm/ and kubernetes/ beside this file):
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=node01 pretrain_scripts/pretrain_llama2.sh 7b \

@@ -7,9 +7,10 @@
 #   8b      16 = 2 x 8     TP 2, DP 8         31 + 22 GB
 #   70b    128 = 16 x 8    TP 8, PP 4, DP 4   23 + 22 GB
 #
-# Data: data/llama3.bin and .idx (data.path=... for another place), made once, where the model's tokenizer lies
-# in tokenizers/llama3 (it is not shipped; its licence is the model's):
-#   megatron-loco prepare-data TEXTS --out data/llama3 --tokenizer tokenizers/llama3/tokenizer.json
+# Data: data/llama3_text_document.bin and .idx (data.path=... for another place), made once in a clone of Megatron-LM, with the
+# model's tokenizer in tokenizers/llama3 (megatron.tokenizer_model=...; it is not shipped, its licence is the model's):
+#   python tools/preprocess_data.py --input TEXTS.jsonl --output-prefix data/llama3 --append-eod --workers 16 \
+#       --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizers/llama3
 #
 # On several nodes run it on each of them, with one shared --out (or use slurm/ and kubernetes/ beside this file):
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=node01 pretrain_scripts/pretrain_llama3.sh 8b \

@@ -6,9 +6,10 @@
 #   SIZE   GPUs (80 GB)   layout               memory per GPU, estimated: state + activations
 #   8x7b    64 = 8 x 8    PP 4, EP 8, DP 16    22 + 34 GB
 #
-# Data: data/mixtral.bin and .idx (data.path=... for another place), made once, where the model's tokenizer lies
-# in tokenizers/mixtral (it is not shipped; its licence is the model's):
-#   megatron-loco prepare-data TEXTS --out data/mixtral --tokenizer tokenizers/mixtral/tokenizer.json
+# Data: data/mixtral_text_document.bin and .idx (data.path=... for another place), made once in a clone of Megatron-LM, with the
+# model's tokenizer in tokenizers/mixtral (megatron.tokenizer_model=...; it is not shipped, its licence is the model's):
+#   python tools/preprocess_data.py --input TEXTS.jsonl --output-prefix data/mixtral --append-eod --workers 16 \
+#       --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizers/mixtral
 #
 # Run it on each node, with one shared --out (or use slurm/ and kubernetes/ beside this file):
 #   NNODES=8 NODE_RANK=0 MASTER_ADDR=node01 pretrain_scripts/pretrain_mixtral.sh 8x7b \

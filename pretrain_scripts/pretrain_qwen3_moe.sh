@@ -6,9 +6,10 @@
 #   SIZE      GPUs (80 GB)   layout               memory per GPU, estimated: state + activations
 #   30b_a3b    32 = 4 x 8    PP 2, EP 8, DP 16    29 + 27 GB
 #
-# Data: data/qwen3.bin and .idx (data.path=... for another place), made once, where the model's tokenizer lies
-# in tokenizers/qwen3 (it is not shipped):
-#   megatron-loco prepare-data TEXTS --out data/qwen3 --tokenizer tokenizers/qwen3/tokenizer.json
+# Data: data/qwen3_text_document.bin and .idx (data.path=... for another place), made once in a clone of Megatron-LM, with the
+# model's tokenizer in tokenizers/qwen3 (megatron.tokenizer_model=...; it is not shipped):
+#   python tools/preprocess_data.py --input TEXTS.jsonl --output-prefix data/qwen3 --append-eod --workers 16 \
+#       --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizers/qwen3
 #
 # Run it on each node, with one shared --out (or use slurm/ and kubernetes/ beside this file):
 #   NNODES=4 NODE_RANK=0 MASTER_ADDR=node01 pretrain_scripts/pretrain_qwen3_moe.sh 30b_a3b \

@@ -5,19 +5,18 @@ from __future__ import annotations
 import sys
 import time
 from itertools import groupby
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from benchmarks.network.plan import Plan
 from benchmarks.network.results import Cell
-from megatron_patch.workflows.run.progress import Live
 
 _BUILD_SECONDS = 3.0
 
 
-class Show(Live):
+class Show:
     """Shows a bar on a terminal, elsewhere a line for each cell; on stderr, because stdout has the table.
 
     The time left is estimated from each cell's bytes and the last unshaped step, and corrected by the ratio
@@ -32,17 +31,24 @@ class Show(Live):
         self._expected = 0.0
         self._cell_started = 0.0
         self._left = list(plan.cells)
-        super().__init__(
-            Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.completed}/{task.total} cells"),
-                TextColumn("{task.fields[left]}"),
-                console=Console(stderr=True, width=None if sys.stderr.isatty() else 120),
-                transient=True,
-            )
+        self.console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total} cells"),
+            TextColumn("{task.fields[left]}"),
+            console=self.console,
+            disable=not self.console.is_terminal,
+            transient=True,
         )
         self._task = self.progress.add_task("", total=len(self._left), left="")
+
+    def __enter__(self) -> Self:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.progress.stop()
 
     def elapsed(self) -> float:
         return time.monotonic() - self._started

@@ -21,7 +21,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from megatron_patch.errors import UserError, failed_assert
+from megatron_patch.errors import UserError, in_one_line
 from megatron_patch.releases import refuse_old_torch
 
 USAGE = "usage: torchrun [...] -m megatron_patch.launch SCRIPT.py [its own flags] [--compression-* flags]"
@@ -112,14 +112,6 @@ def _tell(error: UserError) -> int:
     return 2
 
 
-def _told(error: Exception) -> str:
-    """Describe an error in one line; an assert without a message is shown by its place and source line."""
-    text = str(error)
-    if isinstance(error, AssertionError) and not text.strip():
-        text = ": ".join(failed_assert(error))
-    return f"{type(error).__name__}: {text}"
-
-
 def _leave_failure(error: Exception, user: bool) -> None:
     """Write this rank's error to the folder where the launcher looks for it (workflows/run/launcher.py)."""
     folder = os.environ.get("MEGATRON_LOCO_FAILURES")
@@ -129,7 +121,7 @@ def _leave_failure(error: Exception, user: bool) -> None:
         "rank": int(os.environ.get("RANK", "0")),
         "time": time.time(),
         "user": user,
-        "error": str(error) if user else _told(error),
+        "error": str(error) if user else in_one_line(error),
         "traceback": "".join(traceback.format_exception(error)),
     }
     Path(folder).mkdir(parents=True, exist_ok=True)

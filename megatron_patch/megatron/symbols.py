@@ -63,8 +63,6 @@ TRAIN_STEP = f"{_TRAINING}:train_step"
 TRAINING_LOG = f"{_TRAINING}:training_log"
 EVALUATE_AND_PRINT = f"{_TRAINING}:evaluate_and_print_results"
 EVALUATE = f"{_TRAINING}:evaluate"
-GET_ARGS = f"{_TRAINING}:get_args"
-TE_VERSION = "megatron.core.utils:_te_version"
 ADD_ARGUMENTS = "megatron.training.arguments:add_megatron_arguments"
 STATE_DICT = f"{_DISTRIBUTED_OPTIMIZER}.state_dict"
 LOAD_STATE_DICT = f"{_DISTRIBUTED_OPTIMIZER}.load_state_dict"
@@ -93,10 +91,9 @@ SYMBOLS = {
     CORE_LOAD: "sharded_state_dict checkpoint_dir",
     SAVE_CHECKPOINT: "iteration model optimizer non_persistent_ckpt release",
     LOAD_CHECKPOINT: "ddp_model optimizer load_arg",
-    **dict.fromkeys((TRAIN_STEP, TRAINING_LOG, EVALUATE_AND_PRINT, EVALUATE, ADD_ARGUMENTS, GET_ARGS), ""),
+    **dict.fromkeys((TRAIN_STEP, TRAINING_LOG, EVALUATE_AND_PRINT, EVALUATE, ADD_ARGUMENTS), ""),
     **dict.fromkeys(
         (
-            TE_VERSION,
             STATE_DICT,
             LOAD_STATE_DICT,
             NORM,

@@ -37,7 +37,7 @@ _COMMANDS = {
         ("recipes",),
     ),
     "bench": ("bench.command", "measure the kernels", ("recipes",)),
-    "prepare-data": ("data.command", "turn text into a Megatron data set", ("recipes",)),
+    "prepare-data": ("data", "make the data sets on which the recipes train", ("recipes",)),
     "report": (
         "report.command",
         "show runs' curves, numbers and differences on one HTML page",

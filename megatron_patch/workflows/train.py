@@ -27,7 +27,7 @@ from megatron_patch.megatron.checkpoint import tracker
 from megatron_patch.workflows.run import configuration, launcher, prepare, run_folder
 from megatron_patch.workflows.run.configuration import RunConfig
 from megatron_patch.workflows.run.prepare import PreparedRun, prepare_run
-from megatron_patch.workflows.run.progress import Board, StepProgress
+from megatron_patch.workflows.run.progress import StepProgress
 from megatron_patch.workflows.run.run_folder import latest_step, place
 
 _SHARED_SECONDS = 60
@@ -41,11 +41,12 @@ def execute(
     label: str,
     overwrite: bool = False,
     resume: bool = False,
-    board: Board | None = None,
+    *,
+    one_of_many: bool = False,
 ) -> dict[str, Any]:
     """Run to the end with a live progress line, from the last checkpoint if `resume`; return summary.json.
 
-    If the run is one of several, the line belongs to `board`.
+    `one_of_many` runs show it on a terminal alone.
 
     Raises:
         RankFailed: a rank failed; its output is in FOLDER/logs.
@@ -53,13 +54,13 @@ def execute(
     """
     run, folder = prepared.run, prepared.folder
     if run.launch.node_rank:
-        return _finish(prepared, _start(prepared, label, board), 0)
+        return _finish(prepared, _start(prepared, label, one_of_many), 0)
     with _held(run, folder):
         run_folder.check_folder(folder, prepared.checkpoints, overwrite, resume)
         files = {"config.yaml": run.as_yaml(), "command.txt": prepared.job.command_text()}
         run_folder.begin(folder, files, resume=resume)
         return _finish(
-            prepared, _start(prepared, label, board), _SHARED_SECONDS if run.launch.nnodes > 1 else 0
+            prepared, _start(prepared, label, one_of_many), _SHARED_SECONDS if run.launch.nnodes > 1 else 0
         )
 
 
@@ -78,11 +79,11 @@ def _held(run: RunConfig, folder: Path, wait: float = 0, create: bool = True) ->
         yield
 
 
-def _start(prepared: PreparedRun, label: str, board: Board | None) -> str | None:
+def _start(prepared: PreparedRun, label: str, one_of_many: bool) -> str | None:
     """Run the ranks to their end, and return the name of the signal that stopped them, if one did."""
     metrics, done = prepared.folder / "metrics.jsonl", tracker.latest(prepared.checkpoints) or 0
     try:
-        with StepProgress(label, prepared.steps, metrics, done, board) as progress:
+        with StepProgress(label, prepared.steps, metrics, done, one_of_many=one_of_many) as progress:
             return launcher.start(prepared.job, progress.tick, progress.say)
     except launcher.Stopped as error:
         raise _stopped(prepared, str(error)) from error
@@ -105,11 +106,11 @@ def _finish(prepared: PreparedRun, stopped: str | None, patience: float) -> dict
     return summary
 
 
-def resume_or_start(prepared: PreparedRun, label: str, board: Board | None = None) -> dict[str, Any]:
+def resume_or_start(prepared: PreparedRun, label: str, *, one_of_many: bool = False) -> dict[str, Any]:
     """Execute a run that was interrupted or never started, from its last checkpoint if there is one."""
     with _held(prepared.run, prepared.folder):
         resume = latest_step(prepared.checkpoints) is not None
-        return execute(prepared, label, overwrite=not resume, resume=resume, board=board)
+        return execute(prepared, label, overwrite=not resume, resume=resume, one_of_many=one_of_many)
 
 
 def _stopped(prepared: PreparedRun, why: str) -> launcher.Stopped:

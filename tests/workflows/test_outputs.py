@@ -22,7 +22,6 @@ from megatron_patch.workflows.plan import command as plan
 from megatron_patch.workflows.run import configuration, run_folder
 
 TINY = str(ROOT / "configs/models/llama_tiny.yaml")
-TEXTS = str(ROOT / "docs")
 COMMANDS = {
     "train": ["train", TINY, "--out", "OUT"],
     "compare": ["compare", TINY, "--out", "OUT"],
@@ -33,7 +32,7 @@ COMMANDS = {
     "plan json": ["plan", TINY, "--json", "OUT/plan.json"],
     "bench kernels": ["bench", "kernels", "--out", "OUT"],
     "bench kernels json": ["bench", "kernels", "--json", "OUT/kernels.json"],
-    "prepare-data": ["prepare-data", TEXTS, "--out", "OUT/text"],
+    "prepare-data": ["prepare-data", "installed:numpy/version.py", "--out", "OUT/text"],
     "report": ["report", "RUN", "--out", "OUT/page.html"],
 }
 

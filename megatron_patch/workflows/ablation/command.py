@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -66,13 +67,13 @@ def run(args: argparse.Namespace) -> int:
     ablation = definition.read(path, args.overrides, args.base, _seeds(args.seeds))
     out = args.out or Path("runs/ablations") / ablation.name / ablation.base.stem
     runs = ablation.runs(out)
-    run_folder.refuse_shared(one.configured for one in runs)
+    run_folder.refuse_shared(run.configured for run in runs)
     known = _known(out, args.results)
     if args.dry_run:
         # The numbers are those that --task takes.
         print(f"# {ablation.name} over {ablation.base}: {len(runs)} runs, {len(ablation.cells)} cells")
-        for number, one in enumerate(runs):
-            print(f"{number:4d}  {outcome(one, known[0]).state.value:11s}  {one.label}")
+        for number, run in enumerate(runs):
+            print(f"{number:4d}  {outcome(run, known[0]).state.value:11s}  {run.label}")
         return 0
     check_output(out)
     if args.collect:
@@ -101,7 +102,7 @@ def _known(out: Path, results: Path | None) -> Known:
 def _seeds(text: str | None) -> list[int] | None:
     if text is None:
         return None
-    seeds = [int(one) for one in text.split(",") if one.strip().isdigit()]
+    seeds = [int(seed) for seed in text.split(",") if seed.strip().isdigit()]
     if len(seeds) != len(text.split(",")) or len(set(seeds)) != len(seeds):
         raise UserError(f"seeds: {text!r} must be different whole numbers, separated by commas")
     return seeds
@@ -118,48 +119,49 @@ def _make(
 ) -> None:
     """Make those of `runs` that have no result yet, one after another."""
     if not args.overwrite:
-        for one in runs:
-            run_folder.check_unchanged(one.folder, one.configured)
+        for run in runs:
+            run_folder.check_unchanged(run.folder, run.configured)
     finished = (State.DONE,) if args.retry_failed else (State.DONE, State.FAILED)
-    left = [one for one in runs if outcome(one, known[0]).state not in finished]
+    left = [run for run in runs if outcome(run, known[0]).state not in finished]
     # Megatron checks every cell before the first run, because the last run may begin hours later.
-    for one in {one.cell.name: one for one in left}.values():
+    for run in {run.cell.name: run for run in left}.values():
         try:
-            prepare_run(one.configured, one.folder)
+            prepare_run(run.configured, run.folder)
         except UserError as error:
-            raise UserError(f"cell {one.cell.name}: {error}") from error
-    with progress.Board(ablation.name, len(runs), len(runs) - len(left)) as board:
-        try:
-            for one in left:
-                board.begin()
-                with only_one(one.folder, "ablate"):
-                    result = _make_one(one, board, one.folder / "data-cache" if alone else None)
-                board.end(f"{one.label}: {result}")
-                if not alone:
-                    write(Results(ablation, runs, *known), out)
-        except (KeyboardInterrupt, launcher.Stopped):
-            board.console.print("the same command continues where this one was stopped", highlight=False)
-            raise
-
-
-def _make_one(one: Run, board: progress.Board, cache: Path | None) -> str:
-    """Make a run, from its checkpoint if it has one, and return a line on its result."""
-    if run_folder.look(one.folder, one.configured) is State.CHANGED:
-        run_folder.clear(one.folder)
-    run_folder.forget_failure(one.folder)
+            raise UserError(f"cell {run.cell.name}: {error}") from error
+    began, done = time.monotonic(), len(runs) - len(left)
     try:
-        prepared = prepare_run(one.configured, one.folder, cache=cache)
-        summary = train.resume_or_start(prepared, one.label, board)
+        for number, run in enumerate(left, 1):
+            place = f"{done + number}/{len(runs)}  {run.label}"
+            with only_one(run.folder, "ablate"):
+                result = _make_one(run, place, run.folder / "data-cache" if alone else None)
+            time_left = progress.clock((time.monotonic() - began) / number * (len(left) - number))
+            print(f"{place}: {result}; {time_left} left", file=sys.stderr, flush=True)
+            if not alone:
+                write(Results(ablation, runs, *known), out)
+    except (KeyboardInterrupt, launcher.Stopped):
+        print("the same command continues where this one was stopped", file=sys.stderr)
+        raise
+
+
+def _make_one(run: Run, label: str, cache: Path | None) -> str:
+    """Make a run, from its checkpoint if it has one, and return a line on its result."""
+    if run_folder.look(run.folder, run.configured) is State.CHANGED:
+        run_folder.clear(run.folder)
+    run_folder.forget_failure(run.folder)
+    try:
+        prepared = prepare_run(run.configured, run.folder, cache=cache)
+        summary = train.resume_or_start(prepared, label, one_of_many=True)
     except launcher.Stopped:
         raise
     except (RankFailed, UserError) as error:
-        run_folder.note_failure(one.folder, str(error))
+        run_folder.note_failure(run.folder, str(error))
         return f"failed: {str(error).splitlines()[0]}"
     if cache:
         shutil.rmtree(cache, ignore_errors=True)
     if summary["steps"] < prepared.steps:
         early = f"ended after step {summary['steps']} of {prepared.steps} (megatron.exit_interval?)"
-        run_folder.note_failure(one.folder, early)
+        run_folder.note_failure(run.folder, early)
         return f"failed: {early}"
     loss = summary["valid_loss"]
     return "no validation loss" if loss is None else f"validation loss {loss:.4f}"
@@ -185,7 +187,7 @@ def _show(results: Results, out: Path) -> int:
         console.print(table)
     files = "  ".join(str(out / name) for name in ("ablation.md", "results.csv", "differences.png"))
     console.print(f"\n{files}", highlight=False)
-    failed = [one.run for one in results.outcomes if one.state is State.FAILED]
-    for one in failed:
-        print(f"failed: {one.label}: {one.folder / 'failed.txt'}", file=sys.stderr)
+    failed = [ended.run for ended in results.outcomes if ended.state is State.FAILED]
+    for run in failed:
+        print(f"failed: {run.label}: {run.folder / 'failed.txt'}", file=sys.stderr)
     return int(bool(failed))

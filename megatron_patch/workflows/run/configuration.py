@@ -47,10 +47,10 @@ class Data:
     path: str | None = None
     """The prefix of a Megatron data set, PATH.bin and PATH.idx."""
     source: str | None = None
-    """The source from which a missing data set is prepared: a folder, a file, `stdlib` (Python's own
-    library) or `installed:NAME,...` (source of installed packages)."""
+    """The source from which a missing data set is prepared: `stdlib` or `installed:NAME,...` (data.py).
+    Without it the data set must exist, and the section `megatron` names its tokenizer."""
     tokenizer: str = "bytes"
-    """The tokenizer for preparation: bytes, bpe:SIZE, or the path of a tokenizer.json."""
+    """The tokenizer for preparation: bytes, bpe:SIZE, or the folder of one trained before."""
     valid_path: str | None = None
     """The prefix of a separate data set for validation, in place of a share of `path` (megatron.split)."""
     valid_source: str | None = None

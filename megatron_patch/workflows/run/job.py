@@ -79,21 +79,21 @@ class Job:
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables that the torchrun command needs."""
-        found: dict[str, str] = {}
+        variables: dict[str, str] = {}
         if self.launch.device == "cpu":
             from megatron_patch.megatron.cpu.device import CPU_ENVIRONMENT
 
-            found = {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+            variables = {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
             if self.launch.nnodes > 1:  # The loopback interface reaches no other node (see prepare.py).
-                found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "INTERFACE")
+                variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "INTERFACE")
         elif _wants_one_connection(self.flags):
-            found[_CONNECTIONS] = os.environ.get(_CONNECTIONS, "1")
+            variables[_CONNECTIONS] = os.environ.get(_CONNECTIONS, "1")
         if "--exit-signal-handler" in self.flags:
-            found["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_SAVE_SECONDS)
+            variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_SAVE_SECONDS)
         if self.launch.max_restarts:
             # Otherwise restarted ranks find the addresses of the dead ones: pytorch/pytorch#135712.
-            found["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        return found
+            variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        return variables
 
     def command_text(self) -> str:
         """Return the command, with its environment variables, as a user would type it."""

@@ -180,7 +180,7 @@ def _agent(job: Job, told: SimpleQueue[Any], asked: Event) -> None:
             told.put(first_failure(job, {}))
     except ChildFailedError as error:
         print(error, file=sys.stderr)
-        told.put(first_failure(job, {rank: one.exitcode for rank, one in error.failures.items()}))
+        told.put(first_failure(job, {rank: ended.exitcode for rank, ended in error.failures.items()}))
     except UserError as error:
         told.put(error)
 
@@ -244,8 +244,8 @@ def _note_restart(job: Job, restart: int, failure: Exception) -> str:
 def _seen(log: Path, begin: int) -> dict[int, int]:
     """Return {rank: exit code} of the last failure in the agent's log after byte `begin`."""
     text = log.read_bytes()[begin:].decode(errors="replace")
-    found = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", text)
-    return {int(rank): int(code) for code, rank in found[-1:]} or {0: 1}
+    failures = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", text)
+    return {int(rank): int(code) for code, rank in failures[-1:]} or {0: 1}
 
 
 def first_failure(job: Job, ended: dict[int, int]) -> Exception:

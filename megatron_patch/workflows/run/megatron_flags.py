@@ -1,25 +1,36 @@
-"""Turns the `megatron:` section into flags, and checks them by Megatron's parser before a process starts.
+"""Turns the `megatron:` section into flags, which Megatron checks before a process starts.
 
 The parser is that of a rank: `megatron.training.arguments.add_megatron_arguments` with our flags added. It
-checks each value, and preflight.py checks their combination.
+checks each value, and Megatron's `validate_args` their combination. Rules of our own are only for what these
+do not refuse, and what would then end a job late, or without a word of a flag: by a division by zero, or by
+shapes that do not match.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import logging
 import math
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from megatron_patch.config import CompressionConfig
-from megatron_patch.errors import UserError, nearest
+from megatron_patch.errors import UserError, in_one_line, nearest
 from megatron_patch.megatron.arguments import PREFIX, add_compression_arguments
 from megatron_patch.megatron.unsupported import refuse_flags
-from megatron_patch.workflows.run import preflight
 from megatron_patch.workflows.run.configuration import RunConfig
 
 _OURS = PREFIX.replace("-", "_")
+_AT_LEAST_1 = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size", "num_distributed_optimizer_instances"),
+    *("num_layers", "hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size", "seq_length"),
+    *("log_interval", "save_interval"),
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -89,5 +100,65 @@ def check(run: RunConfig, flags: list[str], parser: argparse.ArgumentParser) -> 
     args = parser.parse_args(flags)
     if run.attach:
         refuse_flags(args)
-    preflight.check(args, run.launch.world_size)
+    for name in _AT_LEAST_1:
+        value = getattr(args, name, None)
+        if value is not None and value < 1:
+            raise UserError(f"megatron.{name}: {value} must be 1 or more")
+    if not args.skip_train:
+        _check_training(args)
+    _validate(args, run.launch.world_size)
+    for rule in _rules(args):
+        raise UserError(rule)
     return args
+
+
+def _check_training(args: argparse.Namespace) -> None:
+    if not (args.train_iters or args.train_samples):
+        raise UserError(f"megatron.train_iters: {args.train_iters} must be 1 or more")
+    if args.lr is None:
+        raise UserError("megatron.lr: must be given")
+    if args.eval_interval == 0 and not args.full_validation:
+        raise UserError("megatron.eval_interval: 0 must be 1 or more; eval_iters=0 leaves evaluation out")
+
+
+def _validate(args: argparse.Namespace, world_size: int) -> None:
+    """Have Megatron validate the arguments in place, as a rank's, without its output, which ranks repeat."""
+    from megatron.training.arguments import validate_args
+
+    args.rank, args.world_size, args.local_rank = 0, world_size, 0
+    args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            validate_args(args)
+    except Exception as error:
+        raise UserError(f"megatron: {in_one_line(error)}") from error
+    finally:
+        logging.disable(disabled)
+
+
+def _rules(args: argparse.Namespace) -> Iterator[str]:
+    """Yield an error for each setting with which a layer would fail late, naming only tensors' shapes."""
+    heads, groups = args.num_attention_heads, args.num_query_groups
+    own_attention = not (args.multi_latent_attention or args.heterogeneous_layers_config_path)
+    if own_attention and args.group_query_attention and groups and heads % groups:
+        yield (
+            f"megatron.num_attention_heads: {heads} must be a multiple of megatron.num_query_groups, {groups}"
+        )
+    rotary = args.position_embedding_type in ("rope", "yarn") and args.rotary_percent == 1
+    if own_attention and rotary and args.kv_channels % 2:
+        yield (
+            f"megatron.kv_channels: {args.kv_channels} (hidden_size / num_attention_heads) must be even for "
+            f"position_embedding_type {args.position_embedding_type}"
+        )
+    tensor = args.tensor_model_parallel_size
+    if args.swiglu and args.ffn_hidden_size // tensor % 2:
+        share = f" / tensor_model_parallel_size {tensor}" if tensor > 1 else ""
+        yield f"megatron.ffn_hidden_size: {args.ffn_hidden_size}{share} must be even for swiglu"
+    if args.num_experts and args.moe_router_topk > args.num_experts:
+        yield (
+            f"megatron.moe_router_topk: {args.moe_router_topk} must not be above megatron.num_experts, "
+            f"{args.num_experts}"
+        )

@@ -22,11 +22,9 @@ from typing import Any
 from megatron_patch.errors import UserError
 from megatron_patch.megatron import patching
 from megatron_patch.megatron.checkpoint import tracker
-from megatron_patch.workflows.data.corpus import parse_source
-from megatron_patch.workflows.data.files import beside, check_dataset, is_whole, load_manifest
-from megatron_patch.workflows.data.files import megatron_flags as tokenizer_flags
+from megatron_patch.workflows import data
 from megatron_patch.workflows.run import run_folder
-from megatron_patch.workflows.run.configuration import Data, RunConfig, find, is_file
+from megatron_patch.workflows.run.configuration import RunConfig, find, is_file
 from megatron_patch.workflows.run.job import Job, Launch
 
 
@@ -79,8 +77,8 @@ def prepare_run(run: RunConfig, folder: Path, *, dry: bool = False, cache: Path 
     settings = {**(cpu_device.CPU_FLAGS if on_cpu else {}), **run.megatron}
     # The user's own keys and values are checked before the data set is prepared, which may take minutes.
     parser.parse_args(megatron_flags.flags_of(settings, parser))
-    data = planned_data(run) if dry else prepared_data(run)
-    settings = {**data, **_folder_settings(run, folder, cache), **settings}
+    of_data = planned_data(run) if dry else prepared_data(run)
+    settings = {**of_data, **_folder_settings(run, folder, cache), **settings}
     flags = [
         *megatron_flags.flags_of(settings, parser),
         *megatron_flags.compression_flags(run.compression, run.attach),
@@ -169,37 +167,42 @@ def _folder_settings(run: RunConfig, folder: Path, cache: Path | None) -> dict[s
 
 def prepared_data(run: RunConfig) -> dict[str, Any]:
     """Return the flags that name a run's data sets, and prepare those that have a source and do not exist."""
-    data = run.data
-    if data.path is None:
-        for prefix in _named_prefixes(run):
-            check_dataset(Path(prefix))
-        return {}
-    tokenizer = data.tokenizer
-    for path, source in data.parts:
+    settings = planned_data(run)
+    tokenizer = run.data.tokenizer
+    for path, source in run.data.parts:
         if source is None:
-            check_dataset(Path(path))
+            data.check_dataset(Path(path))
         else:
-            from megatron_patch.workflows.data.command import prepare
-
-            known = load_manifest(Path(path)) is not None
-            prepare(parse_source(source), Path(path), tokenizer=tokenizer, quiet=known)
+            data.prepare(source, Path(path), tokenizer)
         if tokenizer.startswith("bpe"):  # It is trained on the training data and used for the other parts.
-            tokenizer = str(beside(Path(data.path), "-tokenizer"))
-    found = load_manifest(Path(data.path))
-    return {**data.path_flags, **(found.megatron_flags if found else {})}
+            tokenizer = str(data.beside(Path(path), "-tokenizer"))
+    if run.data.path is None:
+        for prefix in _named_prefixes(run):
+            data.check_dataset(Path(prefix))
+    return settings
 
 
 def planned_data(run: RunConfig) -> dict[str, Any]:
     """Return the flags of `prepared_data` without preparing anything."""
-    data = run.data
-    if data.path is None:
+    given = run.data
+    if given.path is None:
         return {}
-    prefix = Path(data.path)
-    found = load_manifest(prefix)
-    kind = found.tokenizer if found else data.tokenizer.partition(":")[0]
-    if found is None and data.source is None and is_whole(prefix):
-        return {**data.path_flags}  # Other tools made it: the section megatron has its tokenizer's flags.
-    return {**data.path_flags, **tokenizer_flags(kind, prefix)}
+    for _, source in given.parts:
+        if source is not None:
+            data.parse_source(source)
+    prefix = Path(given.path)
+    if given.source is not None:
+        kind = "bytes" if given.tokenizer == "bytes" else "bpe"
+    elif (manifest := data.load_manifest(prefix)) is not None:
+        kind = manifest["tokenizer"]
+    elif given.tokenizer == "bytes" or given.tokenizer.startswith("bpe:"):
+        return {**given.path_flags}  # Other tools made it: the section megatron names its tokenizer.
+    else:
+        raise UserError(
+            f"data.tokenizer: {given.tokenizer!r} needs data.source; {data.BY_MEGATRON}, which "
+            "megatron.tokenizer_type and megatron.tokenizer_model name"
+        )
+    return {**given.path_flags, **data.megatron_flags(prefix, kind)}
 
 
 def _named_prefixes(run: RunConfig) -> list[str]:
@@ -223,20 +226,18 @@ def shown(run: RunConfig, job: Job) -> str:
 
 def data_line(run: RunConfig) -> str:
     """Return lines on the data sets: whether each exists, is prepared by the run, or must be prepared."""
-    data = run.data
-    if data.path is None:
-        missing = [text for text in _named_prefixes(run) if not is_whole(Path(text))]
+    if run.data.path is None:
+        missing = [text for text in _named_prefixes(run) if not data.is_whole(Path(text))]
         if missing:
             return f"data: needed, and not there: {', '.join(missing)} (.bin and .idx)"
         named = "as megatron.data_path says" if run.megatron.get("data_path") else None
         return f"data: {named or 'made up by Megatron (megatron.mock_data)'}"
-    return "\n# ".join(_part_line(data, path, source) for path, source in data.parts)
-
-
-def _part_line(data: Data, path: str, source: str | None) -> str:
-    if is_whole(Path(path)):
-        return f"data: {path}.bin and .idx are there"
-    if source is not None:
-        return f"data: {path} would be prepared from {source}, tokenizer {data.tokenizer}"
-    command = f"megatron-loco prepare-data TEXTS --out {path} --tokenizer {data.tokenizer}"
-    return f"data: {path}.bin and .idx are needed, and not there: {command}"
+    lines = []
+    for path, source in run.data.parts:
+        if data.is_whole(Path(path)):
+            lines.append(f"data: {path}.bin and .idx are there")
+        elif source is not None:
+            lines.append(f"data: {path} would be prepared from {source}, tokenizer {run.data.tokenizer}")
+        else:
+            lines.append(f"data: {path}.bin and .idx are needed, and not there; {data.BY_MEGATRON}")
+    return "\n# ".join(lines)

@@ -1,7 +1,7 @@
-"""Shows the progress of one run, read from its metrics.jsonl (step, loss, speed, time left), or of several.
+"""Shows the progress of a run, read from its metrics.jsonl: step, loss, speed, time left.
 
-On a terminal the line is redrawn in place; elsewhere one is printed about every tenth of the run. No thread
-refreshes it, because ranks are forked from this process, and a fork must not happen while a lock is held.
+On a terminal it is a bar; elsewhere a line is printed about every tenth of the run. No thread refreshes the
+bar, because ranks are forked from this process, and a fork must not happen while a lock is held.
 
 A run that resumes from a checkpoint rewrites its metrics.jsonl (megatron/metrics.py): an existing file is
 ignored until it is replaced, and the time left is estimated from the steps made since.
@@ -10,153 +10,96 @@ ignored until it is replaced, and the time left is estimated from the steps made
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 
-class Live:
-    """Shows `progress` within a `with` block if its console is a terminal."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
-        self.console = progress.console
-
-    def __enter__(self) -> Self:
-        if self.console.is_terminal:
-            self.progress.start()
-        return self
-
-    def __exit__(self, *problem: object) -> None:
-        if self.console.is_terminal:
-            self.progress.stop()
-
-
-class Board(Live):
-    """A bar over `total` runs, of which `done` exist already, with the bar of the current run below it.
-
-    Without a terminal it prints a line per run. The time left is estimated from the mean time of the runs
-    made so far.
-    """
-
-    def __init__(self, label: str, total: int, done: int = 0) -> None:
-        super().__init__(_bars())
-        self._total = total
-        self._left = total - done
-        self._seconds: list[float] = []
-        self._began = time.monotonic()
-        self._task = self.progress.add_task(label, total=max(total, 1), completed=done, shown="runs")
-
-    def begin(self) -> None:
-        """Note that a run begins, to measure its time."""
-        self._began = time.monotonic()
-
-    def end(self, line: str) -> None:
-        """Advance the bar when a run has ended, and print `line`, which says how it ended."""
-        self._seconds.append(time.monotonic() - self._began)
-        self._left -= 1
-        left = _time(self._left * sum(self._seconds) / len(self._seconds))
-        self.progress.update(self._task, advance=1, shown=f"runs  {left} left")
-        self.console.print(
-            f"{self._total - self._left}/{self._total}  {line}; {left} left", highlight=False, soft_wrap=True
-        )
-
-
-class StepProgress(Live):
+class StepProgress:
     """Follows `metrics`, the metrics.jsonl of a run, from step `done` to `steps`; call `tick` often.
 
-    With a `board` it is a line of that board, and prints nothing without a terminal.
+    Of `one_of_many` runs nothing is left when it ends, and nothing is printed without a terminal.
     """
 
     def __init__(
-        self, label: str, steps: int, metrics: Path, done: int = 0, board: Board | None = None
+        self, label: str, steps: int, metrics: Path, done: int = 0, *, one_of_many: bool = False
     ) -> None:
-        super().__init__(board.progress if board else _bars())
+        self._console = Console(stderr=True, markup=False)  # Lines of ranks may contain brackets.
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[shown]}"),
+            TimeElapsedColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+            auto_refresh=False,
+            transient=one_of_many,
+            get_time=time.monotonic,
+            speed_estimate_period=math.inf,  # Of all steps that were seen.
+        )
         self._label = label
         self._steps = steps
-        self._path = metrics
-        self._last: dict[str, Any] = {}
+        self._metrics = metrics
+        self._prints = not (one_of_many or self._console.is_terminal)
         self._printed = done
-        self._begin()
-        self._board = board
-        self._task = self.progress.add_task(label, total=max(steps, 1), completed=done, shown="starting")
+        self._task = self._bar.add_task(label, total=max(steps, 1), completed=done, shown="starting")
+        self._ignore_metrics()
 
-    def _begin(self) -> None:
+    def _ignore_metrics(self) -> None:
         """Ignore the metrics file that exists now, until another one replaces it."""
         self._position = 0
-        self._first: tuple[float, int] | None = None
-        self._stale = self._path.stat().st_ino if self._path.exists() else None
+        self._stale = self._metrics.stat().st_ino if self._metrics.exists() else None
 
     def __enter__(self) -> Self:
-        return self if self._board else super().__enter__()
+        self._bar.start()
+        return self
 
     def __exit__(self, *problem: object) -> None:
         self.tick()
-        if self._board:
-            self.progress.remove_task(self._task)
-        else:
-            super().__exit__(*problem)
+        self._bar.stop()
 
     def say(self, line: str) -> None:
         """Print a line about a restart of all ranks, and wait for their new metrics file."""
-        self._begin()
-        self.progress.update(self._task, shown="starting again")
-        self.console.print(f"{self._label}: {line}", highlight=False, soft_wrap=True)
+        self._ignore_metrics()
+        self._bar.reset(self._task, shown="starting again")
+        self._console.print(f"{self._label}: {line}", highlight=False, soft_wrap=True)
 
     def tick(self) -> None:
         """Read new records and show the last one."""
-        fresh = self._read()
-        if self.console.is_terminal:
-            if fresh:
-                self.progress.update(self._task, completed=self._last["step"], shown=self._shown())
-            self.progress.refresh()
-        elif fresh and not self._board and self._last["step"] >= self._printed + self._steps / 10:
-            self._printed = self._last["step"]
-            self.console.print(
-                f"{self._label}: step {self._printed}/{self._steps}  {self._shown()}", highlight=False
-            )
+        if record := self._last_new_record():
+            step = record["step"]
+            self._bar.update(self._task, completed=step)
+            shown = self._shown(record["loss"])
+            self._bar.update(self._task, shown=shown)
+            if self._prints and step >= self._printed + self._steps / 10:
+                self._printed = step
+                self._console.print(f"{self._label}: step {step}/{self._steps}  {shown}", highlight=False)
+        self._bar.refresh()
 
-    def _read(self) -> bool:
-        if not self._path.exists() or self._path.stat().st_ino == self._stale:
-            return False
-        with self._path.open("rb") as stream:
+    def _last_new_record(self) -> dict[str, Any] | None:
+        if not self._metrics.exists() or self._metrics.stat().st_ino == self._stale:
+            return None
+        with self._metrics.open("rb") as stream:
             stream.seek(self._position)
             data = stream.read()
         whole = data.rfind(b"\n") + 1
         self._position += whole
-        if not whole:
-            return False
-        self._last = json.loads(data[:whole].splitlines()[-1])
-        if self._first is None:
-            self._first = (time.monotonic(), self._last["step"])
-        return True
+        return json.loads(data[:whole].splitlines()[-1]) if whole else None
 
-    def _shown(self) -> str:
-        loss = self._last["loss"]
+    def _shown(self, loss: float | None) -> str:
+        (task,) = self._bar.tasks
         shown = f"loss {loss:.3f}  " if loss is not None else ""
-        assert self._first is not None
-        seconds, steps = time.monotonic() - self._first[0], self._last["step"] - self._first[1]
-        if steps <= 0:
+        if not task.speed or task.time_remaining is None:
             return shown + "estimating time left"
-        left = seconds / steps * (self._steps - self._last["step"])
-        return f"{shown}{seconds / steps:.2f} s/step  {_time(left)} left"
+        return f"{shown}{1 / task.speed:.2f} s/step  {clock(task.time_remaining)} left"
 
 
-def _bars() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-        TextColumn("{task.fields[shown]}"),
-        TimeElapsedColumn(),
-        console=Console(stderr=True, markup=False),  # Lines of ranks may contain brackets.
-        auto_refresh=False,
-    )
-
-
-def _time(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """Return a time as `1:05`, or `2:01:05` from an hour on."""
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"

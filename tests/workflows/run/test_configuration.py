@@ -130,10 +130,6 @@ def test_bad_configurations(text: str, tmp_path: Path, capsys: pytest.CaptureFix
         (["compare", str(LLAMA), "--methods", "none,none"], ["'none,none'", "different"]),
         (["compare", str(LLAMA), "--methods", "../methods/none"], ["'../methods/none'", "must be one of"]),
         (["train", str(LLAMA), "launch.script="], ["launch.script", "no such file"]),
-        (
-            ["prepare-data", str(LLAMA), "--out", "x", "--tokenizer", "bpe:99999999999999"],
-            ["SIZE from 300 to"],
-        ),
     ],
 )
 def test_bad_command_lines(

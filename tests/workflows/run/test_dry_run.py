@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from megatron_patch.errors import UserError
+from megatron_patch.workflows import data
 from megatron_patch.workflows.cli import main
 from megatron_patch.workflows.run import configuration, prepare
 from megatron_patch.workflows.run.configuration import shipped
@@ -32,7 +35,7 @@ def test_a_gpu_recipe_where_there_is_no_gpu_no_data_and_no_cluster(
     printed = capsys.readouterr().out
     comments, command, rest = printed.partition("TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600 ")
     assert "16 ranks on 2 nodes" in comments
-    assert "data/llama2.bin and .idx are needed, and not there: megatron-loco prepare-data" in comments
+    assert "data/llama2_text_document.bin and .idx are needed, and not there; Megatron's tools/" in comments
     assert "launch.rdzv_endpoint is not set" in comments
     words = shlex.split((command + rest).splitlines()[0])
     assert words[0] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600"
@@ -43,6 +46,7 @@ def test_a_gpu_recipe_where_there_is_no_gpu_no_data_and_no_cluster(
     flags = " ".join(words)
     assert "--num-layers 32" in flags
     assert "--lr 0.0001" in flags
+    assert "--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizers/llama2" in flags
     assert f"--compression-output {out}" in flags
     shown = write(tmp_path, printed.partition("# configuration\n")[2])
     assert configuration.load(shown) == configuration.load(Path(SEVEN_B), ["megatron.lr=1e-4"])
@@ -54,8 +58,8 @@ def test_a_gpu_recipe_where_there_is_no_gpu_no_data_and_no_cluster(
     ("arguments", "words"),
     [
         (["megatron.num_layer=4"], ["megatron.num_layer", "did you mean num_layers"]),
-        (["megatron.global_batch_size=1000"], ["megatron.global_batch_size: 1000", "multiple"]),
-        (["megatron.tensor_model_parallel_size=3"], ["16 ranks do not divide by", "3"]),
+        (["megatron.global_batch_size=1000"], ["(1000) must be divisible by", "data_parallel_size (16)"]),
+        (["megatron.tensor_model_parallel_size=3"], ["world size (16) is not divisible by", "3"]),
         (["launch.node_rank=2"], ["launch.node_rank: 2", "below launch.nnodes, 2"]),
         (["launch.rdzv_endpoint=node01"], ["launch.rdzv_endpoint: 'node01'", "host:port"]),
         (["--with", "configs/clusters/slum.yaml"], ["slum.yaml", "did you mean slurm.yaml"]),
@@ -128,9 +132,14 @@ def test_what_only_a_run_needs(
 @pytest.mark.parametrize(
     ("section", "line", "flags"),
     [
-        ("{path: a, tokenizer: x/tokenizer.json}", "a.bin and .idx are needed", "HuggingFaceTokenizer"),
-        ("{path: a, source: texts}", "a would be prepared from texts, tokenizer bytes", "NullTokenizer"),
+        ("{path: a}", "a.bin and .idx are needed, and not there; Megatron's tools/preprocess_data.py", None),
+        ("{path: a, source: stdlib}", "a would be prepared from stdlib, tokenizer bytes", "NullTokenizer"),
         ("{path: a, source: stdlib, tokenizer: 'bpe:8000'}", "from stdlib", "HuggingFaceTokenizer"),
+        (
+            "{path: a, source: 'installed:numpy', tokenizer: b}",
+            "from installed:numpy",
+            "HuggingFaceTokenizer",
+        ),
         ("{}", "made up by Megatron", None),
     ],
 )
@@ -140,15 +149,35 @@ def test_what_is_said_of_the_data(section: str, line: str, flags: str | None, tm
     assert prepare.planned_data(run).get("tokenizer_type") == flags
 
 
-def test_data_that_is_there_and_data_named_by_megatrons_own_flag(tmp_path: Path) -> None:
-    from megatron_patch.workflows.data import command
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.source=my_texts/"], ["source: 'my_texts/'", "stdlib, installed:NAME"]),
+        (["data.source=texts.jsonl"], ["source: 'texts.jsonl'", "stdlib, installed:NAME"]),
+        (["data.valid_path=v", "data.valid_source=my_texts/"], ["source: 'my_texts/'"]),
+        (["data.source=null", "data.tokenizer=a/tokenizer.json"], ["data.tokenizer: 'a/tokenizer.json'"]),
+    ],
+)
+def test_text_and_tokenizers_of_ones_own_are_megatrons_task(
+    overrides: list[str], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = f"data.path={tmp_path}/set"
+    assert main(["train", SEVEN_B, path, *overrides, "--dry-run", "--out", str(tmp_path / "run")]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    for word in (*words, "Megatron's tools/preprocess_data.py"):
+        assert word in err
+    with pytest.raises(UserError, match=re.escape(words[0])):
+        prepare.prepared_data(configuration.load(Path(SEVEN_B), [path, *overrides]))
+    assert list(tmp_path.iterdir()) == []
 
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").write_text("some words\n" * 50)
-    command.prepare(tmp_path / "texts", tmp_path / "set", quiet=True)
+
+def test_data_that_is_there_and_data_named_by_megatrons_own_flag(tmp_path: Path) -> None:
+    data.prepare("installed:numpy/version.py", tmp_path / "set")
     run = configuration.load(write(tmp_path, f"data: {{path: {tmp_path}/set, tokenizer: 'bpe:900'}}\n"))
     assert prepare.data_line(run) == f"data: {tmp_path}/set.bin and .idx are there"
     assert prepare.planned_data(run)["tokenizer_type"] == "NullTokenizer", "the manifest knows"
+    assert prepare.prepared_data(run) == prepare.planned_data(run)
 
     run = configuration.load(
         write(tmp_path, f"megatron: {{data_path: [0.5, {tmp_path}/set, 0.5, {tmp_path}/no]}}\n")
@@ -157,15 +186,13 @@ def test_data_that_is_there_and_data_named_by_megatrons_own_flag(tmp_path: Path)
 
 
 def test_validation_and_test_data_of_their_own_have_the_tokenizer_of_the_training_data(
-    tmp_path: Path,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron_patch.workflows.data.files import load_manifest
-
-    for name, text in {"train": "some words ", "valid": "other words ", "test": "quite different "}.items():
-        (tmp_path / f"{name}.txt").write_text(text * 500)
+    sources = {"train": "numpy/_core/*.py", "valid": "numpy/fft/*.py", "test": "numpy/ma/*.py"}
     parts = ", ".join(
-        f"{key}path: {tmp_path}/{name}-set, {key}source: {tmp_path}/{name}.txt"
-        for key, name in {"": "train", "valid_": "valid", "test_": "test"}.items()
+        f"{'' if name == 'train' else f'{name}_'}path: {tmp_path}/{name}-set, "
+        f"{'' if name == 'train' else f'{name}_'}source: 'installed:{source}'"
+        for name, source in sources.items()
     )
     run = configuration.load(write(tmp_path, f"data: {{{parts}, tokenizer: 'bpe:320'}}\n"))
     planned, lines = prepare.planned_data(run), prepare.data_line(run).splitlines()
@@ -177,13 +204,11 @@ def test_validation_and_test_data_of_their_own_have_the_tokenizer_of_the_trainin
     assert {key: value for key, value in planned.items() if key.endswith("data_path")} == {
         f"{part}_data_path": [f"{tmp_path}/{part}-set"] for part in ("train", "valid", "test")
     }
-    made = [load_manifest(tmp_path / f"{name}-set") for name in ("train", "valid", "test")]
-    assert len({manifest.vocab_size for manifest in made if manifest}) == 1
-    vocabularies = {
-        (tmp_path / f"{name}-set-tokenizer/tokenizer.json").read_text() for name in ("train", "valid", "test")
-    }
+    vocabularies = {(tmp_path / f"{name}-set-tokenizer/tokenizer.json").read_text() for name in sources}
     assert len(vocabularies) == 1
-    assert prepare.prepared_data(run) == planned, "and a second time nothing is prepared"
+    capsys.readouterr()
+    assert prepare.prepared_data(run) == planned
+    assert capsys.readouterr() == ("", ""), "and a second time nothing is prepared"
 
 
 SHIPPED = {

@@ -99,8 +99,6 @@ def test_a_replicated_optimizer_is_not_refused(parser: argparse.ArgumentParser) 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["megatron.global_batch_size=30"], ["megatron.global_batch_size", "30", "multiple"]),
-        (["megatron.tensor_model_parallel_size=3"], ["4 ranks", "3"]),
         *(
             (
                 ["megatron.use_megatron_fsdp=true", f"megatron.data_parallel_sharding_strategy={strategy}"],
@@ -148,7 +146,7 @@ def test_a_replicated_optimizer_is_not_refused(parser: argparse.ArgumentParser) 
         (["megatron.optimizer=muon", "compression.method=onebit_adam"], ["'muon'", "use adam"]),
         (
             ["megatron.num_attention_heads=5"],
-            ["hidden_size % num_attention_heads == 0", "num_attention_heads is 5"],
+            ["args.hidden_size % args.num_attention_heads == 0"],
         ),
         (
             ["megatron.train_iters=10", "megatron.lr_decay_iters=5", "megatron.train_samples=3"],

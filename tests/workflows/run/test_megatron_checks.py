@@ -1,13 +1,11 @@
-"""What Megatron meets with a bare assertion in its ranks ends in one line before any process starts."""
+"""What would end ranks late, or without a word of a flag, ends in one line before any process starts."""
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import os
-import time
-from importlib.util import find_spec
+import re
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from worker_pool import in_warm_process
 from megatron_patch.errors import UserError
 from megatron_patch.megatron import run_script
 from megatron_patch.workflows import cli
-from megatron_patch.workflows.run import configuration, launcher, megatron_flags, preflight, prepare
+from megatron_patch.workflows.run import configuration, launcher, megatron_flags, prepare
 from megatron_patch.workflows.run.configuration import shipped
 
 TINY, MOE = "llama_tiny", "moe_tiny"
@@ -46,28 +44,19 @@ def checked(recipe: str, settings: str, parser: argparse.ArgumentParser) -> argp
     ("recipe", "settings", "line"),
     [
         # in Megatron's words
-        (TINY, "train_iters=12", "lr_warmup_steps < lr_decay_steps, but lr_decay_steps is 768"),
-        (TINY, "min_lr=1", "min_lr <= lr, but lr is 0.002, min_lr is 1.0"),
-        (TINY, "lr_decay_style=WSD", "wsd_decay_steps is not None"),
+        (TINY, "min_lr=1", "AssertionError: arguments.py:LINE: assert args.min_lr <= args.lr"),
         (TINY, "train_samples=99", "expected iteration-based training"),
-        (
-            TINY,
-            "hidden_size=130",
-            "hidden_size % num_attention_heads == 0, but hidden_size is 130",
-        ),
+        (TINY, "hidden_size=130", "assert args.hidden_size % args.num_attention_heads == 0"),
         (TINY, "seq_length=128", "max_position_embeddings (64) must be greater than or equal to seq_length"),
         (TINY, "seq_length=null", "seq_length is not None"),
         (TINY, "hidden_size=null", "hidden_size argument is None"),
-        (TINY, "recompute_granularity=full", 'recompute_method must be "block" or "uniform"'),
-        (
-            TINY,
-            "bf16=true fp16=true",
-            "Megatron requires not bf16 where fp16, but bf16 is True",
-        ),
-        (TINY, "num_attention_heads=2 tensor_model_parallel_size=4", "must be a multiple of tensor_model"),
+        (TINY, "bf16=true fp16=true", "assert not args.bf16"),
         (TINY, "num_layers=3 pipeline_model_parallel_size=2", "Number of layers should be divisible"),
         (TINY, "micro_batch_size=null", "micro_batch_size is not None"),
         (MOE, "expert_model_parallel_size=3", "Number of experts should be a multiple"),
+        (TINY, "global_batch_size=30", "(30) must be divisible by"),
+        (TINY, "tensor_model_parallel_size=3", "world size (4) is not divisible by"),
+        (TINY, "micro_batch_size=0", "assert args.micro_batch_size > 0"),
         # what it does not say, or without a flag's name
         (TINY, "lr=null", "lr: must be given"),
         (TINY, "train_iters=0", "train_iters: 0 must be 1 or more"),
@@ -86,11 +75,9 @@ def checked(recipe: str, settings: str, parser: argparse.ArgumentParser) -> argp
         ),
         (MOE, "moe_router_topk=5", "moe_router_topk: 5 must not be above megatron.num_experts, 4"),
         (TINY, "tensor_model_parallel_size=0", "tensor_model_parallel_size: 0 must be 1 or more"),
-        (TINY, "micro_batch_size=0", "micro_batch_size: 0 must be 1 or more"),
         (TINY, "log_interval=0", "log_interval: 0 must be 1 or more"),
         (TINY, "save_interval=0", "save_interval: 0 must be 1 or more"),
         (TINY, "eval_interval=0", "eval_interval: 0 must be 1 or more"),
-        (TINY, "seed=0", "seed: 0 must be 1 or more"),
     ],
 )
 def test_one_line_names_the_flag_and_what_it_must_be(
@@ -98,7 +85,7 @@ def test_one_line_names_the_flag_and_what_it_must_be(
 ) -> None:
     with pytest.raises(UserError) as caught:
         checked(recipe, settings, parser)
-    assert line in str(caught.value)
+    assert line in re.sub(r"\.py:\d+:", ".py:LINE:", str(caught.value))
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 150
 
@@ -139,55 +126,9 @@ def test_what_trains_is_not_refused(recipe: str, settings: str, parser: argparse
     assert checked(recipe, settings, parser).num_layers
 
 
-def test_a_check_takes_a_moment_and_changes_nothing(parser: argparse.ArgumentParser) -> None:
-    args = checked(MOE, "", parser)
-    before = copy.deepcopy(vars(args))
-    start = time.monotonic()
-    preflight.build(args)
-    assert time.monotonic() - start < 0.5
-    assert vars(args) == before
-
-
-def test_what_only_this_machine_lacks_is_not_the_configuration_s_fault(
-    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    args = checked(TINY, "", parser)
-    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
-
-    def transformer(_: argparse.Namespace) -> None:
-        raise ValueError("a new fusion is not available. Please install TE >= 9.9.")
-
-    monkeypatch.setattr(preflight, "_transformer", transformer)
-    with pytest.raises(UserError, match="a new fusion is not available"):
-        preflight.build(args)  # its ranks run here, without Transformer Engine
-    args.transformer_impl = "transformer_engine"
-    preflight.build(args)
-
-
-def test_an_assertion_without_words_tells_its_condition_and_values() -> None:
-    class Batch:
-        size = 3
-
-        def check(self) -> None:
-            assert (
-                self.size
-                % 2
-                == 0
-            )  # fmt: skip
-
-    with pytest.raises(AssertionError) as caught:
-        Batch().check()
-    caught.value.args = ()  # pytest writes its own words into assertions of tests
-    told = preflight._told(caught.value)
-    assert told.startswith("Megatron requires (")
-    assert "size % 2 == 0" in told
-    assert told.endswith("but size is 3")
-
-
 # --- the whole command -----------------------------------------------------------------------------------
 
 MISTAKES = {
-    "warm-up": ["megatron.train_iters=12"],
     "heads": ["megatron.num_attention_heads=7"],
     "groups": ["megatron.group_query_attention=true", "megatron.num_query_groups=3"],
     "log": ["megatron.log_interval=0"],
@@ -243,14 +184,3 @@ def test_a_rank_s_bare_assertion_shows_its_source_line(
             call()
         run_script._leave_failure(caught.value, user=False)
         assert json.loads((tmp_path / "rank-2.json").read_text())["error"] == wanted
-
-
-def test_muon_without_its_package_is_refused(
-    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings, absent = "optimizer=muon bf16=true", "emerging_optimizers"
-    checked(TINY, settings, parser)
-    monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == absent else find_spec(name))
-    with pytest.raises(UserError, match=r"'muon' needs .*: pip install emerging-optimizers"):
-        checked(TINY, settings, parser)
-    checked(TINY, "", parser)

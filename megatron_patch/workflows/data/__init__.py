@@ -1,1 +1,0 @@
-"""`megatron-loco prepare-data`: makes Megatron data sets of text."""
