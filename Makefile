@@ -14,7 +14,7 @@ help: ## list the targets
 
 setup: $(READY) ## create .venv with the locked dependencies
 
-KERNELS := hatch_build.py $(wildcard megatron_patch/quantization/native/*.cpp megatron_patch/quantization/native/*.h)
+KERNELS := hatch_build.py $(wildcard megatron_patch/*/native/*.cpp megatron_patch/*/native/*.h)
 
 $(READY): requirements.lock pyproject.toml tools/setup.sh $(KERNELS)
 	@bash tools/setup.sh "$(VENV)"

@@ -1,4 +1,5 @@
-"""Build hook: compiles the CPU kernels (megatron_patch/quantization/native) with the system's compiler.
+"""Build hook: compiles the CPU kernels with the system's compiler, into one library: those of the codecs
+(megatron_patch/quantization/native) and of the weight coder (megatron_patch/weights/native).
 
 Without a compiler the package is built all the same, without the library: it then runs the torch reference,
 which is slower and gives the same bits.
@@ -23,8 +24,9 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCES = Path("megatron_patch/quantization/native")
+OF_WEIGHTS = Path("../../weights/native")  # from there
 LIBRARY = "libmegatron_loco.so"
-VARIED = ("kernels.cpp", "weight_code.cpp")  # compiled once for each instruction set
+VARIED = (Path("kernels.cpp"), OF_WEIGHTS / "code.cpp")  # compiled once for each instruction set
 # Bit-equality with the reference: no contraction into fused multiply-adds, no reordering but of the sums that
 # the source marks (#pragma omp simd).
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
@@ -64,7 +66,10 @@ class NativeKernels(BuildHookInterface):
 
 def compile_library(folder: Path, library: Path, machine: str = platform.machine()) -> None:
     """Compile the variants of the kernels and dispatch.cpp into the library; nothing if it is up to date."""
-    inputs = [*folder.glob("*.cpp"), *folder.glob("*.h"), Path(__file__)]
+    inputs = [
+        path for kind in ("*.cpp", "*.h") for of in (folder, folder / OF_WEIGHTS) for path in of.glob(kind)
+    ]
+    inputs.append(Path(__file__))
     if library.exists() and library.stat().st_mtime > max(path.stat().st_mtime for path in inputs):
         return
     compiler = compiler_for(machine)
@@ -78,8 +83,8 @@ def compile_library(folder: Path, library: Path, machine: str = platform.machine
         jobs = [(folder / "dispatch.cpp", Path(scratch, "dispatch.o"), x86)]
         for name, flags in variants.items():
             for source in VARIED:
-                target = Path(scratch, f"{name}-{source}.o")
-                jobs.append((folder / source, target, [*flags, f"-DVARIANT={name}"]))
+                target = Path(scratch, f"{name}-{source.stem}.o")
+                jobs.append((folder / source, target, [*flags, f"-DVARIANT={name}", f"-I{folder}"]))
         for _ in pool.map(lambda job: run(compiler, *FLAGS, *job[2], "-c", job[0], "-o", job[1]), jobs):
             pass
         # Renamed into place: a process that has the old library open keeps it.

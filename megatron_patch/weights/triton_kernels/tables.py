@@ -6,7 +6,7 @@
     front_kernel        numbers      ->  a message's header and tables, and the plan of its tiles
     read_kernel         messages     ->  the decoder's tables, and the plans of the messages' tiles
 
-The tables' entries are described in quantization/native/weight_rans.h.
+The tables' entries are described in weights/native/rans.h.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 //   encoder [context][min(|d|, FAR + 1)]   f - 1 (10 bits), start (10), b (3), escape (1)
 //   decoder [context][slot]                f - 1 (10 bits), slot - start (10), the lowest |d| or ESCAPED (9), b (3)
 #pragma once
-#include "weight_tables.h"
+#include "tables.h"
 #include "weights.h"
 #ifdef __AVX2__
 #include <immintrin.h>

@@ -2,7 +2,7 @@
 //
 // This file is compiled once per instruction set (VARIANT names the namespace); dispatch.cpp picks one at run time.
 #include "kernels.h"
-#include "weight_rans.h"
+#include "rans.h"
 
 namespace VARIANT {
 namespace {
