@@ -58,6 +58,7 @@ def checked(recipe: str, settings: str, parser: argparse.ArgumentParser) -> argp
         (TINY, "tensor_model_parallel_size=3", "world size (4) is not divisible by"),
         (TINY, "micro_batch_size=0", "assert args.micro_batch_size > 0"),
         # what it does not say, or without a flag's name
+        (TINY, "lr_warmup_iters=200", "megatron.lr_warmup_iters: 200 must be below the 200 steps"),
         (TINY, "lr=null", "lr: must be given"),
         (TINY, "train_iters=0", "train_iters: 0 must be 1 or more"),
         (TINY, "num_attention_heads=0", "num_attention_heads: 0 must be 1 or more"),
