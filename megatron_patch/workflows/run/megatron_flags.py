@@ -141,9 +141,9 @@ def _validate(args: argparse.Namespace, world_size: int) -> None:
 
 def _rules(args: argparse.Namespace) -> Iterator[str]:
     """Yield an error for each setting with which a rank would fail late, naming no flag."""
-    decay = args.lr_decay_iters or args.train_iters
-    if args.lr_warmup_iters and decay and args.lr_warmup_iters >= decay:
-        yield f"megatron.lr_warmup_iters: {args.lr_warmup_iters} must be below the {decay} steps of the schedule"
+    warmup, decay = args.lr_warmup_iters, args.lr_decay_iters or args.train_iters
+    if warmup and decay and warmup >= decay:
+        yield f"megatron.lr_warmup_iters: {warmup} must be below the {decay} steps of the schedule"
     heads, groups = args.num_attention_heads, args.num_query_groups
     own_attention = not (args.multi_latent_attention or args.heterogeneous_layers_config_path)
     if own_attention and args.group_query_attention and groups and heads % groups:
