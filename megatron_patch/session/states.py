@@ -324,7 +324,8 @@ def state_dict(
     manifest, data = pack(rank, scale)
     sets = [list(each.parameters) for each in rank.exchanged]
     here = f"{_RANK}{dist.get_rank()}"
-    return {f"{here}.manifest": json.dumps({"sets": sets, **json.loads(manifest)}), here: data}
+    text = json.dumps({"sets": sets, **json.loads(manifest)})
+    return {f"{here}.manifest": text} | ({here: data} if data.numel() else {})
 
 
 def load_state_dict(rank_of: RankOf | None, state: Mapping[str, Any], scale: float) -> None:
@@ -365,7 +366,7 @@ def _room_for(reader: Any, path: str | None) -> dict[str, Any]:
     ranks = {int(key["rank"]) for key in manifests if key["prefix"] == prefix}
     here = f"{_RANK}{dist.get_rank() if dist.get_rank() in ranks else min(ranks)}"
     room: dict[str, Any] = {f"{here}.manifest": ""}
-    if dist.get_rank() in ranks:
+    if dist.get_rank() in ranks and prefix + here in stored:  # Without errors there are no bytes.
         room[here] = torch.empty(stored[prefix + here].size, dtype=torch.uint8, device="cpu")
     return room
 

@@ -153,6 +153,42 @@ def test_in_another_layout_errors_start_from_zero(
     assert all((errors, steps) == (False, [7]) for errors, steps, _ in reports)
 
 
+def without_errors(folder: str, options: dict[str, Any]) -> tuple[bool, int, list[str]]:
+    """In a worker: whether a state has bytes, and the steps and lines of a model that loads it."""
+    import torch.distributed.checkpoint as dcp
+    from with_megatron.seam_runs import built
+
+    import megatron_patch
+
+    tiny, _ = built({}, options)
+    for step in range(3):
+        tiny.step(tiny.random_gradients(step))
+    state = megatron_patch.state_dict(tiny.ddp)
+    dcp.save({"compression": state}, checkpoint_id=folder)
+    megatron_patch.disable()
+    again, session = built({}, options)
+    with logged() as lines:
+        _loaded(again.ddp, Path(folder))
+    found = len(state) > 1, session.ledger.steps, lines
+    megatron_patch.disable()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [({"save_error": False}, "they were not saved"), ({"method": "naive"}, "this method keeps no errors")],
+    ids=["not saved", "none"],
+)
+def test_a_state_without_errors_has_the_counters(
+    pool: Any, tmp_path: Path, options: dict[str, Any], line: str
+) -> None:
+    for rank, (has_bytes, steps, lines) in enumerate(
+        pool.run(without_errors, str(tmp_path), options, world_size=2)
+    ):
+        assert (has_bytes, steps) == (False, 3)
+        assert any(line in said for said in lines) == (rank == 0)
+
+
 # --- what is refused, and said ---------------------------------------------------------------------------
 
 
