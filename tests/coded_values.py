@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from megatron_patch.loco import INT8
+from megatron_patch.quantization.rotation import rotate, rotate_back
+
 
 def coded_values(layout: Any, blocks: torch.Tensor) -> torch.Tensor:
     """fp32 [N, blocks, b] of a layout -> [N * S] in the bucket's order, rotated where the blocks are; 0 for
@@ -17,6 +20,26 @@ def coded_values(layout: Any, blocks: torch.Tensor) -> torch.Tensor:
         shards = torch.arange(layout.shards)[:, None] * layout.shard_size
         values[(layout.exact.places + shards)[layout.exact.places >= 0]] = 0
     return values
+
+
+def flat_error(error: Any) -> torch.Tensor:
+    """A MovingAverageError, decoded, rotated back, in the bucket's order: fp32 [B] on CPU, without fill."""
+    blocks = error.decode().cpu()
+    return error.layout.flat(rotate_back(blocks, error.layout) if error.rotated else blocks)
+
+
+def set_error(error: Any, values: torch.Tensor) -> None:
+    """Encode unrotated values, fp32 [B] on CPU, as a MovingAverageError."""
+    layout = error.layout
+    blocks = layout.cut(values)
+    if error.rotated:
+        blocks = rotate(blocks, layout)
+    if error.dtype == "int8":
+        codes, scales = INT8.quantize(blocks)
+        stored = {"codes": layout.join(codes).to(torch.int8), "scales": scales.to(torch.bfloat16)}
+    else:
+        stored = {"values": layout.join(blocks).to(error.tensors()["values"].dtype)}
+    error.restore(stored)
 
 
 def rows_of(layout: Any, payload: torch.Tensor) -> torch.Tensor:

@@ -15,12 +15,11 @@ import torch
 
 from megatron_patch import loco
 from megatron_patch.config import CompressionConfig
-from megatron_patch.loco import INT8, STATISTICS, load_error
+from megatron_patch.loco import STATISTICS, load_error
 from megatron_patch.quantization import backends
 from megatron_patch.quantization.blocks import Span
 from megatron_patch.quantization.codec import Codec, check_codec, codec_of
 from megatron_patch.quantization.layout import BlockLayout
-from megatron_patch.quantization.rotation import rotate, rotate_back
 from megatron_patch.registry import OWN_CODECS, codecs
 
 _FLOATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -60,31 +59,6 @@ class MovingAverageError:
     def decode(self) -> torch.Tensor:
         """Return decode(e), fp32 [N, blocks, b]; it is still rotated if e is stored rotated."""
         return load_error(self._state, self.layout)
-
-    def flat(self) -> torch.Tensor:
-        """Return decode(e), rotated back, without fill and in the bucket's order: fp32 [B] on CPU."""
-        stored = {name: tensor.cpu().view(1, -1) for name, tensor in self._state.items()}
-        error = torch.zeros(self.layout.numel, device="cpu")
-        for which, part in self.layout.by_width:
-            chosen = {name: t[:, which] if name == "scales" else t for name, t in stored.items()}
-            blocks = load_error(chosen, part)
-            error += part.flat(rotate_back(blocks, part) if self.rotated else blocks)
-        return error
-
-    def set(self, values: torch.Tensor) -> None:
-        """Set e <- encode(values) for unrotated `values`, fp32 [B] on CPU."""
-        new = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in self._state.items()}
-        for which, part in self.layout.by_width:
-            blocks = part.cut(values)
-            if self.rotated:
-                blocks = rotate(blocks, part)
-            if "values" in new:
-                new["values"].view(-1).add_(part.join(blocks)[0])
-                continue
-            codes, scales = INT8.quantize(blocks)
-            new["codes"].view(-1).add_(part.join(codes)[0])
-            new["scales"].view(-1)[which] = scales[0].to(torch.bfloat16)
-        self.restore(new)
 
     def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
         """Restore what `tensors` returned, bit for bit; other names in `saved` are ignored.

@@ -141,12 +141,10 @@ class BlockTable:
     _source: tuple[BlockTable, slice] | None = field(default=None, repr=False)
 
     @staticmethod
-    def of(
-        spans: Sequence[Span], shards: Sequence[Sequence[Range]], block: int, bits: int, blocks: int = 1
-    ) -> BlockTable:
+    def of(spans: Sequence[Span], shards: Sequence[Sequence[Range]], block: int, bits: int) -> BlockTable:
         """Create the table of shards, each given as the ranges of the tensor that it consists of.
 
-        Every shard gets at least `blocks` blocks.
+        Every shard gets at least one block.
 
         Raises:
             UserError: a shard has more than 2^31 - 1 elements.
@@ -164,7 +162,7 @@ class BlockTable:
             runs,
             block,
             bits,
-            max(blocks, *(sum(run.blocks(block) for run in of_shard) for of_shard in runs)),
+            max(1, *(sum(run.blocks(block) for run in of_shard) for of_shard in runs)),
             max(sum(run.words(block, bits) for run in of_shard) for of_shard in runs),
         )
 

@@ -136,27 +136,6 @@ class BlockLayout:
     def _starts(self) -> dict[torch.device, torch.Tensor]:
         return {}
 
-    @functools.cached_property
-    def by_width(self) -> list[tuple[torch.Tensor, BlockLayout]]:
-        """The blocks in groups of similar length: the indices of the group's blocks among all shards' blocks,
-        int64 [n] on CPU, and a layout of these blocks alone.
-
-        If rows are far shorter than b, [N, blocks, b] is mostly fill; within a group at most half of it is.
-        """
-        lengths = self.lengths(torch.device("cpu")).flatten()
-        firsts = self.table.places[..., 0].to(torch.int64)
-        starts = (firsts + torch.arange(self.shards, device="cpu")[:, None] * self.shard_size).flatten()
-        exponents = (lengths - 1).clamp(min=0).to(torch.float64).frexp().exponent
-        found = []
-        for exponent in exponents[lengths > 0].unique().tolist():
-            which = ((exponents == exponent) & (lengths > 0)).nonzero().flatten()
-            listed = torch.stack([starts[which], lengths[which], torch.zeros_like(which)], dim=-1)[None]
-            block = min(1 << exponent, self.block)
-            table = BlockTable((), block, self.bits, len(which), 0, {listed.device: listed})
-            whole = replace(self, shards=1, shard_size=self.shards * self.shard_size)
-            found.append((which, replace(whole, block=block, table=table)))
-        return found
-
     def cut(self, flat: torch.Tensor) -> torch.Tensor:
         """Cut [B] of any float dtype into fp32 [N, blocks, b], with zeros in short shards and blocks."""
         whole = F.pad(flat.to(torch.float32), (0, self.shards * self.shard_size - flat.numel()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from coded_values import flat_error
 
 OPTIONS = {"method": "loco", "start_step": 0, "reset_interval": 0}
 
@@ -85,7 +86,7 @@ def overflows_at_the_start() -> list[tuple[float, int, int, float]]:
         scaler.update()
         optimizer.zero_grad()
         session = attachment.session
-        pending = sum(float(sender.error.flat().abs().sum()) for sender in attachment.session.senders)
+        pending = sum(float(flat_error(sender.error).abs().sum()) for sender in attachment.session.senders)
         skipped = session.ledger.events.skipped_steps
         told.append((pending, session.ledger.steps_seen, skipped, session.report.traffic.nbytes))
     megatron_patch.disable()

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+from coded_values import flat_error
 from pytorch.fsdp2_runs import Model, gradients_of, sharded
 
 LOCO = {"method": "loco", "start_step": 0, "reset_interval": 0}
@@ -67,7 +68,7 @@ class Loop:
             optimizer.zero_grad()
 
     def errors(self) -> list[Any]:
-        return [sender.error.flat() for sender in self.attachment.session.senders]
+        return [flat_error(sender.error) for sender in self.attachment.session.senders]
 
     def unscaled(self) -> list[Any]:
         """Errors divided by the loss scale that they carry."""
@@ -385,9 +386,9 @@ def actor_and_critic(fused: bool) -> tuple[tuple[int, int, int], bool]:
     attachment, kept = attach.attachment_of(model), True
     each = [torch.optim.AdamW(half.parameters(), lr=1e-3, fused=fused) for half in model.module.halves]
     for number in range(8):
-        before = [sender.error.flat().clone() for sender in attachment.session.senders]
+        before = [flat_error(sender.error).clone() for sender in attachment.session.senders]
         each[number % 2].zero_grad()
-        kept &= all(map(torch.equal, before, [s.error.flat() for s in attachment.session.senders]))
+        kept &= all(map(torch.equal, before, [flat_error(s.error) for s in attachment.session.senders]))
         model(number % 2, torch.randn(4, 64)).square().mean().backward()
         each[number % 2].step()
     ledger = attachment.session.ledger

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from coded_values import flat_error
 from pytorch.fsdp2_runs import Model, gradients_of, sharded
 from with_megatron.seam_runs import logged
 
@@ -48,7 +49,7 @@ def errors(model: Any) -> list[np.ndarray]:
     from megatron_patch.pytorch import attach
 
     exchanged = attach.attachment_of(model).exchanged()
-    return [sender.error.flat().numpy() for each in exchanged for sender in each.exchange.senders]
+    return [flat_error(sender.error).numpy() for each in exchanged for sender in each.exchange.senders]
 
 
 def run(

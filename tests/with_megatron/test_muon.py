@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from coded_values import flat_error
 from packaging.version import Version
 from simulation.adam_float64 import AdamOptions
 from with_megatron.gpt_model import BETAS, EPSILON, LEARNING_RATE, WEIGHT_DECAY
@@ -218,9 +219,9 @@ def attached_before_muon(options: dict[str, Any]) -> dict[str, Any]:
     senders = [sender for state in states for sender in state.senders]
     before = [state.config.method for state in states]
     gpt.backward(0)
-    errors = [sender.error.flat().clone() for sender in senders]
+    errors = [flat_error(sender.error).clone() for sender in senders]
     gpt.update()
-    pairs = zip(errors, (sender.error.flat() for sender in senders), strict=True)
+    pairs = zip(errors, (flat_error(sender.error) for sender in senders), strict=True)
     ratios = [float(after.norm() / error.norm()) for error, after in pairs if error.any()]
     megatron_patch.attach(gpt.chunks, config)  # the same options as before, though the method is another
     found = {

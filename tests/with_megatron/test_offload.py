@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from coded_values import flat_error
 
 OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 1500, "overlap_param_gather": True}
 CASES: dict[str, dict[str, Any]] = {
@@ -81,12 +82,12 @@ def saved_while_away(folder: str) -> tuple[bool, str]:
     except megatron_patch.UserError as error:
         refusal = str(error)
     gpt.update()
-    before = [sender.error.flat().clone() for sender in session.senders]
+    before = [flat_error(sender.error).clone() for sender in session.senders]
     megatron_patch.offload(gpt.chunks)
     write(gpt, Path(folder))
     session.clear_errors()
     read(gpt, Path(folder))
-    same = all(torch.equal(a, s.error.flat()) for a, s in zip(before, session.senders, strict=True))
+    same = all(torch.equal(a, flat_error(s.error)) for a, s in zip(before, session.senders, strict=True))
     megatron_patch.disable()
     return same and all(bool(error.any()) for error in before), refusal
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from coded_values import flat_error, set_error
 
 from megatron_patch.config import DEFAULT_ERROR_BETA
 
@@ -23,7 +24,7 @@ def errors_of(gpt: Any) -> list[Any]:
     from megatron_patch.megatron.attach import session_of
 
     senders = [sender for chunk in gpt.chunks for sender in session_of(chunk).senders]
-    return [sender.error.flat().numpy() for sender in senders]
+    return [flat_error(sender.error).numpy() for sender in senders]
 
 
 def _build(parallel: dict[str, Any], compression: dict[str, Any]) -> Any:
@@ -50,7 +51,7 @@ def with_random_errors(gpt: Any) -> None:
         state.ledger.steps = state.ledger.steps_seen = 7
         for sender in state.senders:
             values = torch.randn(sender.layout.numel, generator=generator)
-            sender.error.set(values * torch.rand(values.shape, generator=generator) ** 4)
+            set_error(sender.error, values * torch.rand(values.shape, generator=generator) ** 4)
 
 
 def save(folder: str, parallel: dict[str, Any], compression: dict[str, Any]) -> Any:
@@ -265,7 +266,7 @@ def load_damaged(folder: str) -> dict[str, Any]:
                 damage(copy)
             torch.distributed.barrier()
             for sender in compressor.senders:
-                sender.error.set(torch.ones(sender.layout.numel))
+                set_error(sender.error, torch.ones(sender.layout.numel))
             rank = rank_state_of(gpt.chunks)
             read = functools.partial(dist_checkpointing._saved, copy, "megatron_loco")
             with _captured() as lines:
@@ -273,7 +274,7 @@ def load_damaged(folder: str) -> dict[str, Any]:
                     dist_checkpointing.restore(rank, copy, read, 3, 1.0)
                 except megatron_patch.UserError as error:
                     lines.append(f"refused: {error}")
-            zero = not any(sender.error.flat().any() for sender in compressor.senders)
+            zero = not any(flat_error(sender.error).any() for sender in compressor.senders)
             found[f"{name} {strict}"] = (lines, zero, compressor.ledger.steps)
         megatron_patch.disable()
     return found
@@ -318,7 +319,7 @@ def loaded_by_one(folder: str) -> tuple[int, bool]:
     state = tree(gpt)
     if torch.distributed.get_rank() == 0:
         dist_checkpointing.load(state, folder, validate_access_integrity=False)
-    found = session.ledger.steps, any(bool(sender.error.flat().any()) for sender in session.senders)
+    found = session.ledger.steps, any(bool(flat_error(sender.error).any()) for sender in session.senders)
     torch.distributed.barrier()
     megatron_patch.disable()
     return found
@@ -416,14 +417,14 @@ def save_in_the_background(folder: str, constant: bool) -> list[bool]:
             async_strategy="mcore",
             sharded_strategy=strategy,
         )
-        saved.append([sender.error.flat().clone() for sender in compressor.senders])
+        saved.append([flat_error(sender.error).clone() for sender in compressor.senders])
         for sender in compressor.senders:
-            sender.error.set(torch.full((sender.layout.numel,), 3.0 + place))
+            set_error(sender.error, torch.full((sender.layout.numel,), 3.0 + place))
         request.execute_sync()
     same = []
     for place in range(2):
         read(gpt, Path(folder, f"iter_000000{place}"))
-        now = [sender.error.flat() for sender in compressor.senders]
+        now = [flat_error(sender.error) for sender in compressor.senders]
         same.append(all(torch.equal(a, b) for a, b in zip(saved[place], now, strict=True)))
     megatron_patch.disable()
     return same
@@ -450,8 +451,10 @@ def two_models(folder: str) -> dict[str, Any]:
         with_random_errors(gpt)
         session.ledger.steps = 7 + number
         for sender in session.senders:
-            sender.error.set(torch.randn(sender.layout.numel))
-    kept = {name: [s.error.flat().clone() for s in session.senders] for name, session in sessions.items()}
+            set_error(sender.error, torch.randn(sender.layout.numel))
+    kept = {
+        name: [flat_error(s.error).clone() for s in session.senders] for name, session in sessions.items()
+    }
 
     def both(names: list[str]) -> dict[str, Any]:
         found = {}
@@ -466,7 +469,7 @@ def two_models(folder: str) -> dict[str, Any]:
             session.clear_errors()
 
     def state(name: str) -> tuple[int, bool, bool]:
-        now = [sender.error.flat() for sender in sessions[name].senders]
+        now = [flat_error(sender.error) for sender in sessions[name].senders]
         same = all(torch.equal(a, b) for a, b in zip(kept[name], now, strict=True))
         return sessions[name].ledger.steps, same, not any(error.any() for error in now)
 
@@ -557,13 +560,13 @@ def scaled(folder: str, save_scale: float, new_scale: float) -> tuple[list[float
     (sender, *_) = session_of(gpt.chunks[0]).senders
     for part in gpt.optimizer.chained_optimizers:
         part.grad_scaler._scale.fill_(save_scale)
-    sender.error.set(torch.arange(sender.layout.numel).float() * save_scale)
+    set_error(sender.error, torch.arange(sender.layout.numel).float() * save_scale)
     write(gpt, Path(folder))
-    before = sender.error.flat() / save_scale
+    before = flat_error(sender.error) / save_scale
     for part in gpt.optimizer.chained_optimizers:
         part.grad_scaler._scale.fill_(new_scale)
     state = read(gpt, Path(folder))
-    after = sender.error.flat() / float(state["optimizer"]["grad_scaler"]["scale"])
+    after = flat_error(sender.error) / float(state["optimizer"]["grad_scaler"]["scale"])
     megatron_patch.disable()
     return before.tolist()[:50], after.tolist()[:50]
 

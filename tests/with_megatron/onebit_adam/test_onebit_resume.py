@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from coded_values import flat_error, set_error
 from seeds import seeded
 
 REPLICATED = {"ddp": {"use_distributed_optimizer": False}, "optimizer": {"use_distributed_optimizer": False}}
@@ -66,7 +67,7 @@ def state_of(tiny: Any, attachment: Any) -> dict[str, Any]:
         "weights": [parameter.detach() for parameter in tiny.parameters],
         "main weights": [p.detach() for a in adam for group in a.param_groups for p in group["params"]],
         "adam": [a.state_dict() for a in adam],
-        "errors": [s.error.flat() for s in compressor.senders if s.error is not None],
+        "errors": [flat_error(s.error) for s in compressor.senders if s.error is not None],
         "momentum": [held for seam in attachment.seams for held in seam.momentum.held or ()],
         "phase": compressor.ledger.phase,
         "counts": (compressor.ledger.steps, compressor.ledger.steps_seen, compressor.ledger.events),
@@ -173,14 +174,14 @@ def change_ranks(folder: str, model: dict[str, Any], save: bool) -> tuple[bool, 
         session.ledger.steps = 7
         session.ledger.phase.switch_step = session.ledger.phase.variance_steps = 4
         for sender in session.senders:
-            sender.error.set(torch.randn(sender.layout.numel, generator=generator))
+            set_error(sender.error, torch.randn(sender.layout.numel, generator=generator))
         write(gpt, Path(folder, "iter_0000007"))
     else:
         with _captured() as lines:
             read_weights_and_errors(gpt, Path(folder, "iter_0000007"))
     phase = session.ledger.phase
     counts = [session.ledger.steps, phase.switch_step, phase.variance_steps, session.active]
-    has_errors = any(bool(sender.error.flat().any()) for sender in session.senders)
+    has_errors = any(bool(flat_error(sender.error).any()) for sender in session.senders)
     megatron_patch.disable()
     return has_errors, lines, counts
 
