@@ -56,13 +56,13 @@ class CompressionConfig:
     )
     bits: int = _option(
         None,
-        f"bits per gradient element on the wire: 8, 4, 3, 2, 1 (default {DEFAULT_BITS}; onebit_adam: 1; with "
+        f"bits per gradient element on the wire: 8, 4, 2, 1 (default {DEFAULT_BITS}; onebit_adam: 1; with "
         "a codec that has no such code, that codec's first)",
     )
     codec: str | None = _option(
         None,
-        "levels: 16, 8 or 4 unevenly spaced levels and a scale from the block's energy; uniform: multiples "
-        "of a scale from the block's largest number; sign: 1 bit (default: levels for 4 to 2 bits; uniform "
+        "levels: 16 or 4 unevenly spaced levels and a scale from the block's energy; uniform: multiples "
+        "of a scale from the block's largest number; sign: 1 bit (default: levels for 4 and 2 bits; uniform "
         "for 8 bits and for block_size shard; sign for 1 bit); or one that your "
         "script registered",
     )

@@ -15,7 +15,7 @@ from megatron_patch.errors import UserError
 
 OWN_TOPOLOGIES = ("auto", "flat", "two_hop")
 """The topologies that collectives/makers.py implements; users cannot register these names."""
-_MOST_BITS = 8
+_WIDTHS = (8, 4, 2, 1)
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class CodecEntry:
 
 
 _OWN = (
-    CodecEntry("uniform", (8, 4, 3, 2), "Uniform"),
-    CodecEntry("levels", (4, 3, 2), "Levels", rotated=True),
+    CodecEntry("uniform", (8, 4, 2), "Uniform"),
+    CodecEntry("levels", (4, 2), "Levels", rotated=True),
     CodecEntry("sign", (1,), "Sign"),
 )
 OWN_CODECS = tuple(entry.name for entry in _OWN)
@@ -58,17 +58,15 @@ def register_codec[Made: Callable[..., Any]](
 
     Args:
         name: a Python identifier that no other codec has.
-        bits: the code widths that the codec supports, 1 to 8; the first one is the default.
+        bits: the code widths that the codec supports, of 8, 4, 2 and 1; the first one is the default.
         rotated: whether blocks are rotated by default before they are coded.
 
     Raises:
         UserError: the name is taken or is no identifier, or `bits` are not allowed.
     """
     widths = tuple(bits)
-    if not widths or any(type(width) is not int or not 1 <= width <= _MOST_BITS for width in widths):
-        raise UserError(
-            f"register_codec({name!r}): bits are whole numbers from 1 to {_MOST_BITS}, not {bits!r}"
-        )
+    if not widths or any(type(width) is not int or width not in _WIDTHS for width in widths):
+        raise UserError(f"register_codec({name!r}): bits are some of 8, 4, 2 and 1, not {bits!r}")
 
     def register(make: Made) -> Made:
         entry = None if name in OWN_CODECS else _codecs.get(name)

@@ -17,7 +17,7 @@ from megatron_patch.config import (
 )
 from megatron_patch.errors import UserError, nearest
 
-BITS = (8, 4, 3, 2, 1)
+BITS = (8, 4, 2, 1)
 
 CHOICES = {
     "method": METHODS,
@@ -34,12 +34,12 @@ REFUSED = [
     ({"method": "loko"}, "method", ", ".join(METHODS)),
     ({"method": "LoCo"}, "method", ", ".join(METHODS)),
     ({"method": ""}, "method", ", ".join(METHODS)),
-    ({"bits": 5}, "bits", "8, 4, 3, 2, 1"),
-    ({"bits": 16}, "bits", "8, 4, 3, 2, 1"),
-    ({"bits": 0}, "bits", "8, 4, 3, 2, 1"),
-    ({"bits": True}, "bits", "8, 4, 3, 2, 1"),
-    ({"bits": "4"}, "bits", "8, 4, 3, 2, 1"),
-    ({"bits": 4.0}, "bits", "8, 4, 3, 2, 1"),
+    ({"bits": 5}, "bits", "8, 4, 2, 1"),
+    ({"bits": 16}, "bits", "8, 4, 2, 1"),
+    ({"bits": 0}, "bits", "8, 4, 2, 1"),
+    ({"bits": True}, "bits", "8, 4, 2, 1"),
+    ({"bits": "4"}, "bits", "8, 4, 2, 1"),
+    ({"bits": 4.0}, "bits", "8, 4, 2, 1"),
     ({"block_size": 100}, "block_size", BLOCK),
     ({"block_size": 8}, "block_size", BLOCK),
     ({"block_size": 0}, "block_size", BLOCK),
@@ -51,8 +51,8 @@ REFUSED = [
     ({"block_size": None}, "block_size", BLOCK),
     ({"block_size": "shards"}, "block_size", BLOCK),
     ({"block_size": "128"}, "block_size", BLOCK),
-    ({"codec": "levels", "bits": 8}, "codec", "uniform with bits 8 (levels has 4, 3, 2)"),
-    ({"codec": "uniform", "bits": 1}, "codec", "sign with bits 1 (uniform has 8, 4, 3, 2)"),
+    ({"codec": "levels", "bits": 8}, "codec", "uniform with bits 8 (levels has 4, 2)"),
+    ({"codec": "uniform", "bits": 1}, "codec", "sign with bits 1 (uniform has 8, 4, 2)"),
     ({"codec": "sign", "bits": 4}, "codec", "uniform or levels with bits 4 (sign has 1)"),
     ({"codec": "nf4"}, "codec", "uniform, levels, sign"),
     ({"rotation": "fourier"}, "rotation", "none, hadamard"),
@@ -154,7 +154,6 @@ def test_every_documented_combination_is_accepted():
     ("options", "codec", "rotation"),
     [
         ({}, "levels", "hadamard"),
-        ({"bits": 3}, "levels", "hadamard"),
         ({"bits": 2}, "levels", "hadamard"),
         ({"bits": 8}, "uniform", "none"),
         ({"bits": 1}, "sign", "none"),
@@ -173,7 +172,7 @@ def test_the_code_follows_the_bits(options, codec, rotation):
     assert CompressionConfig(**config.as_dict()) == config
 
 
-@pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
+@pytest.mark.parametrize("bits", [8, 4, 2, 1])
 @pytest.mark.parametrize("options", [{}, {"block_size": "shard"}, {"error_beta": 0}])
 def test_loco_is_the_default_method(options, bits):
     config = CompressionConfig(bits=bits, **options)
@@ -182,7 +181,7 @@ def test_loco_is_the_default_method(options, bits):
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "dist_muon"])
-@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 def test_muon_has_a_default_method(optimizer, bits):
     flags = {"optimizer": optimizer, "train_iters": 100}
     found = CompressionConfig.for_megatron(flags, bits=bits, method=None)

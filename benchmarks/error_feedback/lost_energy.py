@@ -34,7 +34,6 @@ CODES: dict[str, dict[str, Any]] = {
     "4 bits": {"bits": 4},
     "4, not rotated": {"bits": 4, "rotation": "none"},
     "4, uniform": {"bits": 4, "codec": "uniform"},
-    "3 bits": {"bits": 3},
     "2 bits": {"bits": 2},
     "2, not rotated": {"bits": 2, "rotation": "none"},
     "2, uniform": {"bits": 2, "codec": "uniform"},

@@ -46,7 +46,7 @@ from megatron_patch.weights import native as native_weights
 from megatron_patch.weights import triton_kernels as triton_weights
 
 CODECS: list[Any] = [
-    *(Levels(bits, HADAMARD) for bits in (4, 3, 2)),
+    *(Levels(bits, HADAMARD) for bits in (4, 2)),
     *(Uniform(8), Uniform(4), Uniform(2, HADAMARD), Sign()),
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -20,12 +20,11 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, overload
+from typing import overload
 
 import torch
 
 from megatron_patch.errors import UserError
-from megatron_patch.quantization.packing import planes
 
 SHORTEST_ROW = 16
 """The least elements of a row. The shorter rows of a parameter count as one row: a scale for each of them
@@ -234,18 +233,14 @@ class BlockTable:
         """
         places = self.on(device).to(torch.int64)
         width = word_bytes(block, bits)
-        first, found = places[..., 2:], []
-        for _, plane in planes(bits):
-            inside = torch.arange(block * plane // 8, device=device)
-            needed = _words(places[..., 1:2], plane, width)
-            found.append(torch.where(inside < needed * width, first * width + inside, self.words * width))
-            first = first + needed
-        return torch.cat(found, dim=-1)
+        inside = torch.arange(block * bits // 8, device=device)
+        needed = words_of(places[..., 1:2], block, bits) * width
+        return torch.where(inside < needed, places[..., 2:] * width + inside, self.words * width)
 
 
 def word_bytes(block: int, bits: int) -> int:
-    """Return the bytes of a word of codes: 4, or 2 if a plane of a block's codes (packing.py) has only 2."""
-    return min(4, block * min(width for _, width in planes(bits)) // 8)
+    """Return the bytes of a word of codes: 4, or 2 if a block's codes have only 2."""
+    return min(4, block * bits // 8)
 
 
 @overload
@@ -257,13 +252,8 @@ def words_of(lengths: torch.Tensor, block: int, bits: int) -> torch.Tensor: ...
 
 
 def words_of(lengths: int | torch.Tensor, block: int, bits: int) -> int | torch.Tensor:
-    """Return the number of words of the codes of blocks of `lengths` elements; each plane begins a word."""
-    width = word_bytes(block, bits)
-    return sum(_words(lengths, plane, width) for _, plane in planes(bits))
-
-
-def _words(lengths: Any, bits: int, width: int) -> Any:
-    return -(-lengths * bits // (8 * width))
+    """Return the number of words of the codes of blocks of `lengths` elements."""
+    return -(-lengths * bits // (8 * word_bytes(block, bits)))
 
 
 Ordered = tuple[Sequence[Span], Sequence[int]]

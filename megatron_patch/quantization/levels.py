@@ -3,8 +3,8 @@
     s = c * rms(h) rounded UP to bf16,   q = the level nearest to h / s,   h decodes to s*q
 
 The levels are whole numbers in the proportions of the Lloyd-Max quantizer of a Gaussian (Max, IRE Trans.
-Inf. Theory 6, 1960), and lose at most 0.25 % more than it. With 4, 3 and 2 bits a Gaussian block loses 0.95,
-3.5 and 11.7 % of its energy. A rotated block looks Gaussian whatever it was (rotation.py); other blocks,
+Inf. Theory 6, 1960), and lose at most 0.25 % more than it. With 4 and 2 bits a Gaussian block loses 0.95 and
+11.7 % of its energy. A rotated block looks Gaussian whatever it was (rotation.py); other blocks,
 above all those with heavy tails, lose more.
 
 No level is zero: a zero in a block that is not all zeros is sent as the smallest level. A block of zeros has
@@ -34,18 +34,17 @@ from megatron_patch.quantization.uniform import dequantize
 
 LEVELS = {
     4: (3, 9, 15, 21, 28, 36, 46, 61),
-    3: (3, 9, 16, 26),
     2: (3, 10),
 }
 """The positive levels by bits."""
-STEPS = {4: 0.0448032, 3: 0.0830666, 2: 0.151035}
+STEPS = {4: 0.0448032, 2: 0.151035}
 """The factor c by bits: it loses least of a Gaussian."""
 _WHOLE = 64.0
 
 
 @dataclass(frozen=True)
 class Levels:
-    """The levels codec with 2 to 4 `bits`."""
+    """The levels codec with 4 or 2 `bits`."""
 
     bits: int
     rotation: Rotation = NONE

@@ -1,8 +1,7 @@
-"""Codes of 1 to 8 bits, packed into bytes, and scales in bf16.
+"""Codes of 8, 4, 2 or 1 bits, packed into bytes, and scales in bf16.
 
-If p divides 8, 8/p codes share a byte, the first one in its lowest bits. Codes of other widths are packed as
-several planes, one after the other: codes of 3 bits as the lower two bits of all codes, then the highest bit
-of all codes. A block's scale is rounded up, so that no code of the block leaves its range.
+8/p codes of p bits share a byte, the first one in its lowest bits. A block's scale is rounded up, so that no
+code of the block leaves its range.
 """
 
 from __future__ import annotations
@@ -13,52 +12,26 @@ import torch
 import torch.nn.functional as F
 
 
-@functools.cache
-def planes(bits: int) -> tuple[tuple[int, int], ...]:
-    """Return (lowest bit, width) of each plane of codes of `bits` bits: ((0, 2), (2, 1)) for 3 bits."""
-    widths = [width for width in (8, 4, 2, 1) if bits & width]
-    return tuple((sum(widths[:index]), width) for index, width in enumerate(widths))
-
-
-def packed_bytes(size: int, bits: int) -> int:
-    return sum(-(-size * width // 8) for _, width in planes(bits))
-
-
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack the lowest `bits` bits of int8 [n, S] into uint8 [n, packed_bytes(S, bits)].
-
-    Zeros fill up the last byte of each plane.
-    """
+    """Pack the lowest `bits` bits of int8 [n, S] into uint8 [n, ceil(S * bits / 8)]; zeros fill the last byte."""
     raw = codes.view(torch.uint8)
-    return torch.cat([_pack(raw >> low, width) for low, width in planes(bits)], dim=1)
-
-
-def unpack(packed: torch.Tensor, bits: int, size: int) -> torch.Tensor:
-    """Unpack uint8 [n, packed_bytes(size, bits)] to unsigned codes in int8 [n, size]; 8 bits wrap to int8."""
-    parts = packed.split([-(-size * width // 8) for _, width in planes(bits)], dim=1)
-    codes = torch.zeros(packed.shape[0], size, dtype=torch.uint8, device=packed.device)
-    for (low, width), part in zip(planes(bits), parts, strict=True):
-        codes |= _unpack(part, width, size) << low
-    return codes.view(torch.int8)
-
-
-def _pack(raw: torch.Tensor, width: int) -> torch.Tensor:
-    if width == 8:
+    if bits == 8:
         return raw
-    count = 8 // width
-    raw = F.pad(raw & ((1 << width) - 1), (0, -raw.shape[1] % count)).view(raw.shape[0], -1, count)
+    count = 8 // bits
+    raw = F.pad(raw & ((1 << bits) - 1), (0, -raw.shape[1] % count)).view(raw.shape[0], -1, count)
     packed = raw[..., 0].clone()
     for k in range(1, count):
-        packed |= raw[..., k] << (k * width)
+        packed |= raw[..., k] << (k * bits)
     return packed
 
 
-def _unpack(packed: torch.Tensor, width: int, size: int) -> torch.Tensor:
-    if width == 8:
-        return packed
-    shifts = torch.arange(8 // width, dtype=torch.uint8, device=packed.device) * width
-    raw = (packed[..., None] >> shifts) & ((1 << width) - 1)
-    return raw.view(packed.shape[0], -1)[:, :size]
+def unpack(packed: torch.Tensor, bits: int, size: int) -> torch.Tensor:
+    """Unpack uint8 [n, ceil(size * bits / 8)] to unsigned codes in int8 [n, size]; 8 bits wrap to int8."""
+    if bits == 8:
+        return packed.view(torch.int8)
+    shifts = torch.arange(8 // bits, dtype=torch.uint8, device=packed.device) * bits
+    raw = (packed[..., None] >> shifts) & ((1 << bits) - 1)
+    return raw.view(packed.shape[0], -1)[:, :size].view(torch.int8)
 
 
 BF16_NAN = 0x7FC0

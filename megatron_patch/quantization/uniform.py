@@ -25,7 +25,7 @@ from megatron_patch.quantization.rotation import NONE, Rotation
 
 @dataclass(frozen=True)
 class Uniform:
-    """The uniform codec with 2 to 8 `bits`; codes are in two's complement."""
+    """The uniform codec with 8, 4 or 2 `bits`; codes are in two's complement."""
 
     bits: int
     rotation: Rotation = NONE
@@ -33,7 +33,7 @@ class Uniform:
 
     @property
     def levels(self) -> int:
-        """L, the largest code: 127, 7, 3, 1 for 8, 4, 3, 2 bits."""
+        """L, the largest code: 127, 7, 1 for 8, 4, 2 bits."""
         return int(2 ** (self.bits - 1)) - 1
 
     def scales(self, h: torch.Tensor) -> torch.Tensor:

@@ -63,9 +63,9 @@ class Senders:
 
 
 COMBINATIONS = [
-    *itertools.product([8, 4, 3, 2, 1], [0.0, 0.5, 0.8], ["int8", "bf16", "fp32"], ["fp32"], [16], [None]),
+    *itertools.product([8, 4, 2, 1], [0.0, 0.5, 0.8], ["int8", "bf16", "fp32"], ["fp32"], [16], [None]),
     *itertools.product([4, 1], [0.8], ["int8"], ["bf16", "fp16"], [16, 64, "shard"], [None]),
-    *itertools.product([8, 4, 3, 2], [0.0, 0.8], ["int8"], ["fp32"], [16, 128], ["uniform"]),
+    *itertools.product([8, 4, 2], [0.0, 0.8], ["int8"], ["fp32"], [16, 128], ["uniform"]),
     *itertools.product([4, 2], [0.5], ["int8"], ["fp32"], [32], ["levels"]),
 ]
 """The last: the codec, None for the default of the bits; each without and with a rotation."""

@@ -29,8 +29,8 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float64]
 META = "meta"
 """As a default device: whatever is allocated there cannot be read."""
 CODES = [
-    *({"bits": bits, "codec": "uniform"} for bits in (8, 4, 3, 2)),
-    *({"bits": bits, "rotation": rotation} for bits in (4, 3, 2) for rotation in ("none", "hadamard")),
+    *({"bits": bits, "codec": "uniform"} for bits in (8, 4, 2)),
+    *({"bits": bits, "rotation": rotation} for bits in (4, 2) for rotation in ("none", "hadamard")),
     {"bits": 1},
 ]  # fmt: skip
 ERRORS = ("int8", "bf16", "fp32")

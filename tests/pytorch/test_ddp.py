@@ -14,7 +14,7 @@ from simulation.loco_float64 import block_labels
 LOCO = {"method": "loco", "start_step": 0}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "4 bits": ({}, {}),
-    "3 bits in one bucket": ({"bucket_mb": 25}, {"bits": 3}),
+    "3 ranks, one bucket": ({"bucket_mb": 25}, {"bits": 1}),
     "2 bits, views of buckets": ({"options": {"gradient_as_bucket_view": True}}, {"bits": 2}),
     "an exchange a microbatch": ({"microbatches": 2}, {"reset_interval": 3}),
     "no_sync": ({"microbatches": 3, "no_sync": True}, {}),
@@ -29,7 +29,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_an_exchange_is_the_simulation_s(pool, case: str) -> None:
     how, compression = CASES[case]
-    ranks = 3 if "3 bits" in case else 4
+    ranks = 3 if "3 ranks" in case else 4
     reports = pool.run(train, how, LOCO | compression, world_size=ranks)
     agreements: dict[str, AllReduceAgreement] = {}
     ends = reports[0]["steps"]

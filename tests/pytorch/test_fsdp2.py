@@ -29,7 +29,7 @@ LOCO = {"method": "loco", "start_step": 0}
 
 FLAT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "4 bits": ({}, {}),
-    "3 bits": ({}, {"bits": 3}),
+    "3 ranks": ({}, {"bits": 1}),
     "2 bits": ({"reshard": False}, {"bits": 2}),
     "uniform": ({"reshard": 2}, {"codec": "uniform", "error_dtype": "bf16"}),
     "an exchange a microbatch": ({"microbatches": 3}, {"reset_interval": 4}),
@@ -50,7 +50,7 @@ HYBRID: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "an exchange a microbatch": ({"replicas": 2, "microbatches": 2}, {}),
     "all-reduce in the last microbatch": (
         {"replicas": 2, "microbatches": 3, "sync": "all-reduce last"},
-        {"bits": 3},
+        {"bits": 2},
     ),
     "a group, all-reduce in the last microbatch": (
         {"replicas": 2, "group": True, "microbatches": 2, "sync": "all-reduce last"},
@@ -97,7 +97,7 @@ def names(dtype: str) -> str:
 @pytest.mark.parametrize("case", FLAT)
 def test_a_flat_exchange_is_the_simulation_s(pool, case: str) -> None:
     how, compression = FLAT[case]
-    ranks = 3 if case == "3 bits" else 4
+    ranks = 3 if case == "3 ranks" else 4
     how = how | ({} if case != "uniform" else {"reshard": True})
     reports = pool.run(train, how, LOCO | compression, world_size=ranks)
     agreements: dict[str, Agreement] = {}

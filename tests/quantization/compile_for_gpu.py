@@ -233,7 +233,7 @@ def main() -> None:
         report(f"decompress-{dtype}-rows", decompress_reduce(dtype, 4, 1 << 16, 8, rows), 4 * 8 * 4)
     report("compress-fp32-1-aligned", compress("fp32", 1, aligned), 16)
     short = (aligned[0] + 4 * 32, 4)  # a block of 32 at each shard's end
-    for bits in (4, 3, 2):
+    for bits in (4, 2):
         name = f"levels{bits}"
         report(f"compress-fp32-{name}-aligned", compress("fp32", bits, aligned, levels=True), 16)
         report(f"compress-fp32-{name}-short", compress("fp32", bits, short, levels=True), 16)
@@ -254,7 +254,7 @@ def main() -> None:
             report(f"weights-{name}-{where}", kernel, elements, count)
     # The rest compiles. Sizes of 1 are constants to Triton.
     short_row = (Span.of(7, (3, 50)),)
-    for bits in (8, 3, 2, 1):
+    for bits in (8, 2, 1):
         rest = [
             decompress_reduce("fp16", bits, 1, 1),
             compress("fp16", bits, (1, 1), error=None),

@@ -22,7 +22,7 @@ from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.levels import LEVELS, STEPS, Levels
 
 CPU = torch.device("cpu")
-MAX_QUANTIZER = {4: 0.009501, 3: 0.03455, 2: 0.1175}
+MAX_QUANTIZER = {4: 0.009501, 2: 0.1175}
 """What the best quantizer of a Gaussian loses with 16, 8 and 4 levels (Max 1960, table I)."""
 
 
@@ -51,7 +51,7 @@ def gaussian_loss(levels: tuple[int, ...], step: float) -> float:
     return 2 * total
 
 
-@pytest.mark.parametrize("bits", [4, 3, 2])
+@pytest.mark.parametrize("bits", [4, 2])
 def test_levels_are_as_good_for_a_gaussian_as_the_best_there_are(bits):
     assert LEVELS[bits] == tuple(SIMULATED[bits])
     best = gaussian_loss(LEVELS[bits], STEPS[bits])
@@ -61,7 +61,7 @@ def test_levels_are_as_good_for_a_gaussian_as_the_best_there_are(bits):
         assert gaussian_loss(LEVELS[bits], STEPS[bits] * other) > best
 
 
-@pytest.mark.parametrize(("bits", "wanted"), [(4, 0.0092), (3, 0.0335), (2, 0.1145)])
+@pytest.mark.parametrize(("bits", "wanted"), [(4, 0.0092), (2, 0.1145)])
 def test_rotated_blocks_lose_as_little_whatever_their_distribution(bits, wanted):
     torch.manual_seed(bits)
     shape = (2000, 128)
@@ -80,7 +80,7 @@ def test_rotated_blocks_lose_as_little_whatever_their_distribution(bits, wanted)
             assert lost(values.flatten(), bits=bits, codec="uniform") > 1.3 * share, name
 
 
-@given(st.integers(0, 2000), st.sampled_from([4, 3, 2]), st.sampled_from([-140, -60, -3, 0, 9, 100, 127]))
+@given(st.integers(0, 2000), st.sampled_from([4, 2]), st.sampled_from([-140, -60, -3, 0, 9, 100, 127]))
 @settings(max_examples=120, deadline=None)
 def test_codes_and_scales_are_those_of_the_simulation(seed, bits, exponent):
     generator = np.random.default_rng(seed)
@@ -100,7 +100,7 @@ def test_codes_and_scales_are_those_of_the_simulation(seed, bits, exponent):
     np.testing.assert_array_equal(layout.flat(Levels(bits).decode(payload, layout)).numpy(), wanted)
 
 
-@pytest.mark.parametrize("bits", [4, 3, 2])
+@pytest.mark.parametrize("bits", [4, 2])
 def test_the_middle_of_two_levels_gets_the_smaller(bits):
     levels = LEVELS[bits]
     layout = BlockLayout.of(128, 1, bits, 128)
@@ -123,7 +123,7 @@ def test_the_middle_of_two_levels_gets_the_smaller(bits):
     assert sent[8 : 8 + len(middles)].tolist() == [-level for level in levels[:-1]]
 
 
-@pytest.mark.parametrize("bits", [4, 3, 2])
+@pytest.mark.parametrize("bits", [4, 2])
 @pytest.mark.parametrize("row", [96, 128, 160])
 @pytest.mark.parametrize("method", ["naive", "loco"])
 def test_a_row_whose_gradient_is_always_zero_stays_zero(bits, row, method):

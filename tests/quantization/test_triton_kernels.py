@@ -18,7 +18,7 @@ FUSED["compress-1"] += 4  # the mean of magnitudes
 # Levels of rotated blocks: h, the error's quotient, r; three stages between threads; whole numbers, their
 # squares' sum and its root; the polynomial of a level.
 _OF_LEVELS = 16 + (16 + 1) + 16 + _OF_ENERGIES + 3 * 16 + 16 + 12 + 5
-for _bits, _of_level in ((4, 3), (3, 2), (2, 1)):
+for _bits, _of_level in ((4, 3), (2, 1)):
     FUSED[f"compress-levels{_bits}"] = _OF_LEVELS + _of_level * 16
     FUSED[f"decompress-levels{_bits}"] = 32 * (4 + 1) * (1 + _of_level) + 2 * 32
 FUSED["compress-unlogged4"] = FUSED["compress-levels4"] - _OF_ENERGIES
@@ -27,17 +27,15 @@ MOST = {
     "compress-1": 48.5,
     "decompress": 4,
     "compress-levels4": 77.5,
-    "compress-levels3": 71,
     "compress-levels2": 62.5,
     "compress-unlogged4": 66.5,
     "decompress-levels4": 8.3,
-    "decompress-levels3": 9.2,
     "decompress-levels2": 4.8,
 }
 """Instructions for an element, of one sender."""
 MOST_OF_ODD = {"compress-4": 58}
 """The same of shards that begin anywhere."""
-MOST_OF_SHORT = {"compress-levels4": 85, "compress-levels3": 81, "compress-levels2": 72}
+MOST_OF_SHORT = {"compress-levels4": 85, "compress-levels2": 72}
 """Where shards end with a block that is not whole."""
 MOST_OF_ROWS = {"compress-4": 47, "decompress": 4.5, "compress-levels4": 85, "decompress-levels4": 9}
 MOST_OF_ROWS["compress-unlogged4"] = 77

@@ -68,10 +68,9 @@ def round_to_gradient_dtype(values: np.ndarray, dtype: str) -> np.ndarray:
 
 LEVELS = {
     4: np.array([3, 9, 15, 21, 28, 36, 46, 61]),
-    3: np.array([3, 9, 16, 26]),
     2: np.array([3, 10]),
 }
-LEVEL_STEPS = {4: 0.0448032, 3: 0.0830666, 2: 0.151035}
+LEVEL_STEPS = {4: 0.0448032, 2: 0.151035}
 
 
 @dataclass(frozen=True)

@@ -294,8 +294,8 @@ class LoCoSimulation:
         first: bool = True,
         last: bool = True,
     ):
-        if bits not in (8, 4, 3, 2, 1):
-            raise ValueError(f"bits {bits!r}: one of 8, 4, 3, 2, 1")
+        if bits not in (8, 4, 2, 1):
+            raise ValueError(f"bits {bits!r}: one of 8, 4, 2, 1")
         if codec is None:
             codec = {8: "uniform", 1: "sign"}.get(bits, "uniform" if block_size == "shard" else "levels")
         self.code = Code(codec, bits)

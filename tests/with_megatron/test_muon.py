@@ -40,7 +40,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "layout-dp4": (4, muon("layout"), LOCO | {"reset_interval": 3}),
     "layout-dp4-overlap": (4, muon("layout", GATHERED), LOCO),
     "layout-dp4-fp32-gradients": (4, muon("layout", {"grad_reduce_in_fp32": True}), LOCO | {"bits": 2}),
-    "layout-dp2": (2, muon("layout", {"average_in_collective": True}), LOCO | {"bits": 3}),
+    "layout-dp2": (2, muon("layout", {"average_in_collective": True}), LOCO | {"bits": 2}),
     "layout-tp2-dp2": (4, muon("layout", tp=2, **tp_mode("distributed")), LOCO),
     "layout-tp2-sp-dp2-tied": (
         4,

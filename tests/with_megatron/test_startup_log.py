@@ -57,8 +57,8 @@ def test_the_topology_is_said_and_so_is_why_not_two_hops(pool, name):
         ({"bits": 2, "method": "naive"}, False),
         ({"bits": 2, "method": "loco", "start_step": "auto"}, False),
         ({"bits": 2, "method": "loco", "start_step": 0}, True),
-        ({"bits": 3, "method": "error_feedback", "start_step": 0}, True),
-        ({"bits": 3, "method": "error_feedback", "start_step": 1}, False),
+        ({"bits": 2, "method": "error_feedback", "start_step": 0}, True),
+        ({"bits": 2, "method": "error_feedback", "start_step": 1}, False),
     ],
 )
 def test_error_feedback_with_few_bits_from_the_first_step_on_is_warned_of(pool, compression, warned):

@@ -17,13 +17,12 @@ template <int width>
 struct Levels {
   static constexpr int bits = width, count = 1 << (width - 1);  // count: number of positive levels
   static constexpr int level(int k) {
-    constexpr int of4[] = {3, 9, 15, 21, 28, 36, 46, 61}, of3[] = {3, 9, 16, 26}, of2[] = {3, 10};
-    return width == 4 ? of4[k] : width == 3 ? of3[k] : of2[k];
+    constexpr int of4[] = {3, 9, 15, 21, 28, 36, 46, 61}, of2[] = {3, 10};
+    return width == 4 ? of4[k] : of2[k];
   }
   static constexpr int number(int code) { return code < count ? level(code) : -level(code - count); }
-  static constexpr int largest = width == 4 ? 61 : width == 3 ? 26 : 10;
-  // c of quantization/levels.py.
-  static constexpr double step = width == 4 ? 0.0448032 : width == 3 ? 0.0830666 : 0.151035;
+  static constexpr int largest = width == 4 ? 61 : 10;
+  static constexpr double step = width == 4 ? 0.0448032 : 0.151035;  // c of quantization/levels.py
 };
 
 struct Sign {
@@ -38,26 +37,18 @@ constexpr bool is_levels<Levels<width>> = true;
 
 // --- the place of a block's codes ---
 
-// Codes of 3 bits are packed as two planes: the lower two bits of all codes of the block, then the highest.
-constexpr int low_bits(int bits) { return bits == 3 ? 2 : bits; }
-constexpr int high_bits(int bits) { return bits == 3 ? 1 : 0; }
-
 struct Block {
   int64_t start, length;  // the block's first element in the shard, and number of elements
-  int64_t code, high;     // the bytes of the payload where its codes begin, and where their plane of highest bits does
-  int64_t end;            // the byte where its codes end
+  int64_t code, end;      // the bytes of the payload where its codes begin, and end
 };
 
 template <int bits>
 inline Block block_of(const Layout &layout, int64_t shard, int64_t block) {
   Block found;
   const int32_t *place = layout.places + 3 * (shard * layout.blocks + block);
-  auto words = [&layout](int64_t size) {  // rounds bytes up to whole words
-    return (size + layout.word_bytes - 1) / layout.word_bytes * layout.word_bytes;
-  };
-  found.start = place[0], found.length = place[1], found.code = place[2] * layout.word_bytes;
-  found.high = found.code + words((found.length * low_bits(bits) + 7) / 8);
-  found.end = found.high + words((found.length * high_bits(bits) + 7) / 8);
+  const int64_t word = layout.word_bytes;
+  found.start = place[0], found.length = place[1], found.code = place[2] * word;
+  found.end = found.code + (found.length * bits + 8 * word - 1) / (8 * word) * word;
   return found;
 }
 
@@ -70,14 +61,14 @@ inline void join(const uint8_t *__restrict numbers, int64_t pairs, uint8_t *__re
     joined[k] = static_cast<uint8_t>(numbers[2 * k] | numbers[2 * k + 1] << bits);
 }
 
-// Packs `bits` bits, from the bit `first` on, of n whole numbers. It reads up to 7 numbers after them, and writes only
-// the bytes that they need.
-template <int bits, int first = 0>
+// Packs the lowest `bits` bits of n whole numbers. It reads up to 7 numbers after them, and writes only the bytes that
+// they need.
+template <int bits>
 void pack(const int32_t *__restrict whole, int64_t n, uint8_t *__restrict scratch, uint8_t *__restrict bytes) {
   constexpr int per_byte = 8 / bits;
   int64_t count = (n + per_byte - 1) / per_byte, numbers = count * per_byte;
   uint8_t *single = bits == 8 ? bytes : scratch, *pair = scratch + numbers, *quad = pair + numbers / 2;
-  for (int64_t i = 0; i < numbers; ++i) single[i] = static_cast<uint8_t>(whole[i] >> first & ((1 << bits) - 1));
+  for (int64_t i = 0; i < numbers; ++i) single[i] = static_cast<uint8_t>(whole[i] & ((1 << bits) - 1));
   if (bits == 4) join<4>(single, count, bytes);
   if (bits == 2) join<2>(single, 2 * count, pair), join<4>(pair, count, bytes);
   if (bits == 1) join<1>(single, 4 * count, pair), join<2>(pair, 2 * count, quad), join<4>(quad, count, bytes);

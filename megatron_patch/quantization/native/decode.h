@@ -7,9 +7,9 @@
 namespace VARIANT {
 namespace {
 
-// One sender's codes of a block, with their plane of highest bits, and their scale.
+// One sender's codes of a block, and their scale.
 struct Coded {
-  const uint8_t *code, *high;
+  const uint8_t *code;
   float scale;
 };
 
@@ -17,7 +17,7 @@ inline Coded coded(const DecompressArguments &a, const Block &here, int64_t bloc
   const uint8_t *payload = a.payloads + sender * a.layout.payload_bytes;
   uint16_t stored;
   std::memcpy(&stored, payload + a.layout.code_bytes + 2 * block, 2);
-  return {payload + here.code, payload + here.high, Bf16::load(stored)};
+  return {payload + here.code, Bf16::load(stored)};
 }
 
 // sum (+)= s*q
@@ -38,13 +38,7 @@ inline Words words_of2(const uint8_t *bytes) {
 inline Words words_of1(const uint8_t *bytes) {
   return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(bytes)));
 }
-inline Words shifted(Words x, int right) {
-  return right < 0 ? _mm512_slli_epi32(x, static_cast<unsigned>(-right))
-                   : _mm512_srli_epi32(x, static_cast<unsigned>(right));
-}
-inline Words either(Words low, Words high, int mask) {  // bits in `mask` are from low, others from high
-  return _mm512_ternarylogic_epi32(_mm512_set1_epi32(mask), low, high, 0xca);
-}
+inline Words shifted(Words x, int right) { return _mm512_srli_epi32(x, static_cast<unsigned>(right)); }
 
 // s*q of 16 codes. With fewer bits the values repeat, so that the next code's bits above a code do not matter.
 struct Values {
@@ -93,10 +87,6 @@ inline Words words_of1(const uint8_t *bytes) {
 inline Words shifted(Words x, int right) {
   return right < 0 ? _mm256_slli_epi32(x, -right) : _mm256_srli_epi32(x, right);
 }
-inline Words either(Words low, Words high, int mask) {  // bits in `mask` are from low, others from high
-  const Words from_low = _mm256_set1_epi32(mask);
-  return _mm256_or_si256(_mm256_and_si256(from_low, low), _mm256_andnot_si256(from_low, high));
-}
 
 // s*q of 8 codes in each half. With fewer bits the values repeat, so that the next code's bits do not matter.
 struct Values {
@@ -143,22 +133,14 @@ struct Numbers {  // q of every code, as floats, repeated up to 16
   }
 };
 
-// Adds s*q of AT_ONCE codes to `sum`; codes of 3 bits are put together from their planes first.
+// Adds s*q of AT_ONCE codes to `sum`.
 template <class Codec>
-inline void add_at_once(const uint8_t *code, const uint8_t *high, float scale, Vector *sum) {
+inline void add_at_once(const uint8_t *code, float scale, Vector *sum) {
   static constexpr Numbers<Codec> numbers;
   constexpr int bits = Codec::bits;
   const Values values(numbers.of, scale);
   Words words = bits == 4 ? words_of4(code) : bits == 1 ? words_of1(code) : words_of2(code);
-  Words highest = bits == 3 ? words_of1(high) : words;
-  for (int j = 0; j < 8; ++j) {
-    Vector value;
-    if constexpr (bits == 3)
-      value = values.template of<3>(either(shifted(words, 2 * j), shifted(highest, j - 2), 3), 0);
-    else
-      value = values.template of<bits>(words, bits * j);
-    sum[j] = sum[j] + value;
-  }
+  for (int j = 0; j < 8; ++j) sum[j] = sum[j] + values.template of<bits>(words, bits * j);
 }
 
 // Computes the sum of n elements; `sum` has room for AT_ONCE - 1 more. For whole groups of AT_ONCE among the first
@@ -167,20 +149,19 @@ inline void add_at_once(const uint8_t *code, const uint8_t *high, float scale, V
 template <class Codec>
 int64_t sum_codes(const DecompressArguments &a, const Block &here, int64_t block, int64_t n, int64_t rotated,
                   float *sum) {
-  constexpr int low = low_bits(Codec::bits), top = high_bits(Codec::bits);
+  constexpr int bits = Codec::bits;
   for (int64_t at = 0; at < n; at += AT_ONCE) {
     Vector sums[8];
     for (Vector &one : sums) one = all(-0.0f);  // its sum with any number, -0 too, is that number
     for (int64_t sender = 0; sender < a.senders; ++sender) {
       Coded one = coded(a, here, block, sender);
-      const uint8_t *code = one.code + at * low / 8, *high = one.high + at * top / 8;
+      const uint8_t *code = one.code + at * bits / 8;
       if (int64_t left = n - at; left >= AT_ONCE) {
-        add_at_once<Codec>(code, high, one.scale, sums);
+        add_at_once<Codec>(code, one.scale, sums);
       } else {  // a copy, so that no byte after the codes is read
-        uint8_t codes[AT_ONCE * low / 8] = {}, highest[AT_ONCE / 8] = {};
-        std::memcpy(codes, code, (left * low + 7) / 8);
-        if (top) std::memcpy(highest, high, (left * top + 7) / 8);
-        add_at_once<Codec>(codes, highest, one.scale, sums);
+        uint8_t codes[AT_ONCE * bits / 8] = {};
+        std::memcpy(codes, code, (left * bits + 7) / 8);
+        add_at_once<Codec>(codes, one.scale, sums);
       }
     }
     const bool rotates = at + AT_ONCE <= rotated;
@@ -220,14 +201,9 @@ void unpack(const Coded &one, int64_t n, int8_t *q) {
       q[2 * k] = static_cast<int8_t>(static_cast<int8_t>(static_cast<uint8_t>(one.code[k] << 4)) >> 4);
       q[2 * k + 1] = static_cast<int8_t>(static_cast<int8_t>(one.code[k]) >> 4);
     }
-  else if constexpr (Codec::bits != 3)
+  else
     for (int64_t k = 0; k < (n + per_byte - 1) / per_byte; ++k)
       std::memcpy(q + k * per_byte, numbers.of[one.code[k]], per_byte);
-  else
-    for (int64_t i = 0; i < n; ++i) {
-      int low = one.code[i / 4] >> i % 4 * 2 & 3, high = one.high[i / 8] >> i % 8 & 1;
-      q[i] = static_cast<int8_t>(Codec::number(low | high << 2));
-    }
 }
 
 // Computes the sum of n elements, without any stage of the rotation.
@@ -238,7 +214,7 @@ int64_t sum_codes(const DecompressArguments &a, const Block &here, int64_t block
   for (int64_t sender = 0; sender < a.senders; ++sender)
     for (int64_t at = 0; at < n; at += PIECE) {
       Coded one = coded(a, here, block, sender);
-      one.code += at * low_bits(Codec::bits) / 8, one.high += at * high_bits(Codec::bits) / 8;
+      one.code += at * Codec::bits / 8;
       int64_t count = std::min(PIECE, n - at);
       unpack<Codec>(one, count, q);
       add(q, one.scale, count, sender == 0, sum + at);

@@ -157,16 +157,9 @@ class Compress {
 
   // Packs the codes, and writes every byte up to here.end.
   void pack(const Block &here, uint8_t *payload) {
-    constexpr int low = low_bits(bits), high = high_bits(bits);
-    auto fill = [payload](int64_t from, int64_t to) {
-      if (from < to) std::memset(payload + from, 0, to - from);
-    };
-    VARIANT::pack<low>(whole.get(), here.length, bytes.get(), payload + here.code);
-    fill(here.code + (here.length * low + 7) / 8, here.high);
-    if constexpr (high > 0) {
-      VARIANT::pack<high, low>(whole.get(), here.length, bytes.get(), payload + here.high);
-      fill(here.high + (here.length * high + 7) / 8, here.end);
-    }
+    VARIANT::pack<bits>(whole.get(), here.length, bytes.get(), payload + here.code);
+    const int64_t written = here.code + (here.length * bits + 7) / 8;
+    std::memset(payload + written, 0, here.end - written);
   }
 
   // Computes h = g + e; returns the bits of the largest |h|.
@@ -338,10 +331,8 @@ void reduce(const DecompressArguments &a) {
   switch (a.codec * 16 + a.layout.bits) {                \
     case UNIFORM * 16 + 8: return templated(Uniform<8>); \
     case UNIFORM * 16 + 4: return templated(Uniform<4>); \
-    case UNIFORM * 16 + 3: return templated(Uniform<3>); \
     case UNIFORM * 16 + 2: return templated(Uniform<2>); \
     case LEVELS * 16 + 4: return templated(Levels<4>);   \
-    case LEVELS * 16 + 3: return templated(Levels<3>);   \
     case LEVELS * 16 + 2: return templated(Levels<2>);   \
     default: return templated(Sign);                     \
   }

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron_patch.quantization import packing
 from megatron_patch.quantization.blocks import word_bytes
 from megatron_patch.quantization.codec import Codec
 from megatron_patch.quantization.layout import BlockLayout
@@ -114,9 +113,8 @@ def _decompress(
     words = _as_words(payloads, layout)
     word = 8 * words.element_size()
     # A thread loads at most 16 bytes of one block, which is the widest load, and keeps at most 32 sums.
-    width = packing.planes(layout.bits)[0][1]
-    words_of_lane = min(4, width, layout.block * width // word)
-    elements_of_lane = words_of_lane * word // width
+    words_of_lane = min(4, layout.bits, layout.block * layout.bits // word)
+    elements_of_lane = words_of_lane * word // layout.bits
     lanes = max(_LANES, layout.block // elements_of_lane)  # A program has whole blocks, to rotate them back.
     whole = layout.table.whole
     programs = -(-layout.blocks * layout.block // (lanes * elements_of_lane))
@@ -130,7 +128,7 @@ def _decompress(
         layout.blocks,
         senders,
         payloads.stride(0) // 16,
-        15 if layout.bits == 3 else 2**layout.bits - 1,
+        2**layout.bits - 1,
         float(divisor),
         BITS=layout.bits,
         B=layout.block,

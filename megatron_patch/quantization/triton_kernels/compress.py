@@ -30,7 +30,6 @@ from megatron_patch.quantization.triton_kernels.float_bits import (
     packed,
     quotient,
     round_up_to_bf16,
-    split_pairs,
     to_bf16,
 )
 
@@ -78,13 +77,6 @@ def _load_rows(pointer, start, length, live, ROWS: tl.constexpr, B: tl.constexpr
 
 
 @triton.jit
-def _fields(numbers, usable, HALF: tl.constexpr):
-    """Pack codes in 4 bits each, uint32 [rows, n / 8], from the bits of _WHOLE + HALF + code [rows, n]."""
-    fields = (packed(numbers, 4, 32) - as_int32(_WHOLE_BITS * 0x11111111)) ^ (HALF * 0x11111111)
-    return tl.where(usable, fields.to(tl.uint32, bitcast=True), 0)
-
-
-@triton.jit
 def compress_kernel(
     gradient,  # fp32, bf16 (as int16) or fp16 [numel]
     error,  # int8, bf16 (as int16) or fp32 [shards, shard_size]; unused if ERROR is 0
@@ -114,9 +106,8 @@ def compress_kernel(
     BETA_IS_ZERO: tl.constexpr,
     MEASURE: tl.constexpr,
 ):
-    PLANES: tl.constexpr = BITS == 3
-    WORD: tl.constexpr = 32 if B * (1 if PLANES else BITS) >= 32 else 16
-    WORDS: tl.constexpr = B * (2 if PLANES else BITS) // WORD  # Words of a block, or of its first plane.
+    WORD: tl.constexpr = 32 if B * BITS >= 32 else 16
+    WORDS: tl.constexpr = B * BITS // WORD  # Words of a block.
     # Codes in two's complement are made from code + HALF >= 0, which add up to a word without a carry; then
     # the bit HALF is flipped.
     HALF: tl.constexpr = 1 << (BITS - 1)
@@ -134,8 +125,7 @@ def compress_kernel(
     sixteens = tl.load(starts + shard).to(tl.int64)
     payload = payloads + sixteens * 16
     words = payload.to(tl.pointer_type(tl.int32 if WORD == 32 else tl.int16), bitcast=True)
-    halves = payload.to(tl.pointer_type(tl.int16), bitcast=True)
-    scales = halves + code_bytes // 2
+    scales = payload.to(tl.pointer_type(tl.int16), bitcast=True) + code_bytes // 2
     places += shard * blocks * 3
     of_h = tl.zeros([ROWS, B // 16], tl.float64)
     of_r = tl.zeros([ROWS, B // 16], tl.float64)
@@ -200,12 +190,7 @@ def compress_kernel(
             held = levels.encode(h, scale, BITS)
             q = levels.decode(held, tl.full([1, 1], levels.PLACE, tl.int32), BITS)
             usable = (scale > 0)[:, None]
-            if PLANES:
-                even, odd = split_pairs(held)
-                even = tl.where(usable, levels.words_of(even, BITS, 4, 32), 0)
-                odd = tl.where(usable, levels.words_of(odd, BITS, 4, 32), 0)
-            else:
-                sums = tl.where(usable, levels.words_of(held, BITS, BITS, WORD), 0)
+            sums = tl.where(usable, levels.words_of(held, BITS, WORD), 0)
         elif BITS == 1:
             q = tl.where(h >= 0, 1.0, -1.0)
             sums = packed(tl.where(live & (q > 0), 1, 0), BITS, WORD)
@@ -216,31 +201,20 @@ def compress_kernel(
             q = whole - (_WHOLE + HALF)
             whole = whole.to(tl.int32, bitcast=True)
             usable = (scale > 0)[:, None]
-            if PLANES:
-                even, odd = split_pairs(whole)
-                even = _fields(even, usable, HALF)
-                odd = _fields(odd, usable, HALF)
-            else:
-                sums = packed(whole, BITS, WORD) - as_int32(_WHOLE_BITS * EACH)
-                sums = tl.where(usable, sums ^ as_int32(HALF * EACH), 0)
+            sums = packed(whole, BITS, WORD) - as_int32(_WHOLE_BITS * EACH)
+            sums = tl.where(usable, sums ^ as_int32(HALF * EACH), 0)
         if WHOLE:
-            words_here = words + first_row * (B * BITS // WORD)
-            halves_here = halves + first_row * (B * BITS // 16)
-            at_word = tl.arange(0, ROWS) * (B * BITS // WORD)
+            words_here = words + first_row * WORDS
+            at_word = tl.arange(0, ROWS) * WORDS
         else:
-            words_here, halves_here = words, halves
+            words_here = words
             at_word = tl.load(here + 2, mask=there, other=0)
-        if PLANES:
-            low, high = levels.to_planes(even, odd)
-            second = at_word + tl.cdiv(2 * length, WORD)
-            levels.store(words_here, halves_here, at_word, second, low, high, length, WORD)
-        else:
-            word = tl.arange(0, WORDS)[None, :]
-            tl.store(
-                words_here + at_word[:, None] + word,
-                sums.to(words.dtype.element_ty),
-                mask=word * (WORD // BITS) < length[:, None],
-            )
+        word = tl.arange(0, WORDS)[None, :]
+        tl.store(
+            words_here + at_word[:, None] + word,
+            sums.to(words.dtype.element_ty),
+            mask=word * (WORD // BITS) < length[:, None],
+        )
         sent_scale = tl.where(finite, scale.to(tl.int32, bitcast=True) >> 16, NAN).to(tl.int16)
         tl.store(scales + first_row + tl.arange(0, ROWS), sent_scale, mask=there)
 
@@ -280,11 +254,7 @@ def compress_kernel(
                 tl.store(error + at, average, mask=sent)
     # Zeros fill the codes up to the length of the longest shard's codes, and to the alignment.
     last = places + (blocks - tl.full([], 1, tl.int64)) * 3
-    length_of_last = tl.load(last + 1)
-    if PLANES:
-        used = tl.load(last + 2) + tl.cdiv(length_of_last * 2, WORD) + tl.cdiv(length_of_last, WORD)
-    else:
-        used = tl.load(last + 2) + tl.cdiv(length_of_last * BITS, WORD)
+    used = tl.load(last + 2) + tl.cdiv(tl.load(last + 1) * BITS, WORD)
     for rest_of_codes in tl.range(
         used + program.to(tl.int64) * 128, code_bytes // (WORD // 8), tl.num_programs(0) * 128
     ):

@@ -15,12 +15,12 @@ from megatron_patch.quantization.triton_kernels.float_bits import divided, from_
 
 
 @triton.jit
-def _codes(words, ones, BITS: tl.constexpr, FIELD: tl.constexpr, WORD: tl.constexpr, LEVELS: tl.constexpr):
-    """Decode words, uint32 [lanes, V], to fp32 [lanes, V * WORD / FIELD], each in the thread of its word."""
+def _codes(words, ones, BITS: tl.constexpr, WORD: tl.constexpr, LEVELS: tl.constexpr):
+    """Decode words, uint32 [lanes, V], to fp32 [lanes, V * WORD / BITS], each in the thread of its word."""
     lanes: tl.constexpr = words.shape[0]
-    count: tl.constexpr = words.shape[1] * (WORD // FIELD)
+    count: tl.constexpr = words.shape[1] * (WORD // BITS)
     if LEVELS:  # The polynomials of levels.decode need small exponents.
-        words = levels.from_wire(words, BITS, FIELD)
+        words = levels.from_wire(words, BITS)
         at = tl.full(words.shape, levels.PLACE, tl.int32)
         words = (
             tl.join(words << levels.PLACE, words >> (16 - levels.PLACE))
@@ -29,7 +29,7 @@ def _codes(words, ones, BITS: tl.constexpr, FIELD: tl.constexpr, WORD: tl.conste
         )
     else:
         if BITS > 1:  # The words then have code + 2^(BITS-1) instead of the code.
-            words ^= (1 << (BITS - 1)) * (0xFFFFFFFF // ((1 << FIELD) - 1))
+            words ^= (1 << (BITS - 1)) * (0xFFFFFFFF // ((1 << BITS) - 1))
         at = tl.zeros(words.shape, tl.int32)  # The code's bit in the word is known at compile time.
         words = (
             tl.join(words, words >> 16) if WORD == 32 else words
@@ -37,7 +37,7 @@ def _codes(words, ones, BITS: tl.constexpr, FIELD: tl.constexpr, WORD: tl.conste
     if WORD == 32:
         at = tl.join(at, at)
     for level in tl.static_range(4):
-        if 8 >> level >= FIELD:
+        if 8 >> level >= BITS:
             words = tl.join(words, words)
             at = tl.join(at, at + (8 >> level))
     if BITS == 1:
@@ -77,10 +77,8 @@ def decompress_reduce_kernel(
     DIVIDE: tl.constexpr,
     BF16: tl.constexpr,
 ):
-    PLANES: tl.constexpr = BITS == 3
-    WIDTH: tl.constexpr = 2 if PLANES else BITS  # Bits of a code in the first plane.
-    WORD: tl.constexpr = 32 if B * (1 if PLANES else BITS) >= 32 else 16
-    LANE: tl.constexpr = V * (WORD // WIDTH)  # Elements of a lane, all of one block.
+    WORD: tl.constexpr = 32 if B * BITS >= 32 else 16
+    LANE: tl.constexpr = V * (WORD // BITS)  # Elements of a lane, all of one block.
     # A program has whole blocks. Lanes, blocks and elements are counted from the program's first ones.
     ROWS: tl.constexpr = LANES * LANE // B
     program = tl.program_id(0).to(tl.int64)
@@ -106,10 +104,8 @@ def decompress_reduce_kernel(
         first = program * (ROWS * (B * BITS // WORD)) + block * (B * BITS // WORD)
     else:
         there = in_block * LANE < length
-        coded_there = word * (WORD // WIDTH) < length[:, None]
+        coded_there = word * (WORD // BITS) < length[:, None]
         first = tl.load(places + 3 * block + 2, mask=there, other=0).to(tl.int64)
-    if PLANES:
-        second = words + (first + tl.cdiv(length * 2, WORD) + in_block)
     words += first[:, None] + word
     scales += program * ROWS
     scales += block
@@ -118,16 +114,7 @@ def decompress_reduce_kernel(
     total = tl.full([LANES, LANE], -0.0, tl.float32)  # -0 added to -0 stays -0.
     for _ in tl.range(0, senders, loop_unroll_factor=4):
         coded = tl.load(words, mask=coded_there, other=0).to(tl.uint32)
-        if PLANES:
-            high = tl.load(second, mask=there, other=0).to(tl.uint32)
-            at = tl.arange(0, V)[None, :] * (WORD // 2)
-            even, odd = levels.from_planes(coded, high[:, None] >> at)
-            even = _codes(even, ones, BITS, 4, WORD, LEVELS)
-            odd = _codes(odd, ones, BITS, 4, WORD, LEVELS)
-            codes = tl.reshape(tl.join(even, odd), (LANES, LANE))
-            second += payload_words
-        else:
-            codes = _codes(coded, ones, BITS, BITS, WORD, LEVELS)
+        codes = _codes(coded, ones, BITS, WORD, LEVELS)
         scale = from_bf16(tl.load(scales, mask=there, other=0))
         total = tl.fma(codes, tl.broadcast_to(scale[:, None], codes.shape), total)
         words += payload_words

@@ -62,10 +62,10 @@ def test_the_uniform_code_is_measured_beside_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--seconds", "0.01", "--elements", "131072", "--json", str(tmp_path / "found.json")]
-    assert cli.main(["bench", "kernels", "--bits", "3", "--codec", "uniform", "--typical", *flags]) == 0
+    assert cli.main(["bench", "kernels", "--bits", "2", "--codec", "uniform", "--typical", *flags]) == 0
     shown = capsys.readouterr().out
     assert "uniform code" not in shown
-    assert "3 bits, codec uniform, rotation none" in " ".join(shown.split())
+    assert "2 bits, codec uniform, rotation none" in " ".join(shown.split())
     assert "131,072 elements, median call" in " ".join(shown.split())
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["codec"], found["rotation"], found["call"]) == ("uniform", "none", "median")

@@ -83,9 +83,9 @@ def test_a_name_that_is_no_method_is_refused(name: str) -> None:
 
 
 def test_names_choose_methods_and_stock_is_always_first() -> None:
-    found = methods.chosen("loco4_exact,naive3_exact", False, True, True)
-    assert [method.name for method in found] == ["stock", "loco4_exact", "naive3_exact"]
-    assert [method.bits for method in found] == [None, 4, 3]
+    found = methods.chosen("loco4_exact,naive2_exact", False, True, True)
+    assert [method.name for method in found] == ["stock", "loco4_exact", "naive2_exact"]
+    assert [method.bits for method in found] == [None, 4, 2]
     without = methods.chosen(None, True, False, False)
     assert not any(method.exact for method in without)
     assert not {"stock_bf16", "loco4_flat_exact", "none_exact"} & {method.name for method in without}

@@ -196,10 +196,10 @@ def test_muon_s_default_method_is_the_same_from_a_file_and_from_flags(tmp_path: 
     from megatron_patch.megatron.arguments import add_compression_arguments, config_from_arguments
 
     file = tmp_path / "muon.yaml"
-    file.write_text("megatron: {optimizer: muon}\ncompression: {bits: 3}\n", encoding="utf-8")
+    file.write_text("megatron: {optimizer: muon}\ncompression: {bits: 2}\n", encoding="utf-8")
     run = configuration.load(file)
     parser = add_compression_arguments(argparse.ArgumentParser())
     parser.add_argument("--optimizer")
-    args = parser.parse_args(["--compression-bits", "3", "--optimizer", "muon"])
+    args = parser.parse_args(["--compression-bits", "2", "--optimizer", "muon"])
     assert run.compression.method == "error_feedback"
     assert config_from_arguments(args) == run.compression
