@@ -8,9 +8,9 @@ else from the beginning of the shard. A shard's payload is contiguous, with part
 
     | codes | zeros to a multiple of 16 | scales: bf16 | zeros to 16 | exact elements: fp32 | zeros to 16 |
 
-Codes lie block by block, and the codes of each block begin at a whole word. All payloads have as many bytes of codes and scales as the shard that needs most
-of them, and their own number of exact elements. At p = 4, b = 128 and whole blocks a payload has 4 + 16/128 =
-4.125 bits per element.
+Codes lie block by block, and the codes of each block begin at a whole word. All payloads have as many bytes
+of codes and scales as the shard that needs most of them, and their own number of exact elements. At p = 4,
+b = 128 and whole blocks a payload has 4 + 16/128 = 4.125 bits per element.
 """
 
 from __future__ import annotations

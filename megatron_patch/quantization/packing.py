@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack the lowest `bits` bits of int8 [n, S] into uint8 [n, ceil(S * bits / 8)]; zeros fill the last byte."""
+    """Pack the lowest `bits` bits of int8 [n, S] into uint8 [n, ceil(S * bits / 8)], filled with zeros."""
     raw = codes.view(torch.uint8)
     if bits == 8:
         return raw
