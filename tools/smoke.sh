@@ -36,7 +36,7 @@ newcomer torchrun --nproc-per-node 2 -m megatron_patch.launch own_loop.py --comp
   exit 1
 }
 grep -q 'step 30: loco, 4 bits: ' losses.txt || fail "own_loop.py printed no report"
-for command in train compare ablate plan bench prepare-data report; do
+for command in train compare ablate plan prepare-data report; do
   status=0
   newcomer megatron-loco $command >stdout.txt 2>stderr.txt || status=$?
   [ $status = 2 ] && [ "$(wc -l <stderr.txt)" = 1 ] && grep -q "^megatron-loco: error: $command needs .*: pip install 'megatron-loco\[" stderr.txt ||

@@ -4,23 +4,36 @@ copy                   bytes/s
 compress, decompress   elements/s; codes/s of all senders
 weights                encode, decode and sums of the exact gather, weights/s
 adam                   bytes/s of torch's step
+
+The bytes that are counted are those that a kernel must move: gradient and error are read and error and
+payload written, or payloads are read and the shard written. Inputs rotate, so that no call finds its data in
+a cache, and several calls are launched in a row, because a launch can take as long as the kernel.
 """
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 
 from benchmarks.gpu.part import DEVICE, attempt, tell
+from megatron_patch.collectives.sender import Sender
 from megatron_patch.config import CompressionConfig
+from megatron_patch.quantization import triton_kernels
+from megatron_patch.quantization.codec import codec_of
+from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.weights.code import FACTS, bound
 from megatron_patch.weights.gather import coder_of
-from megatron_patch.workflows.bench import gpu_rates
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SENDERS = (8, 64)
+SHARDS = 8
+"""The shards into which `compress` cuts its bucket."""
+_ROTATING, _IN_A_ROW = 3, 6
 RATIOS = (1.43e-3, 1.43e-2)
 """Learning rates by the weights' standard deviation."""
 _ADAM_BYTES = 28
@@ -42,26 +55,76 @@ def main() -> None:
             attempt(f"{bits} bits, {codec}, {dtype}", gradients, bits, codec, dtype, size, runs)
 
 
-def seconds_of(call: Any, runs: int) -> float:
-    return gpu_rates.seconds_of(lambda _: call(), [torch.empty(0)], DEVICE, runs)
+def seconds_of(call: Callable[..., object], runs: int, inputs: Sequence[torch.Tensor] = ()) -> float:
+    """Return the median seconds of a call with each of `inputs` in turn; a GPU warms up for one round."""
+    turns = itertools.cycle([(each,) for each in inputs] or [()])
+
+    def on_gpu() -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(_IN_A_ROW):
+            call(*next(turns))
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / _IN_A_ROW
+
+    def on_cpu() -> float:  # in Triton's interpreter
+        began = time.perf_counter()
+        call(*next(turns))
+        return time.perf_counter() - began
+
+    if DEVICE.type == "cpu":
+        return statistics.median(on_cpu() for _ in range(runs))
+    on_gpu()
+    return statistics.median(on_gpu() for _ in range(runs))
 
 
 def copy(size: int, runs: int) -> None:
-    line = gpu_rates.copy(4 * size, DEVICE, runs)
-    tell(rates={"copy_bytes": line.bytes / line.seconds})
+    source = torch.ones(4 * size, dtype=torch.uint8, device=DEVICE)
+    tell(rates={"copy_bytes": 2 * source.nbytes / seconds_of(torch.empty_like(source).copy_, runs, [source])})
 
 
 def gradients(bits: int, codec: str, dtype: str, size: int, runs: int) -> None:
     of_adam = {"method": "onebit_adam"} if bits == 1 else {"method": "loco", "bits": bits, "codec": codec}
     config = CompressionConfig(**of_adam)
-    (line,) = gpu_rates.compress(config, size, DTYPES[dtype], DEVICE, runs, reference=False)
-    found = {"compress": size / line.seconds, "compress_bytes": line.bytes / line.seconds}
+    found = compress(config, size, DTYPES[dtype], runs)
     for senders in SENDERS:
-        shard = max(size // senders // 16 * 16, 16)
-        line = gpu_rates.decompress_reduce(config, shard, senders, DTYPES[dtype], DEVICE, runs)
-        found[f"decompress of {senders}"] = senders * shard / line.seconds
-        found[f"decompress_bytes of {senders}"] = line.bytes / line.seconds
+        found |= decompress(config, max(size // senders // 16 * 16, 16), senders, DTYPES[dtype], runs)
     tell(rates={f"{bits} bits, {codec}, {dtype}": found})
+
+
+def compress(config: CompressionConfig, size: int, dtype: torch.dtype, runs: int) -> dict[str, float]:
+    layout = BlockLayout.of(size, SHARDS, config.bits, config.block_size)
+    sender = Sender(config, layout, DEVICE)
+    assert sender.error is not None
+    inputs = [torch.randn(size, device=DEVICE).to(dtype) for _ in range(_ROTATING)]
+    payload = torch.empty(SHARDS, layout.payload_bytes, dtype=torch.uint8, device=DEVICE)
+    # No statistics, as in unlogged steps.
+    rest = (payload, sender.codec, layout, sender.error.tensors(), sender.error.beta, None)
+    seconds = seconds_of(lambda gradient: triton_kernels.compress(gradient, *rest), runs, inputs)
+    moved = inputs[0].nbytes + payload.nbytes + 2 * sender.error.nbytes
+    return {"compress": size / seconds, "compress_bytes": moved / seconds}
+
+
+def decompress(
+    config: CompressionConfig, shard: int, senders: int, dtype: torch.dtype, runs: int
+) -> dict[str, float]:
+    """Measure averaging the payloads of `senders` into a shard of so many elements."""
+    layout, codec = BlockLayout.of(shard, 1, config.bits, config.block_size), codec_of(config)
+    shape = senders, layout.payload_bytes
+    inputs = [torch.randint(256, shape, dtype=torch.uint8, device=DEVICE) for _ in range(_ROTATING)]
+    for payloads in inputs:
+        payloads[:, layout.code_bytes :].view(torch.bfloat16).fill_(0.5)
+    output = torch.empty(shard, dtype=dtype, device=DEVICE)
+    seconds = seconds_of(
+        lambda payloads: triton_kernels.decompress_reduce(payloads, codec, layout, output, senders),
+        runs,
+        inputs,
+    )
+    return {
+        f"decompress of {senders}": senders * shard / seconds,
+        f"decompress_bytes of {senders}": (inputs[0].nbytes + output.nbytes) / seconds,
+    }
 
 
 def moved(numel: int, ratio: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ The ranks share one machine's cores, and gloo's transport uses them too. The sou
     a link's usable share        bf16_alltoall at one rate that no predicted cell has
     gloo's all-to-all            `--links` of the benchmark without a rate limit: the collectives alone
     a bucket's call              bf16_alltoall with more buckets: what each of them adds to a step
-    compression, weight code     `bench kernels --typical` on one core
+    compression, weight code     `benchmarks.kernels --typical` on one core
 
 No source is a cell with compression. The exact gather's bits are those of docs/weight_gather.md.
 """

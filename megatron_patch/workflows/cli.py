@@ -36,7 +36,6 @@ _COMMANDS = {
         "predict what a recipe gains on a cluster, and say which setting to take",
         ("recipes",),
     ),
-    "bench": ("bench.command", "measure the kernels", ("recipes",)),
     "prepare-data": ("data", "make the data sets on which the recipes train", ("recipes",)),
     "report": (
         "report.command",
@@ -46,7 +45,11 @@ _COMMANDS = {
     "doctor": ("doctor", "print what is installed, and what is missing for what", ()),
 }
 """For each command, its module in this folder, its summary, and the extras that it needs."""
-_IN_A_CLONE = {"bench network": "benchmarks.network", "gpu-report": "benchmarks.gpu"}
+_IN_A_CLONE = {
+    "bench network": "benchmarks.network",
+    "bench kernels": "benchmarks.kernels",
+    "gpu-report": "benchmarks.gpu",
+}
 """Commands that exist only in a clone of the repository, with their modules there."""
 EXTRAS = {
     "recipes": ("omegaconf", "rich", "yaml", "scipy", "tokenizers", "tensorboard"),

@@ -1,4 +1,4 @@
-"""Draws PNGs for `compare`, `ablate` and `bench kernels`, and SVG elements for the page of `report`.
+"""Draws PNGs for `compare` and `ablate`, and SVG elements for the page of `report`.
 
 An SVG picture is drawn for the width of a phone and scales with the page: it is 440 units wide and its text
 13 units high, so that text has at least 10 CSS pixels in a column of 340. Text is not converted to paths, and
@@ -93,23 +93,6 @@ def draw_comparison(
         wire.invert_yaxis()
         wire.set_xlabel("MB sent by one rank per step")
         wire.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.12), ncols=2)
-
-
-def draw_kernels(path: Path, result: dict[str, Any]) -> None:
-    """Draw elements per second of each way to compress, with the bound that memcpy sets, as a PNG."""
-    rates = {name: rate / 1e6 for name, rate in result["elements_per_second"].items() if name != "native"}
-    names = sorted(rates, key=lambda name: rates[name])
-    bound = 2 * result["memcpy_bytes_per_second"] / result["bytes_per_element"] / 1e6
-    label = f"memory bound by memcpy: {bound:,.0f}"
-    with _png(path, figsize=(8, 0.6 * len(names) + 1.6)) as (_, axes):
-        bars = axes.barh([name.replace("_", " ") for name in names], [rates[n] for n in names], height=0.6)
-        axes.bar_label(bars, fmt=" {:,.0f}")
-        axes.axvline(bound, color="black", linestyle="--", linewidth=1, label=label)
-        axes.set_xlabel(
-            f"M elements per second, compress to {result['bits']} bits, {result['dtype']} gradients"
-        )
-        axes.margins(x=0.12)
-        axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0))
 
 
 def draw_differences(path: Path, results: Results) -> None:

@@ -108,6 +108,7 @@ def test_too_few_models_are_refused(models: list) -> None:
     ("given", "way"),
     [
         (["bench", "network", "--hosts", "2"], "python -m benchmarks.network --hosts 2"),
+        (["bench", "kernels"], "python -m benchmarks.kernels"),
         (["gpu-report", "--help"], "python -m benchmarks.gpu --help"),
         (["gpu-report"], "python -m benchmarks.gpu"),
     ],

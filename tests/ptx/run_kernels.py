@@ -155,8 +155,8 @@ def a_step_of_onebit_adam(draw: random.Random, _: int, ran: Ran) -> None:
 
 
 ROUNDS: dict[str, tuple[Callable[[random.Random, int], None], list[int]]] = {
-    "compress": (a_compression, [4, 2, 4, 2, 3, 8, 1]),
-    "decompress_reduce": (a_sum, [4, 2, 3, 8, 1]),
+    "compress": (a_compression, [4, 2, 4, 2, 8, 1]),
+    "decompress_reduce": (a_sum, [4, 2, 8, 1]),
     "tiny averages": (a_tiny_average, [4, 8]),
     "decompress": (a_gather, [4, 2]),
     "weight code": (a_weight_code, [16, 16]),

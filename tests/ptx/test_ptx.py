@@ -33,7 +33,7 @@ def ran(*arguments: str, first: Path | None = None) -> dict[str, dict[str, int]]
 def test_compiled_kernels_give_the_reference_s_bits() -> None:
     """In bounds, aligned, reading only what was written, with every barrier that they need."""
     found = ran("rounds", "1", "90")
-    assert found["compress"]["rounds"] >= 7
+    assert found["compress"]["rounds"] >= 6
     assert all(numbers["launches"] for numbers in found.values())
     assert set(found) == {
         "compress", "decompress_reduce", "tiny averages", "decompress", "weight code", "1-bit Adam",
@@ -44,7 +44,7 @@ def test_compiled_kernels_give_the_reference_s_bits() -> None:
 @pytest.mark.parametrize(("capability", "rounds"), [(90, 10), (80, 2), (100, 2)])
 def test_compiled_kernels_give_the_reference_s_bits_many_times(capability: int, rounds: int) -> None:
     """On an H100, an A100, a B200."""
-    assert ran("rounds", str(rounds), str(capability))["compress"]["rounds"] == 7 * rounds
+    assert ran("rounds", str(rounds), str(capability))["compress"]["rounds"] == 6 * rounds
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ def test_compiled_kernels_give_the_reference_s_bits_many_times(capability: int, 
 def test_kernels_that_other_tritons_compiled_give_the_reference_s_bits(release: str) -> None:
     """The releases of torch 2.8, 2.9, and 2.10 and 2.11."""
     found = ran("rounds", "2", "90", first=wheel_of_triton(release))
-    assert found["compress"]["rounds"] == 14
+    assert found["compress"]["rounds"] == 12
     assert found["tiny averages"]["rounds"] == 4
 
 

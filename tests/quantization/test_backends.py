@@ -132,7 +132,7 @@ def test_blocks_that_begin_at_multiples_of_16(tested, shape, codec, dtype):
 @every_backend
 @pytest.mark.parametrize(
     ("codec", "block"),
-    [(Levels(4, HADAMARD), 128), (Levels(3, HADAMARD), 16), (Uniform(8), 64), (Uniform(2), 16), (Sign(), 16)],
+    [(Levels(4, HADAMARD), 128), (Levels(2, HADAMARD), 16), (Uniform(8), 64), (Uniform(2), 16), (Sign(), 16)],
 )
 def test_whole_blocks_of_which_a_shard_has_fewer_than_others(tested, codec, block):
     """As where a bucket has norms beside matrices: one shard's blocks are fewer, and all are whole."""

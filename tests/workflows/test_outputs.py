@@ -17,7 +17,6 @@ from workflows.run.test_restarts import SUMMARY
 from megatron_patch.errors import UserError
 from megatron_patch.workflows import cli
 from megatron_patch.workflows.ablation import definition
-from megatron_patch.workflows.bench import command as bench
 from megatron_patch.workflows.plan import command as plan
 from megatron_patch.workflows.run import configuration, run_folder
 
@@ -30,8 +29,6 @@ COMMANDS = {
     "collect": ["ablate", "bits", "--collect", "--out", "OUT"],
     "plan": ["plan", TINY, "--out", "OUT"],
     "plan json": ["plan", TINY, "--json", "OUT/plan.json"],
-    "bench kernels": ["bench", "kernels", "--out", "OUT"],
-    "bench kernels json": ["bench", "kernels", "--json", "OUT/kernels.json"],
     "prepare-data": ["prepare-data", "installed:numpy/version.py", "--out", "OUT/text"],
     "report": ["report", "RUN", "--out", "OUT/page.html"],
 }
@@ -50,7 +47,6 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_results_that_cannot_be_written(
     name: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "measure", lambda *_: pytest.fail("measured first"))
     monkeypatch.setattr(plan, "_plan", lambda *_: {"curves": []})
     (tmp_path / "file").write_text("kept")
     run = tmp_path / "run"

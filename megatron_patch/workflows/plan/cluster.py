@@ -190,11 +190,9 @@ def of_gpus(
     inter_gbit: float | None = None,
     intra_gbyte: float | None = None,
     mfu: float | None = None,
-    compress_rate: float | None = None,
 ) -> Cluster:
     """Return a cluster of GPUs from data sheets and constants; `plan` has options of the same names."""
     numbers = {name: constant.value for name, constant in constants.numbers_of(gpu).items()}
-    own = 1.0 if compress_rate is None else compress_rate / numbers["compress"]
     memory = gpu.memory_gbyte * 1e9 * numbers["memory_share"]
     outside = (DEFAULT_INTER_GBIT if inter_gbit is None else inter_gbit) * 1e9 / 8 * numbers["tcp_headers"]
     inside = numbers["intra_efficiency"] * (gpu.link_gbyte if intra_gbyte is None else intra_gbyte) * 1e9
@@ -206,8 +204,8 @@ def of_gpus(
         processor=Processor(
             flops=gpu.tflops * 1e12 * (numbers["mfu"] if mfu is None else mfu),
             memory_bytes=gpu.memory_gb * 1e9,
-            compress={0: Work(unit=1 / (numbers["compress"] * own))},
-            decompress=Work(unit=1 / (numbers["decompress"] * own)),
+            compress={0: Work(unit=1 / numbers["compress"])},
+            decompress=Work(unit=1 / numbers["decompress"]),
             weight_encode=Work(unit=1 / numbers["weight_encode"]),
             weight_decode=Work(unit=1 / numbers["weight_decode"]),
             weight_sums=Work(unit=1 / numbers["weight_sums"]),

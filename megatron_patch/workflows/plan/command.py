@@ -39,7 +39,6 @@ _NUMBERS = {
     "--inter-gbit": (float, "B", f"of a node to the others, each way; default {DEFAULT_INTER_GBIT:g}"),
     "--intra-gbyte": (float, "S", "of a GPU inside its node, each way; default: the GPU's link"),
     "--mfu": (float, "F", f"useful share of the GPU's peak; default {constants.value('mfu'):g}"),
-    "--compress-rate": (float, "R", "elements a second to compress (bench kernels)"),
     "--weight-bits": (float, "P", "of the exact gather; default: by learning rate"),
 }
 _MOST = {"--mfu": 1.0, "--weight-bits": 16.0}
@@ -104,7 +103,7 @@ def _plan(console: Console, args: argparse.Namespace, name: str, given: RunConfi
     nodes = args.nodes or given.launch.nnodes
     per_node = args.gpus_per_node or given.launch.nproc_per_node
     links = (args.inter_gbit, args.intra_gbyte)
-    cluster = of_gpus(gpu, nodes, per_node, *links, args.mfu, args.compress_rate)
+    cluster = of_gpus(gpu, nodes, per_node, *links, args.mfu)
     launch = dataclasses.replace(given.launch, nnodes=nodes, nproc_per_node=per_node, node_rank=0)
     job = job_of(dataclasses.replace(given, launch=launch), name)
     if args.weight_bits is not None:

@@ -47,7 +47,7 @@ CONSTANTS = {
     "call_latency": Constant(8.4e-6, "s a call", "paper", f"{_NCCL}, base"),
     "peers_at_once": Constant(8, "peers", "assumed",
         "of an all-to-all between nodes, whose latencies overlap"),
-    "compress": Constant(280e9, "elements/s", "computed", f"{_H100}; an H100, --compress-rate"),
+    "compress": Constant(280e9, "elements/s", "computed", f"{_H100}; an H100"),
     "decompress": Constant(3.5e12, "codes/s", "computed", f"{_H100}; an H100, codes of all senders"),
     "weight_encode": Constant(125e9, "weights/s", "computed", f"{_H100}; an H100"),
     "weight_decode": Constant(231e9, "weights/s", "computed", f"{_H100}; an H100"),

@@ -1,0 +1,1 @@
+"""Measures the CPU kernels on one core, and the host's time for a launch."""

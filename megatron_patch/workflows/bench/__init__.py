@@ -1,1 +1,0 @@
-"""`megatron-loco bench`: measures kernels and links."""
