@@ -61,64 +61,23 @@ def output_folder(folder: Path, option: str = "--out") -> None:
         raise UserError(f"{option}: {folder} cannot be written: {error.strerror}") from error
 
 
-MOST_BYTES = 1 << 20
-"""The largest size of a YAML file: files that describe runs, recipes and clusters are small."""
-DEEPEST = 100
-"""The deepest nesting of YAML that is read: with thousands of levels libyaml's loader ends the process."""
-
-
 class Unfit(ValueError):
     """A text cannot be read; the message is one line without the file's name."""
 
 
-def read_text(path: Path) -> str:
-    """Read the text of a YAML file.
+def load_yaml(path: Path) -> tuple[str, Any]:
+    """Read a YAML file; returns its text and its plain values.
 
     Raises:
         OSError: the file cannot be read.
-        Unfit: the file is longer than MOST_BYTES, or is not UTF-8.
-    """
-    with path.open("rb") as file:
-        data = file.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise Unfit(f"it is longer than {MOST_BYTES:,} bytes")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise Unfit(f"it is no UTF-8: byte {error.start} is 0x{data[error.start]:02x}") from error
-
-
-def load_yaml(text: str) -> Any:
-    """Parse a YAML text into plain values.
-
-    Raises:
-        Unfit: the text is not valid YAML, or is nested too deeply.
+        Unfit: it is not valid YAML.
     """
     import yaml
 
-    check_yaml(text)
     try:
-        return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        text = path.read_text(encoding="utf-8")
+        return text, yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (yaml.YAMLError, ValueError, TypeError) as error:  # A date that does not exist is a ValueError.
-        raise Unfit(yaml_problem(error)) from error
-
-
-def check_yaml(text: str) -> None:
-    """Check that a text is YAML that libyaml's loader can read without crashing.
-
-    Raises:
-        Unfit: the text is not valid YAML, or is nested too deeply.
-    """
-    import yaml
-
-    depth = 0
-    try:
-        for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > DEEPEST:
-                line = event.start_mark.line + 1
-                raise Unfit(f"line {line}: more than {DEEPEST} mappings and lists in one another")
-    except yaml.YAMLError as error:
         raise Unfit(yaml_problem(error)) from error
 
 

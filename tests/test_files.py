@@ -11,9 +11,8 @@ import pytest
 import yaml
 
 from megatron_patch.errors import UserError
-from megatron_patch.files import DEEPEST, MOST_BYTES, Unfit, load_json, load_yaml, read_text
+from megatron_patch.files import Unfit, load_json, load_yaml
 from megatron_patch.workflows.ablation import definition
-from megatron_patch.workflows.report.command import read_plan
 from megatron_patch.workflows.run import configuration
 from megatron_patch.workflows.run_reader import read_run
 
@@ -21,8 +20,6 @@ from megatron_patch.workflows.run_reader import read_run
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[" * (DEEPEST + 1) + "]" * (DEEPEST + 1), "in one another"),
-        ("[" * 100_000, "in one another"),
         ("a: " + "9" * 5000, "4300 digits"),
         ("a: 2026-99-99", "month"),
         ("? [1]\n: 2", "unhashable"),
@@ -30,14 +27,22 @@ from megatron_patch.workflows.run_reader import read_run
         ("a: [", "^line 2: did not find"),
     ],
 )
-def test_yaml_that_is_refused(text: str, words: str) -> None:
+def test_yaml_that_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text(text)
     with pytest.raises(Unfit, match=words) as found:
-        load_yaml(text)
+        load_yaml(path)
     assert len(str(found.value).splitlines()) == 1
 
 
-def test_yaml_that_is_read() -> None:
-    assert load_yaml("a: &a [1, {b: x}]\nc: *a\nd: {<<: {e: .nan}, f: 2026-11-22}")["c"] == [1, {"b": "x"}]
+def test_yaml_that_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text("a: &a [1, {b: x}]\nc: *a\nd: {<<: {e: .nan}, f: 2026-11-22}")
+    text, content = load_yaml(path)
+    assert (text, content["c"]) == (path.read_text(), [1, {"b": "x"}])
+    path.write_bytes(b"ab\xff")
+    with pytest.raises(Unfit, match="byte 0xff in position 2"):
+        load_yaml(path)
 
 
 @pytest.mark.parametrize(
@@ -56,16 +61,6 @@ def test_json_that_is_refused(text: str | bytes, words: str) -> None:
 
 def test_json_that_is_read() -> None:
     assert load_json('{"a": [1, -2.5, Infinity, "\\u00e9"]}') == {"a": [1, -2.5, float("inf"), "é"]}
-
-
-def test_a_file_that_is_too_long_or_no_text(tmp_path: Path) -> None:
-    path = tmp_path / "long.yaml"
-    path.write_bytes(b"x" * (MOST_BYTES + 1))
-    with pytest.raises(Unfit, match="longer than"):
-        read_text(path)
-    path.write_bytes(b"ab\xff")
-    with pytest.raises(Unfit, match="byte 2 is 0xff"):
-        read_text(path)
 
 
 def test_a_message_is_one_line_of_readable_length() -> None:
@@ -96,7 +91,6 @@ def as_bytes(content: Any) -> bytes:
         (configuration.load, b"megatron: {lr: " + b"9" * 5000 + b"}", "not valid YAML"),
         (configuration.load, b"megatron: {lr: !!int x}", "not valid YAML"),
         (configuration.load, b"megatron: {lr: 1, lr: 2}", "not valid YAML"),
-        (configuration.load, b"megatron: " + b"[" * 50_000, "not valid YAML"),
         (
             configuration.load,
             b"megatron: {lr: '${megatron.min_lr}', min_lr: '${megatron.lr}'}",
@@ -104,8 +98,6 @@ def as_bytes(content: Any) -> bytes:
         ),
         (definition.read, ABLATION | {"contrast": ["x"]}, "contrast"),
         (definition.read, ABLATION | {"seeds": [[3]]}, "seeds"),
-        (read_plan, b'{"methods": [1]}', "is no plan"),
-        (read_plan, b"[" * 100_000, "cannot be read"),
     ],
 )
 def test_a_mistake_in_a_file_is_one_line(
@@ -126,7 +118,7 @@ def test_a_mistake_in_a_file_is_one_line(
         ("summary.json", json.dumps({"steps": "x"})),
         ("metrics.jsonl", json.dumps({"step": 5, "weight_bits_by_bucket": [1]})),
         ("metrics.jsonl", "[" * 100_000),
-        ("config.yaml", "a: " + "[" * 50_000),
+        ("config.yaml", "a: ["),
     ],
 )
 def test_a_file_that_no_run_leaves_is_named(name: str, content: str, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_patch.errors import UserError
-from megatron_patch.files import Unfit, load_json, load_yaml, read_text
+from megatron_patch.files import Unfit, load_json, load_yaml
 
 UNCOMPRESSED = ("none", "stock")
 _WARM_UP_RECORDS = 3
@@ -263,7 +263,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
     try:
         # A run's config.yaml is resolved, so that OmegaConf, ten times slower than libyaml, is not needed.
-        content = load_yaml(text := read_text(path))
+        text, content = load_yaml(path)
     except FileNotFoundError:
         return "", {}
     except OSError as error:

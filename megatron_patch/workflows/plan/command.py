@@ -1,7 +1,7 @@
 """`megatron-loco plan`: what a recipe would gain on a cluster, and which setting to take. Nothing is run.
 
     megatron-loco plan configs/models/llama2_7b.yaml --nodes 2 --inter-gbit 100 megatron.global_batch_size=128
-    megatron-loco plan RECIPE --nodes 4 --inter-gbit 100 --out runs/plan
+    megatron-loco plan RECIPE --nodes 4 --inter-gbit 100 --json plan.json
 
 A step is simulated from the recipe's own flags, for Megatron's exchange and for this package's. Links come
 from options or from data sheets, the compute rate from a GPU's peak and --mfu; --json has every number with
@@ -28,7 +28,7 @@ from megatron_patch.workflows.plan import constants, methods, recommend, torch_s
 from megatron_patch.workflows.plan import job as jobs
 from megatron_patch.workflows.plan.cluster import DEFAULT_GPU, DEFAULT_INTER_GBIT, Cluster, of_gpus
 from megatron_patch.workflows.plan.job import MEGATRON, STRATEGIES, Job
-from megatron_patch.workflows.plan.recommend import GRID, Advice, Row
+from megatron_patch.workflows.plan.recommend import Advice, Row
 from megatron_patch.workflows.run import configuration
 from megatron_patch.workflows.run.configuration import RunConfig
 from megatron_patch.workflows.run.prepare import prepare_run
@@ -47,8 +47,9 @@ _MOST = {"--mfu": 1.0, "--weight-bits": 16.0}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megatron-loco plan`."""
     add = parser.add_argument
-    add("recipes", nargs="+", metavar="RECIPE", help="YAML files, and section.key=value overrides of them")
-    add("--with", dest="and_files", action="append", default=[], metavar="FILE", help="goes over each recipe")
+    add("recipe", help="a YAML file; section.key=value overrides it")
+    add("overrides", nargs="*", metavar="section.key=value")
+    add("--with", dest="and_files", action="append", default=[], metavar="FILE", help="goes over the recipe")
     for option, (kind, name, text) in _NUMBERS.items():
         add(option, type=kind, metavar=name, help=text)
     gpus = ", ".join(constants.GPUS)
@@ -65,25 +66,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = f"least gain that changes a recommendation; default {worth:g}"
     add("--worth", type=float, default=worth, metavar="F", help=text)
     add("--json", type=Path, metavar="FILE", help="write the plan here")
-    add("--out", type=Path, metavar="DIR", help="write plan.json and plan.png here")
-    parser.set_defaults(overrides=[])
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command, and return the exit status."""
-    paths = [item for item in args.recipes if "=" not in item]
-    overrides = [item for item in args.recipes if "=" in item] + args.overrides
-    if not paths:
-        raise UserError("plan: name a recipe, e.g. configs/models/llama2_7b.yaml")
     _check(args)
-    if len(paths) > 1 and (args.json or args.out):
-        raise UserError("--out and --json: write one plan; name a single recipe")
-    extra = [configuration.find(name) for name in args.and_files]
-    console = Console(width=None if Console().is_terminal else 150)
-    for name in paths:
-        path = configuration.find(name)
-        plan = _plan(console, args, path.stem, configuration.load(path, overrides, and_files=extra))
-        _write(args, plan)
+    if args.json:
+        output_folder(args.json.parent, "--json")
+    path, extra = configuration.find(args.recipe), [configuration.find(name) for name in args.and_files]
+    plan = _plan(args, path.stem, configuration.load(path, args.overrides, and_files=extra))
+    if args.json:
+        write_whole(args.json, json.dumps(plan, indent=2) + "\n")
     return 0
 
 
@@ -97,7 +90,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--worth: {args.worth:g} is not allowed; it must be 0 or more and below 1")
 
 
-def _plan(console: Console, args: argparse.Namespace, name: str, given: RunConfig) -> dict[str, Any]:
+def _plan(args: argparse.Namespace, name: str, given: RunConfig) -> dict[str, Any]:
     """Print the plan of a recipe, and return what `--json` writes."""
     gpu = constants.find(args.gpu)
     nodes = args.nodes or given.launch.nnodes
@@ -111,21 +104,20 @@ def _plan(console: Console, args: argparse.Namespace, name: str, given: RunConfi
     job = torch_step.planned_with(job, args.strategy)
     chosen = _choose(job, cluster, args.methods)
     rows = recommend.rows(job, cluster, chosen)
-    curves: dict[str, list[float]] = {}
     if cluster.nodes > 1:
-        curves = recommend.curves(job, cluster, chosen)
-        stock, *others = curves.values()
+        stock, *others = recommend.curves(job, cluster, chosen)
         below = [None, *(recommend.pays_below(stock, other, args.worth) for other in others)]
         rows = [dataclasses.replace(row, pays_below=b) for row, b in zip(rows, below, strict=True)]
     advice = recommend.advise(job, cluster, rows, args.worth)
     lines = [f"\n{advice.reason}"]
     if not advice.stays and advice.row.method.options:
         lines.append(f"  {advice.row.method.options}")
+    console = Console(width=None if Console().is_terminal else 150)
     console.print(_title(job, cluster, gpu.name), highlight=False, soft_wrap=True)
     console.print(_table(rows, advice.row))
     for line in [*lines, _source_of(gpu)]:
         console.print(line, highlight=False, soft_wrap=True)
-    return as_json(job, cluster, gpu, rows, advice, curves)
+    return as_json(job, cluster, gpu, rows, advice)
 
 
 def job_of(run: RunConfig, name: str) -> Job:
@@ -144,20 +136,6 @@ def _choose(job: Job, cluster: Cluster, names: str | None) -> Sequence[methods.M
     gathers = job.distributed and job.weight_bytes == 2
     one_precision = job.gradient_bytes == 2 or job.weight_bytes == 4
     return methods.chosen(names, one_precision, hops, gathers)
-
-
-def _write(args: argparse.Namespace, plan: dict[str, Any]) -> None:
-    text = json.dumps(plan, indent=2) + "\n"
-    files = [args.json] if args.json else []
-    if args.json:
-        output_folder(args.json.parent, "--json")
-    if args.out:
-        output_folder(args.out)
-        files.append(args.out / "plan.json")
-        if plan["curves"]:
-            draw(args.out / "plan.png", plan)
-    for path in files:
-        write_whole(path, text)
 
 
 # --- what is shown ----------------------------------------------------------------------------------------
@@ -222,7 +200,6 @@ def as_json(
     gpu: constants.Gpu,
     rows: Sequence[Row],
     advice: Advice,
-    curves: dict[str, list[float]],
 ) -> dict[str, Any]:
     """Return the content that `--json` writes."""
     return {
@@ -240,7 +217,6 @@ def as_json(
         "options": advice.row.method.options,
         "reason": advice.reason,
         "stay_with_stock": advice.stays,
-        "curves": {"inter_gbit": list(GRID), "step_seconds": curves} if curves else None,
         "constants": {name: dataclasses.asdict(number) for name, number in constants.numbers_of(gpu).items()},
     }
 
@@ -261,37 +237,3 @@ def _row(row: Row) -> dict[str, Any]:
         "pays_below_gbit": None if always else row.pays_below,
         "pays_always": always,
     }
-
-
-def draw(path: Path, plan: dict[str, Any]) -> None:
-    """Draw each method's speed over the uplink's Gbit/s, relative to stock's, from what `as_json` returns."""
-    from megatron_patch.workflows.plots import pyplot
-
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
-    curves = plan["curves"]
-    stock = curves["step_seconds"][plan["methods"][0]["name"]]
-    styles = ("-", "--", ":", "-.")
-    for number, (name, seconds) in enumerate(curves["step_seconds"].items()):
-        gains = [base / one for base, one in zip(stock, seconds, strict=True)]
-        best = name == plan["recommended"]
-        axes.plot(
-            curves["inter_gbit"], gains, styles[number % 4], linewidth=2.4 if best else 1.3,
-            label=f"{name} (recommended here)" if best else name,
-        )  # fmt: skip
-    here = 8 * plan["inter_bytes_per_second"] / 1e9
-    axes.axvline(here, color="black", linewidth=0.8)
-    axes.annotate(
-        "here", (here, 1), xycoords=("data", "axes fraction"), xytext=(4, -12), textcoords="offset points"
-    )
-    axes.set_xscale("log")
-    axes.set_xlabel("usable Gbit/s between nodes, of each node")
-    axes.set_ylabel("speed, of stock's at that bandwidth")
-    axes.set_title(
-        f"{plan['recipe']}, {plan['nodes']} x {plan['gpus_per_node']} ranks, "
-        f"{plan['microbatches']} microbatches a step (predicted)", fontsize=10,
-    )  # fmt: skip
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=140)
-    plt.close(figure)

@@ -13,7 +13,7 @@ from megatron_patch.workflows.plan.methods import BF16, Method
 from megatron_patch.workflows.plan.step import Step
 
 GRID = tuple(10 ** (place / 4) for place in range(15))
-"""The chart's bandwidths of a node's uplink in Gbit/s, from 1 to 3,162."""
+"""Bandwidths of a node's uplink in Gbit/s, from 1 to 3,162."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,10 @@ def rows(job: Job, cluster: Cluster, methods: Sequence[Method]) -> list[Row]:
     return rows_
 
 
-def curves(job: Job, cluster: Cluster, methods: Sequence[Method]) -> dict[str, list[float]]:
+def curves(job: Job, cluster: Cluster, methods: Sequence[Method]) -> list[list[float]]:
     """Return each method's seconds of a step at the bandwidths of `GRID`, for clusters of several nodes."""
-    return {
-        method.name: [simulate(job, cluster.with_inter(gbit * 1e9 / 8), method).seconds for gbit in GRID]
-        for method in methods
-    }
+    clusters = [cluster.with_inter(gbit * 1e9 / 8) for gbit in GRID]
+    return [[simulate(job, at, method).seconds for at in clusters] for method in methods]
 
 
 def pays_below(stock: Sequence[float], other: Sequence[float], worth: float) -> float:

@@ -12,7 +12,6 @@ import argparse
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,10 @@ from markupsafe import Markup
 
 from megatron_patch import __version__
 from megatron_patch.errors import UserError
-from megatron_patch.files import load_json, write_whole
+from megatron_patch.files import write_whole
 from megatron_patch.workflows import plots
 from megatron_patch.workflows.report import figures, table
-from megatron_patch.workflows.report.table import SEEDS, Group, digits, group_runs, run_names
+from megatron_patch.workflows.report.table import SEEDS, Group, group_runs, run_names
 from megatron_patch.workflows.run_reader import Run, read_runs
 
 _MOST_LETTERS = 50
@@ -35,7 +34,6 @@ _MOST_COLUMNS = 6
 """If there are more configurations than this, the table of differences lists them one below the other."""
 _MOST_OPEN = 12
 """If there are more buckets than this, their table is folded."""
-_PLAN_HEAD = ["step (s)", "speed-up", "tokens/s", "exposed (s)", "GB a node sends", "memory GB"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,9 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the page; one that is there is replaced (default: runs/report.html)",
     )
-    parser.add_argument(
-        "--plan", type=Path, metavar="FILE", help="show what `megatron-loco plan --out` predicted, too"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if out.suffix not in (".html", ".htm") or out.is_dir():  # No run's file may be overwritten.
         raise UserError(f"--out: {out} must be a file that ends in .html")
     runs = read_runs(args.runs)
-    page = render(runs, read_plan(args.plan) if args.plan else None)
+    page = render(runs)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(out, page)
@@ -69,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def render(runs: Sequence[Run], plan: Plan | None = None) -> str:
+def render(runs: Sequence[Run]) -> str:
     """Return the page as HTML.
 
     The page is one file without scripts, and its Content-Security-Policy forbids to load anything. jinja2
@@ -92,13 +87,14 @@ def render(runs: Sequence[Run], plan: Plan | None = None) -> str:
     columns, against = table.columns(runs), table.validation_differences(groups)
     named = list(zip(run_names(runs), runs, strict=True))
     differences = table.differences(groups)
-    styles = range(max(len(drawn), len(plan.rows) if plan else 0))
     return environment.get_template("page.html").render(
         heading=_heading(runs, groups),
         names=[group.name for group in groups],
         made=time.strftime("%Y-%m-%d %H:%M %Z"),
         version=__version__,
-        styles=[(index % plots.COLOURS, plots.DASHES[index % len(plots.DASHES)]) for index in styles],
+        styles=[
+            (index % plots.COLOURS, plots.DASHES[index % len(plots.DASHES)]) for index in range(len(drawn))
+        ],
         notes=_notes(runs, groups, differences),
         columns=columns,
         rows=[(g.name, table.state(g.runs), table.row(columns, g.runs, g.counted, against)) for g in groups],
@@ -123,8 +119,6 @@ def render(runs: Sequence[Run], plan: Plan | None = None) -> str:
         differences=differences,
         sideways=len(groups) <= _MOST_COLUMNS,
         first_config=runs[0].config_text,
-        planned=plan,
-        planned_svg=Markup(plan.svg) if plan else "",
         unfinished=[(name, run.state) for name, run in named if not run.finished],
         environments=_environments(named),
     )
@@ -188,60 +182,3 @@ def _environments(named: Sequence[tuple[str, Run]]) -> list[tuple[str, str]]:
         (made_with, ", ".join(names) if len(names) <= _MOST_NAMES else f"{len(names)} runs")
         for made_with, names in found.items()
     ]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The part of a plan of `megatron-loco plan` that the page shows."""
-
-    title: str
-    reason: str
-    head: list[str]
-    rows: list[list[str]]
-    """Each row has the method's name and a cell for each of `head`."""
-    svg: str
-    """The picture of speed over bandwidth; empty if the job has one node."""
-    legend: list[figures.Entry]
-
-
-def read_plan(path: Path) -> Plan:
-    """Read a plan that `plan --json` or `plan --out` has written."""
-    try:
-        return plan_of(load_json(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--plan: {path}: cannot be read: {error}") from error
-    except (LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"--plan: {path}: is no plan of megatron-loco plan (--out, --json)") from error
-
-
-def plan_of(plan: dict[str, Any]) -> Plan:
-    rows = [
-        [
-            one["name"] + (" (recommended)" if one["name"] == plan["recommended"] else ""),
-            digits(one["step_seconds"]),
-            f"{one['speedup']:.2f} x",
-            f"{one['tokens_per_second']:,.0f}",
-            digits(one["exposed_seconds"]),
-            digits(one["node_uplink_bytes"] / 1e9),
-            digits(one["memory_bytes"] / 1e9) + ("" if one["fits"] else " (too much)"),
-        ]
-        for one in plan["methods"]
-    ]
-    title = f"{plan['recipe']} on {plan['nodes']} x {plan['gpus_per_node']} ranks"
-    if not plan["curves"]:
-        return Plan(title, plan["reason"], _PLAN_HEAD, rows, "", [])
-    seconds = plan["curves"]["step_seconds"]
-    stock = next(iter(seconds.values()))
-    gains = {name: [a / b for a, b in zip(stock, one, strict=True)] for name, one in seconds.items()}
-    legend = [
-        figures.Entry(place, name, f"{max(each):.2f} x at most")
-        for place, (name, each) in enumerate(gains.items())
-    ]
-    with plots.svg_axes("plan") as (figure, axes):
-        for place, each in enumerate(gains.values()):
-            plots.svg_line(axes, plan["curves"]["inter_gbit"], each, place, 0)
-        axes.set_xscale("log")
-        axes.set_xlabel("usable Gbit/s between nodes, of each node")
-        axes.set_ylabel("speed, of stock's")
-        svg = plots.svg_element(figure, "plan", f"Predicted speed over bandwidth, {title}")
-    return Plan(title, plan["reason"], _PLAN_HEAD, rows, svg, legend)

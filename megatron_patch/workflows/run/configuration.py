@@ -14,7 +14,6 @@ Overrides on the command line are `section.key=value`. Values may come from the 
 from __future__ import annotations
 
 import dataclasses
-import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -204,11 +203,7 @@ def _load(path: Path, including: tuple[Path, ...]) -> DictConfig:
         there = [one.name for one in path.parent.glob("*.yaml")]
         raise UserError(f"{path}: no such configuration file{nearest(path.name, there)}")
     try:
-        text = files.read_text(path)
-        files.check_yaml(text)
-        loaded = OmegaConf.load(io.StringIO(text))
-    except RecursionError as error:
-        raise UserError(f"{path}: is not valid YAML: too many brackets in one another") from error
+        loaded = OmegaConf.load(path)
     except (YAMLError, OmegaConfBaseException, ValueError) as error:
         raise UserError(f"{path}: is not valid YAML: {files.yaml_problem(error)}") from error
     except OSError as error:

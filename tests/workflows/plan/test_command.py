@@ -1,4 +1,4 @@
-"""`megatron-loco plan`: its table, JSON, chart and advice, and one line for each mistake."""
+"""`megatron-loco plan`: its table, JSON and advice, and one line for each mistake."""
 
 from __future__ import annotations
 
@@ -22,19 +22,10 @@ def planned(arguments: list[str], folder: Path) -> dict[str, Any]:
     return json.loads((folder / "plan.json").read_text(encoding="utf-8"))
 
 
-def test_a_plan_has_a_row_a_method_a_reason_a_chart_and_every_source(
+def test_a_plan_has_a_row_a_method_a_reason_and_every_source(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "plan"
-    arguments = [
-        SEVEN_B,
-        "megatron.global_batch_size=128",
-        "--inter-gbit",
-        "100",
-        "--out",
-        str(out),
-    ]
-    found = planned(arguments, tmp_path)
+    found = planned([SEVEN_B, "megatron.global_batch_size=128", "--inter-gbit", "100"], tmp_path)
     printed = capsys.readouterr().out
     assert [one["name"] for one in found["methods"]] == list(methods.DEFAULT)
     assert found["recommended"] == "loco4_exact"
@@ -42,14 +33,10 @@ def test_a_plan_has_a_row_a_method_a_reason_a_chart_and_every_source(
     assert "8 microbatches of 1 x 4096 tokens" in printed
     assert all(number["source"] for number in found["constants"].values())
     assert found["constants"].keys() == constants.CONSTANTS.keys()
-    assert json.loads((out / "plan.json").read_text(encoding="utf-8")) == found
-    assert (out / "plan.png").read_bytes().startswith(b"\x89PNG")
     stock, exact = found["methods"][0], next(m for m in found["methods"] if m["name"] == "loco4_exact")
     assert exact["speedup"] == pytest.approx(stock["step_seconds"] / exact["step_seconds"])
     # fp32 gradients and bf16 weights in rings: 15/16 of 6 bytes a parameter leave each node.
     assert stock["node_uplink_bytes"] == pytest.approx(6.738e9 * 6 * 15 / 16, rel=0.01)
-    slower, faster = found["curves"]["step_seconds"]["stock"][0], found["curves"]["step_seconds"]["stock"][-1]
-    assert slower > stock["step_seconds"] > faster
 
 
 @pytest.mark.slow
@@ -78,7 +65,7 @@ def test_the_pages_jobs_are_what_the_command_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["megatron.lr=1e-4"], "name a recipe"),
+        (["megatron.lr=1e-4"], "no such configuration file"),
         (["configs/models/none.yaml"], "no such configuration file"),
         ([SEVEN_B, "--inter-gbit", "0"], "--inter-gbit: 0 is not allowed; it must be above 0"),
         ([SEVEN_B, "--mfu", "1.5"], "--mfu: 1.5 is not allowed"),
@@ -88,15 +75,15 @@ def test_the_pages_jobs_are_what_the_command_says(tmp_path: Path) -> None:
         ([SEVEN_B, "--methods", "loco5"], "--methods: 'loco5' must be one of"),
         ([SEVEN_B, "--methods", "outer30_loco4"], "--methods: 'outer30_loco4' must be one of"),
         ([SEVEN_B, "--nodes", "3"], "global_batch_size"),
-        ([SEVEN_B, SEVEN_B, "--json", "plan.json"], "name a single recipe"),
+        ([SEVEN_B, SEVEN_B], "is no override"),
         ([SEVEN_B, "--nods", "2"], "unrecognized arguments: --nods 2"),
     ],
 )
 def test_mistakes_are_one_line(
     arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "out"
-    assert main(["plan", *arguments, *([] if "--json" in arguments else ["--out", str(out)])]) == 2
+    out = tmp_path / "plan.json"
+    assert main(["plan", *arguments, "--json", str(out)]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert words in error, error
     assert error.startswith("megatron-loco: error: ")
