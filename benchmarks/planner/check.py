@@ -18,22 +18,20 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.network.methods import ALL_REDUCE, BASELINE
 from megatron_patch.workflows.plan import methods, torch_step
 from megatron_patch.workflows.plan.cluster import (
-    ALL,
     ALL_GATHER,
     ALL_TO_ALL,
-    BETWEEN,
     COLLECTIVES,
-    INSIDE,
+    Call,
     Cluster,
+    Group,
     Link,
     Processor,
-    Work,
 )
 from megatron_patch.workflows.plan.job import MEGATRON, Job, Parameter, PipelineStage
 from megatron_patch.workflows.plan.methods import Method
@@ -44,6 +42,8 @@ _PARTS = {ALL_TO_ALL: "exchange_seconds", ALL_GATHER: "gather_seconds"}
 _STRATEGIES = {"ddp": "ddp", "fsdp2": "fsdp2", "hsdp": "hybrid", "mfsdp": "optim_grads"}
 """The planner's strategy for the first word of a method's name in the benchmark."""
 _NEVER = 1e15
+ALL, INSIDE, BETWEEN = "all", "inside", "between"
+"""The parts of a group whose collectives were measured: all, a host's ranks, or one rank of each host."""
 _RANKS = 4
 """The calibration's runs have 4 hosts with one rank each."""
 
@@ -63,6 +63,42 @@ class Cell:
         """Whether the cell is part of the calibration, so that it is no prediction."""
         alone = (self.hosts, self.ranks_per_host, self.rate_mbit) == (_RANKS, 1, None)
         return alone and self.name in (BASELINE, ALL_REDUCE)
+
+
+@dataclass(frozen=True)
+class Hosts(Cluster):
+    """Hosts whose ranks share one machine's cores. Gloo exchanges in the ranks' own threads."""
+
+    efficiency: Mapping[str, float] = field(default_factory=dict)
+    """The share of the links' bandwidth that each collective reaches."""
+    transport: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    """For each (part of the group, collective), the processor's seconds per call and per byte that the rank
+    sends. A missing entry is that of `all`."""
+
+    @property
+    def one_stream(self) -> bool:
+        return True
+
+    def needs(self, call: Call) -> dict[str, float]:
+        part = INSIDE if call.group.nodes == 1 else BETWEEN if call.group.local == 1 else ALL
+        of_call, of_byte = self.transport.get((part, call.kind)) or self.transport[ALL, call.kind]
+        return {
+            "uplink": call.uplink / self.efficiency.get(call.kind, 1.0),
+            "inside": call.inside,
+            "processor": of_call * call.calls + of_byte * call.sent,
+        }
+
+    def stock_reduce(self, elements: int, nbytes: int, group: Group, fp32_sum: bool) -> Call:
+        call = super().stock_reduce(elements, nbytes, group, fp32_sum)
+        if fp32_sum:
+            return call
+        # gloo's reduce-scatter moves twice the bytes over the links (docs/benchmarks.md).
+        return dataclasses.replace(call, uplink=2 * call.uplink, inside=2 * call.inside)
+
+    def all_reduce(self, elements: int, nbytes: int, group: Group) -> tuple[Call, Call]:
+        # It is another ring, of which each half moves as many bytes as an all-gather.
+        half = self.gather(elements * nbytes / group.ranks, group)
+        return half, half
 
 
 def predicted(cell: Cell, calibration: Mapping[str, Any]) -> float:
@@ -145,28 +181,32 @@ def stage_of(llama: Mapping[str, int]) -> PipelineStage:
 
 
 def _cluster(calibration: Mapping[str, Any], cell: Cell, job: Job) -> Cluster:
-    world = cell.hosts * cell.ranks_per_host
-    share = calibration["cores"] / world
+    # What a rank has of a core while all ranks compute; rates of the calibration are those of a whole core.
+    share = min(1.0, calibration["cores"] / (cell.hosts * cell.ranks_per_host))
     rate = _NEVER if cell.rate_mbit is None else cell.rate_mbit * 1e6 / 8
     kernels = calibration["kernels"]
     compute = Computing.of(calibration, job)
     processor = Processor(
-        flops=compute.flops,
-        compress={int(bits): Work(unit=1 / speed) for bits, speed in kernels["compress"].items()},
-        decompress=Work(unit=1 / kernels["decompress"]),
-        weight_encode=Work(unit=1 / kernels["weight_encode"]),
-        weight_decode=Work(unit=1 / kernels["weight_decode"]),
-        weight_sums=Work(unit=2 / kernels["memcpy_bytes"]),
-        optimizer=Work(unit=compute.optimizer),
+        flops=compute.flops * share,
+        compress={int(bits): 1 / (speed * share) for bits, speed in kernels["compress"].items()},
+        decompress=1 / (kernels["decompress"] * share),
+        weight_encode=1 / (kernels["weight_encode"] * share),
+        weight_decode=1 / (kernels["weight_decode"] * share),
+        weight_sums=2 / (kernels["memcpy_bytes"] * share),
+        optimizer=compute.optimizer / share,
         # 1-bit Adam's update replaces AdamW's, which is part of `optimizer`.
-        momentum=Work(unit=1 / kernels["form"] + 1 / kernels["update"] - 1 / kernels["adamw"]),
-        stock_sum=Work(unit=compute.stock_sum),
-        step=compute.step,
-        transport=compute.transport(calibration, cell.ranks_per_host),
-        share=share,
+        momentum=(1 / kernels["form"] + 1 / kernels["update"] - 1 / kernels["adamw"]) / share,
+        stock_sum=compute.stock_sum / share,
+        step=compute.step / share,
     )
     efficiency = {name: carried(calibration, name) for name in COLLECTIVES}
-    return Cluster(cell.hosts, cell.ranks_per_host, Link(rate, 0.0, efficiency), Link(_NEVER), processor)
+    transport = compute.transport(calibration, cell.ranks_per_host)
+    of_rank = {key: (call / share, unit / share) for key, (call, unit) in transport.items()}
+    return Hosts(
+        *(cell.hosts, cell.ranks_per_host, Link(rate), Link(_NEVER), processor),
+        efficiency=efficiency,
+        transport=of_rank,
+    )
 
 
 def carried(calibration: Mapping[str, Any], collective: str) -> float:
@@ -295,18 +335,20 @@ class Computing:
             all_gather=max(0.0, _part(calibration, ALL_GATHER) - calls) * share / sent,
         )
 
-    def transport(self, calibration: Mapping[str, Any], per_host: int) -> dict[tuple[str, str], Work]:
+    def transport(
+        self, calibration: Mapping[str, Any], per_host: int
+    ) -> dict[tuple[str, str], tuple[float, float]]:
         """Return gloo's processor time, from the curves without a rate limit and the run's all-gather."""
         share = calibration["cores"] / _RANKS
         works = {}
         for name in COLLECTIVES:
             alone, unit = fit(_free(calibration, name))
             call = _call(calibration, name)
-            works[ALL, name] = Work(share * call, self.all_gather if name == ALL_GATHER else share * unit)
+            works[ALL, name] = share * call, self.all_gather if name == ALL_GATHER else share * unit
             for scope in (INSIDE, BETWEEN) if per_host > 1 else ():
                 if curve := _free(calibration, name, scope, per_host):
                     alone_there, unit = fit(curve)
-                    works[scope, name] = Work(share * max(0.0, alone_there + call - alone), share * unit)
+                    works[scope, name] = share * max(0.0, alone_there + call - alone), share * unit
         return works
 
 

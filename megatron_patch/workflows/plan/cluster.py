@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from megatron_patch.workflows.plan import constants
 
 ALL_TO_ALL, REDUCE_SCATTER, ALL_GATHER = COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather")
-ALL, INSIDE, BETWEEN = "all", "inside", "between"
 DEFAULT_GPU, DEFAULT_INTER_GBIT = "H100", 400.0
 
 
@@ -27,56 +26,31 @@ class Link:
 
     bandwidth: float
     latency: float = 0.0
-    efficiency: Mapping[str, float] = field(default_factory=dict)
-    """The share of the bandwidth that each collective reaches; 1 for a collective that is not named."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """The seconds that a rank's processor takes for each call, and for each unit (byte, element, ...)."""
-
-    call: float = 0.0
-    unit: float = 0.0
-
-    def seconds(self, units: float, calls: float = 1.0) -> float:
-        return self.call * calls + self.unit * units
 
 
 @dataclass(frozen=True)
 class Processor:
-    """The processor of one rank.
-
-    A GPU's collectives take no time of it here, while gloo's take the processor's time (`transport`). Rates
-    are those of a rank that computes alone; `share` says what it has of them if ranks share cores.
-    """
+    """The processor of one rank; each kernel by its seconds for a unit of its work."""
 
     flops: float
     """Useful operations per second: the peak times its utilisation."""
     memory_bytes: float = float("inf")
-    compress: Mapping[int, Work] = field(default_factory=dict)
-    """For each number of bits, the work per element; the key 0 stands for all other numbers."""
-    decompress: Work = Work()
-    """Work per code (elements times senders)."""
-    weight_encode: Work = Work()
-    weight_decode: Work = Work()
-    weight_sums: Work = Work()
-    """The work per weight, as for the two above."""
-    optimizer: Work = Work()
-    """Work per parameter that the rank updates."""
-    momentum: Work = Work()
-    """Additional work per parameter with 1-bit Adam."""
-    stock_sum: Work = Work()
-    """Work per element and sender if the owner sums the results of a plain all-to-all."""
+    compress: Mapping[int, float] = field(default_factory=dict)
+    """For each number of bits, seconds per element; the key 0 stands for all other numbers."""
+    decompress: float = 0.0
+    """Seconds per code (elements times senders)."""
+    weight_encode: float = 0.0
+    weight_decode: float = 0.0
+    weight_sums: float = 0.0
+    """Seconds per weight, as for the two above."""
+    optimizer: float = 0.0
+    """Seconds per parameter that the rank updates."""
+    momentum: float = 0.0
+    """Additional seconds per parameter with 1-bit Adam."""
+    stock_sum: float = 0.0
+    """Seconds per element of a bucket of which the owner sums the results of a plain all-to-all."""
     step: float = 0.0
     """The seconds of a step that depend on none of the above."""
-    transport: Mapping[tuple[str, str], Work] = field(default_factory=dict)
-    """For each (scope of the group, collective), the work per call and per byte that the rank sends. A
-    missing entry is that of the scope `all`. If empty, collectives take no processor time."""
-    share: float = 1.0
-    """The share of a processor that a rank has while all ranks compute: cores / ranks."""
-
-    def compress_work(self, bits: int) -> Work:
-        return self.compress.get(bits, self.compress.get(0, Work()))
 
 
 @dataclass(frozen=True)
@@ -88,18 +62,16 @@ class Group:
     local: int
     beside: float = 1.0
     """How many groups of this kind share a node, and its uplink."""
-    scope: str = ALL
-    """The part of a data-parallel group that it is: all, those inside a node, or one rank of each node."""
 
     @property
     def inside(self) -> Group:
         """The group's ranks on one node."""
-        return Group(self.local, 1, self.local, self.beside, INSIDE)
+        return Group(self.local, 1, self.local, self.beside)
 
     @property
     def across(self) -> Group:
         """One rank of each of the group's nodes."""
-        return Group(self.nodes, self.nodes, 1, self.beside * self.local, BETWEEN)
+        return Group(self.nodes, self.nodes, 1, self.beside * self.local)
 
 
 @dataclass(frozen=True)
@@ -141,6 +113,15 @@ class Cluster:
     def world(self) -> int:
         return self.nodes * self.per_node
 
+    @property
+    def one_stream(self) -> bool:
+        """Whether the rank's own thread runs collectives, and waits for them; NCCL's run beside it."""
+        return False
+
+    def needs(self, call: Call) -> dict[str, float]:
+        """Return what a call uses: bytes of the node's uplink, and of the rank's link inside its node."""
+        return {"uplink": call.uplink, "inside": call.inside}
+
     def with_inter(self, bytes_per_second: float) -> Cluster:
         """Return this cluster with another bandwidth between nodes."""
         between = dataclasses.replace(self.between, bandwidth=bytes_per_second)
@@ -167,20 +148,12 @@ class Cluster:
     def stock_reduce(self, elements: int, nbytes: int, group: Group, fp32_sum: bool) -> Call:
         """Return Megatron's reduce-scatter of a bucket, which is an all-to-all with fp32 accumulation."""
         shard = elements * nbytes / group.ranks
-        if fp32_sum:
-            return self.all_to_all(shard, group)
-        call = self.gather(shard, group, REDUCE_SCATTER)
-        if not self.processor.transport:
-            return call
-        # gloo's reduce-scatter moves twice the bytes over the links (docs/benchmarks.md).
-        return dataclasses.replace(call, uplink=2 * call.uplink, inside=2 * call.inside)
+        return self.all_to_all(shard, group) if fp32_sum else self.gather(shard, group, REDUCE_SCATTER)
 
     def all_reduce(self, elements: int, nbytes: int, group: Group) -> tuple[Call, Call]:
         """Return the two halves of an all-reduce: a reduce-scatter and an all-gather, by rings."""
         shard = elements * nbytes / group.ranks
-        back = self.gather(shard, group)
-        # gloo's all-reduce is another ring, of which each half moves as many bytes as an all-gather.
-        return back if self.processor.transport else self.gather(shard, group, REDUCE_SCATTER), back
+        return self.gather(shard, group, REDUCE_SCATTER), self.gather(shard, group)
 
 
 def of_gpus(
@@ -204,13 +177,13 @@ def of_gpus(
         processor=Processor(
             flops=gpu.tflops * 1e12 * (numbers["mfu"] if mfu is None else mfu),
             memory_bytes=gpu.memory_gb * 1e9,
-            compress={0: Work(unit=1 / numbers["compress"])},
-            decompress=Work(unit=1 / numbers["decompress"]),
-            weight_encode=Work(unit=1 / numbers["weight_encode"]),
-            weight_decode=Work(unit=1 / numbers["weight_decode"]),
-            weight_sums=Work(unit=1 / numbers["weight_sums"]),
-            optimizer=Work(unit=numbers["optimizer_bytes"] / memory),
-            momentum=Work(unit=numbers["momentum_bytes"] / memory),
+            compress={0: 1 / numbers["compress"]},
+            decompress=1 / numbers["decompress"],
+            weight_encode=1 / numbers["weight_encode"],
+            weight_decode=1 / numbers["weight_decode"],
+            weight_sums=1 / numbers["weight_sums"],
+            optimizer=numbers["optimizer_bytes"] / memory,
+            momentum=numbers["momentum_bytes"] / memory,
         ),
         call_latency=numbers["call_latency"],
     )

@@ -34,7 +34,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, log2
 
-from megatron_patch.workflows.plan.cluster import ALL, Call, Cluster, Group
+from megatron_patch.workflows.plan.cluster import Call, Cluster, Group
 from megatron_patch.workflows.plan.job import Bucket, Job
 from megatron_patch.workflows.plan.methods import FREE, Method
 
@@ -170,11 +170,6 @@ class Exchanges:
     sent: Sent = field(default_factory=Sent)
     _under_way: dict[str, list[Handle]] = field(default_factory=dict)
 
-    @property
-    def on_cpu(self) -> bool:
-        """Whether collectives take processor time of the rank."""
-        return bool(self.cluster.processor.transport)
-
     def _place(
         self,
         name: str,
@@ -202,14 +197,7 @@ class Exchanges:
             self.sent.gradients_between += call.between
             self.sent.gradients_inside += call.inside
         self.sent.uplink += call.uplink
-        needs = {
-            "uplink": call.uplink / self.cluster.between.efficiency.get(call.kind, 1.0),
-            "inside": call.inside / self.cluster.inside.efficiency.get(call.kind, 1.0),
-        }
-        if self.on_cpu:
-            transport = self.cluster.processor.transport
-            cost = transport.get((call.group.scope, call.kind), transport[ALL, call.kind])
-            needs["processor"] = cost.seconds(call.sent, call.calls)
+        needs = self.cluster.needs(call)
         return self._place(f"{name}: {call.kind}", needs, after, stream, call.latency)
 
     def pass_on(self, times: int, after: Sequence[Task]) -> list[Task]:
@@ -262,7 +250,8 @@ class Exchanges:
 
     def _side(self, kind: str) -> str:
         """Return the stream on which a bucket is compressed and decompressed."""
-        return f"exchange {kind} " if self.job.overlap_gradients and not self.on_cpu else "compute"
+        beside = self.job.overlap_gradients and not self.cluster.one_stream
+        return f"exchange {kind} " if beside else "compute"
 
     def _reduce_scatter(
         self, bucket: Bucket, group: Group, ready: Sequence[Task], kind: str, name: str
@@ -275,7 +264,7 @@ class Exchanges:
             return
         # Megatron drains each before the next begins (previous_grad_reduce_bucket_group).
         sent = self.send(name, call, [*ready, *self._wait(kind, 0)], f"network {kind} ")
-        seconds = self.cluster.processor.stock_sum.seconds(bucket.elements)
+        seconds = self.cluster.processor.stock_sum * bucket.elements
         self._under_way[kind].append(Handle(sent, f"{name}: sum", seconds, self._side(kind)))
 
     def start_low(
@@ -293,16 +282,16 @@ class Exchanges:
         # 1-bit Adam's momentum has vectors in it, too, and blocks that no shard cuts.
         exact = 0 if method.momentum else bucket.exact * over.ranks // group.ranks
         size = payload(shard * over.ranks, over.ranks, method.bits, exact, whole_blocks=method.momentum)
-        coding = processor.compress_work(method.bits)
-        ready = [self.work(f"{name}: compress", coding.seconds(elements), ready, side)]
+        coding = processor.compress.get(method.bits, processor.compress.get(0, 0.0))
+        ready = [self.work(f"{name}: compress", coding * elements, ready, side)]
         sent = self.send(name, cluster.all_to_all(size, over), ready, network)
-        summing = processor.decompress.seconds(shard * over.ranks)
+        summing = processor.decompress * (shard * over.ranks)
         if back:
-            summed = self.work(f"{name}: sum", summing + coding.seconds(shard), [sent], side)
+            summed = self.work(f"{name}: sum", summing + coding * shard, [sent], side)
             sent = self.send(name, cluster.gather(size, over), [summed], network)
             if over is not group:
                 sent = self.send(name, cluster.gather(size * group.nodes, group.inside), [sent], network)
-            summing = processor.decompress.seconds(bucket.elements)
+            summing = processor.decompress * bucket.elements
         return Handle(sent, f"{name}: decompress", summing, side)
 
     def _inside(self, bucket: Bucket, group: Group, ready: Sequence[Task], side: str, name: str) -> Task:
@@ -319,7 +308,7 @@ class Exchanges:
         before = list(after)
         for number, bucket in enumerate(buckets):
             group, name = self.job.group(self.cluster, bucket.expert), f"momentum bucket {number}"
-            seconds = self.cluster.processor.momentum.seconds(bucket.elements)
+            seconds = self.cluster.processor.momentum * bucket.elements
             before = [self.work(f"{name}: form", seconds, before)]
             if group.ranks > 1:
                 before = [self.end(self.start_low(bucket, group, before, "momentum", name, back=True))]
@@ -343,7 +332,7 @@ class Exchanges:
             processor = self.cluster.processor
             owned = sum(bucket.elements for bucket in of_group) / group.ranks
             whole = owned * (group.ranks - 1)
-            seconds = processor.weight_encode.seconds(owned) + processor.weight_sums.seconds(whole)
+            seconds = processor.weight_encode * owned + processor.weight_sums * whole
             coded = self.work("weights: encode", seconds, before)
             lengths = self.cluster.gather(_LENGTHS_BYTES * len(of_group), group)
             before = [self.send("weights: lengths", lengths, [coded], "network weights ", weights=True)]
@@ -362,7 +351,7 @@ class Exchanges:
         sent = self.send("weights", call, after, stream, weights=True)
         if not self.method.exact:
             return [sent]
-        seconds = self.cluster.processor.weight_decode.seconds(elements * (1 - 1 / group.ranks))
+        seconds = self.cluster.processor.weight_decode * (elements * (1 - 1 / group.ranks))
         return [self.work("weights: decode", seconds, [sent])]
 
     def batches(self, buckets: Sequence[Bucket]) -> list[list[Bucket]]:
@@ -399,11 +388,8 @@ def simulate(job: Job, cluster: Cluster, method: Method) -> Step:
 
 def capacity(job: Job, cluster: Cluster) -> dict[str, float]:
     """Return what each resource of each stage does in a second (processor seconds, bytes of links)."""
-    of_each = {
-        "processor": min(1.0, cluster.processor.share),
-        "uplink": cluster.between.bandwidth,
-        "inside": cluster.inside.bandwidth,
-    }
+    links = {"uplink": cluster.between.bandwidth, "inside": cluster.inside.bandwidth}
+    of_each = {"processor": 1.0, **links}
     return {f"{name}{stage}": rate for stage in range(job.pipeline) for name, rate in of_each.items()}
 
 
@@ -540,7 +526,7 @@ def _optimizer(stage: Exchanges, buckets: Sequence[Bucket], ready: Task) -> None
     for bucket in buckets:
         ranks = job.group(stage.cluster, bucket.expert).ranks if method.shards_optimizer(job) else 1
         owned += bucket.elements / ranks
-    before = [stage.work("optimizer", processor.optimizer.seconds(owned) + processor.step, before)]
+    before = [stage.work("optimizer", processor.optimizer * owned + processor.step, before)]
     before = stage.encode(buckets, before)
     for batch in stage.batches(buckets) if not job.overlap_weights else ():
         before = stage.gather(batch, before)

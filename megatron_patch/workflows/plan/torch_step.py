@@ -103,7 +103,7 @@ def _step(job: Job, cluster: Cluster, method: Method) -> tuple[float, list[Excha
 
 def _microbatch(job: Job, cluster: Cluster, method: Method, *, last: bool) -> Exchanges:
     # FSDP2 waits for each of gloo's collectives before it continues, so that everything is one stream.
-    waits = bool(cluster.processor.transport) and job.strategy != DDP
+    waits = cluster.one_stream and job.strategy != DDP
     rank = Exchanges(job, cluster, method, 0, Timeline(step.capacity(job, cluster)), one_stream=waits)
     whole = job.group(cluster, False)
     units = _units(job, whole)
@@ -137,7 +137,7 @@ def _microbatch(job: Job, cluster: Cluster, method: Method, *, last: bool) -> Ex
             "all gradients", {}, list(rank.timeline.tasks), latency=step.norm_latency(cluster)
         )
         owned = sum(unit.elements for unit in units) / shards.ranks
-        seconds = cluster.processor.optimizer.seconds(owned) + cluster.processor.step
+        seconds = cluster.processor.optimizer * owned + cluster.processor.step
         stepped = rank.work("optimizer", seconds, [ready])
         if job.strategy == OPTIM_GRADS:
             rank.encode(units, [stepped])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_patch.workflows.plan.cluster import Cluster, Link, Processor, Work
+from megatron_patch.workflows.plan.cluster import Cluster, Link, Processor
 from megatron_patch.workflows.plan.job import Job, Parameter, PipelineStage
 
 HIDDEN = 256
@@ -45,11 +45,11 @@ def cluster(nodes: int, per_node: int = 8, bandwidth: float = 1e9, latency: floa
     processor = Processor(
         flops=1e11,
         memory_bytes=1e9,
-        compress={0: Work(unit=1e-9)},
-        decompress=Work(unit=1e-10),
-        weight_encode=Work(unit=1e-9),
-        weight_decode=Work(unit=1e-9),
-        optimizer=Work(unit=1e-9),
-        momentum=Work(unit=1e-9),
+        compress={0: 1e-9},
+        decompress=1e-10,
+        weight_encode=1e-9,
+        weight_decode=1e-9,
+        optimizer=1e-9,
+        momentum=1e-9,
     )
     return Cluster(nodes, per_node, Link(bandwidth, latency), Link(1e10, latency / 3), processor, latency)

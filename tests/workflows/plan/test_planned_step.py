@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workflows.plan.jobs import cluster, job
 
+from benchmarks.planner.check import Hosts
 from megatron_patch.workflows.plan import methods
-from megatron_patch.workflows.plan.cluster import ALL as WHOLE_GROUP
-from megatron_patch.workflows.plan.cluster import COLLECTIVES, Cluster, Link, Work
+from megatron_patch.workflows.plan.cluster import COLLECTIVES, Cluster, Link
 from megatron_patch.workflows.plan.job import Job
 from megatron_patch.workflows.plan.methods import parse
 from megatron_patch.workflows.plan.step import forward_seconds, simulate
@@ -35,9 +35,7 @@ def computing(one: Job, on: Cluster) -> float:
 
 def test_without_bytes_and_kernels_a_step_is_its_arithmetic() -> None:
     one, on = job(batch=64), cluster(nodes=2)
-    on = dataclasses.replace(
-        on, processor=dataclasses.replace(on.processor, optimizer=Work()), call_latency=0.0
-    )
+    on = dataclasses.replace(on, processor=dataclasses.replace(on.processor, optimizer=0.0), call_latency=0.0)
     on = dataclasses.replace(on, between=Link(1e9), inside=Link(1e10))
     batches = one.microbatches(on.world)
     assert batches == 4
@@ -47,7 +45,7 @@ def test_without_bytes_and_kernels_a_step_is_its_arithmetic() -> None:
 def test_a_pipelines_bubble_is_that_of_one_forward_one_backward() -> None:
     one = job(batch=128, pipeline=4)
     on = cluster(nodes=2, latency=0.0)
-    on = dataclasses.replace(on, processor=dataclasses.replace(on.processor, optimizer=Work()))
+    on = dataclasses.replace(on, processor=dataclasses.replace(on.processor, optimizer=0.0))
     batches, stages = one.microbatches(on.world), 4
     whole = computing(dataclasses.replace(one, pipeline=1, stages=one.stages[:1]), on)
     found = simulate(one, on, methods.FREE).seconds
@@ -61,7 +59,7 @@ def test_a_pipeline_waits_for_what_its_stages_send(nodes: int, per_node: int) ->
     """With few bytes the last stage's microbatches wait, and the first and last through all stages."""
     one = job(batch=128, pipeline=4)
     on = cluster(nodes=nodes, per_node=per_node, latency=0.0)
-    on = dataclasses.replace(on, processor=dataclasses.replace(on.processor, optimizer=Work()))
+    on = dataclasses.replace(on, processor=dataclasses.replace(on.processor, optimizer=0.0))
     base = simulate(one, on, methods.FREE).seconds
     sending = dataclasses.replace(one, passed_bytes=1000.0)
     between = nodes == 8
@@ -90,8 +88,8 @@ def test_an_all_reduce_is_two_rings_and_gathers_nothing(over_gloo: bool) -> None
     one = dataclasses.replace(job(batch=16, overlap=False), gradient_bytes=2)
     on = cluster(nodes=16, per_node=1, latency=0.0)
     if over_gloo:
-        free = {(WHOLE_GROUP, kind): Work() for kind in COLLECTIVES}
-        on = dataclasses.replace(on, processor=dataclasses.replace(on.processor, transport=free))
+        free = {("all", kind): (0.0, 0.0) for kind in COLLECTIVES}
+        on = Hosts(on.nodes, on.per_node, on.between, on.inside, on.processor, transport=free)
     replicated = parse("stock_allreduce")
     base = simulate(one, on, dataclasses.replace(methods.FREE, distributed=False)).seconds
     numel = sum(parameter.numel for parameter in one.stages[0].parameters)

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_patch.workflows.cli import main
 from megatron_patch.workflows.plan import methods, torch_step
-from megatron_patch.workflows.plan.cluster import Cluster, Work
+from megatron_patch.workflows.plan.cluster import Cluster
 from megatron_patch.workflows.plan.job import DDP, FSDP2, HYBRID, OPTIM_GRADS, Job
 from megatron_patch.workflows.plan.methods import parse
 from megatron_patch.workflows.plan.step import forward_seconds
@@ -30,7 +30,7 @@ def wrapped(strategy: str, batch: int = 32) -> Job:
 def quiet(nodes: int, per_node: int, bandwidth: float = 1e9) -> Cluster:
     """Without latencies, and with an optimizer that takes no time."""
     on = cluster(nodes, per_node, bandwidth, latency=0.0)
-    return dataclasses.replace(on, processor=dataclasses.replace(on.processor, optimizer=Work()))
+    return dataclasses.replace(on, processor=dataclasses.replace(on.processor, optimizer=0.0))
 
 
 def numel(one: Job) -> int:
