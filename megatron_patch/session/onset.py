@@ -222,8 +222,8 @@ class _Answers:
     def read(self) -> list[int]:
         if self._copied is not None:
             self._copied.synchronize()
-        found: list[int] = self._host.tolist()
-        return found
+        answers: list[int] = self._host.tolist()
+        return answers
 
 
 def _rises(before: float, now: float) -> bool:

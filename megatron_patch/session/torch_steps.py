@@ -134,14 +134,14 @@ def _telling(event: str) -> Any:
 def _noting_scale(original: Callable[..., Any]) -> Callable[..., Any]:
     def scale(self: Any, outputs: Any) -> Any:
         scaled = original(self, outputs)
-        found = self._get_scale_async() if self.is_enabled() else None
-        if found is None:  # It has scaled nothing yet.
+        scale = self._get_scale_async() if self.is_enabled() else None
+        if scale is None:  # It has scaled nothing yet.
             return scaled
-        found = found.clone()  # `update` changes it in place.
+        scale = scale.clone()  # `update` changes it in place.
 
         def begins(_: torch.Tensor) -> None:
             """Note the scale when the loss's backward pass begins, and forget it when it is over."""
-            _Scales.now = _Scales.last = found
+            _Scales.now = _Scales.last = scale
             # Callbacks run in their order: FSDP2 exchanges in one that may be behind the first of these.
             queue = Variable._execution_engine.queue_callback
             queue(lambda: queue(_forget))

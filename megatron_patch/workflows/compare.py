@@ -50,15 +50,15 @@ def run(args: argparse.Namespace) -> int:
         name: configuration.load(path, args.overrides, and_files=[recipe]) for name, recipe in chosen.items()
     }
     run_folder.refuse_shared(runs.values())
-    for name, one in runs.items():
+    for name, run_config in runs.items():
         if args.resume:
-            run_folder.check_unchanged(out / name, one)
+            run_folder.check_unchanged(out / name, run_config)
         else:
-            run_folder.check_folder(out / name, run_folder.place(one, out / name), args.overwrite)
-    prepared = {name: prepare_run(one, out / name) for name, one in runs.items()}
+            run_folder.check_folder(out / name, run_folder.place(run_config, out / name), args.overwrite)
+    prepared = {name: prepare_run(run_config, out / name) for name, run_config in runs.items()}
     width = max(map(len, names))
     try:
-        summaries = {name: _summary(one, name.ljust(width), args) for name, one in prepared.items()}
+        summaries = {name: _summary(each, name.ljust(width), args) for name, each in prepared.items()}
     except (KeyboardInterrupt, launcher.Stopped):
         instead = " in place of --overwrite" if args.overwrite else ""
         print(f"the same command with --resume{instead} resumes this one", file=sys.stderr)
@@ -67,13 +67,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _summary(one: PreparedRun, label: str, args: argparse.Namespace) -> dict[str, Any]:
+def _summary(prepared: PreparedRun, label: str, args: argparse.Namespace) -> dict[str, Any]:
     """Start the run, or resume it unless it is complete, and return its summary."""
     if not args.resume:
-        return train.execute(one, label, args.overwrite)
-    if run_folder.look(one.folder, one.run) is State.DONE:
-        return read_summary(one.folder)
-    return train.resume_or_start(one, label)
+        return train.execute(prepared, label, args.overwrite)
+    if run_folder.look(prepared.folder, prepared.run) is State.DONE:
+        return read_summary(prepared.folder)
+    return train.resume_or_start(prepared, label)
 
 
 def write_comparison(out: Path, summaries: dict[str, dict[str, Any]]) -> None:

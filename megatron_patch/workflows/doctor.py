@@ -21,7 +21,7 @@ _WANTED_FOR = {
     "apex": "fused GPU optimizers and gradient accumulation (built in the container)",
     "triton": "fused GPU kernels",
     "emerging-optimizers": "Muon (megatron.optimizer=muon): pip install 'megatron-loco[muon]'",
-    "omegaconf": "train, compare, ablate, plan, bench, prepare-data: pip install 'megatron-loco[recipes]'",
+    "omegaconf": "train, compare, ablate, plan, prepare-data: pip install 'megatron-loco[recipes]'",
     "matplotlib": "report, compare, ablate: pip install 'megatron-loco[report]'",
     "tensorboard": "TensorBoard logs",
     "wandb": "Weights & Biases logs",

@@ -71,7 +71,7 @@ def curves(job: Job, cluster: Cluster, methods: Sequence[Method]) -> list[list[f
 
 def pays_below(stock: Sequence[float], other: Sequence[float], worth: float) -> float:
     """Return the Gbit/s below which `other` is faster by `worth` or more; both are curves over GRID."""
-    gains = [one / two - 1 - worth for one, two in zip(stock, other, strict=True)]
+    gains = [base / seconds - 1 - worth for base, seconds in zip(stock, other, strict=True)]
     if gains[-1] >= 0:
         return math.inf
     for place in range(len(GRID) - 2, -1, -1):

@@ -144,12 +144,12 @@ def _notes(runs: Sequence[Run], groups: Sequence[Group], differences: dict[str, 
         subject = f"{unfinished} of {len(runs)} runs {verb}" if len(runs) > 1 else "The run has"
         notes.append(f"{subject} not come to an end; the curves go as far as the logs.")
     over = [run.summary for run in runs if run.summary]
-    found: dict[str, set[Any]] = {
+    circumstances: dict[str, set[Any]] = {
         "devices": {summary.get("device") for summary in over},
         "numbers of ranks": {run.world_size for run in runs},
         "versions": {repr(summary.get("versions")) for summary in over},
     }
-    different = [what for what, values in found.items() if len(values) > 1]
+    different = [what for what, values in circumstances.items() if len(values) > 1]
     if different:
         notes.append(
             f"The runs have different {' and '.join(different)} (see the end of the page): their step times "
@@ -172,13 +172,13 @@ def _notes(runs: Sequence[Run], groups: Sequence[Group], differences: dict[str, 
 
 def _environments(named: Sequence[tuple[str, Run]]) -> list[tuple[str, str]]:
     """Return each environment (ranks, device, versions) in which runs were made, with the runs' names."""
-    found: dict[str, list[str]] = {}
+    environments: dict[str, list[str]] = {}
     for name, run in named:
         versions = ", ".join(f"{key} {value}" for key, value in (run.summary.get("versions") or {}).items())
         device = run.summary.get("device") or run.config.get("launch.device") or "device not recorded"
         ranks = "ranks not recorded" if run.world_size is None else f"{run.world_size} ranks"
-        found.setdefault(f"{ranks}, {device}; {versions or 'versions not recorded'}", []).append(name)
+        environments.setdefault(f"{ranks}, {device}; {versions or 'versions not recorded'}", []).append(name)
     return [
         (made_with, ", ".join(names) if len(names) <= _MOST_NAMES else f"{len(names)} runs")
-        for made_with, names in found.items()
+        for made_with, names in environments.items()
     ]

@@ -161,24 +161,26 @@ class _Drawn:
 
 def draw(quantity: Quantity, groups: Sequence[Group]) -> Figure | None:
     """Return the figure of one quantity; None if no run has a value of it."""
-    found = {
+    by_style = {
         style: drawn for style, group in enumerate(groups) if (drawn := _drawn(quantity, groups[0], group))
     }
-    if not found:
+    if not by_style:
         return None
-    legend = [Entry(style, groups[style].name, quantity.write(drawn.value)) for style, drawn in found.items()]
+    legend = [
+        Entry(style, groups[style].name, quantity.write(drawn.value)) for style, drawn in by_style.items()
+    ]
     if len(groups) > MOST_EACH:
-        found = {style: dataclasses.replace(drawn, each=[]) for style, drawn in found.items()}
+        by_style = {style: dataclasses.replace(drawn, each=[]) for style, drawn in by_style.items()}
     notes = []
-    longest = max(len(curve) for drawn in found.values() for curve in (drawn.mean, *drawn.each))
+    longest = max(len(curve) for drawn in by_style.values() for curve in (drawn.mean, *drawn.each))
     if longest > MOST_POINTS:
         size = math.ceil(longest / MOST_POINTS)
         notes.append(f"Of long runs up to {size} neighbouring logged steps are drawn as their mean.")
     with plots.svg_axes(quantity.key) as (figure, axes):
-        for style, drawn in found.items():
+        for style, drawn in by_style.items():
             for number, curve in enumerate([*drawn.each, drawn.mean]):
                 plots.svg_line(axes, *_thinned(curve), style, number, thin=number < len(drawn.each))
-        notes += _limits(axes, quantity, list(found.values()))
+        notes += _limits(axes, quantity, list(by_style.values()))
         axes.locator_params(axis="x", nbins=6, integer=True)
         axes.set_xlabel("optimizer step")
         axes.set_ylabel(quantity.axis)
@@ -202,11 +204,11 @@ def _differences(first: Group, group: Group) -> dict[int, Curve]:
     """Return for each id(run) the difference of its training loss to the first group's, in percent."""
     base = {repr(run.seed): curve for run in first.runs if (curve := run.curve("loss"))}
     mean = _mean(list(base.values())) if base else {}
-    found = {}
+    curves = {}
     for run in group.runs:
         other, own = base.get(repr(run.seed), mean), run.curve("loss")
-        found[id(run)] = {s: 100 * (loss / other[s] - 1) for s, loss in own.items() if other.get(s)}
-    return {run: curve for run, curve in found.items() if curve}
+        curves[id(run)] = {s: 100 * (loss / other[s] - 1) for s, loss in own.items() if other.get(s)}
+    return {run: curve for run, curve in curves.items() if curve}
 
 
 def _median(curve: Curve) -> float:
@@ -237,9 +239,9 @@ def _thinned(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
     return np.add.reduceat(steps, starts) / counts, np.add.reduceat(values, starts) / counts
 
 
-def _limits(axes: Any, quantity: Quantity, found: list[_Drawn]) -> list[str]:
+def _limits(axes: Any, quantity: Quantity, groups: list[_Drawn]) -> list[str]:
     """Set the y axis so that a few slow steps do not flatten all curves; return a note on points above it."""
-    curves = [curve for drawn in found for curve in drawn.each or [drawn.mean]]
+    curves = [curve for drawn in groups for curve in drawn.each or [drawn.mean]]
     values = np.array([value for curve in curves for value in curve.values()])
     values = values[np.isfinite(values)]
     if not len(values):

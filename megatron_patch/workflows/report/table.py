@@ -193,13 +193,13 @@ def row(
     columns: Sequence[Column], runs: Sequence[Run], counted: Sequence[Run], against: dict[int, float]
 ) -> list[str]:
     """Return a row's cells: the means of `counted`'s numbers, then method, bits and steps of `runs`."""
-    found = []
+    cells = []
     for column in columns:
         numbers = [{"difference": against.get(id(run)), **run.numbers}[column.key] for run in counted]
-        found.append(column.write([number for number in numbers if number is not None]))
+        cells.append(column.write([number for number in numbers if number is not None]))
     run = runs[0]
     bits = NOTHING if run.bits is None or run.method in UNCOMPRESSED else str(run.bits)
-    return [*found, run.method or "not recorded", bits, _steps(runs)]
+    return [*cells, run.method or "not recorded", bits, _steps(runs)]
 
 
 def _steps(runs: Sequence[Run]) -> str:

@@ -135,7 +135,7 @@ def load(path: Path, overrides: Sequence[str] = (), *, and_files: Sequence[Path]
     composed = compose(path)
     for extra in and_files:
         composed = _merge(composed, compose(extra), str(extra))
-    asked = [_override(one) for one in overrides]
+    asked = [_override(override) for override in overrides]
     _drop_options_of_other_methods(composed, OmegaConf.from_dotlist(list(overrides)))
     for override, content in zip(overrides, asked, strict=True):
         composed = _merge(composed, content, override, drop=False)
@@ -190,7 +190,7 @@ def _compose(path: Path, including: tuple[Path, ...], read: list[Path]) -> DictC
 def _load(path: Path, including: tuple[Path, ...]) -> DictConfig:
     try:
         path = path.resolve()
-        found = path.is_file()
+        exists = path.is_file()
     except (OSError, ValueError, RuntimeError) as error:  # The name is too long, has a NUL, or links loop.
         raise UserError(
             f"{str(path)!r}: no such configuration file: {getattr(error, 'strerror', None) or error}"
@@ -199,8 +199,8 @@ def _load(path: Path, including: tuple[Path, ...]) -> DictConfig:
         raise UserError(
             f"{path}: defaults include this file again: {' -> '.join(p.name for p in (*including, path))}"
         )
-    if not found:
-        there = [one.name for one in path.parent.glob("*.yaml")]
+    if not exists:
+        there = [file.name for file in path.parent.glob("*.yaml")]
         raise UserError(f"{path}: no such configuration file{nearest(path.name, there)}")
     try:
         loaded = OmegaConf.load(path)
@@ -229,12 +229,12 @@ def _drop_options_of_other_methods(base: DictConfig, merged: Any) -> bool:
 
     Returns whether they were removed.
     """
-    found = _known(base, "compression")
+    options = _known(base, "compression")
     changed = _known(merged, "compression.method") == "onebit_adam" != _known(base, "compression.method")
-    if not changed or not isinstance(found, DictConfig):
+    if not changed or not isinstance(options, DictConfig):
         return False
     for name in _NOT_ONEBIT_ADAMS:
-        found.pop(name, None)
+        options.pop(name, None)
     return True
 
 
@@ -299,9 +299,9 @@ def _data(section: dict[str, Any], where: str) -> Data:
             raise UserError(
                 f"{where}: data.{source}: {text!r} needs data.{path}, where the data set is written"
             )
-    for one, other in (("valid_path", "path"), ("test_path", "valid_path")):
-        if getattr(data, one) and not getattr(data, other):
-            raise UserError(f"{where}: data.{one}: {getattr(data, one)!r} needs data.{other} as well")
+    for part, needed in (("valid_path", "path"), ("test_path", "valid_path")):
+        if getattr(data, part) and not getattr(data, needed):
+            raise UserError(f"{where}: data.{part}: {getattr(data, part)!r} needs data.{needed} as well")
     return data
 
 
