@@ -34,7 +34,6 @@ class Processor:
 
     flops: float
     """Useful operations per second: the peak times its utilisation."""
-    memory_bytes: float = float("inf")
     compress: Mapping[int, float] = field(default_factory=dict)
     """For each number of bits, seconds per element; the key 0 stands for all other numbers."""
     decompress: float = 0.0
@@ -176,7 +175,6 @@ def of_gpus(
         inside=Link(inside, numbers["intra_latency"]),
         processor=Processor(
             flops=gpu.tflops * 1e12 * (numbers["mfu"] if mfu is None else mfu),
-            memory_bytes=gpu.memory_gb * 1e9,
             compress={0: 1 / numbers["compress"]},
             decompress=1 / numbers["decompress"],
             weight_encode=1 / numbers["weight_encode"],

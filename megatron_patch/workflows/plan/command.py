@@ -159,7 +159,7 @@ def _title(job: Job, cluster: Cluster, gpu: str) -> str:
 
 def _table(rows: Sequence[Row], best: Row) -> Table:
     """Return the table of methods, in which `best` is marked."""
-    columns = ("method", "step (s)", "speed-up", "tokens/s", "exposed (s)", "GB a node sends", "memory GB")
+    columns = ("method", "step (s)", "speed-up", "tokens/s", "exposed (s)", "GB a node sends", "GB of memory")
     cells = [
         (
             ("> " if row is best else "  ") + row.method.name,
@@ -168,7 +168,7 @@ def _table(rows: Sequence[Row], best: Row) -> Table:
             f"{row.tokens_per_second:,.0f}",
             f"{row.step.exposed:.3f}",
             f"{row.step.uplink_bytes / 1e9:.3f}",
-            f"{row.memory_bytes / 1e9:.1f}" + ("" if row.fits else " (!)"),
+            f"{row.added_bytes / 1e9:+.1f}",
             _below(row.pays_below),
         )
         for row in rows
@@ -232,8 +232,7 @@ def _row(row: Row) -> dict[str, Any]:
         "exposed_seconds": row.step.exposed,
         "node_uplink_bytes": row.step.uplink_bytes,
         "rank_bytes": dataclasses.asdict(max(row.step.sent, key=lambda sent: sent.uplink)),
-        "memory_bytes": row.memory_bytes,
-        "fits": row.fits,
+        "added_memory_bytes": row.added_bytes,
         "pays_below_gbit": None if always else row.pays_below,
         "pays_always": always,
     }

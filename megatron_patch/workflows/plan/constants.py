@@ -61,8 +61,6 @@ CONSTANTS = {
     "momentum_bytes": Constant(20, "bytes", "computed",
         "of a parameter with 1-bit Adam, on every rank: norm's sketch reads the gradient (4), the own "
         "momentum is formed of it (12), the shared one is copied (4)"),
-    "activation_reserve": Constant(0.90, "of memory", "assumed",
-        "what NCCL, the allocator's fragments and kernels leave (docs/clusters.md)"),
     "worth": Constant(0.03, "of a step", "assumed",
         "the least gain for which a setting is recommended; --worth"),
 }
@@ -98,7 +96,6 @@ class Gpu:
     name: str
     tflops: float
     """Dense bf16 operations (V100: fp16), 10^12 per second."""
-    memory_gb: float
     memory_gbyte: float
     """Memory bandwidth, 10^9 bytes per second."""
     link_gbyte: float
@@ -110,16 +107,16 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("H100", 989, 80, 3350, 450, 132 * 128 * 1.7),  # SXM, as all that are not named PCIe.
-        Gpu("H200", 989, 141, 4800, 450, 132 * 128 * 1.7),
-        Gpu("H800", 989, 80, 3350, 200, 132 * 128 * 1.7),  # An H100 with 400 GB/s of NVLink.
-        Gpu("B200", 2250, 180, 7700, 900, 148 * 128 * 1.9),  # An eighth of a DGX B200.
-        Gpu("A100", 312, 80, 2039, 300, 108 * 64 * 1.41),
-        Gpu("A100-40GB", 312, 40, 1555, 300, 108 * 64 * 1.41),
-        Gpu("H100-PCIe", 756, 80, 2000, 64, 114 * 128 * 1.6),  # PCIe 5 x16.
-        Gpu("A100-PCIe", 312, 80, 1935, 32, 108 * 64 * 1.41),  # PCIe 4 x16.
-        Gpu("L40S", 362, 48, 864, 32, 142 * 128 * 2.2),  # PCIe 4 x16.
-        Gpu("V100", 125, 32, 900, 150, 80 * 64 * 1.53),
+        Gpu("H100", 989, 3350, 450, 132 * 128 * 1.7),  # SXM, as all that are not named PCIe.
+        Gpu("H200", 989, 4800, 450, 132 * 128 * 1.7),
+        Gpu("H800", 989, 3350, 200, 132 * 128 * 1.7),  # An H100 with 400 GB/s of NVLink.
+        Gpu("B200", 2250, 7700, 900, 148 * 128 * 1.9),  # An eighth of a DGX B200.
+        Gpu("A100", 312, 2039, 300, 108 * 64 * 1.41),
+        Gpu("A100-40GB", 312, 1555, 300, 108 * 64 * 1.41),
+        Gpu("H100-PCIe", 756, 2000, 64, 114 * 128 * 1.6),  # PCIe 5 x16.
+        Gpu("A100-PCIe", 312, 1935, 32, 108 * 64 * 1.41),  # PCIe 4 x16.
+        Gpu("L40S", 362, 864, 32, 142 * 128 * 2.2),  # PCIe 4 x16.
+        Gpu("V100", 125, 900, 150, 80 * 64 * 1.53),
     )
 }
 

@@ -95,7 +95,6 @@ class Job:
     layers: int = 1
     strategy: str = MEGATRON
     """One of STRATEGIES: Megatron's DDP, Megatron-FSDP with `optim_grads`, or one of torch's."""
-    activation_bytes: float = 0.0
     recompute: bool = False
     after_backward: bool = False
     """Whether all buckets are exchanged after the backward pass, as in the network benchmark."""
@@ -199,7 +198,6 @@ def of_arguments(name: str, args: argparse.Namespace) -> Job:
         bucket_size=args.ddp_bucket_size,
         exact_ratio=(args.lr or 0.0) / (args.init_method_std or 0.02),
         layers=args.num_layers,
-        activation_bytes=_activation_bytes(args),
         passed_bytes=_passed_bytes(args, 2 if half else 4),
         recompute=args.recompute_granularity == "full",
     )
@@ -209,26 +207,6 @@ def _passed_bytes(args: argparse.Namespace, size: int) -> float:
     """Return the bytes that a rank sends to the next stage: with sequence parallelism, only its own part."""
     parts = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
     return float(size * args.seq_length * args.micro_batch_size * args.hidden_size / parts)
-
-
-def _activation_bytes(args: argparse.Namespace) -> float:
-    """Return the bytes of activations in bf16 with flash attention (docs/clusters.md).
-
-    The first stage of a pipeline holds as much as all layers do for one microbatch.
-    """
-    hidden = args.hidden_size
-    tokens = args.seq_length * args.micro_batch_size / args.context_parallel_size
-    heads, groups, width = _attention(args)
-    query = heads * width
-    feed_forward = 6.0 * args.ffn_hidden_size
-    if args.num_experts:
-        ffn = args.moe_ffn_hidden_size or args.ffn_hidden_size
-        feed_forward = args.moe_router_topk * (6 * ffn + 4 * hidden)
-    layer = 8 * hidden + 4 * query + 4 * query * groups / heads + feed_forward
-    if args.recompute_granularity == "full":
-        layer = 2.0 * hidden
-    logits = 8 * _padded_vocabulary(args) if args.pipeline_model_parallel_size == 1 else 0
-    return tokens * (layer * args.num_layers + logits) / args.tensor_model_parallel_size
 
 
 def _attention(args: argparse.Namespace) -> tuple[int, int, int]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_patch.workflows.plan import constants, step, torch_step
+from megatron_patch.workflows.plan import step, torch_step
 from megatron_patch.workflows.plan.cluster import Cluster
 from megatron_patch.workflows.plan.job import MEGATRON, Job
 from megatron_patch.workflows.plan.methods import BF16, Method
@@ -23,8 +23,8 @@ class Row:
     method: Method
     step: Step
     tokens_per_second: float
-    memory_bytes: float
-    fits: bool
+    added_bytes: float
+    """The memory of a rank that it needs more than the first method."""
     speedup: float
     """The step's speed-up over Megatron's own exchange with the recipe's flags."""
     pays_below: float | None = None
@@ -53,13 +53,12 @@ def simulate(job: Job, cluster: Cluster, method: Method) -> Step:
 def rows(job: Job, cluster: Cluster, methods: Sequence[Method]) -> list[Row]:
     """Return a row for each method; speed-ups are relative to the first method."""
     rows_: list[Row] = []
-    room = cluster.processor.memory_bytes * constants.value("activation_reserve")
     for method in methods:
         simulated = simulate(job, cluster, method)
-        memory = (step if job.strategy == MEGATRON else torch_step).memory_bytes(job, cluster, method)
+        added = (step if job.strategy == MEGATRON else torch_step).added_bytes(job, cluster, method)
         base = rows_[0].seconds if rows_ else simulated.seconds
         tokens = job.tokens(cluster.world) / simulated.seconds
-        rows_.append(Row(method, simulated, tokens, memory, memory <= room, base / simulated.seconds))
+        rows_.append(Row(method, simulated, tokens, added, base / simulated.seconds))
     return rows_
 
 
@@ -85,13 +84,11 @@ def pays_below(stock: Sequence[float], other: Sequence[float], worth: float) -> 
 def advise(job: Job, cluster: Cluster, rows: Sequence[Row], worth: float) -> Advice:
     """Recommend, of the methods that are within `worth` of the fastest, the one that changes least.
 
-    `rows` begins with the method that changes least. Methods that do not fit in memory are left out, unless
-    none fits.
+    `rows` begins with the method that changes least.
     """
     stock = rows[0]
-    fitting = [row for row in rows if row.fits] or rows
-    fastest = min(row.seconds for row in fitting)
-    best = next(row for row in fitting if row.seconds <= fastest * (1 + worth))
+    fastest = min(row.seconds for row in rows)
+    best = next(row for row in rows if row.seconds <= fastest * (1 + worth))
     waits = stock.step.exposed / stock.seconds
     count = microbatches(job, cluster)
     if best is stock and waits < worth:
@@ -115,8 +112,8 @@ def advise(job: Job, cluster: Cluster, rows: Sequence[Row], worth: float) -> Adv
             f", and a node sends {best.step.uplink_bytes / 1e9:.2f} GB a step instead of "
             f"{stock.step.uplink_bytes / 1e9:.2f}"
         )
-    if not stock.fits and best.fits:
-        why += "; stock does not fit in the GPU's memory"
+    if best.added_bytes > 0:
+        why += f"; it needs {best.added_bytes / 1e9:.1f} GB of memory more"
     return Advice(best, why, False)
 
 

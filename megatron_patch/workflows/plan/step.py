@@ -535,39 +535,39 @@ def _optimizer(stage: Exchanges, buckets: Sequence[Bucket], ready: Task) -> None
 # --- memory -----------------------------------------------------------------------------------------------
 
 
-def memory_bytes(job: Job, cluster: Cluster, method: Method) -> float:
-    """Return the bytes of state, buffers and activations of the stage that needs most."""
-    return job.activation_bytes + max(
-        sum(_state(job, cluster, method, stage, expert) for expert in (False, True))
-        + sum(_buffers(job, cluster, method, stage, expert) for expert in (False, True))
+def added_bytes(job: Job, cluster: Cluster, method: Method) -> float:
+    """Return how many bytes of memory a method adds to stock's, on a rank of the stage with most."""
+    return max(
+        sum(_added(job, cluster, method, stage, expert) for expert in (False, True))
         for stage in range(job.pipeline)
     )
 
 
-def _state(job: Job, cluster: Cluster, method: Method, stage: int, expert: bool) -> float:
+def _added(job: Job, cluster: Cluster, method: Method, stage: int, expert: bool) -> float:
     group = job.group(cluster, expert)
-    owners = group.ranks if method.shards_optimizer(job) else 1
-    master = 4 if job.weight_bytes == 2 else 0
-    each = job.weight_bytes + method.bytes_of_gradient(job) + (_MOMENTS + master) / owners
-    if method.exact and method.shards_optimizer(job) and group.ranks > 1:
+    numel = sum(parameter.numel for parameter in job.stages[stage].of(expert))
+    sharded = method.shards_optimizer(job)
+    kept = _MOMENTS + (4 if job.weight_bytes == 2 else 0)
+    each = float(method.bytes_of_gradient(job) - job.gradient_bytes)
+    each += kept / (group.ranks if sharded else 1) - kept / (group.ranks if job.distributed else 1)
+    if method.exact and sharded and group.ranks > 1:
         each += 4 / group.ranks  # The old shard takes 2 bytes, and messages take 2 at most.
-    if method.keeps_errors and group.ranks > 1:
-        each += ERROR / (group.local if method.two_hops(group) else 1)
     if method.momentum:
         each += 4 + ERROR / group.ranks
-    return each * sum(parameter.numel for parameter in job.stages[stage].of(expert))
+    buckets = [bucket.elements for bucket in job.buckets(stage, cluster, expert)]
+    return each * numel + held(method, group, numel, buckets, method.bytes_of_gradient(job))
 
 
-def _buffers(job: Job, cluster: Cluster, method: Method, stage: int, expert: bool) -> float:
-    group = job.group(cluster, expert)
-    if method.bits is None or group.ranks == 1:
+def held(method: Method, group: Group, numel: float, buckets: Sequence[int], nbytes: int) -> float:
+    """Return the bytes of errors for `numel` elements, and of the buffers of the largest buckets in flight.
+
+    `nbytes` is what an element of the buffer takes in which a node's ranks sum first.
+    """
+    if method.bits is None or group.ranks == 1 or not buckets:
         return 0.0
-    hops, total = method.two_hops(group), 0.0
-    largest = sorted((bucket.elements for bucket in job.buckets(stage, cluster, expert)), reverse=True)
-    for place, elements in enumerate(largest[:IN_FLIGHT]):
-        share = elements // group.local if hops else elements
-        shards = group.nodes if hops else group.ranks
-        total += 2 * shards * payload(share, shards, method.bits)
-        if hops and place == 0:
-            total += share * method.bytes_of_gradient(job)
-    return total
+    hops = method.two_hops(group)
+    part, shards = (group.local, group.nodes) if hops else (1, group.ranks)
+    largest = [elements // part for elements in sorted(buckets, reverse=True)[:IN_FLIGHT]]
+    total = 2 * shards * sum(payload(elements, shards, method.bits) for elements in largest)
+    total += largest[0] * nbytes if hops else 0
+    return total + (ERROR * numel / part if method.keeps_errors else 0)

@@ -25,8 +25,6 @@ from megatron_patch.workflows.plan.step import Exchanges, Handle, Sent, Step, Ta
 
 _BF16 = 2
 _DDP_BUCKET = 25 * 2**20 / _BF16
-_ADAM = 16
-"""Bytes per owned parameter: weight, gradient and two moments in fp32."""
 _MEGATRON_FSDP = "megatron.use_megatron_fsdp=true megatron.data_parallel_sharding_strategy=optim_grads"
 
 
@@ -198,23 +196,11 @@ def _reduce(
     return []
 
 
-def memory_bytes(job: Job, cluster: Cluster, method: Method) -> float:
-    """Return the bytes that a rank needs for state, gathered units, buffers and activations."""
+def added_bytes(job: Job, cluster: Cluster, method: Method) -> float:
+    """Return how many bytes of memory a method needs more than stock on a rank."""
     whole = job.group(cluster, False)
-    shards = _shard_group(job, whole)
-    units = sorted((unit.elements for unit in _units(job, whole)), reverse=True)
-    total = job.activation_bytes + _ADAM * sum(units) / shards.ranks
-    if job.strategy == OPTIM_GRADS:  # Weights are whole; the exact gather adds old shards and messages.
-        total += sum(units) * (_BF16 + (4 / shards.ranks if method.exact else 0))
-    if shards.ranks > 1:  # Two units' weights and gradients are whole at a time.
-        total += 2 * _BF16 * sum(units[:2])
-    senders = whole.across if job.strategy == HYBRID else whole
-    if method.bits is None or senders.ranks == 1:
-        return total
-    hops = method.two_hops(senders)
-    part = shards.ranks if job.strategy == HYBRID else senders.local if hops else 1
-    payloads = senders.nodes if hops else senders.ranks
-    if method.keeps_errors:
-        total += step.ERROR * sum(units) / part
-    coded = (step.payload(unit // part, payloads, method.bits) for unit in units[: step.IN_FLIGHT])
-    return total + 2 * payloads * sum(coded)
+    units = [unit.elements for unit in _units(job, whole)]
+    exact = 4 * sum(units) / whole.ranks if method.exact else 0.0  # As with Megatron's DDP.
+    if job.strategy == HYBRID:
+        units, whole = [unit // whole.local for unit in units], whole.across
+    return exact + step.held(method, whole, sum(units), units, 0)

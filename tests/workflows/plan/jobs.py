@@ -44,7 +44,6 @@ def cluster(nodes: int, per_node: int = 8, bandwidth: float = 1e9, latency: floa
     """Ranks of 1e11 operations a second."""
     processor = Processor(
         flops=1e11,
-        memory_bytes=1e9,
         compress={0: 1e-9},
         decompress=1e-10,
         weight_encode=1e-9,

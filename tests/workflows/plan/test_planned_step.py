@@ -14,7 +14,7 @@ from megatron_patch.workflows.plan import methods
 from megatron_patch.workflows.plan.cluster import COLLECTIVES, Cluster, Link
 from megatron_patch.workflows.plan.job import Job
 from megatron_patch.workflows.plan.methods import parse
-from megatron_patch.workflows.plan.step import forward_seconds, simulate
+from megatron_patch.workflows.plan.step import added_bytes, forward_seconds, simulate
 
 ALL = (
     "stock",
@@ -97,6 +97,23 @@ def test_an_all_reduce_is_two_rings_and_gathers_nothing(over_gloo: bool) -> None
     assert simulate(one, on, replicated).seconds - base == pytest.approx(2 * each, rel=1e-3)
     scattering = simulate(one, on, parse("stock")).seconds - simulate(one, on, methods.FREE).seconds
     assert scattering == pytest.approx((3 if over_gloo else 2) * each, rel=1e-3)
+
+
+def test_the_memory_that_a_method_adds() -> None:
+    one, on = job(batch=16), cluster(nodes=4, per_node=4)
+    numel = sum(parameter.numel for parameter in one.stages[0].parameters)
+    added = {name: added_bytes(one, on, parse(name)) for name in methods.DEFAULT}
+    error = 1 + 2 / 128
+    assert added["stock"] == 0
+    assert added["none_exact"] == pytest.approx(4 / 16 * numel)
+    assert added["stock_bf16"] == pytest.approx(-2 * numel)
+    assert added["loco4_exact"] - added["loco4"] == pytest.approx(4 / 16 * numel)
+    naive = added_bytes(one, on, parse("naive4"))
+    assert added["loco4"] - naive == pytest.approx(error / 4 * numel)
+    first, second, *_ = sorted((bucket.elements for bucket in one.buckets(0, on, False)), reverse=True)
+    coded = (first + second) / 4 * 4.125 / 8
+    assert naive == pytest.approx(2 * coded + first / 4 * one.gradient_bytes, rel=0.01)
+    assert added["onebit_adam"] > (4 + error / 4 + error / 16 + 4 / 16) * numel
 
 
 def test_two_hops_send_a_quarter_of_what_four_ranks_a_node_send_flat() -> None:

@@ -15,7 +15,7 @@ from megatron_patch.workflows.plan.cluster import Cluster
 from megatron_patch.workflows.plan.job import DDP, FSDP2, HYBRID, OPTIM_GRADS, Job
 from megatron_patch.workflows.plan.methods import parse
 from megatron_patch.workflows.plan.step import forward_seconds
-from megatron_patch.workflows.plan.torch_step import memory_bytes, simulate
+from megatron_patch.workflows.plan.torch_step import added_bytes, simulate
 from tests.workflows.plan.jobs import cluster, job
 
 ROOT = Path(__file__).parents[3]
@@ -76,8 +76,8 @@ def test_megatron_fsdp_reduces_every_microbatch_and_gathers_once_a_step() -> Non
     assert sent["loco4"] == pytest.approx((4 * 0.5 + 2) * each, rel=0.03)
     exact = one.bits_of_weights / 8
     assert sent["none_exact"] == pytest.approx((4 * 4 + exact) * each, rel=0.01)
-    whole, shards = (memory_bytes(wrapped(s, batch=64), on, parse("stock")) for s in (OPTIM_GRADS, FSDP2))
-    assert whole - shards == 2 * sum(unit.elements for unit in torch_step._units(one, one.group(on, False)))
+    units = sum(unit.elements for unit in torch_step._units(one, one.group(on, False)))
+    assert added_bytes(one, on, parse("none_exact")) == 4 * units / 16
 
 
 def test_between_replicas_only_the_last_microbatchs_shards_travel() -> None:
@@ -105,7 +105,7 @@ def test_memory_has_the_errors_of_what_a_rank_sends() -> None:
 
     def errors(strategy: str, hops: str = "") -> float:
         one = wrapped(strategy)
-        kept, none = (memory_bytes(one, on, parse(f"{name}4{hops}")) for name in ("loco", "naive"))
+        kept, none = (added_bytes(one, on, parse(f"{name}4{hops}")) for name in ("loco", "naive"))
         return (kept - none) / (1 + 2 / 128) / whole
 
     assert errors(FSDP2, "_flat") == pytest.approx(1, rel=1e-3)
