@@ -116,7 +116,7 @@ def test_a_mistake_in_a_file_is_one_line(
         ("summary.json", json.dumps({"step_seconds": 5})),
         ("summary.json", json.dumps({"versions": []})),
         ("summary.json", json.dumps({"steps": "x"})),
-        ("metrics.jsonl", json.dumps({"step": 5, "weight_bits_by_bucket": [1]})),
+        ("metrics.jsonl", json.dumps({"step": 5, "raw_weight_gathers": [1]})),
         ("metrics.jsonl", "[" * 100_000),
         ("config.yaml", "a: ["),
     ],

@@ -23,7 +23,7 @@ from megatron_patch.files import Unfit, load_json, load_yaml
 UNCOMPRESSED = ("none", "stock")
 _WARM_UP_RECORDS = 3
 """Medians leave out this many first records, as megatron/metrics.py does in the summary."""
-_OF_RECORDS: dict[str, type] = {"raw_weight_gathers": dict, "weight_bits_by_bucket": dict}
+_OF_RECORDS: dict[str, type] = {"raw_weight_gathers": dict}
 _OF_SUMMARIES: dict[str, type] = {
     **dict.fromkeys(("steps", "world_size", "bits"), int),
     **dict.fromkeys(("method", "device"), str),
@@ -106,15 +106,6 @@ class Run:
     def raw_gathers(self) -> dict[str, int]:
         """How often coded bucket groups were gathered in full, by reason (megatron/seams/traffic.py)."""
         return (self.summary or self._last).get("raw_weight_gathers") or {}
-
-    @property
-    def weight_bits_by_bucket(self) -> dict[str, float]:
-        """Each bucket's bits per weight, as the mean of the logged steps."""
-        found: dict[str, list[float]] = {}
-        for record in self.records:
-            for bucket, bits in (record.get("weight_bits_by_bucket") or {}).items():
-                found.setdefault(bucket, []).append(bits)
-        return {bucket: statistics.fmean(bits) for bucket, bits in found.items()}
 
     @property
     def _last(self) -> dict[str, Any]:

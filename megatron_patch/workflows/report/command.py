@@ -32,8 +32,6 @@ _MOST_NAMES = 12
 """If more runs than this share an environment, the end of the page gives their number, not their names."""
 _MOST_COLUMNS = 6
 """If there are more configurations than this, the table of differences lists them one below the other."""
-_MOST_OPEN = 12
-"""If there are more buckets than this, their table is folded."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,8 +112,6 @@ def render(runs: Sequence[Run]) -> str:
         ],
         exact=[group.name for group in exact],
         raw_gathers=table.raw_gathers(exact),
-        weight_buckets=table.weight_buckets(exact),
-        most_open=_MOST_OPEN,
         differences=differences,
         sideways=len(groups) <= _MOST_COLUMNS,
         first_config=runs[0].config_text,

@@ -246,19 +246,3 @@ def raw_gathers(groups: Sequence[Group]) -> dict[str, list[str]]:
         ]
         for reason in sorted(reasons, key=[*RAW_GATHERS, *reasons].index)
     }
-
-
-def weight_buckets(groups: Sequence[Group]) -> dict[str, list[str]]:
-    """Return each bucket's bits per weight in each group; nothing if no run has several buckets."""
-    of_runs = {id(run): run.weight_bits_by_bucket for group in groups for run in group.runs}
-    if all(len(bits) < 2 for bits in of_runs.values()):
-        return {}
-    return {
-        bucket: [
-            Column(bucket, "", ".2f").write(
-                [bits for run in group.counted if (bits := of_runs[id(run)].get(bucket)) is not None]
-            )
-            for group in groups
-        ]
-        for bucket in dict.fromkeys(bucket for bits in of_runs.values() for bucket in bits)
-    }

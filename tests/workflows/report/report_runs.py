@@ -96,11 +96,10 @@ def _gather_exactly(
             "weight_wire_bits_per_element": bits,
             "weight_unchanged_share": 0.2 + 0.5 * number / len(records),
             "weight_message_bits_per_element": bits - 0.5,
-            "weight_bits_by_bucket": {"bucket 0": bits - 1, "expert bucket 1": bits + 1},
             "raw_weight_gathers": raw,
         }
     mean = sum(record["weight_wire_bits_per_element"] for record in records) / len(records)
-    names = ("weight_unchanged_share", "weight_bits_by_bucket", "raw_weight_gathers")
+    names = ("weight_unchanged_share", "raw_weight_gathers")
     last = {name: records[-1][name] for name in names}
     coded = {"weight_gather": "exact", **last, "weight_gather_bytes": 254979}
     return {"bytes_per_step": mean * 43_750, "bits_per_element": mean}, coded
