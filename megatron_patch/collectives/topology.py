@@ -134,7 +134,7 @@ def split_by_node(ranks: Sequence[int], per_node: int | None) -> tuple[int, int]
     return len(distinct), local
 
 
-_made: dict[tuple[int, ...], tuple[Any, Any]] = {}
+_groups: dict[tuple[int, ...], tuple[Any, Any]] = {}
 """Groups by their ranks, each with the default group for which it was made: a later job makes its own."""
 
 
@@ -165,15 +165,15 @@ def time_limit(group: dist.ProcessGroup) -> datetime.timedelta:
 
 def _group(ranks: list[int], timeout: datetime.timedelta) -> Any:
     key = tuple(ranks)
-    world, made = _made.get(key, (None, None))
-    if made is None or world is not dist.group.WORLD:
+    world, group = _groups.get(key, (None, None))
+    if group is None or world is not dist.group.WORLD:
         # Only the members may be waited for: other ranks need not call this function.
         with _unbound():
-            made = dist.new_group(
+            group = dist.new_group(
                 ranks, timeout=timeout, use_local_synchronization=True, group_desc="megatron-loco"
             )
-        _made[key] = (dist.group.WORLD, made)
-    return made
+        _groups[key] = (dist.group.WORLD, group)
+    return group
 
 
 @contextlib.contextmanager

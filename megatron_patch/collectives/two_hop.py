@@ -123,10 +123,10 @@ class TwoHopAllReduce:
 
     def traffic(self, tensor: torch.Tensor) -> ExchangeTraffic:
         """Exchange.traffic; hops 1 and 3 stay inside the node."""
-        others, passed_on = self.hops.local - 1, self.between.passed_on
+        peers, passed_on = self.hops.local - 1, self.between.passed_on
         assert passed_on is not None
         payloads_of_nodes = self.hops.nodes * passed_on.layout.payload_bytes
-        inside = others * (self.chunk * tensor.element_size() + payloads_of_nodes)
+        inside = peers * (self.chunk * tensor.element_size() + payloads_of_nodes)
         return ExchangeTraffic(self.between.traffic(tensor).between, inside)
 
     def describe(self) -> str:

@@ -262,8 +262,8 @@ Ordered = tuple[Sequence[Span], Sequence[int]]
 
 def in_order(spans: Iterable[Span]) -> Ordered:
     """Sort spans once for all shards: FSDP2's tensors have a span for each parameter of each rank."""
-    found = sorted((span for span in spans if span.length), key=lambda span: span.start)
-    return found, [span.start + span.length for span in found]
+    ordered = sorted((span for span in spans if span.length), key=lambda span: span.start)
+    return ordered, [span.start + span.length for span in ordered]
 
 
 def within(spans: Ordered, ranges: Sequence[Range]) -> Iterator[tuple[Span, int, int, int]]:

@@ -96,14 +96,14 @@ def check_codec(entry: CodecEntry, bits: int, block_size: int | str, device: tor
         sent, _ = [codec.encode(h.clone(), layout, payload) for payload in payloads]
         if not torch.equal(*payloads):
             raise UserError(f"codec {name!r}: encode does not write every byte of its payload")
-        found = torch.cat([codec.decode(payloads[0][j : j + 1], layout.part(j)) for j in range(2)])
+        decoded = torch.cat([codec.decode(payloads[0][j : j + 1], layout.part(j)) for j in range(2)])
         said = torch.where(sent.finite[..., None], sent.values, torch.nan)
         said[bad] = torch.nan
-        wrong = inside & (found != said) & ~(found.isnan() & said.isnan())
+        wrong = inside & (decoded != said) & ~(decoded.isnan() & said.isnan())
         if wrong.any() or sent.finite[bad].any():
             at = tuple((wrong if wrong.any() else inside & bad[..., None]).nonzero()[0].tolist())
             raise UserError(
                 f"codec {name!r}: where a block has {h[at]:g}, encode returns {sent.values[at]:g} (finite: "
-                f"{bool(sent.finite[at[:2]])}) and decode {found[at]:g}; both must give the same, and NaN in "
-                "a block with a NaN or Inf (read_payload gives codes without a sign)"
+                f"{bool(sent.finite[at[:2]])}) and decode {decoded[at]:g}; both must give the same, and NaN "
+                "in a block with a NaN or Inf (read_payload gives codes without a sign)"
             )

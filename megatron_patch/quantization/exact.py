@@ -59,18 +59,18 @@ class ExactElements:
     @functools.cached_property
     def places(self) -> torch.Tensor:
         """The indices in its shard of each shard's exact elements, int64 [N, n] on CPU; then NONE_HERE."""
-        found = torch.full((len(self.parts), max(self.nbytes) // 4), NONE_HERE, device="cpu")
-        for row, parts in zip(found, self.parts, strict=True):
+        indices = torch.full((len(self.parts), max(self.nbytes) // 4), NONE_HERE, device="cpu")
+        for row, parts in zip(indices, self.parts, strict=True):
             at = 0
             for low, high in parts:
                 row[at : at + high - low] = torch.arange(low, high, device="cpu")
                 at += high - low
-        return found
+        return indices
 
-    def _kept(self, key: _Key, made: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
-        """Return the result of `made` on the key's device; it is computed and copied there only once."""
+    def _kept(self, key: _Key, compute: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
+        """Return the result of `compute` on the key's device; it is computed and copied there only once."""
         if key not in self._copies:
-            self._copies[key] = [part.to(key[0]) for part in made()]
+            self._copies[key] = [part.to(key[0]) for part in compute()]
         return self._copies[key]
 
     def _slots(self, firsts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,7 +90,7 @@ class ExactElements:
         `start` bytes after its beginning, a multiple of 4.
         """
 
-        def made() -> Sequence[torch.Tensor]:
+        def compute() -> Sequence[torch.Tensor]:
             firsts = (starts[:-1] + start) // 4
             ends = firsts + (self.places != NONE_HERE).sum(1)
             behind = torch.stack([ends, starts[1:] // 4], dim=1).tolist()
@@ -98,7 +98,7 @@ class ExactElements:
             return *self._slots(firsts), torch.cat(fill)
 
         words = payload.view(-1).view(torch.float32)
-        elements, slots, fill = self._kept((tensor.device, start, 0), made)
+        elements, slots, fill = self._kept((tensor.device, start, 0), compute)
         words.index_copy_(0, slots, tensor.index_select(0, elements).to(torch.float32))
         if len(fill):
             words.index_fill_(0, fill, 0)

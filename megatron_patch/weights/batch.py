@@ -69,7 +69,7 @@ class BatchHandle:
         self._messages: torch.Tensor | None = messages
         self._work = work
         self._workspace = workspace
-        self._found: torch.Tensor | None = None
+        self._verdicts: torch.Tensor | None = None
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -79,13 +79,13 @@ class BatchHandle:
         messages, self._messages = self._messages, None
         self._work.wait()
         places = self.batch.places.to(messages.device, non_blocking=True)
-        found = torch.empty(places.shape[:2], dtype=torch.int32, device=messages.device)
+        verdicts = torch.empty(places.shape[:2], dtype=torch.int32, device=messages.device)
         with self._workspace.timed():
-            for gather, of_ranks, verdicts in zip(self.batch.gathers, places, found, strict=True):
-                gather.read(messages, of_ranks, verdicts)
+            for gather, of_ranks, of_bucket in zip(self.batch.gathers, places, verdicts, strict=True):
+                gather.read(messages, of_ranks, of_bucket)
         self._workspace.give(messages)
-        self._found = found
-        if found.device.type == "cpu":
+        self._verdicts = verdicts
+        if verdicts.device.type == "cpu":
             self.check()
 
     @torch.no_grad()
@@ -98,18 +98,18 @@ class BatchHandle:
         Raises:
             WeightsDiffer: a message did not fit this rank's copy; or, on CUDA, an owner's weights changed.
         """
-        if self._found is None:
+        if self._verdicts is None:
             return
-        on_cpu = self._found.device.type == "cpu"
-        found, self._found = self._found.cpu(), None
-        if on_cpu and (found == OWNER_CHANGED).any():
+        on_cpu = self._verdicts.device.type == "cpu"
+        verdicts, self._verdicts = self._verdicts.cpu(), None
+        if on_cpu and (verdicts == OWNER_CHANGED).any():
             self.in_full = True
             for gather in self.batch.gathers:
                 gather.gather_in_full()
-        elif found.any():
-            bucket, rank = found.nonzero()[0].tolist()
+        elif verdicts.any():
+            bucket, rank = verdicts.nonzero()[0].tolist()
             owner = dist.get_process_group_ranks(self.batch.group)[rank]
-            name, mismatch = self.batch.gathers[bucket].name, Mismatch(int(found[bucket, rank]))
+            name, mismatch = self.batch.gathers[bucket].name, Mismatch(int(verdicts[bucket, rank]))
             raise WeightsDiffer(
                 f"weight gather of {name} on rank {dist.get_rank()}, shard of rank {owner}: {mismatch}"
             )

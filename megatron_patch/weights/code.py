@@ -46,21 +46,16 @@ WEIGHTS_DIFFER, MESSAGE_CHANGED, OWNER_CHANGED = 1, 2, 3
 class Mismatch(Exception):
     """A message does not fit these weights, or is damaged."""
 
-    def __init__(self, found: int = MESSAGE_CHANGED) -> None:
+    def __init__(self, verdict: int = MESSAGE_CHANGED) -> None:
         super().__init__(
             {
                 WEIGHTS_DIFFER: "the new weights are not the owner's: these are not the weights that it had "
                 "before its step, or the message has changed on its way",
                 MESSAGE_CHANGED: "the message has changed on its way",
                 OWNER_CHANGED: "the owner's weights were changed between its step and their gather",
-            }[found]
+            }[verdict]
         )
-        self.found = found
-
-
-def check(found: int) -> None:
-    if found:
-        raise Mismatch(found)
+        self.verdict = verdict
 
 
 def bound(numel: int) -> int:
@@ -121,7 +116,7 @@ def _plan(counts: np.ndarray, numel: int, fp16: bool) -> tuple[bytes, bytes, np.
 
 
 def decode(
-    messages: torch.Tensor, places: torch.Tensor, shards: torch.Tensor, own: int, found: torch.Tensor
+    messages: torch.Tensor, places: torch.Tensor, shards: torch.Tensor, own: int, verdicts: torch.Tensor
 ) -> None:
     """Replace the old weights of all senders' shards by the new ones, in place, except in shard `own`.
 
@@ -130,9 +125,9 @@ def decode(
         places: int64 [N, 2]: the byte of its row where a message begins, a multiple of 8, and its length.
         shards: int16 [N, n]. A shard for which an error was found is undefined afterwards.
         own: this rank's shard, of whose message only the kind STALE is looked at; -1: none of them.
-        found: int32 [N], written: 0, or the error found (WEIGHTS_DIFFER, MESSAGE_CHANGED, OWNER_CHANGED).
+        verdicts: int32 [N], written: 0, or the error found (WEIGHTS_DIFFER, MESSAGE_CHANGED, OWNER_CHANGED).
     """
-    decode_each(_decode_one, messages, places, shards, own, found)
+    decode_each(_decode_one, messages, places, shards, own, verdicts)
 
 
 def decode_each(
@@ -141,22 +136,22 @@ def decode_each(
     places: torch.Tensor,
     shards: torch.Tensor,
     own: int,
-    found: torch.Tensor,
+    verdicts: torch.Tensor,
 ) -> None:
     """Run `decode` with a function that decodes one message, uint8 [bytes], into weights, int16 [n]."""
     for sender, (start, size) in enumerate(places.tolist()):
         message = messages[sender, start : start + size]
         if sender == own:
-            found[sender] = OWNER_CHANGED if int(message[0]) == STALE else 0
+            verdicts[sender] = OWNER_CHANGED if int(message[0]) == STALE else 0
         else:
-            found[sender] = decode_one(message, shards[sender])
+            verdicts[sender] = decode_one(message, shards[sender])
 
 
 def _decode_one(message: torch.Tensor, weights: torch.Tensor) -> int:
     try:
         _decode(message, weights)
     except Mismatch as mismatch:
-        return mismatch.found
+        return mismatch.verdict
     except rans.Damaged:  # An old weight with another exponent than the sender's has another context.
         return WEIGHTS_DIFFER
     return 0

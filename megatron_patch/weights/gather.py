@@ -141,9 +141,9 @@ class WeightGather:
             changed = self._coder.sums(self._own)[0] != told[0]
             room[0] = torch.where(changed, code.STALE, room[0])
 
-    def read(self, messages: torch.Tensor, places: torch.Tensor, found: torch.Tensor) -> None:
+    def read(self, messages: torch.Tensor, places: torch.Tensor, verdicts: torch.Tensor) -> None:
         """Decode the other ranks' shards from all ranks' messages, as weights.code.decode."""
-        self._coder.decode(messages, places, self._shards, self.group.rank(), found)
+        self._coder.decode(messages, places, self._shards, self.group.rank(), verdicts)
 
     def gather_in_full(self) -> None:
         """All-gather the bucket uncompressed, as Megatron does."""
@@ -169,10 +169,10 @@ def try_kernels(device: torch.device) -> None:
     with backends.explained():
         old, new = torch.zeros(2, 64, dtype=torch.int16, device=device)
         message = old.new_empty(1, code.bound(64), dtype=torch.uint8)
-        found = old.new_empty(code.FACTS, dtype=torch.int64)
-        size = coder_of(device).encode(old, new, False, message[0], found)
+        facts = old.new_empty(code.FACTS, dtype=torch.int64)
+        size = coder_of(device).encode(old, new, False, message[0], facts)
         place = torch.tensor([[0, size]], device=device)
-        coder_of(device).decode(message, place, old[None], -1, found[:1].int())
+        coder_of(device).decode(message, place, old[None], -1, facts[:1].int())
 
 
 @dataclass(frozen=True)

@@ -119,8 +119,8 @@ def decode(
         at = at + needs.sum((1, 2))
         x = np.where(needs[..., 1], x << 16 | read[..., 1], x)
         size = LOWEST[symbol] + (raw >> 1)
-        found = np.where(needs[..., 0], read[..., 0], np.where(raw & 1, -size, size))
-        difference[row] = np.where(there[row], found, 0)
+        move = np.where(needs[..., 0], read[..., 0], np.where(raw & 1, -size, size))
+        difference[row] = np.where(there[row], move, 0)
     if (at != ends).any() or (x != FIRST_STATE).any():
         raise Damaged
     return tiles.flat(difference)

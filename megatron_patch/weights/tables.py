@@ -74,14 +74,14 @@ def normalized(counts: np.ndarray, escapes: bool) -> np.ndarray:
     what is missing. With `escapes`, if not all weights were counted, ESCAPE gets at least 1 in all contexts.
     """
     every = np.maximum(counts.sum(1, keepdims=True), 1)
-    found = np.where(counts > 0, np.maximum((2 * TOTAL * counts + every) // (2 * every), 1), 0)
+    frequencies = np.where(counts > 0, np.maximum((2 * TOTAL * counts + every) // (2 * every), 1), 0)
     if escapes:
-        found[:, ESCAPE] = np.maximum(found[:, ESCAPE], 1)
-    found[:, 0] = 0
-    rest = TOTAL - found.sum(1)
-    found[np.arange(CONTEXTS), found.argmax(1)] -= np.maximum(1 - rest, 0)
-    found[:, 0] = np.maximum(rest, 1)
-    return found
+        frequencies[:, ESCAPE] = np.maximum(frequencies[:, ESCAPE], 1)
+    frequencies[:, 0] = 0
+    rest = TOTAL - frequencies.sum(1)
+    frequencies[np.arange(CONTEXTS), frequencies.argmax(1)] -= np.maximum(1 - rest, 0)
+    frequencies[:, 0] = np.maximum(rest, 1)
+    return frequencies
 
 
 def tile_and_lanes(numel: int, counts: np.ndarray, frequencies: np.ndarray) -> tuple[int, int]:

@@ -74,7 +74,7 @@ KERNELS: dict[str, dict[str, str]] = {
     },
     "verdict_kernel": {
         **dict.fromkeys(("messages", "places", "plans", "ends", "wrong", "sums"), "reads"),
-        "found": "writes",
+        "verdicts": "writes",
     },
     "sums_kernel": {"weights": "reads", "sums": "changes"},
     "_fold_kernel": {"stretches": "reads", "signs": "reads", "sums": "writes"},

@@ -128,7 +128,8 @@ def told(name: str, message: torch.Tensor, old: torch.Tensor) -> tuple[int, torc
 
 def decoded(name: str, message: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     found, weights = told(name, message, old)
-    code.check(found)
+    if found:
+        raise code.Mismatch(found)
     return weights
 
 

@@ -128,7 +128,7 @@ def decompress_reduce_kernel(
     if DIVIDE:
         total = divided(total, divisor)
     at = in_block[:, None] * LANE + tl.arange(0, LANE)[None, :]
-    wanted = at < length[:, None]
+    live = at < length[:, None]
     at += start[:, None]
     total = to_bf16(total) if BF16 else total.to(output.dtype.element_ty)
-    tl.store(output + at, total, mask=wanted)
+    tl.store(output + at, total, mask=live)

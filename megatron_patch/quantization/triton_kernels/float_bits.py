@@ -97,8 +97,8 @@ def mean(total, number):
     short = 1.0 / number.to(tl.float32)
     number, inverse = number.to(tl.float64), short.to(tl.float64)
     inverse = tl.fma(tl.fma(-number, inverse, tl.full(total.shape, 1.0, tl.float64)), inverse, inverse)
-    found = total * inverse
-    return tl.fma(tl.fma(-number, found, total), inverse, found).to(tl.float32)
+    average = total * inverse
+    return tl.fma(tl.fma(-number, average, total), inverse, average).to(tl.float32)
 
 
 @triton.jit
@@ -109,10 +109,10 @@ def root(value):
     with every fraction, and with an rsqrt that is wrong by up to 4 units in the last place.
     """
     near = tl.rsqrt(tl.maximum(value, 2.0**-40))
-    found, half = value * near, 0.5 * near
-    wrong = tl.fma(-half, found, tl.full(value.shape, 0.5, tl.float32))
-    found, half = tl.fma(found, wrong, found), tl.fma(half, wrong, half)
-    return tl.fma(tl.fma(-found, found, value), half, found)
+    sqrt, half = value * near, 0.5 * near
+    wrong = tl.fma(-half, sqrt, tl.full(value.shape, 0.5, tl.float32))
+    sqrt, half = tl.fma(sqrt, wrong, sqrt), tl.fma(half, wrong, half)
+    return tl.fma(tl.fma(-sqrt, sqrt, value), half, sqrt)
 
 
 @triton.jit

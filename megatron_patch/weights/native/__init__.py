@@ -17,25 +17,25 @@ def encode(
 
 
 def decode(
-    messages: torch.Tensor, places: torch.Tensor, shards: torch.Tensor, own: int, found: torch.Tensor
+    messages: torch.Tensor, places: torch.Tensor, shards: torch.Tensor, own: int, verdicts: torch.Tensor
 ) -> None:
-    decode_each(_decode_one, messages, places, shards, own, found)
+    decode_each(_decode_one, messages, places, shards, own, verdicts)
 
 
 def _decode_one(message: torch.Tensor, weights: torch.Tensor) -> int:
     try:
         kind_of(message, weights.numel())
     except Mismatch as mismatch:
-        return mismatch.found
+        return mismatch.verdict
     run = native.loaded().megatron_loco_weight_decode
     message_at, weights_at = map(native.pointer, (message, weights))
     return int(run(native.variant(), message_at, message.numel(), weights_at, weights.numel()))
 
 
 def sums(weights: torch.Tensor) -> torch.Tensor:
-    found = torch.empty(*weights.shape[:-1], 2, dtype=torch.int64, device="cpu")
+    totals = torch.empty(*weights.shape[:-1], 2, dtype=torch.int64, device="cpu")
     run = native.loaded().megatron_loco_weight_sums
     rows = weights if weights.dim() == 2 else weights[None]
-    for row, of_row in zip(rows, found.view(-1, 2), strict=True):
+    for row, of_row in zip(rows, totals.view(-1, 2), strict=True):
         run(native.variant(), native.pointer(row), row.numel(), native.pointer(of_row))
-    return found
+    return totals

@@ -73,7 +73,7 @@ def encode(
 
 
 def decode(
-    messages: torch.Tensor, places: torch.Tensor, shards: torch.Tensor, own: int, found: torch.Tensor
+    messages: torch.Tensor, places: torch.Tensor, shards: torch.Tensor, own: int, verdicts: torch.Tensor
 ) -> None:
     """Decode as weights.code.decode, all messages in the same launches, without waiting for the GPU."""
     (senders, n), row, device = shards.shape, messages.shape[1], shards.device
@@ -92,5 +92,5 @@ def decode(
     arguments = messages, places, shards, table, plans, ends, wrong, row, n, most, own
     grid = (triton.cdiv(most, rans.TILES.value), senders)
     rans.decode_kernel[grid](*arguments, **_PLAIN)
-    arguments = messages, places, plans, ends, wrong, sums(shards), found, row, n, most, own
+    arguments = messages, places, plans, ends, wrong, sums(shards), verdicts, row, n, most, own
     rans.verdict_kernel[(senders,)](*arguments, num_warps=1, **_PLAIN)

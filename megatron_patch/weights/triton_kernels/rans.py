@@ -4,7 +4,7 @@
     pack_kernel     front, states, words ->  the message, whose length is known by then
     sizes_kernel    messages            ->  words of each tile
     decode_kernel   messages, weights   ->  weights
-    verdict_kernel  messages, sums      ->  found
+    verdict_kernel  messages, sums      ->  verdicts
 
 A tile has 32 states, or 8 in short messages, where three quarters of a warp's threads wait. Nothing is read
 or written outside a message, whatever its bytes are: every position is compared with the message's length.
@@ -281,7 +281,7 @@ def verdict_kernel(
     ends,  # int64 [N, most_tiles]
     wrong,  # int32 [N, 2]
     sums,  # int64 [N, 2]: the sums of the decoded weights
-    found,  # int32 [N]
+    verdicts,  # int32 [N]
     row: tl.int64,
     n: tl.int64,
     most_tiles: tl.int64,
@@ -300,4 +300,4 @@ def verdict_kernel(
     verdict = tl.where(right, 0, tl.where(raw, _MESSAGE_CHANGED, _WEIGHTS_DIFFER))
     verdict = tl.where(raw | whole, verdict, _MESSAGE_CHANGED)
     verdict = tl.where(sender == own, 0, verdict)
-    tl.store(found + sender, tl.where(_kind(message, size) == _STALE, _OWNER_CHANGED, verdict))
+    tl.store(verdicts + sender, tl.where(_kind(message, size) == _STALE, _OWNER_CHANGED, verdict))

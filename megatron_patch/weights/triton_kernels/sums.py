@@ -53,10 +53,10 @@ def _products(keyed):
 
 
 @triton.jit
-def _mixed(found, tile):
+def _mixed(total, tile):
     """Return what a tile's sum of products, int64, adds to the shard's sum."""
     place = (tl.full([], 1, tl.int64) + tile).to(tl.uint64, bitcast=True)
-    z = found.to(tl.uint64, bitcast=True) + place * _STEP
+    z = total.to(tl.uint64, bitcast=True) + place * _STEP
     z = (z ^ (z >> _SHIFT_1)) * _FACTOR_1
     z = (z ^ (z >> _SHIFT_2)) * _FACTOR_2
     return (z ^ (z >> _SHIFT_3)).to(tl.int64, bitcast=True)
@@ -68,9 +68,9 @@ def sums_of(bits, tile):
     low, high = tl.split(tl.reshape(bits & 0xFFFF, (TILE // 4, 2, 2)))  # Neighbours are in one thread.
     words = (low | (high << 16)).to(tl.uint32, bitcast=True)
     keys = _keys(tl.arange(0, TILE // 4)[:, None] * 2 + tl.arange(0, 2)[None, :])
-    one = _products(words + keys)
-    other = _products(words + ((keys >> 16) | (keys << 16)))
-    return _mixed(one, tile), _mixed(other, tile)
+    first = _products(words + keys)
+    second = _products(words + ((keys >> 16) | (keys << 16)))
+    return _mixed(first, tile), _mixed(second, tile)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -85,26 +85,26 @@ def sums_kernel(
     if SIXTEENS:
         first = tl.multiple_of(first, 16)
     tiles = (n + TILE - 1) // TILE
-    one = tl.zeros([], tl.int64)
-    other = tl.zeros([], tl.int64)
+    sum_1 = tl.zeros([], tl.int64)
+    sum_2 = tl.zeros([], tl.int64)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         start = tile * TILE
         length = tl.minimum(n - start, TILE).to(tl.int32)
-        of_one, of_other = sums_of(load_tile(weights + first + start, length), tile)
-        one += of_one
-        other += of_other
-    tl.atomic_add(sums + 2 * row, one, sem="relaxed")
-    tl.atomic_add(sums + 2 * row + 1, other, sem="relaxed")
+        tile_1, tile_2 = sums_of(load_tile(weights + first + start, length), tile)
+        sum_1 += tile_1
+        sum_2 += tile_2
+    tl.atomic_add(sums + 2 * row, sum_1, sem="relaxed")
+    tl.atomic_add(sums + 2 * row + 1, sum_2, sem="relaxed")
 
 
 def sums(weights: torch.Tensor) -> torch.Tensor:
     """Return the sums of `weights`, as weights.sums.sums."""
     rows, n = weights.shape[:-1].numel(), weights.shape[-1]
-    found = torch.zeros(*weights.shape[:-1], 2, dtype=torch.int64, device=weights.device)
+    totals = torch.zeros(*weights.shape[:-1], 2, dtype=torch.int64, device=weights.device)
     programs = min(tiles_of(n), 2 if _interpreted(weights) else _PROGRAMS)
     if programs and rows:
-        sums_kernel[(programs, rows)](weights, found, n, SIXTEENS=n % 16 == 0, enable_fp_fusion=False)
-    return found
+        sums_kernel[(programs, rows)](weights, totals, n, SIXTEENS=n % 16 == 0, enable_fp_fusion=False)
+    return totals
 
 
 def _interpreted(tensor: torch.Tensor) -> bool:

@@ -115,13 +115,13 @@ def count_kernel(
     copy = tile % COPIES * (EXPONENTS * SYMBOLS)
     place = copy + (((before & 0x7FFF) >> MANTISSA_BITS) * SYMBOLS + symbol)
     tl.atomic_add(counts + place, 1, mask=counted, sem="relaxed")
-    old_one, old_other = sums_of(before, tile)
-    new_one, _ = sums_of(after, tile)
+    old_first, old_second = sums_of(before, tile)
+    new_first, _ = sums_of(after, tile)
     sums += tile
     tl.store(sums, (length - tl.sum((d != 0).to(tl.int32))).to(tl.int64))
-    tl.store(sums + tiles, old_one)
-    tl.store(sums + 2 * tiles, old_other)
-    tl.store(sums + 3 * tiles, new_one)
+    tl.store(sums + tiles, old_first)
+    tl.store(sums + 2 * tiles, old_second)
+    tl.store(sums + 3 * tiles, new_first)
 
 
 @triton.jit
@@ -149,15 +149,15 @@ def frequencies_kernel(
     base, _ = _window(exponents)
     s = tl.arange(0, SYMBOLS)
     rows = tl.arange(0, COPIES)
-    found = tl.zeros((SYMBOLS,), tl.int64)
+    occurrences = tl.zeros((SYMBOLS,), tl.int64)
     first = tl.where(mine == 0, 0, base + mine)
     behind = tl.where(mine == CONTEXTS - 1, EXPONENTS, tl.minimum(base + mine + 1, EXPONENTS))
     for exponent in range(first, behind):
         at = rows[:, None] * (EXPONENTS * SYMBOLS) + exponent * SYMBOLS + s[None, :]
-        found += tl.sum(tl.load(counts + at).to(tl.int64), 0)
-    every = tl.maximum(tl.sum(found), 1)
-    share = ((found * (2 * TOTAL) + every) // (2 * every)).to(tl.int32)
-    f = tl.where(found > 0, tl.maximum(share, 1), 0)
+        occurrences += tl.sum(tl.load(counts + at).to(tl.int64), 0)
+    every = tl.maximum(tl.sum(occurrences), 1)
+    share = ((occurrences * (2 * TOTAL) + every) // (2 * every)).to(tl.int32)
+    f = tl.where(occurrences > 0, tl.maximum(share, 1), 0)
     if SAMPLED:
         f = tl.where(s == ESCAPE, tl.maximum(f, 1), f)
     f = tl.where(s == 0, 0, f)
@@ -173,7 +173,7 @@ def frequencies_kernel(
     power = (said.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
     log2 = (power << 8) + (((said - (1 << power)) << 8) >> power)
     cost = ((tl.where(by_escape, _ESCAPE_BITS, _raw_bits(s)) + PRECISION) << 8) - log2
-    tl.store(costs + mine, tl.sum(found * cost.to(tl.int64)))
+    tl.store(costs + mine, tl.sum(occurrences * cost.to(tl.int64)))
 
 
 @triton.jit
