@@ -10,7 +10,6 @@ import contextlib
 import errno
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +47,9 @@ def check_output(folder: Path, option: str = "out") -> None:
 
 
 def output_folder(folder: Path, option: str = "--out") -> None:
-    """Create the folder for a command's results before the command computes them.
-
-    Raises:
-        UserError: the folder cannot be created or written to.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UserError(f"{option}: {folder} cannot be written: {error.strerror}") from error
+    """Check and create the folder for a command's results before the command computes them."""
+    check_output(folder, option)
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 class Unfit(ValueError):

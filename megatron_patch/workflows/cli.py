@@ -58,28 +58,8 @@ EXTRAS = {
 """The modules, beside torch, megatron-core and numpy, that commands import from pyproject.toml's extras."""
 
 
-_FILE_ERRORS = {
-    *(
-        errno.ENOENT,
-        errno.ENOTDIR,
-        errno.EISDIR,
-        errno.EEXIST,
-        errno.ENOTEMPTY,
-        errno.ELOOP,
-        errno.ENAMETOOLONG,
-    ),
-    *(
-        errno.EACCES,
-        errno.EPERM,
-        errno.EROFS,
-        errno.ENOSPC,
-        errno.EDQUOT,
-        errno.EFBIG,
-        errno.EIO,
-        errno.ESTALE,
-    ),
-}
-"""Errors that the user's files and disks cause; any other error of the operating system is a bug here."""
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE)
+"""Errors of the user's disks, which name no file; others that name none are bugs here."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -167,7 +147,7 @@ def guarded(command: Callable[[], int]) -> int:
     except BrokenPipeError:
         return 1
     except OSError as error:
-        if error.errno not in _FILE_ERRORS:
+        if not error.filename and error.errno not in _DISK_ERRORS:
             raise
         where = f"{error.filename}: " if error.filename else ""
         print(f"megatron-loco: error: {where}{error.strerror}", file=sys.stderr)

@@ -35,8 +35,6 @@ _NOT_ONEBIT_ADAMS = ("bits", "codec", "rotation", "error_beta", "reset_interval"
 """Options that have another meaning, or none, with onebit_adam, so that another method's do not apply."""
 _PARTS = ("train", "valid", "test")
 SECTIONS = ("defaults", "megatron", "compression", "launch", "data")
-_MOST_FILES = 100
-"""How many files one configuration may include by `defaults`."""
 
 
 @dataclass(frozen=True)
@@ -166,16 +164,13 @@ def resolved(composed: DictConfig, path: Path) -> dict[str, Any]:
 
 def compose(path: Path) -> DictConfig:
     """Return the YAML mapping at `path`, merged over the files that its `defaults` name."""
-    return _compose(path, (), [])
+    return _compose(path, ())
 
 
-def _compose(path: Path, including: tuple[Path, ...], read: list[Path]) -> DictConfig:
-    """Compose `path`; `including` are the files that include it, `read` all files read so far."""
+def _compose(path: Path, including: tuple[Path, ...]) -> DictConfig:
+    """Compose `path`; `including` are the files that include it."""
     loaded = _load(path, including)
     path = path.resolve()
-    read.append(path)
-    if len(read) > _MOST_FILES:
-        raise UserError(f"{path}: defaults bring in more than {_MOST_FILES} files")
     content = OmegaConf.to_container(loaded)
     assert isinstance(content, dict)
     defaults = resolved(OmegaConf.create({"defaults": content.pop("defaults", None)}), path)["defaults"] or []
@@ -183,7 +178,7 @@ def _compose(path: Path, including: tuple[Path, ...], read: list[Path]) -> DictC
         raise UserError(f"{path}: defaults: {defaults!r} must be a list of file names")
     composed = OmegaConf.create({})
     for name in defaults:
-        composed = _merge(composed, _compose(path.parent / name, (*including, path), read), str(path))
+        composed = _merge(composed, _compose(path.parent / name, (*including, path)), str(path))
     return _merge(composed, OmegaConf.create(content), str(path))
 
 
