@@ -17,7 +17,7 @@ from megatron_patch.registry import topology
 
 
 @dataclass(frozen=True)
-class Made:
+class Reduction:
     """The exchanges of a bucket group, one for each bucket; none if the group is a single rank."""
 
     exchanges: Sequence[Exchange] = ()
@@ -25,30 +25,30 @@ class Made:
     """Why two hops are not used, if the user may have expected them."""
 
 
-def make_reduce_scatters(tensors: Sequence[Contents], group: dist.ProcessGroup, setup: Setup) -> Made:
+def make_reduce_scatters(tensors: Sequence[Contents], group: dist.ProcessGroup, setup: Setup) -> Reduction:
     """Create the reduce-scatters of buckets. Every rank of `group` must call it."""
     if group.size() == 1:
-        return Made()
+        return Reduction()
     if users := topology(setup.config.topology):
-        return Made([users.reduce_scatter(tensor, group, setup) for tensor in tensors])
+        return Reduction([users.reduce_scatter(tensor, group, setup) for tensor in tensors])
     hops, flat_because = _hops(group, setup)
     if hops is None:
-        return Made([ReduceScatter(tensor, group, setup) for tensor in tensors], flat_because)
-    return Made([TwoHopReduceScatter(tensor, hops, setup) for tensor in tensors])
+        return Reduction([ReduceScatter(tensor, group, setup) for tensor in tensors], flat_because)
+    return Reduction([TwoHopReduceScatter(tensor, hops, setup) for tensor in tensors])
 
 
 def make_all_reduces(
     tensors: Sequence[Contents], group: dist.ProcessGroup, setup: Setup, one_hop: bool = False
-) -> Made:
+) -> Reduction:
     """Create the all-reduces of tensors, flat if `one_hop`. Every rank of `group` must call it."""
     if group.size() == 1:
-        return Made()
+        return Reduction()
     if users := topology(setup.config.topology):
-        return Made([users.all_reduce(tensor, group, setup) for tensor in tensors])
+        return Reduction([users.all_reduce(tensor, group, setup) for tensor in tensors])
     hops, flat_because = (None, None) if one_hop else _hops(group, setup)
     if hops is None:
-        return Made([AllReduce(tensor, group, setup) for tensor in tensors], flat_because)
-    return Made([TwoHopAllReduce(tensor, hops, setup) for tensor in tensors])
+        return Reduction([AllReduce(tensor, group, setup) for tensor in tensors], flat_because)
+    return Reduction([TwoHopAllReduce(tensor, hops, setup) for tensor in tensors])
 
 
 def _hops(group: dist.ProcessGroup, setup: Setup) -> tuple[TwoHops | None, str | None]:

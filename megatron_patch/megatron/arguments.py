@@ -147,7 +147,7 @@ def lr_warmup_steps() -> int:
     Megatron's scheduler counts samples. A copy of its calculator of microbatches, which follows ramp-ups and
     schedules of the batch size, says how many samples each step of the warm-up has.
     """
-    samples = _lr_warmup_samples(all_flags())
+    samples = _lr_warmup_samples()
     module = sys.modules.get("megatron.core.num_microbatches_calculator")
     calculator = copy.copy(getattr(module, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None))
     if calculator is None:  # Megatron is not initialized yet.
@@ -160,7 +160,7 @@ def lr_warmup_steps() -> int:
     return steps
 
 
-def _lr_warmup_samples(flags: Mapping[str, Any]) -> float:
+def _lr_warmup_samples() -> float:
     """Count the warm-up's samples as Megatron's get_optimizer_param_scheduler does."""
     fraction, batch = _number("lr_warmup_fraction"), _number("global_batch_size")
     decay = batch * (_number("lr_decay_iters") or _number("train_iters"))

@@ -113,7 +113,7 @@ class MegatronDdp:
         names = {parameter: name for name, parameter in self._here.module.named_parameters()}
         for seam in self.seams:
             for stage in seam.stages:
-                exchanges = stage.made.exchanges
+                exchanges = stage.reduction.exchanges
                 for bucket, exchange in zip(seam.group.buckets, exchanges, strict=True) if exchanges else ():
                     shapes = {names[p]: tuple(p.shape) for p in bucket.param_to_index}
                     yield Exchanged(exchange, shapes, stage.averages)

@@ -67,9 +67,9 @@ def attach(chunks: Any, config: CompressionConfig | None = None) -> None:
         UserError: `chunks` are not wrapped by Megatron, `config` is not a CompressionConfig, or the
             configuration cannot be served.
     """
-    options, found = _options(config, "attach"), attachments.chunks_of(chunks, "attach")
+    options, wrapped = _options(config, "attach"), attachments.chunks_of(chunks, "attach")
     show_log()
-    attachments.attach(found, options)
+    attachments.attach(wrapped, options)
     checkpoint.install(loaded_only=True)
     _install_helpers()
 

@@ -277,56 +277,56 @@ _Due = tuple[OuterSteps, ChunkWeights, Callable[[Masters], None]]
 
 
 @torch.no_grad()
-def begin_step(optimizer: Any, outer: Sequence[OuterSteps]) -> None:
+def begin_step(optimizer: Any, of_chunks: Sequence[OuterSteps]) -> None:
     """Called before an optimizer's step, with the outer steps of the chunks that it updates."""
-    for one in outer:
-        if not one.begun:
-            one.begin(masters_of(optimizer), optimizer)
-        if one.under_way:  # The optimizer's step writes the model's weights from fp32, and gathers them.
-            one.advance(_masters_of(one, optimizer))
+    for outer in of_chunks:
+        if not outer.begun:
+            outer.begin(masters_of(optimizer), optimizer)
+        if outer.under_way:  # The optimizer's step writes the model's weights from fp32, and gathers them.
+            outer.advance(_masters_of(outer, optimizer))
 
 
 @torch.no_grad()
-def end_step(optimizer: Any, outer: Sequence[tuple[OuterSteps, ChunkWeights]]) -> None:
+def end_step(optimizer: Any, of_chunks: Sequence[tuple[OuterSteps, ChunkWeights]]) -> None:
     """Called after an optimizer's step: make or start the outer steps that are due.
 
     Raises:
         UserError: the optimizers of one model are stepped one by one.
     """
     due: list[_Due] = []
-    for one, weights in outer:
-        if one.session.ledger.joins(leaves_of(optimizer)):
+    for outer, weights in of_chunks:
+        if outer.session.ledger.joins(leaves_of(optimizer)):
             raise UserError(
                 "compression.outer_interval needs one step of all of a model's optimizers at once: call "
                 "step() of the optimizer that get_megatron_optimizer returns, not of those that it chains"
             )
-        one.steps, one.sent = one.steps + 1, Traffic()
-        if one.steps not in one.turns:
+        outer.steps, outer.sent = outer.steps + 1, Traffic()
+        if outer.steps not in outer.turns:
             continue
-        if one.config.outer_delay:
-            one.start(_masters_of(one, optimizer))
+        if outer.config.outer_delay:
+            outer.start(_masters_of(outer, optimizer))
         else:
-            due.append((one, weights, one.step))
+            due.append((outer, weights, outer.step))
     _write(optimizer, due)
-    for one, _ in outer:
-        one.session.count(one.sent)
+    for outer, _ in of_chunks:
+        outer.session.count(outer.sent)
 
 
 @torch.no_grad()
-def finish(optimizer: Any, outer: Sequence[tuple[OuterSteps, ChunkWeights]]) -> None:
+def finish(optimizer: Any, of_chunks: Sequence[tuple[OuterSteps, ChunkWeights]]) -> None:
     """Make an outer step, as before a checkpoint, unless the last optimizer step has made one."""
-    due = [(one, weights, one.finish) for one, weights in outer if one.steps or one.under_way]
+    due = [(outer, weights, outer.finish) for outer, weights in of_chunks if outer.steps or outer.under_way]
     if due:
         if (steps := due[0][0].steps) and dist.get_rank() == 0:
             line = "megatron-loco: an outer step before the checkpoint, %d optimizer steps after the last one"
             logger.info(line, steps)
         _write(optimizer, due)  # It belongs to no step, whose report would count what it sends.
-        for one, *_ in due:
-            one.chunk.start_param_sync(force_sync=True)
+        for outer, *_ in due:
+            outer.chunk.start_param_sync(force_sync=True)
 
 
-def _masters_of(one: OuterSteps, optimizer: Any) -> Masters:
-    return {p: master for p, master in masters_of(optimizer).items() if p in one.chunk.param_to_bucket_group}
+def _masters_of(outer: OuterSteps, optimizer: Any) -> Masters:
+    return {p: m for p, m in masters_of(optimizer).items() if p in outer.chunk.param_to_bucket_group}
 
 
 def _write(optimizer: Any, due: Sequence[_Due]) -> None:
@@ -335,13 +335,13 @@ def _write(optimizer: Any, due: Sequence[_Due]) -> None:
         return
 
     def write() -> None:
-        for one, _, into in due:
-            into(_masters_of(one, optimizer))
+        for outer, _, into in due:
+            into(_masters_of(outer, optimizer))
         for leaf in distributed_leaves(optimizer):
             leaf._copy_main_params_to_model_params()
-        for one, *_ in due:
-            if not one.chunk.ddp_config.overlap_param_gather:  # With it, the next forward pass gathers.
-                one.chunk.start_param_sync()
+        for outer, *_ in due:
+            if not outer.chunk.ddp_config.overlap_param_gather:  # With it, the next forward pass gathers.
+                outer.chunk.start_param_sync()
 
     gathered_after([weights for _, weights, _ in due], write)
 
@@ -456,31 +456,31 @@ class Shard:
             master.sub_(sent.before[here]).add_(self.anchor[here])
 
 
-def packed(outer: list[OuterSteps], optimizer: Any) -> torch.Tensor:
+def packed(of_chunks: list[OuterSteps], optimizer: Any) -> torch.Tensor:
     """Return the states of this rank's chunks, uint8 on CPU."""
-    late = any(one.steps or one.under_way for one in outer)
+    late = any(outer.steps or outer.under_way for outer in of_chunks)
     if late and dist.get_rank() == 0:
         logger.warning(
             "megatron-loco: saved between outer steps, %d optimizer steps after one: the checkpoint mixes "
             "the weights of all optimizer instances; save after a multiple of compression.outer_interval%s",
-            outer[0].steps,
-            ", without compression.outer_delay" if outer[0].config.outer_delay else "",
+            of_chunks[0].steps,
+            ", without compression.outer_delay" if of_chunks[0].config.outer_delay else "",
         )
     buffer, kept = io.BytesIO(), []
-    for one in outer:
-        state = {} if late else one.state(optimizer)
-        kept.append((one.layout(), {name: tensor.detach().cpu().clone() for name, tensor in state.items()}))
+    for outer in of_chunks:
+        state = {} if late else outer.state(optimizer)
+        kept.append((outer.layout(), {name: tensor.detach().cpu().clone() for name, tensor in state.items()}))
     torch.save(kept, buffer)
     return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
 
 
-def restore(outer: list[OuterSteps], data: torch.Tensor | None) -> None:
+def restore(of_chunks: list[OuterSteps], data: torch.Tensor | None) -> None:
     """Have the next step begin from the states that `packed` has returned; None: the checkpoint has none."""
     saved = [] if data is None else torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
-    fits = [layout for layout, _ in saved] == [one.layout() for one in outer]
-    for place, one in enumerate(outer):
-        one.forget()
-        one.loaded = saved[place][1] if fits else {}
+    fits = [layout for layout, _ in saved] == [outer.layout() for outer in of_chunks]
+    for place, outer in enumerate(of_chunks):
+        outer.forget()
+        outer.loaded = saved[place][1] if fits else {}
     if not fits and dist.get_rank() == 0:
         why = "the checkpoint has none" if data is None else "the checkpoint's ranks were placed otherwise"
         logger.info("megatron-loco: outer steps begin anew, without errors and momentum: %s", why)

@@ -144,8 +144,8 @@ def _place(path: str) -> tuple[Any, str]:
     *owners, name = names.split(".")
     try:
         owner = importlib.import_module(module)
-        for one in owners:
-            owner = getattr(owner, one)
+        for attribute in owners:
+            owner = getattr(owner, attribute)
     except (ImportError, AttributeError) as error:
         raise _missing(path) from error
     return owner, name

@@ -55,20 +55,20 @@ def _lines(session: Session, seams: Sequence[BucketGroupSeam]) -> Iterator[tuple
         yield logging.INFO, _start_line(config)
     yield from _early_lines(config)
     stages = [(seam, stage) for seam in seams for stage in seam.stages]
-    for reason in dict.fromkeys(stage.made.flat_because for _, stage in stages):
+    for reason in dict.fromkeys(stage.reduction.flat_because for _, stage in stages):
         if reason is not None:
             yield logging.WARNING, f"one hop, not two, for a group of ranks: {reason}"
-    yield from _fp32_accumulation_lines(config, seams)
-    found: dict[tuple[str, str, bool], list[int]] = {}
+    yield from _fp32_accumulation_lines(seams)
+    by_exchange: dict[tuple[str, str, bool], list[int]] = {}
     for seam, stage in stages:
         ranks = "expert data parallel" if seam.expert else "data parallel"
         instances = " between optimizer instances" if stage is not seam.stages[0] else ""
-        exchanges = stage.made.exchanges
+        exchanges = stage.reduction.exchanges
         how = exchanges[0].describe() if exchanges else stage.kind
-        found.setdefault((f"{ranks} {how}{instances}", stage.of, bool(exchanges)), []).extend(
+        by_exchange.setdefault((f"{ranks} {how}{instances}", stage.of, bool(exchanges)), []).extend(
             contents.numel for contents in stage.contents
         )
-    for (exchange, of, compressed), sizes in found.items():
+    for (exchange, of, compressed), sizes in by_exchange.items():
         buckets = f"{len(sizes)} bucket{'s' if len(sizes) > 1 else ''}"
         line = f"{exchange}: {sum(sizes):,} {of} elements in {buckets}"
         if compressed:
@@ -83,7 +83,7 @@ def _outer_line(config: CompressionConfig, seams: Sequence[BucketGroupSeam]) -> 
         for seam in seams
         for bucket in seam.group.buckets
     ]
-    each = 4 + (4 if config.outer_momentum else 0)  # The anchor and v, in fp32.
+    per_weight = 4 + (4 if config.outer_momentum else 0)  # The anchor and v, in fp32.
     delayed = under_way = ""
     if delay := config.outer_delay:
         turns = min(config.outer_interval // delay, len(shards))
@@ -93,7 +93,7 @@ def _outer_line(config: CompressionConfig, seams: Sequence[BucketGroupSeam]) -> 
         f"outer steps: optimizer instances train by themselves, and average {sum(shards):,} weights a rank "
         f"every {config.outer_interval} steps (rate {config.outer_rate}, momentum {config.outer_momentum}), "
         + (f"in {config.bits} bits" if config.compresses else "in fp32")
-        + f"{delayed}; this takes {sum(shards) * each / 1e6:.3g} MB a rank{under_way}. With Adam, "
+        + f"{delayed}; this takes {sum(shards) * per_weight / 1e6:.3g} MB a rank{under_way}. With Adam, "
         "multiply the learning rate by the square root of the number of instances (docs/outer_steps.md)"
     )
 
@@ -130,9 +130,7 @@ def _early_lines(config: CompressionConfig) -> Iterator[tuple[int, str]]:
         )
 
 
-def _fp32_accumulation_lines(
-    config: CompressionConfig, seams: Sequence[BucketGroupSeam]
-) -> Iterator[tuple[int, str]]:
+def _fp32_accumulation_lines(seams: Sequence[BucketGroupSeam]) -> Iterator[tuple[int, str]]:
     if not any(seam.group.ddp_config.reduce_scatter_with_fp32_accumulation for seam in seams):
         return
     exchanges = [exchange for seam in seams for exchange in seam.exchanges]
@@ -157,13 +155,13 @@ def weight_lines(config: CompressionConfig, seams: Sequence[WeightSeam]) -> Iter
             "weight_gather exact: without the distributed optimizer's buffers none is coded, and a gather of "
             "weights, if there is one, is Megatron's own",
         )
-    found: dict[tuple[str, str | None], list[int]] = {}
+    by_ranks: dict[tuple[str, str | None], list[int]] = {}
     for seam in seams:
         size = seam.ranks.size()
         ranks = f"{size} {'expert ' if seam.expert else ''}data parallel rank{'s' if size > 1 else ''}"
         sizes = [bucket.param_data.numel() for bucket in seam.group.buckets]
-        found.setdefault((ranks, seam.stock_because), []).extend(sizes)
-    for (ranks, because), sizes in found.items():
+        by_ranks.setdefault((ranks, seam.stock_because), []).extend(sizes)
+    for (ranks, because), sizes in by_ranks.items():
         buckets = f"{sum(sizes):,} weights in {len(sizes)} bucket{'s' if len(sizes) > 1 else ''}"
         if because is None:
             yield logging.INFO, f"weight gather over {ranks}: {buckets}, from their changes, exactly"

@@ -116,12 +116,12 @@ def unmet() -> Iterator[str]:
             continue  # megatron.training is in the wheel, but in no other distribution of megatron-core.
         shown = path.replace(":", ".")
         try:
-            found: Any = importlib.import_module(module)
+            symbol: Any = importlib.import_module(module)
             for name in names.split("."):
-                found = getattr(found, name)
+                symbol = getattr(symbol, name)
         except (ImportError, AttributeError):
             yield f"{shown} is missing"
             continue
-        gone = set(takes.split()) - set(inspect.signature(found).parameters if takes else ())
+        gone = set(takes.split()) - set(inspect.signature(symbol).parameters if takes else ())
         if gone:
             yield f"{shown} has no parameter {', '.join(sorted(gone))}"

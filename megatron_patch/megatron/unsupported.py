@@ -179,8 +179,8 @@ def refuse_unattached(parts: Sequence[Any], chunks: Sequence[Any], parameters: I
         UserError: they do; the message says what to attach.
     """
     known = {id(chunk) for chunk in chunks}
-    others = any(id(chunk) not in known for part in parts for chunk in getattr(part, "model_chunks", ()))
-    if others or any(all(p not in chunk.param_to_bucket_group for chunk in chunks) for p in parameters):
+    unattached = any(id(chunk) not in known for part in parts for chunk in getattr(part, "model_chunks", ()))
+    if unattached or any(all(p not in chunk.param_to_bucket_group for chunk in chunks) for p in parameters):
         raise UserError(
             "onebit_adam exchanges the momentum of all that an optimizer updates, and this one updates a "
             "model that is not attached with it, too: attach all of its models, or give each an optimizer"
@@ -260,10 +260,10 @@ def _refuse_for_exact_gather(settings: Any, overlaps: bool) -> None:
 def _refuse_for_onebit_adam(settings: Any) -> None:
     """Check Megatron's flags or one of its configurations; settings that it does not have are skipped."""
 
-    def found(name: str) -> Any:
+    def setting(name: str) -> Any:
         return getattr(settings, name, None)
 
-    instances = found("num_distributed_optimizer_instances")
+    instances = setting("num_distributed_optimizer_instances")
     if instances and instances > 1:
         _refuse(
             "num_distributed_optimizer_instances",
@@ -275,9 +275,9 @@ def _refuse_for_onebit_adam(settings: Any) -> None:
         "optimizer_cpu_offload",
         "reuse_grad_buf_for_mxfp8_param_ag",
     ):
-        if found(flag):
+        if setting(flag):
             _refuse(flag, True, "onebit_adam reads Adam's state, in fp32, and gradient buffers; leave it out")
-    if found("decoupled_weight_decay") is False and found("weight_decay"):
+    if setting("decoupled_weight_decay") is False and setting("weight_decay"):
         _refuse("decoupled_weight_decay", False, "onebit_adam decays weights apart from gradients")
 
 

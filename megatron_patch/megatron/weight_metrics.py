@@ -27,7 +27,7 @@ def bucket_groups(model: Sequence[Any]) -> list[Any]:
 
 def gathers_of(model: Sequence[Any]) -> list[ChunkWeights]:
     """Return the weight gathers of those of a model's chunks that are attached."""
-    return [found.weights for chunk in model if (found := attachment_of(chunk)) is not None]
+    return [attachment.weights for chunk in model if (attachment := attachment_of(chunk)) is not None]
 
 
 def sent(model: Sequence[Any]) -> Traffic:
@@ -51,9 +51,9 @@ def coded(model: Sequence[Any]) -> list[float]:
 def outer_sums(model: Sequence[Any]) -> list[float]:
     """Return the squared norms of d_k and D on this rank, of the last outer step (outer_steps.py), and the
     bytes that this rank sends to other instances, as a mean over all steps."""
-    found = outer_steps_of(model)
-    sent = sum(outer.traffic().nbytes / outer.config.outer_interval for outer in found)
-    squares = sum((outer.squares.cpu() for outer in found), start=torch.zeros(2, dtype=torch.float64))
+    of_chunks = outer_steps_of(model)
+    sent = sum(outer.traffic().nbytes / outer.config.outer_interval for outer in of_chunks)
+    squares = sum((outer.squares.cpu() for outer in of_chunks), start=torch.zeros(2, dtype=torch.float64))
     return [*squares.tolist(), sent]
 
 
@@ -74,10 +74,10 @@ def outer(model: Sequence[Any], moved: float, mean: float, sent: float) -> dict[
     `outer_norm` is the norm of D, and `outer_distance` how far instances are from their mean, by root mean
     square; a parameter that tensor-parallel ranks do not split counts on each of them.
     """
-    found = outer_steps_of(model)
-    if not found:
+    of_chunks = outer_steps_of(model)
+    if not of_chunks:
         return {}
-    instances = found[0].instances
+    instances = of_chunks[0].instances
     apart = max(moved - mean, 0.0)
     return {
         "outer_norm": math.sqrt(mean / instances),

@@ -85,7 +85,7 @@ def attach(
                 "compression is attached to this model already, with other options; disable() first"
             )
         if attached is None:
-            attachment = _made(model, config, replicas)
+            attachment = _make(model, config, replicas)
             vars(model)[_HELD] = _Held(attachment)  # nn.Module.__setattr__ is for parameters and modules.
             _models.add(model)
             announces = attachment.session.ledger.announces = dist.get_rank() == 0
@@ -96,7 +96,7 @@ def attach(
     torch_steps.listen(_steps)
 
 
-def _made(model: nn.Module, config: CompressionConfig, replicas: dist.ProcessGroup | None) -> TorchAttachment:
+def _make(model: nn.Module, config: CompressionConfig, replicas: dist.ProcessGroup | None) -> TorchAttachment:
     if config.is_onebit_adam:
         raise UserError("compression.method: onebit_adam is for Megatron's optimizers; use loco")
     if config.codes_weights:

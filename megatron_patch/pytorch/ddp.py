@@ -53,8 +53,8 @@ class _Hook:
         # they were not set to None, it divides, which is the same for 2, 4, 8, ... ranks.)
         gradients = bucket.buffer().mul_(1.0 / self._group.size())
         done = dist.all_reduce(gradients, group=self._group, async_op=True).get_future()
-        found: Future[torch.Tensor] = done.then(lambda future: future.value()[0])
-        return found
+        reduced: Future[torch.Tensor] = done.then(lambda future: future.value()[0])
+        return reduced
 
 
 class Ddp:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_patch.collectives.exchange import Exchange, all_reduced, reduce_scattered
-from megatron_patch.collectives.makers import Made, make_all_reduces, make_reduce_scatters
+from megatron_patch.collectives.makers import Reduction, make_all_reduces, make_reduce_scatters
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.pytorch.contents import Sharded, contents_of, plain_name
@@ -48,7 +48,7 @@ class Sets:
     ) -> None:
         self.group = group
         self.names = names
-        self.made: dict[tuple[int, ...], Made] = {}
+        self.reductions: dict[tuple[int, ...], Reduction] = {}
         self._session = session
         self._ranks = ranks
         group.note_what_is_exchanged()
@@ -60,26 +60,26 @@ class Sets:
             UserError: torch exchanges other parameters than is known; or there are more than MOST_SETS sets.
         """
         current = self.group.current
-        if current not in self.made:
+        if current not in self.reductions:
             if self.contents(current).numel != numel:
                 raise UserError(
                     f"torch {torch.__version__}: FSDP2 exchanges {numel:,} gradients of a group, and not "
                     "those that were expected; this release is not supported"
                 )
-            if len(self.made) == MOST_SETS:
+            if len(self.reductions) == MOST_SETS:
                 raise UserError(
                     f"FSDP2 has exchanged more than {MOST_SETS} sets of parameters of one group: call "
                     "set_reduce_scatter_unused_params(True), so that every exchange is of all of them (torch "
                     "2.13 and newer)"
                 )
             self.make(current)
-        return self.made[current].exchanges[0]
+        return self.reductions[current].exchanges[0]
 
     def make(self, current: tuple[int, ...]) -> None:
         """Create the exchange for a set of parameter numbers. All ranks must call it."""
-        if current not in self.made:
-            self.made[current] = made = self._make(self.contents(current))
-            self._session.exchanges += made.exchanges
+        if current not in self.reductions:
+            self.reductions[current] = reduction = self._make(self.contents(current))
+            self._session.exchanges += reduction.exchanges
 
     def prepare(self, sets: Sequence[Sequence[str]]) -> None:
         """Create the exchanges for those of a checkpoint's sets of names that are of this group."""
@@ -90,9 +90,9 @@ class Sets:
 
     def exchanged(self) -> Iterator[Exchanged]:
         """Yield every exchange, for checkpoints."""
-        for current, made in self.made.items():
+        for current, reduction in self.reductions.items():
             shapes = {self.names[n]: self.group.parameters[n].shape for n in current}
-            for exchange in made.exchanges:
+            for exchange in reduction.exchanges:
                 yield Exchanged(exchange, shapes, self.group.divide_factor is None)
 
     def parameters(self, current: Sequence[int]) -> list[Sharded]:
@@ -103,7 +103,7 @@ class Sets:
         """Return the contents of the tensor that is exchanged for a set."""
         raise NotImplementedError
 
-    def _make(self, contents: Contents) -> Made:
+    def _make(self, contents: Contents) -> Reduction:
         raise NotImplementedError
 
 
@@ -142,7 +142,7 @@ class Flat(Sets, ReduceScatter):
     def contents(self, current: Sequence[int]) -> Contents:
         return contents_of(self.parameters(current), self._ranks.size())
 
-    def _make(self, contents: Contents) -> Made:
+    def _make(self, contents: Contents) -> Reduction:
         return make_reduce_scatters([contents], self._ranks, self._session.setup)
 
 
@@ -209,7 +209,7 @@ class Hybrid(Sets):
         size = whole.numel // shards.size()
         return whole.part(shards.rank() * size, size)
 
-    def _make(self, contents: Contents) -> Made:
+    def _make(self, contents: Contents) -> Reduction:
         return make_all_reduces([contents], self._ranks, self._session.setup)
 
 
@@ -296,7 +296,7 @@ class Fsdp2:
             part.prepare(sets)
 
     def exchanged(self) -> list[Exchanged]:
-        return [each for part in self.parts for each in part.exchanged()]
+        return [exchange for part in self.parts for exchange in part.exchanged()]
 
     def elements(self) -> int:
         return sum(p.numel() for group in self.groups for p in group.tensors if p.requires_grad)

@@ -182,8 +182,8 @@ class ParamGroup:
         info = self._get("mesh_info")
         if isinstance(info, HSDPMeshInfo):
             fields = [field.name for field in dataclasses.fields(FSDPMeshInfo) if field.init]
-            given = {name: getattr(info, name) for name in fields}
-            alone = FSDPMeshInfo(**given | {"replicate_mesh_dim": None})
+            values = {name: getattr(info, name) for name in fields}
+            alone = FSDPMeshInfo(**values | {"replicate_mesh_dim": None})
             alone.reduce_scatter_process_group = getattr(info, "reduce_scatter_process_group", None)
             # Other mesh information means that the forward pass reshards to another number of ranks.
             if self._get("post_forward_mesh_info") is info:

@@ -142,7 +142,7 @@ def _record(attachment: Any, record: list[dict[str, Any]]) -> None:
         number = next(
             place
             for place, part in enumerate(attachment.parts)
-            if any(exchange in made.exchanges for made in part.made.values())
+            if any(exchange in reduction.exchanges for reduction in part.reductions.values())
         )
         part = attachment.parts[number]
         infos = part.group.parameters

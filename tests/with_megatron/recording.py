@@ -118,9 +118,9 @@ class _Recorder:
                     senders = {
                         part: sender
                         for stage in seam.stages
-                        if stage.made.exchanges
+                        if stage.reduction.exchanges
                         for part, sender in zip(
-                            PARTS[stage.kind], stage.made.exchanges[index].senders, strict=True
+                            PARTS[stage.kind], stage.reduction.exchanges[index].senders, strict=True
                         )
                     }
                     for part, sender in senders.items():

@@ -74,14 +74,14 @@ class GradientReductions:
     def _make(self, number: int, buffer: Any) -> None:
         contents, shards = contents_of(buffer), buffer.data_parallel_group
         if self._outer is None:
-            made = make_reduce_scatters([contents], shards, self._session.setup)
+            reduction = make_reduce_scatters([contents], shards, self._session.setup)
         else:
             size = contents.numel // shards.size()
             part = contents.part(shards.rank() * size, size)
-            made = make_all_reduces([part], self._outer, self._session.setup)
-        for exchange in made.exchanges:  # There is at most one.
+            reduction = make_all_reduces([part], self._outer, self._session.setup)
+        for exchange in reduction.exchanges:  # There is at most one.
             self.exchanges[number] = exchange
-        self.flat_because = self.flat_because or made.flat_because
+        self.flat_because = self.flat_because or reduction.flat_because
 
     def detach(self) -> None:
         self._override.undo()
@@ -137,9 +137,9 @@ class GradientReductions:
             "reduce_scatter_tensor": reduce_scatter_tensor,
             "all_reduce": all_reduce,
         }
-        each = {name: for_this_thread(f, getattr(upstream.distributed, name)) for name, f in ours.items()}
+        patched = {name: for_this_thread(f, getattr(upstream.distributed, name)) for name, f in ours.items()}
         values = {
-            symbols.FSDP_TORCH: View(upstream, distributed=View(upstream.distributed, **each)),
+            symbols.FSDP_TORCH: View(upstream, distributed=View(upstream.distributed, **patched)),
             symbols.FSDP_COALESCING: for_this_thread(coalescing, manager),
             symbols.FSDP_SCALING: for_this_thread(scaled, scale),
         }

@@ -58,6 +58,6 @@ class TorchFsdp2:
         """
         for part in self._fsdp2.parts:
             trained = tuple(n for n, parameter in enumerate(part.group.tensors) if parameter.requires_grad)
-            if trained and not part.made:
+            if trained and not part.reductions:
                 part.make(trained)
         return self._fsdp2.exchanged()

@@ -89,11 +89,11 @@ class WeightGathers:
         self._under_way: dict[int, MessagesUnderWay] = {}
         self._groups: dict[int, _BucketGroup] = {}
         chunk = SimpleNamespace(bucket_groups=[], expert_parallel_bucket_groups=[])
-        for number, found in enumerate(pipeline.buffer.parameter_groups):
-            if found.model_weight_buffer is not None:
-                group = _BucketGroup(number, found.model_weight_buffer, config, self._asked)
+        for number, params in enumerate(pipeline.buffer.parameter_groups):
+            if params.model_weight_buffer is not None:
+                group = _BucketGroup(number, params.model_weight_buffer, config, self._asked)
                 self._groups[number] = group
-                kind = chunk.expert_parallel_bucket_groups if found.is_expert_param else chunk.bucket_groups
+                kind = chunk.expert_parallel_bucket_groups if params.is_expert_param else chunk.bucket_groups
                 kind.append(group)
         self.weights = ChunkWeights(chunk, session, _Seam)
         methods = (self._all_gather_params, self._async_bucket_gather, self._wait_bucket_ready)

@@ -120,7 +120,7 @@ def rows_of(pieces: list[ScaledValues]) -> dict[torch.dtype, torch.Tensor]:
         row[:, 2] = torch.tensor(piece.starts, device="cpu")
         row[:, 3] = torch.tensor(piece.factor, dtype=torch.float32, device="cpu").view(torch.int32)
         rows.setdefault(piece.values.dtype, []).append(row)
-    return {dtype: torch.cat(found) for dtype, found in rows.items()}
+    return {dtype: torch.cat(of_dtype) for dtype, of_dtype in rows.items()}
 
 
 def _stretches(pieces: list[ScaledValues]) -> Iterator[tuple[torch.Tensor, float, int]]:

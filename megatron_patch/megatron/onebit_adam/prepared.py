@@ -15,7 +15,7 @@ from megatron_patch.megatron import patching
 
 
 @dataclass(frozen=True)
-class Found:
+class Agreement:
     """The values on which all ranks of the model agree before a compressed step."""
 
     norm: float
@@ -39,13 +39,13 @@ class Prepared:
     from one element of each optimizer.
     """
 
-    def __init__(self, optimizer: Any, parts: Sequence[Any], found: Found) -> None:
-        self.found = found
+    def __init__(self, optimizer: Any, parts: Sequence[Any], agreement: Agreement) -> None:
+        self.agreement = agreement
         copy_gradients(parts)
         self._probes: list[tuple[torch.Tensor, float]] = []
         for part in parts:
             for parameter, _ in own(part):
-                parameter.grad = parameter.grad / found.scale  # In place it might change the gradient buffer.
+                parameter.grad = parameter.grad / agreement.scale  # In place it may change gradient buffers.
             largest = ((p.grad.view(-1)[p.grad.abs().argmax()], p) for p, _ in own(part))
             probe = next((element for element, _ in largest if element), None)
             if probe is not None:
@@ -54,11 +54,11 @@ class Prepared:
         def clip_grad_norm(limit: float) -> float:
             parameters = optimizer.get_parameters()
             if parameters:
-                clip_grad_by_total_norm_fp32(parameters, limit, found.norm)
-            return found.norm
+                clip_grad_by_total_norm_fp32(parameters, limit, agreement.norm)
+            return agreement.norm
 
         self._overrides = [
-            patching.override(optimizer, "get_grad_norm", lambda: found.norm),
+            patching.override(optimizer, "get_grad_norm", lambda: agreement.norm),
             patching.override(optimizer, "clip_grad_norm", clip_grad_norm),
         ]
 

@@ -18,7 +18,7 @@ _POINTED_AT = {torch.float32: tl.float32, torch.bfloat16: tl.int16, torch.float1
 
 def fold(rows: dict[torch.dtype, torch.Tensor], signs: torch.Tensor, columns: int) -> torch.Tensor:
     """Return norm_sketch.fold, fp32 [columns], of contiguous pieces on the current GPU; `rows` is rows_of."""
-    found = torch.zeros(columns, dtype=torch.float32, device=signs.device)
+    sketch = torch.zeros(columns, dtype=torch.float32, device=signs.device)
     for dtype, of_dtype in rows.items():
         programs = min(len(of_dtype), _PROGRAMS)
         sums = torch.empty(programs, columns, dtype=torch.float32, device=signs.device)
@@ -33,8 +33,8 @@ def fold(rows: dict[torch.dtype, torch.Tensor], signs: torch.Tensor, columns: in
             BF16=dtype == torch.bfloat16,
             enable_fp_fusion=False,
         )
-        found += sums.sum(0)
-    return found
+        sketch += sums.sum(0)
+    return sketch
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -60,9 +60,9 @@ def _fold_kernel(
         folded = tl.zeros([ROWS, 1024], tl.float32)
         for start in tl.range(0, length, ROWS * COLUMNS):
             there = (column[None, :] < COLUMNS) & (in_tile < length - start)
-            found = tl.load(values + in_tile, mask=there, other=0)
-            found = from_bf16(found) if BF16 else found.to(tl.float32)
-            folded += found * tl.load(of_stretch + in_tile, mask=there, other=0).to(tl.float32)
+            elements = tl.load(values + in_tile, mask=there, other=0)
+            elements = from_bf16(elements) if BF16 else elements.to(tl.float32)
+            folded += elements * tl.load(of_stretch + in_tile, mask=there, other=0).to(tl.float32)
             values += ROWS * COLUMNS
             of_stretch += ROWS * COLUMNS
         total += tl.sum(folded, axis=0) * factor

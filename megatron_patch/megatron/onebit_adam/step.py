@@ -37,7 +37,7 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_patch.megatron.onebit_adam import update, warm_up
 from megatron_patch.megatron.onebit_adam.norm_sketch import NormSketch
-from megatron_patch.megatron.onebit_adam.prepared import Found, Prepared, copy_gradients, magnitudes, own
+from megatron_patch.megatron.onebit_adam.prepared import Agreement, Prepared, copy_gradients, magnitudes, own
 from megatron_patch.megatron.seams.gradients import BucketGroupSeam
 from megatron_patch.megatron.seams.momentum import Replicas, find_replicas
 from megatron_patch.megatron.seams.optimizer_step import leaves_of, loss_scale, model_parameters
@@ -100,16 +100,16 @@ class OneBitAdam:
         """Make the optimizer's step in either phase; `original` is Megatron's own step."""
         if self._sessions[0].active:
             with self._momentum_as_gradients() as new:
-                found = self._look(new)
-                if found is not None and found.overflows:
+                agreement = self._look(new)
+                if agreement is not None and agreement.overflows:
                     return False, None, None
-                if found is not None:
+                if agreement is not None:
                     settings = self._optimizer.config
-                    if found.norm > getattr(settings, "grad_norm_skip_threshold", math.inf):
-                        return False, found.norm, None
+                    if agreement.norm > getattr(settings, "grad_norm_skip_threshold", math.inf):
+                        return False, agreement.norm, None
                     limit = settings.clip_grad
-                    clip = min(1.0, limit / (found.norm + _NORM_EPS)) if limit > 0 else 1.0
-                    return self._compressed_step(found, clip), found.norm, None
+                    clip = min(1.0, limit / (agreement.norm + _NORM_EPS)) if limit > 0 else 1.0
+                    return self._compressed_step(agreement, clip), agreement.norm, None
             self._begin_warm_up_again()
         self._begin_warm_up_step()
         result = original()
@@ -126,11 +126,11 @@ class OneBitAdam:
         self._ready = None
         if self._sessions[0].active:
             with self._momentum_as_gradients() as new:
-                found = self._look(new)
-            if found is not None:
-                if not found.overflows:
-                    self._ready = Prepared(self._optimizer, self._parts, found)
-                return found.overflows
+                agreement = self._look(new)
+            if agreement is not None:
+                if not agreement.overflows:
+                    self._ready = Prepared(self._optimizer, self._parts, agreement)
+                return agreement.overflows
             self._begin_warm_up_again()
         return original()
 
@@ -145,15 +145,15 @@ class OneBitAdam:
             return successful
         clip = self._model.reduce([ready.clipped_by()], dist.ReduceOp.MIN)[0]
         with self._momentum_as_gradients():
-            return self._compressed_step(ready.found, clip)
+            return self._compressed_step(ready.agreement, clip)
 
-    def _look(self, new: bool) -> Found | None:
+    def _look(self, new: bool) -> Agreement | None:
         """Collect over all ranks what a compressed step needs; None if the variance is not the frozen one.
 
         Call it within `_momentum_as_gradients`; `new` says whether m was allocated there. It tells fp16's
         scalers whether gradients overflowed.
         """
-        mine = [found for part in self._parts for found in own(part)]
+        mine = [pair for part in self._parts for pair in own(part)]
         known = [state for _, state in mine if {"exp_avg", "exp_avg_sq"} <= state.keys()]
         frozen_at = self._sessions[0].ledger.phase.variance_steps or 0
         holding = [part for part in self._parts if any(own(part))]
@@ -175,11 +175,11 @@ class OneBitAdam:
             return None
         scale = loss_scale(self._optimizer)
         norm = math.sqrt(norm) / scale if math.isfinite(norm) else math.nan
-        found = Found(norm, ranks_unlike > 0, ranks_unlike > 0 and not new, scale)
+        agreement = Agreement(norm, ranks_unlike > 0, ranks_unlike > 0 and not new, scale)
         for part in self._leaves:
             if getattr(part, "grad_scaler", None) is not None:
-                part.grad_scaler.update(found.overflows)
-        return found
+                part.grad_scaler.update(agreement.overflows)
+        return agreement
 
     def _starved(self, momenta: torch.Tensor, variances: torch.Tensor) -> torch.Tensor:
         """Return the number of tensors that have momentum but no variance, fp64 []. All ranks must call this.
@@ -206,27 +206,27 @@ class OneBitAdam:
         counts: dict[dist.ProcessGroup, int] = {}
         for momentum in self._momentum:
             for bucket, buffer in momentum.buffers():
-                found = sorted(start for start, _ in bucket.param_to_index.values())
+                offsets = sorted(start for start, _ in bucket.param_to_index.values())
                 count = counts.get(momentum.group, 0)
-                starts[buffer.untyped_storage().data_ptr()] = momentum.group, count, found
-                counts[momentum.group] = count + len(found)
+                starts[buffer.untyped_storage().data_ptr()] = momentum.group, count, offsets
+                counts[momentum.group] = count + len(offsets)
         numbers: dict[dist.ProcessGroup, list[tuple[int, int]]] = {group: [] for group in counts}
         parts = (parameter.grad for part in self._parts for parameter, _ in own(part))
         for place, part in enumerate(parts):
-            group, count, found = starts[part.untyped_storage().data_ptr()]
-            numbers[group].append((place, count + bisect.bisect(found, part.storage_offset()) - 1))
+            group, count, offsets = starts[part.untyped_storage().data_ptr()]
+            numbers[group].append((place, count + bisect.bisect(offsets, part.storage_offset()) - 1))
         self._tensors = {}
         for group, pairs in numbers.items():
             places, tensors = torch.tensor(pairs, dtype=torch.int64, device=self._device).view(-1, 2).T
             self._tensors[group] = counts[group], places, tensors
 
-    def _compressed_step(self, found: Found, clip: float) -> bool:
-        if found.restored:  # Errors belong to the momentum that was there.
+    def _compressed_step(self, agreement: Agreement, clip: float) -> bool:
+        if agreement.restored:  # Errors belong to the momentum that was there.
             for session in self._sessions:
                 session.clear_errors()
-        if found.unlike:
+        if agreement.unlike:
             self._take_moments()
-        self._exchange(clip / found.scale)
+        self._exchange(clip / agreement.scale)
         return self._update()
 
     def _squared_norm(self) -> torch.Tensor:
@@ -262,8 +262,8 @@ class OneBitAdam:
             handles = []
             for place, (bucket, held) in enumerate(zip(seam.group.buckets, seam.momentum.held, strict=True)):
                 update.form(held, bucket.grad_data, beta1, factor * seam.momentum.mean_factor)
-                if stage.made.exchanges:
-                    exchange = stage.made.exchanges[place]
+                if stage.reduction.exchanges:
+                    exchange = stage.reduction.exchanges[place]
                     handles.append(session.start(exchange, held, held, True, stage.group))
             for handle in handles:
                 handle.wait()
@@ -304,25 +304,25 @@ class OneBitAdam:
         assert phase.switch_step is not None
         assert phase.variance_steps is not None
         compressed_steps = self._sessions[0].ledger.steps + 1 - phase.switch_step
-        made = phase.variance_steps
+        variance_steps = phase.variance_steps
         for group in part.optimizer.param_groups:
             beta1, beta2 = group["betas"]
             if "step" in group:
-                group["step"] = made
+                group["step"] = variance_steps
             updated = []
             for parameter in group["params"]:
                 if parameter.grad is None or not parameter.numel():
                     continue
                 state = part.optimizer.state[parameter]
                 if "step" in state:
-                    state["step"].fill_(made)
+                    state["step"].fill_(variance_steps)
                 updated.append((parameter, parameter.grad, state["exp_avg_sq"], state["exp_avg"]))
             sizes = update.Sizes(
                 lr=float(group["lr"]),
                 weight_decay=group["weight_decay"],
                 eps=group["eps"],
-                momentum_bias=1 - beta1 ** (made + compressed_steps),
-                variance_bias=1 - beta2**made,
+                momentum_bias=1 - beta1 ** (variance_steps + compressed_steps),
+                variance_bias=1 - beta2**variance_steps,
                 most=update.most(beta1, beta2),
             )
             if compressed_steps in _COUNTED_STEPS:
@@ -398,17 +398,17 @@ class OneBitAdam:
         phase, steps = self._sessions[0].ledger.phase, self._sessions[0].ledger.steps
         if not self._sessions[0].active or phase.switch_step is None or phase.variance_steps is None:
             return
-        made = phase.variance_steps
+        variance_steps = phase.variance_steps
         for part in self._parts:
             for group in part.optimizer.param_groups:
                 beta1, beta2 = group["betas"]
-                bias = 1 - beta1 ** (made + steps - phase.switch_step)
+                bias = 1 - beta1 ** (variance_steps + steps - phase.switch_step)
                 for parameter in group["params"]:
                     state = part.optimizer.state.get(parameter, {})
                     if "exp_avg" in state:
-                        size = (state["exp_avg_sq"] / (1 - beta2**made)).sqrt_().mul_(bias)
+                        size = (state["exp_avg_sq"] / (1 - beta2**variance_steps)).sqrt_().mul_(bias)
                         size.mul_(update.most(beta1, beta2))
-                        state["exp_avg"].clamp_(-size, size).mul_((1 - beta1**made) / bias)
+                        state["exp_avg"].clamp_(-size, size).mul_((1 - beta1**variance_steps) / bias)
 
     def _begin_warm_up_again(self) -> None:
         counted = max(map(warm_up.adam_steps, self._parts), default=0)

@@ -42,8 +42,8 @@ class ModelRanks:
         total = torch.stack(scalars)
         for group in self._groups:
             dist.all_reduce(total, op=op, group=group)
-        found: list[float] = total.tolist()
-        return found
+        reduced: list[float] = total.tolist()
+        return reduced
 
 
 class Masses:
@@ -106,32 +106,32 @@ def _norms(part: Any) -> torch.Tensor:
     states = (part.optimizer.state.get(parameter, {}) for parameter in _parameters(part))
     variances = [state.get("exp_avg_sq") for state in states]
     held = [variance for variance in variances if variance is not None]
-    norms = iter(torch._foreach_norm(held, 1)) if held else iter(())
+    known = iter(torch._foreach_norm(held, 1)) if held else iter(())
     none = torch.zeros((), device=held[0].device if held else "cpu")
-    found = [none if variance is None else next(norms) for variance in variances]
-    return torch.stack(found).double() if found else torch.zeros(0, dtype=torch.float64)
+    norms = [none if variance is None else next(known) for variance in variances]
+    return torch.stack(norms).double() if norms else torch.zeros(0, dtype=torch.float64)
 
 
-def over(phase: Phase, steps: int, wanted: int | None, parts: Sequence[Any], model: ModelRanks) -> int | None:
+def over(phase: Phase, steps: int, length: int | None, parts: Sequence[Any], model: ModelRanks) -> int | None:
     """Decide after a step whether the warm-up is over. All ranks of the model must call this.
 
     Args:
         phase: the phase of 1-bit Adam, in which the norms and the learning rate are recorded.
         steps: the optimizer steps of the job, including this one.
-        wanted: the steps of a fixed warm-up; None ends it when the variance has settled.
+        length: the steps of a fixed warm-up; None ends it when the variance has settled.
         parts: this rank's optimizers, none of which chains others.
         model: the model's ranks.
 
     Returns:
         The number of steps that made the variance if the warm-up is over, else None.
     """
-    if wanted is not None and steps < wanted:
+    if length is not None and steps < length:
         return None
     rates = [float(group["lr"] or 0.0) for part in parts for group in part.optimizer.param_groups]
     variances = [state["exp_avg_sq"] for part in parts for state in part.optimizer.state.values()]
     sizes = [variance.sum(dtype=torch.float64) for variance in variances]
     (norm,) = model.reduce([torch.stack(sizes).sum() if sizes else 0.0], dist.ReduceOp.SUM)
-    rate, made, beta2 = model.reduce(
+    rate, variance_steps, beta2 = model.reduce(
         [
             max(rates, default=0.0),
             max(map(adam_steps, parts), default=0),
@@ -139,18 +139,18 @@ def over(phase: Phase, steps: int, wanted: int | None, parts: Sequence[Any], mod
         ],
         dist.ReduceOp.MAX,
     )
-    if wanted is not None:
-        return int(made) if made - phase.warm_up_from >= wanted and norm > 0 else None
+    if length is not None:
+        return int(variance_steps) if variance_steps - phase.warm_up_from >= length and norm > 0 else None
     rising, phase.learning_rate = rate > phase.learning_rate, rate
     if rising:
         phase.norms = []
         return None
     window = round(1 / (1 - beta2))
-    phase.norms = [*phase.norms, norm / (1 - beta2 ** max(made, 1))][-window - 1 :]
+    phase.norms = [*phase.norms, norm / (1 - beta2 ** max(variance_steps, 1))][-window - 1 :]
     if len(phase.norms) <= window:
         return None
     now, then = phase.norms[-1], phase.norms[0]
-    return int(made) if min(now, then) >= SETTLED * max(now, then) > 0 else None
+    return int(variance_steps) if min(now, then) >= SETTLED * max(now, then) > 0 else None
 
 
 def adam_steps(part: Any) -> int:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 
 from megatron_patch.collectives.exchange import Exchange, Handle
-from megatron_patch.collectives.makers import Made, make_all_reduces, make_reduce_scatters
+from megatron_patch.collectives.makers import Reduction, make_all_reduces, make_reduce_scatters
 from megatron_patch.megatron import patching
 from megatron_patch.megatron.seams.intercept import CollectiveCalls, intercepted
 from megatron_patch.megatron.seams.momentum import MomentumBuffers
@@ -76,7 +76,7 @@ class Stage:
     """For each bucket, where parameters lie in the tensor that this stage reduces."""
     averages: bool
     """Whether the sum is divided by the number of ranks."""
-    made: Made
+    reduction: Reduction
     """It has an exchange for each bucket, but none over a single rank or with method none."""
 
 
@@ -147,31 +147,31 @@ class BucketGroupSeam:
         compresses = setup.config.compresses
         if self.momentum is not None:  # Momentum is always averaged in whole buckets.
             everyone = self.momentum.group
-            made = make_all_reduces(buckets, everyone, setup)
-            yield Stage("all-reduce", "momentum", everyone, buckets, True, made)
+            reduction = make_all_reduces(buckets, everyone, setup)
+            yield Stage("all-reduce", "momentum", everyone, buckets, True, reduction)
             return
         scatter, reduce = self.scatter_group, self.reduce_group
         if scatter is not None:
-            made = make_reduce_scatters(buckets, scatter, setup) if compresses else Made()
-            yield Stage("reduce-scatter", "gradient", scatter, buckets, average, made)
+            reduction = make_reduce_scatters(buckets, scatter, setup) if compresses else Reduction()
+            yield Stage("reduce-scatter", "gradient", scatter, buckets, average, reduction)
         if reduce is not None:
             shards, shard = (scatter.size(), scatter.rank()) if scatter is not None else (1, 0)
             sizes = [bucket.numel // shards for bucket in buckets]
             owned = [bucket.part(shard * size, size) for bucket, size in zip(buckets, sizes, strict=True)]
             # The all-reduce between instances of the distributed optimizer takes one hop.
             one_hop = scatter is not None
-            made = make_all_reduces(owned, reduce, setup, one_hop) if compresses else Made()
-            yield Stage("all-reduce", "gradient", reduce, owned, average, made)
+            reduction = make_all_reduces(owned, reduce, setup, one_hop) if compresses else Reduction()
+            yield Stage("all-reduce", "gradient", reduce, owned, average, reduction)
 
     @property
     def exchanges(self) -> Iterator[Exchange]:
         """The exchanges of all stages and buckets, in the order in which they were allocated."""
-        return (exchange for stage in self.stages for exchange in stage.made.exchanges)
+        return (exchange for stage in self.stages for exchange in stage.reduction.exchanges)
 
     @property
     def compresses(self) -> bool:
         """Whether any of this group's gradients, or their momentum, are sent in low bits."""
-        return any(stage.made.exchanges for stage in self.stages)
+        return any(stage.reduction.exchanges for stage in self.stages)
 
     def detach(self) -> None:
         self._detached = True
@@ -227,11 +227,11 @@ class BucketGroupSeam:
         for stage in self.stages:
             for handle in handles:
                 handle.wait()  # This stage needs the sums of the one before.
-            if stage.made.exchanges:
+            if stage.reduction.exchanges:
                 handles = [
                     self._session.start(exchange, tensor, output, calls.average, stage.group)
                     for exchange, (output, tensor) in zip(
-                        stage.made.exchanges, calls.of(stage.kind), strict=True
+                        stage.reduction.exchanges, calls.of(stage.kind), strict=True
                     )
                 ]
         return handles
@@ -255,10 +255,10 @@ class BucketGroupSeam:
     def _check(self, calls: CollectiveCalls) -> None:
         buckets = len(self.group.buckets)
         expected = (buckets if self.scatter_group else 0, buckets if self.reduce_group else 0)
-        found = (len(calls.reduce_scatter), len(calls.all_reduce))
-        if found != expected:
+        counts = (len(calls.reduce_scatter), len(calls.all_reduce))
+        if counts != expected:
             raise RuntimeError(
                 "megatron-loco: start_grad_sync of megatron.core.distributed.param_and_grad_buffer asked for "
-                f"{found[0]} reduce-scatters and {found[1]} all-reduces through the module's globals, not "
+                f"{counts[0]} reduce-scatters and {counts[1]} all-reduces through the module's globals, not "
                 f"{expected[0]} and {expected[1]}: this release of megatron-core is not supported"
             )

@@ -259,8 +259,8 @@ class WeightSeam:
         """Call Megatron's method without its collective; with overlap it still stores a handle."""
         with intercepted_all_gathers() as calls:
             self._original(force_sync=False)
-        found = [(output.data_ptr(), output.numel()) for output in calls]
-        if found != [(b.param_data.data_ptr(), b.param_data.numel()) for b in self.group.buckets]:
+        gathers = [(output.data_ptr(), output.numel()) for output in calls]
+        if gathers != [(b.param_data.data_ptr(), b.param_data.numel()) for b in self.group.buckets]:
             raise RuntimeError(
                 "megatron-loco: start_param_sync of megatron.core.distributed.param_and_grad_buffer did not "
                 "ask for one all-gather of each bucket through dist_all_gather_func: weight_gather exact "
