@@ -64,14 +64,14 @@ class _Seam(WeightSeam):
         return True
 
     def _start_param_sync(self, force_sync: bool) -> None:
-        if self._session is State.READY:
-            self._session = State.IN_FULL
+        if self._state is State.READY:
+            self._state = State.IN_FULL
             self.group.asked.append(self)
         else:
             super()._start_param_sync(force_sync)
 
     def _call_upstream(self) -> None:
-        self._session = State.IN_FULL  # Megatron-FSDP has done its own bookkeeping already.
+        self._state = State.IN_FULL  # Megatron-FSDP has done its own bookkeeping already.
 
 
 class WeightGathers:

@@ -146,7 +146,7 @@ class WeightSeam:
             for bucket, name in zip(bucket_group.buckets, names, strict=True)
             if self.stock_because is None
         ]
-        self._session = State.IN_FULL
+        self._state = State.IN_FULL
         self._behind = False
         """Whether the other ranks' copies of this rank's shard are older than the shard itself."""
         self._why_raw = NOT_CODED
@@ -191,17 +191,17 @@ class WeightSeam:
         if not self._behind:
             for gather in self.gathers:
                 gather.remember()
-        self._session = State.IN_STEP
+        self._state = State.IN_STEP
 
     def step_failed(self) -> None:
-        self._session = State.IN_FULL
+        self._state = State.IN_FULL
 
     def step_ended(self) -> bool:
         """Called when the outermost step has ended; returns whether its weights must still be gathered."""
         waits = self._overlaps and self.group.param_gather_handle is None
-        if self._session is State.DEFERRED or (self._session is State.IN_STEP and waits):
+        if self._state is State.DEFERRED or (self._state is State.IN_STEP and waits):
             return True
-        self._session = State.IN_FULL
+        self._state = State.IN_FULL
         return False
 
     def after_step(self, agreed: Sequence[Agreement]) -> bool:
@@ -211,9 +211,9 @@ class WeightSeam:
         gather is run in full.
         """
         differ = any(bucket.difference for bucket in agreed)
-        self._behind, asked = True, self._session is State.DEFERRED
+        self._behind, asked = True, self._state is State.DEFERRED
         ready = not differ and all(bucket.saves for bucket in agreed)
-        self._session = State.READY if ready else State.IN_FULL
+        self._state = State.READY if ready else State.IN_FULL
         self._why_raw = DIFFERENT if differ else NO_SHORTER
         for report, gather in zip(self._reports, self.gathers, strict=True):
             report.traffic.nbytes += (self.ranks.size() - 1) * _LENGTH_BYTES
@@ -228,13 +228,13 @@ class WeightSeam:
         return ready
 
     def _start_param_sync(self, force_sync: bool) -> None:
-        if self._session in _WITHIN_STEP and not force_sync and self._defers:
-            self._session = State.DEFERRED
+        if self._state in _WITHIN_STEP and not force_sync and self._defers:
+            self._state = State.DEFERRED
             return
         if force_sync and self.group.param_gather_handle is not None:
             self._original(force_sync=True)  # The original only waits for the handle.
             return
-        if force_sync or self._session is not State.READY:
+        if force_sync or self._state is not State.READY:
             self._gather_in_full(force_sync)
             return
         self._call_upstream()
@@ -245,7 +245,7 @@ class WeightSeam:
             handle.wait()
 
     def _gather_in_full(self, force_sync: bool) -> None:
-        in_step = self._session in _WITHIN_STEP
+        in_step = self._state in _WITHIN_STEP
         if self.gathers:
             why = FORCED if force_sync else IN_STEP if in_step else self._why_raw
             self.chunk.raw_gathers[why] += 1
@@ -253,7 +253,7 @@ class WeightSeam:
             report.traffic.add(stock_bucket_weights(self.group, bucket))
         self._original(force_sync=force_sync)
         self._behind, self._why_raw = False, NOT_CODED
-        self._session = State.GATHERED if in_step else State.IN_FULL
+        self._state = State.GATHERED if in_step else State.IN_FULL
 
     def _call_upstream(self) -> None:
         """Call Megatron's method without its collective; with overlap it still stores a handle."""
@@ -266,7 +266,7 @@ class WeightSeam:
                 "ask for one all-gather of each bucket through dist_all_gather_func: weight_gather exact "
                 "does not support this release of megatron-core"
             )
-        self._session = State.IN_FULL
+        self._state = State.IN_FULL
 
     def count(self, batch: Batch) -> None:
         for report, gather in zip(self._reports, self.gathers, strict=True):
