@@ -47,8 +47,8 @@ _MOST = {"--mfu": 1.0, "--weight-bits": 16.0}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megatron-loco plan`."""
     add = parser.add_argument
-    add("recipe", help="a YAML file; section.key=value overrides it")
-    add("overrides", nargs="*", metavar="section.key=value")
+    add("recipe", metavar="RECIPE", help="a YAML file, e.g. configs/models/llama2_7b.yaml")
+    add("overrides", nargs="*", metavar="section.key=value", help="e.g. megatron.lr=1e-3")
     add("--with", dest="and_files", action="append", default=[], metavar="FILE", help="goes over the recipe")
     for option, (kind, name, text) in _NUMBERS.items():
         add(option, type=kind, metavar=name, help=text)
