@@ -235,7 +235,7 @@ class CompressionConfig:
         entry = codecs[self.code]
         having = entry.bits
         if self.bits not in having:
-            fitting = " or ".join(name for name, one in codecs.items() if self.bits in one.bits)
+            fitting = " or ".join(name for name, codec in codecs.items() if self.bits in codec.bits)
             which = f"{having[0]}" if len(having) == 1 else ", ".join(map(str, having))
             self._reject("codec", f"{fitting} with bits {self.bits} ({self.code} has {which})")
         self._set_default("rotation", "hadamard" if entry.rotated and not shard else "none")

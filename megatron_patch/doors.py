@@ -78,22 +78,22 @@ def reload(model: Any) -> None:
 
 def _sessions(model: Any, caller: str) -> tuple[list[Session], Traffic | None]:
     """Return the sessions of a model (None: of all attached models), and Megatron's weight-gather traffic."""
-    found: list[Session] = []
+    sessions: list[Session] = []
     weights = None
     of_megatron = model is None or _is_megatron(model)
     if of_megatron and (loaded := sys.modules.get("megatron_patch.megatron.doors")):
-        found, weights = loaded.sessions(model)
+        sessions, weights = loaded.sessions(model)
     torchs = _modules(model, caller) if model is not None and not of_megatron else None
     if (torchs is not None or model is None) and (loaded := sys.modules.get("megatron_patch.pytorch.attach")):
-        found = [*found, *loaded.sessions(torchs)]
-    if not found:
+        sessions = [*sessions, *loaded.sessions(torchs)]
+    if not sessions:
         what = "no model is" if model is None else "this model is not"
         raise UserError(
             f"{caller}(): {what} attached; call megatron_patch.enable() before the model is wrapped in "
             "Megatron's DistributedDataParallel, or megatron_patch.attach(model) after it (FSDP2: after "
             "fully_shard)"
         )
-    return found, weights
+    return sessions, weights
 
 
 def state_dict(model: Any, optimizer: Any, reader: Any, path: str | None) -> dict[str, Any]:

@@ -85,10 +85,10 @@ def register_exchange[Made: type](name: str) -> Callable[[Made], Made]:
         UserError: the name is taken or is no identifier.
     """
 
-    def register(made: Made) -> Made:
-        _check_free(name, made, OWN_TOPOLOGIES, _topologies.get(name))
-        _topologies[name] = made
-        return made
+    def register(cls: Made) -> Made:
+        _check_free(name, cls, OWN_TOPOLOGIES, _topologies.get(name))
+        _topologies[name] = cls
+        return cls
 
     return register
 

@@ -107,10 +107,10 @@ def _check_extras(command: str, extras: tuple[str, ...]) -> None:
 
 
 def _run(argv: list[str]) -> int:
-    given = shlex.join(argv) + " "
+    line = shlex.join(argv) + " "
     for command, module in _IN_A_CLONE.items():
-        if given.startswith(f"{command} "):
-            way = given.replace(command, f"python -m {module}", 1).rstrip()
+        if line.startswith(f"{command} "):
+            way = line.replace(command, f"python -m {module}", 1).rstrip()
             raise UserError(f"{command} runs from a clone of the repository only; at its root: {way}")
     parser = build_parser(next((word for word in argv if not word.startswith("-")), None))
     args, rest = parser.parse_known_args(argv)

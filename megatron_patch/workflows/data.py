@@ -98,11 +98,11 @@ def _files_of(root: Path, pattern: str) -> list[Path]:
         folders[:] = [n for n in folders if not n.startswith(".") and n not in _SKIPPED | {"__pycache__"}]
         files += [folder / name for name in names if not name.startswith(".")]
 
-    def wanted(path: Path) -> bool:
+    def matches(path: Path) -> bool:
         compared = path.relative_to(root).as_posix() if "/" in pattern else path.name
         return fnmatch.fnmatchcase(compared, pattern) and path.is_file()
 
-    files = sorted(filter(wanted, files), key=Path.as_posix)
+    files = sorted(filter(matches, files), key=Path.as_posix)
     if not files:
         raise UserError(f"source: no file in {root} matches {pattern}")
     return files
@@ -358,9 +358,9 @@ def run(args: argparse.Namespace) -> int:
     prepare(args.source, prefix, args.tokenizer)
     manifest = load_manifest(prefix)
     assert manifest is not None
-    given = megatron_flags(prefix, manifest["tokenizer"])
-    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
-    _say(f"train on it with: --data-path {args.out} {flags}")
+    flags = megatron_flags(prefix, manifest["tokenizer"])
+    shown = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
+    _say(f"train on it with: --data-path {args.out} {shown}")
     return 0
 
 

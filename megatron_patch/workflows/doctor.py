@@ -43,7 +43,7 @@ def _version(name: str) -> str | None:
 
 def rows() -> list[tuple[str, str, str]]:
     """Return (what, found, remark) for every line of the table."""
-    found: list[tuple[str, str, str]] = [("python", platform.python_version(), "")]
+    table: list[tuple[str, str, str]] = [("python", platform.python_version(), "")]
     torch = _version("torch")
     for name, purpose in _WANTED_FOR.items():
         version, lacks = _version(name), []
@@ -54,12 +54,12 @@ def rows() -> list[tuple[str, str, str]]:
         if version and name == "megatron-core" and not (torch and releases.too_old("torch", torch)):
             lacks = list(symbols.unmet())
             remark = _of_megatron(Version(Version(version).base_version), len(lacks))
-        found.append((name, version or "-", remark))
-        found += [("", "", line) for line in lacks]
-    found += _devices()
+        table.append((name, version or "-", remark))
+        table += [("", "", line) for line in lacks]
+    table += _devices()
     cores = len(os.sched_getaffinity(0))
-    found.append(("processor", f"{cores} cores", "" if cores >= 2 else "the quick start wants 2"))
-    return found
+    table.append(("processor", f"{cores} cores", "" if cores >= 2 else "the quick start wants 2"))
+    return table
 
 
 def _of_megatron(release: Version, lacks: int) -> str:
@@ -130,23 +130,23 @@ def run(args: argparse.Namespace) -> int:
     """Print the table; the exit status is 1 if torch or megatron-core is missing, or torch is too old."""
     shown = rows()
     lines = [("what", "found", "remark"), *shown]
-    what, found = (max(len(line[place]) for line in lines) for place in (0, 1))
+    name_width, value_width = (max(len(line[place]) for line in lines) for place in (0, 1))
     for line in lines:
-        print(f"{line[0]:{what}}  {line[1]:{found}}  {line[2]}".rstrip())
-    verdict = _verdict({name: found for name, found, _ in shown})
+        print(f"{line[0]:{name_width}}  {line[1]:{value_width}}  {line[2]}".rstrip())
+    verdict = _verdict({name: value for name, value, _ in shown})
     print(f"\n{verdict}")
     return int(verdict.startswith("No run is possible: "))
 
 
-def _verdict(found: dict[str, str]) -> str:
-    missing = [name for name in _REQUIRED if found[name] == "-"]
+def _verdict(values: dict[str, str]) -> str:
+    missing = [name for name in _REQUIRED if values[name] == "-"]
     if missing:
         return f"No run is possible: {' and '.join(missing)} missing."
-    if old := releases.too_old("torch", found["torch"]):
+    if old := releases.too_old("torch", values["torch"]):
         return f"No run is possible: {old}."
-    works = found.get("gpu", "none") != "none" and "-" not in (found.get("nccl"), found.get("gpu kernels"))
+    works = values.get("gpu", "none") != "none" and "-" not in (values.get("nccl"), values.get("gpu kernels"))
     ready = ["GPU"] if works else []
-    ready += ["CPU"] if found.get("gloo") == "yes" else []
+    ready += ["CPU"] if values.get("gloo") == "yes" else []
     return (
         f"Ready for {' and '.join(ready)} runs. To try one on the CPU: {_TRY}"
         if ready

@@ -83,11 +83,9 @@ def draw_comparison(
         losses.grid(alpha=0.25)
 
         kinds = ("gradient_wire", "weight_wire")
-        bits = {name: [one[kind]["bits_per_element"] for kind in kinds] for name, one in summaries.items()}
-        rows = [f"{name}\n{' + '.join(f'{one:.1f}' for one in each)} bits" for name, each in bits.items()]
-        gradients, weights = (
-            [one[kind]["bytes_per_step"] / 1e6 for one in summaries.values()] for kind in kinds
-        )
+        bits = {name: [s[kind]["bits_per_element"] for kind in kinds] for name, s in summaries.items()}
+        rows = [f"{name}\n{' + '.join(f'{b:.1f}' for b in pair)} bits" for name, pair in bits.items()]
+        gradients, weights = ([s[kind]["bytes_per_step"] / 1e6 for s in summaries.values()] for kind in kinds)
         wire.barh(rows, gradients, label="gradients", height=0.5)
         wire.barh(rows, weights, left=gradients, label="weights", alpha=0.4, height=0.5)
         wire.invert_yaxis()
@@ -100,21 +98,21 @@ def draw_differences(path: Path, results: Results) -> None:
 
     A cell that has no seed in common with the baseline is left out.
     """
-    found = {cell.name: list(results.differences(cell).values()) for cell in results.ablation.cells[1:]}
-    found = {name: each for name, each in found.items() if each}
-    if not found:
+    by_cell = {cell.name: list(results.differences(cell).values()) for cell in results.ablation.cells[1:]}
+    by_cell = {name: values for name, values in by_cell.items() if values}
+    if not by_cell:
         return
-    with _png(path, figsize=(9, 0.32 * len(found) + 1.4)) as (figure, axes):
-        for row, each in enumerate(found.values()):
-            one = interval(each)
-            assert one is not None
-            color = "C0" if one.verdict in ("better", "worse") else "0.45"
-            axes.scatter(each, [row] * len(each), s=12, color=color, alpha=0.35, linewidths=0)
-            axes.plot(one.mean, row, "o", color=color, markersize=5)
-            if one.low is not None:
-                axes.plot([one.low, one.high], [row, row], color=color, linewidth=2)
+    with _png(path, figsize=(9, 0.32 * len(by_cell) + 1.4)) as (figure, axes):
+        for row, values in enumerate(by_cell.values()):
+            estimate = interval(values)
+            assert estimate is not None
+            color = "C0" if estimate.verdict in ("better", "worse") else "0.45"
+            axes.scatter(values, [row] * len(values), s=12, color=color, alpha=0.35, linewidths=0)
+            axes.plot(estimate.mean, row, "o", color=color, markersize=5)
+            if estimate.low is not None:
+                axes.plot([estimate.low, estimate.high], [row, row], color=color, linewidth=2)
         axes.axvline(0, color="black", linewidth=0.8)
-        low, high = (most(0.0, *itertools.chain(*found.values())) for most in (min, max))
+        low, high = (most(0.0, *itertools.chain(*by_cell.values())) for most in (min, max))
         if max(high, -low) > 5 * _LINEAR_PERCENT:
             axes.set_xscale("symlog", linthresh=_LINEAR_PERCENT)
             sizes = (0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
@@ -122,7 +120,7 @@ def draw_differences(path: Path, results: Results) -> None:
             axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
             axes.minorticks_off()
             axes.set_xlim(1.5 * low - 0.1, 1.5 * high + 0.1)
-        axes.set_yticks(range(len(found)), [name.replace(",", ", ") for name in found])
+        axes.set_yticks(range(len(by_cell)), [name.replace(",", ", ") for name in by_cell])
         axes.invert_yaxis()
         axes.grid(axis="x", alpha=0.25)
         # The label belongs to the figure, because axes beside long names are narrower than its text.
@@ -153,16 +151,16 @@ def _draw_panels(path: Path, results: Results, cells: Sequence[Cell]) -> None:
     panels: dict[str, Sequence[Cell]] = dict(results.groups()) or {
         f"cells {index}" if index > 1 else "": piece for index, piece in pieces
     }
-    panels = {title: there for title, found in panels.items() if (there := [c for c in found if c in cells])}
+    panels = {title: there for title, group in panels.items() if (there := [c for c in group if c in cells])}
     columns = min(len(panels), _PANELS_A_ROW)
     rows = math.ceil(len(panels) / columns)
     with _png(path, rows, columns, figsize=(4.2 * columns, 3.1 * rows), squeeze=False) as (figure, grid):
         for axes in grid.flat[len(panels) :]:
             axes.axis("off")
-        for axes, (title, found) in zip(grid.flat, panels.items(), strict=False):
-            for cell, style in zip(found, itertools.cycle(_STYLES), strict=False):
+        for axes, (title, group) in zip(grid.flat, panels.items(), strict=False):
+            for cell, style in zip(group, itertools.cycle(_STYLES), strict=False):
                 by_step = _by_step(results.training_differences(cell).values())
-                means = [statistics.fmean(each) for each in by_step.values()]
+                means = [statistics.fmean(values) for values in by_step.values()]
                 name = str(cell.settings[contrast]) if contrast else cell.name
                 axes.plot(list(by_step), means, label=name, linestyle=style, linewidth=1.4)
             axes.axhline(0, color="black", linewidth=0.8)
@@ -185,17 +183,17 @@ def _draw_story(path: Path, results: Results, cells: Sequence[Cell]) -> None:
         for index, cell in enumerate([baseline, *cells]):
             look = {"color": f"C{index}", "linestyle": _STYLES[index % len(_STYLES)], "linewidth": 1.4}
             runs = [points for run, points in results.logged if run.cell == cell]
-            mean = _by_step(_windowed(each) for each in results.training_losses(cell).values())
-            means = [statistics.fmean(each) for each in mean.values()]
-            losses.plot([step * tokens for step in mean], means, label=cell.name.replace(",", ", "), **look)
+            steps = _by_step(_windowed(curve) for curve in results.training_losses(cell).values())
+            means = [statistics.fmean(values) for values in steps.values()]
+            losses.plot([step * tokens for step in steps], means, label=cell.name.replace(",", ", "), **look)
             if runs:
                 bits.plot([p.step * tokens for p in runs[0]], [p.weight_bits for p in runs[0]], **look)
             if cell == baseline:
                 continue
-            pairs = _by_step(_windowed(each) for each in results.training_differences(cell).values())
-            found = [(step * tokens, one) for step, each in pairs.items() if (one := interval(each))]
-            differences.plot([step for step, _ in found], [one.mean for _, one in found], **look)
-            bands = [(step, one.low, one.high) for step, one in found if one.low is not None]
+            pairs = _by_step(_windowed(curve) for curve in results.training_differences(cell).values())
+            points = [(step * tokens, e) for step, values in pairs.items() if (e := interval(values))]
+            differences.plot([step for step, _ in points], [e.mean for _, e in points], **look)
+            bands = [(step, e.low, e.high) for step, e in points if e.low is not None]
             if bands:
                 band = zip(*bands, strict=True)
                 differences.fill_between(*band, color=f"C{index}", alpha=0.12, linewidth=0)
@@ -230,11 +228,11 @@ def _windowed(points: dict[int, float]) -> dict[int, float]:
 
 
 def _by_step(runs: Iterable[dict[int, float]]) -> dict[int, list[float]]:
-    found: dict[int, list[float]] = {}
+    by_step: dict[int, list[float]] = {}
     for run in runs:
         for step, value in run.items():
-            found.setdefault(step, []).append(value)
-    return dict(sorted(found.items()))
+            by_step.setdefault(step, []).append(value)
+    return dict(sorted(by_step.items()))
 
 
 @contextlib.contextmanager

@@ -117,7 +117,7 @@ class Run:
         summary, last = self.summary, self._last
         gradients, weights = summary.get("gradient_wire") or {}, summary.get("weight_wire") or {}
         seconds = summary.get("step_seconds") or {}
-        found: dict[str, Any] = {
+        values: dict[str, Any] = {
             "train_loss": summary.get("train_loss", last.get("loss")),
             "valid_loss": summary.get("valid_loss"),
             "step_seconds": seconds.get("median", self._median("step_seconds")),
@@ -129,7 +129,7 @@ class Run:
             "weight_gather_bytes": summary.get("weight_gather_bytes"),
             "tokens_per_second": summary.get("tokens_per_second", self._median("tokens_per_second")),
         }
-        return {name: float(value) if is_number(value) else None for name, value in found.items()}
+        return {name: float(value) if is_number(value) else None for name, value in values.items()}
 
     def curve(self, key: str) -> dict[int, float]:
         """Return a value by step, of the records that have it; NaN and Inf become NaN."""
@@ -162,7 +162,7 @@ def is_number(value: Any) -> bool:
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Return each run in and below `folders` once, in order; a folder's uncompressed runs come first."""
-    found: dict[Path, Run] = {}
+    by_path: dict[Path, Run] = {}
     for folder in folders:
         if folder.is_file():
             raise UserError(f"{folder} is a file; name the run's folder, e.g. {folder.parent}")
@@ -175,8 +175,8 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
                 "config.yaml with a command.txt; `megatron-loco train CONFIG --out DIR` leaves them in DIR"
             )
         for run in sorted(below, key=lambda run: run.method not in UNCOMPRESSED):
-            found.setdefault(run.path.resolve(), run)
-    return list(found.values())
+            by_path.setdefault(run.path.resolve(), run)
+    return list(by_path.values())
 
 
 def _run_folders(folder: Path) -> Iterator[Path]:

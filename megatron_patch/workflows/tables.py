@@ -9,14 +9,10 @@ from rich.table import Table
 
 
 def terminal(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    left: Container[str],
-    title: str | None = None,
-    **of_columns: Any,
+    columns: Sequence[str], rows: Iterable[Sequence[str]], left: Container[str], **of_columns: Any
 ) -> Table:
     """Return a table whose columns are aligned right, except those in `left`."""
-    table = Table(title=title, box=None, pad_edge=False, header_style="bold", title_justify="left")
+    table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right", **of_columns)
     for row in rows:

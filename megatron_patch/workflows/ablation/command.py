@@ -30,7 +30,7 @@ from megatron_patch.files import check_output, write_whole
 from megatron_patch.workflows import plots, train
 from megatron_patch.workflows.ablation import definition, records
 from megatron_patch.workflows.ablation.definition import Ablation, Run
-from megatron_patch.workflows.ablation.results import Results, outcome
+from megatron_patch.workflows.ablation.results import Results, read_outcome
 from megatron_patch.workflows.run import launcher, progress, run_folder
 from megatron_patch.workflows.run.prepare import prepare_run
 from megatron_patch.workflows.run.run_folder import State, only_one
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         # The numbers are those that --task takes.
         print(f"# {ablation.name} over {ablation.base}: {len(runs)} runs, {len(ablation.cells)} cells")
         for number, run in enumerate(runs):
-            print(f"{number:4d}  {outcome(run, known[0]).state.value:11s}  {run.label}")
+            print(f"{number:4d}  {read_outcome(run, known[0]).state.value:11s}  {run.label}")
         return 0
     check_output(out)
     if args.collect:
@@ -122,7 +122,7 @@ def _make(
         for run in runs:
             run_folder.check_unchanged(run.folder, run.configured)
     finished = (State.DONE,) if args.retry_failed else (State.DONE, State.FAILED)
-    left = [run for run in runs if outcome(run, known[0]).state not in finished]
+    left = [run for run in runs if read_outcome(run, known[0]).state not in finished]
     # Megatron checks every cell before the first run, because the last run may begin hours later.
     for run in {run.cell.name: run for run in left}.values():
         try:

@@ -90,11 +90,11 @@ class Ablation:
             Run(
                 cell,
                 seed,
-                dataclasses.replace(one, megatron={**one.megatron, "seed": seed}),
+                dataclasses.replace(config, megatron={**config.megatron, "seed": seed}),
                 out / cell.name / f"seed-{seed}",
             )
             for seed in self.seeds
-            for cell, one in configured
+            for cell, config in configured
         ]
 
     def _configured(self, cell: Cell) -> RunConfig:
@@ -128,7 +128,7 @@ def read(
     cells = [
         Cell(_settings(content.get("baseline"), "baseline", path)),
         *(_grid(_settings(content["grid"], "grid", path), path) if content.get("grid") else ()),
-        *(Cell(_settings(one, f"cells[{index}]", path)) for index, one in enumerate(listed)),
+        *(Cell(_settings(mapping, f"cells[{index}]", path)) for index, mapping in enumerate(listed)),
     ]
     if len(cells) == 1:
         raise UserError(f"{path}: grid, cells: neither is there, so there is nothing to compare")
@@ -154,7 +154,7 @@ def find(name: str) -> Path:
     if path.suffix == "" and not configuration.is_file(path):
         path = configuration.shipped(f"configs/ablations/{name}.yaml")
     if not configuration.is_file(path):
-        known = sorted(one.stem for one in configuration.shipped("configs/ablations").glob("*.yaml"))
+        known = sorted(file.stem for file in configuration.shipped("configs/ablations").glob("*.yaml"))
         raise UserError(
             f"{name}: no such ablation{nearest(Path(name).stem, known)}; ready-made: {', '.join(known)}"
         )
@@ -175,7 +175,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 def _seeds(value: object, path: Path) -> tuple[int, ...]:
     seeds = value if isinstance(value, list) else []
-    if not seeds or not all(type(one) is int and one >= 0 for one in seeds) or len(set(seeds)) != len(seeds):
+    if not seeds or not all(type(s) is int and s >= 0 for s in seeds) or len(set(seeds)) != len(seeds):
         raise UserError(f"{path}: seeds: {value!r} must be a list of different whole numbers, e.g. [1, 2, 3]")
     return tuple(seeds)
 

@@ -84,15 +84,15 @@ def digest(run: RunConfig) -> str:
 
 def columns(run: RunConfig, summary: Mapping[str, Any] | None) -> dict[str, str]:
     """Return the columns of a run beside its cell and state; they are empty without a summary."""
-    found = {CONFIGURATION: digest(run)}
+    row = {CONFIGURATION: digest(run)}
     for column, place in NUMBERS.items():
         value: Any = summary
         for key in place:
             value = None if value is None else value.get(key)
-        found[column] = "" if value is None else repr(value)
-    found["device"] = "" if summary is None else str(summary["device"])
-    found["versions"] = "" if summary is None else json.dumps(summary["versions"])
-    return found
+        row[column] = "" if value is None else repr(value)
+    row["device"] = "" if summary is None else str(summary["device"])
+    row["versions"] = "" if summary is None else json.dumps(summary["versions"])
+    return row
 
 
 @contextlib.contextmanager
@@ -164,12 +164,12 @@ def losses(points: Sequence[Point]) -> dict[int, float]:
     return {p.step: p.loss for p in points if p.loss is not None and math.isfinite(p.loss)}
 
 
-def curves_text(made: Sequence[tuple[Run, Sequence[Point]]]) -> str:
+def curves_text(curves: Sequence[tuple[Run, Sequence[Point]]]) -> str:
     """Return the text of results_curves.csv; losses have six digits, bits three decimal places."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(CURVE_COLUMNS)
-    for run, points in made:
+    for run, points in curves:
         of_run = digest(run.configured)
         for point in points:
             loss = "" if point.loss is None else f"{point.loss:.6g}"
@@ -180,9 +180,9 @@ def curves_text(made: Sequence[tuple[Run, Sequence[Point]]]) -> str:
 
 def read_curves(path: Path) -> dict[str, list[Point]]:
     """Return the curves in the file at `path`; none if there is no such file."""
-    found: dict[str, list[Point]] = {}
+    curves: dict[str, list[Point]] = {}
     if not path.exists():
-        return found
+        return curves
     with _opened(path) as file:
         lines = csv.reader(file, strict=True)
         if tuple(next(lines, ())) != CURVE_COLUMNS:
@@ -193,5 +193,5 @@ def read_curves(path: Path) -> dict[str, list[Point]]:
                 point = Point(int(step), float(loss) if loss else None, float(gradient), float(weight))
             except ValueError as error:
                 raise UserError(f"{path}, line {lines.line_num}: {error}") from error
-            found.setdefault(of_run, []).append(point)
-    return found
+            curves.setdefault(of_run, []).append(point)
+    return curves

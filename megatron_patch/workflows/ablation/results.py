@@ -65,12 +65,12 @@ class Outcome:
         return value if value is not None and math.isfinite(value) else None
 
 
-def outcome(run: Run, known: records.Summaries) -> Outcome:
+def read_outcome(run: Run, known: records.Summaries) -> Outcome:
     """Return the outcome in the run's folder; if it never began, that of its configuration in `known`."""
-    found = run_folder.look(run.folder, run.configured)
-    if found is State.NEW and (summary := known.get(records.digest(run.configured))):
+    state = run_folder.look(run.folder, run.configured)
+    if state is State.NEW and (summary := known.get(records.digest(run.configured))):
         return Outcome(run, State.DONE, summary)
-    return Outcome(run, found, read_summary(run.folder) if found is State.DONE else None)
+    return Outcome(run, state, read_summary(run.folder) if state is State.DONE else None)
 
 
 class Results:
@@ -85,13 +85,13 @@ class Results:
     ) -> None:
         """`known` and `known_curves` are results of runs without folders, from files of an ablation."""
         self.ablation = ablation
-        self.outcomes = [outcome(run, known or {}) for run in runs]
+        self.outcomes = [read_outcome(run, known or {}) for run in runs]
         self._known_curves = known_curves or {}
 
     def losses(self, cell: Cell, kind: str = "valid_loss") -> dict[int, float]:
         """Return a cell's validation loss, or test loss, by seed, for the runs that are done."""
-        of_cell = [one for one in self.outcomes if one.run.cell == cell]
-        return {one.run.seed: loss for one in of_cell if (loss := one.finite(kind)) is not None}
+        of_cell = [outcome for outcome in self.outcomes if outcome.run.cell == cell]
+        return {outcome.run.seed: loss for outcome in of_cell if (loss := outcome.finite(kind)) is not None}
 
     def differences(self, cell: Cell, reference: Cell | None = None) -> dict[int, float]:
         """Return a cell's differences in percent by seed, to the baseline or to `reference`."""
@@ -100,7 +100,7 @@ class Results:
     @cached_property
     def logged(self) -> list[tuple[Run, Sequence[records.Point]]]:
         """The runs that are done, each with its logged steps."""
-        runs = [one.run for one in self.outcomes if one.state is State.DONE]
+        runs = [outcome.run for outcome in self.outcomes if outcome.state is State.DONE]
         known = self._known_curves
         return [
             (run, records.points_of(run.folder) or known.get(records.digest(run.configured), ()))
@@ -114,26 +114,26 @@ class Results:
     def training_differences(self, cell: Cell) -> dict[int, dict[int, float]]:
         """Return a cell's differences in training loss to the baseline, in percent, by seed and step."""
         base, own = self.training_losses(self.ablation.baseline), self.training_losses(cell)
-        found = {seed: percent(own.get(seed, {}), base.get(seed, {})) for seed in self.differences(cell)}
-        return {seed: each for seed, each in found.items() if each}
+        by_seed = {seed: percent(own.get(seed, {}), base.get(seed, {})) for seed in self.differences(cell)}
+        return {seed: by_step for seed, by_step in by_seed.items() if by_step}
 
     def tokens_a_step(self) -> int:
         """Return the tokens of a step; 1 if the runs' batches do not all have one known size."""
-        flags = [one.run.configured.megatron for one in self.outcomes]
-        (batch, length), *others = {(each.get("global_batch_size"), each.get("seq_length")) for each in flags}
-        if others or any(each.get("rampup_batch_size") for each in flags):
+        flags = [outcome.run.configured.megatron for outcome in self.outcomes]
+        (batch, length), *others = {(args.get("global_batch_size"), args.get("seq_length")) for args in flags}
+        if others or any(args.get("rampup_batch_size") for args in flags):
             return 1
         return batch * length if isinstance(batch, int) and isinstance(length, int) else 1
 
     def groups(self) -> dict[str, list[Cell]]:
         """Return the cells, grouped by their settings other than the contrasted one, without the baseline."""
         contrast = self.ablation.contrast
-        found: dict[str, list[Cell]] = {}
+        groups: dict[str, list[Cell]] = {}
         for cell in self.ablation.cells[1:] if contrast else ():
             if contrast in cell.settings:
                 shared = {key: value for key, value in cell.settings.items() if key != contrast}
-                found.setdefault(Cell(shared).name, []).append(cell)
-        return found
+                groups.setdefault(Cell(shared).name, []).append(cell)
+        return groups
 
     def csv(self) -> str:
         """Return the text of results.csv, a line per run in the definition's order."""
@@ -142,12 +142,12 @@ class Results:
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(["cell", "seed", *keys, "state", *_NUMBERS, "difference_percent", *_LATER])
         differences = {cell.name: self.differences(cell) for cell in self.ablation.cells}
-        for one in self.outcomes:
-            cell, seed = one.run.cell, one.run.seed
-            found = records.columns(one.run.configured, one.summary)
-            line = [cell.name, seed, *(cell.settings.get(key, "") for key in keys), one.state.value]
-            line += [*(found[name] for name in _NUMBERS), differences[cell.name].get(seed, "")]
-            writer.writerow([*line, *(found[name] for name in _LATER)])
+        for outcome in self.outcomes:
+            cell, seed = outcome.run.cell, outcome.run.seed
+            columns = records.columns(outcome.run.configured, outcome.summary)
+            line = [cell.name, seed, *(cell.settings.get(key, "") for key in keys), outcome.state.value]
+            line += [*(columns[name] for name in _NUMBERS), differences[cell.name].get(seed, "")]
+            writer.writerow([*line, *(columns[name] for name in _LATER)])
         return text.getvalue()
 
     def rows(self) -> list[Row]:
@@ -165,11 +165,11 @@ class Results:
             mean = f"{of_losses.mean:.4f}" + (f" ± {of_losses.spread:.4f}" if of_losses.n > 1 else "")
         compared = difference and cell != self.ablation.baseline
         # Values that do not depend on the seed are taken from the first run that is done.
-        summary = next((one.summary for one in self.outcomes if one.run.cell == cell and one.summary), None)
+        summary = next((o.summary for o in self.outcomes if o.run.cell == cell and o.summary), None)
         bits: Row = ("-",) * 3
         if summary:
             wires = [summary[wire]["bits_per_element"] for wire in ("gradient_wire", "weight_wire")]
-            bits = (*(f"{one:.2f}" for one in wires), f"{summary['compensation_bytes'] / 1e6:.2f}")
+            bits = (*(f"{wire:.2f}" for wire in wires), f"{summary['compensation_bytes'] / 1e6:.2f}")
         return (
             cell.name,
             f"{len(losses)} of {len(self.ablation.seeds)}",
@@ -184,17 +184,17 @@ class Results:
         key = self.ablation.contrast or ""
         for group, members in self.groups().items():
             for first, second in itertools.combinations(members, 2):
-                if found := interval(list(self.differences(second, first).values())):
+                if difference := interval(list(self.differences(second, first).values())):
                     name = f"{second.settings[key]} against {first.settings[key]}, {group}".rstrip(", ")
-                    rows.append((name, *_columns(found)))
+                    rows.append((name, *_columns(difference)))
         return rows
 
     def trend_rows(self) -> list[Row]:
         """Return a row for each cell of long runs: how its difference in training loss develops."""
         rows: list[Row] = []
         for cell in self.ablation.cells[1:]:
-            if found := over_steps(self.training_differences(cell)):
-                rows.append((cell.name, *_columns(found.last)[:3], *_columns(found.doubling, "")[1:3]))
+            if trend := over_steps(self.training_differences(cell)):
+                rows.append((cell.name, *_columns(trend.last)[:3], *_columns(trend.doubling, "")[1:3]))
         return rows
 
     def test_rows(self) -> list[Row]:
@@ -204,20 +204,20 @@ class Results:
         for cell in self.ablation.cells:
             if losses := self.losses(cell, "test_loss"):
                 perplexity = statistics.fmean(math.exp(loss) for loss in losses.values())
-                found = interval(list(percent(losses, self.losses(baseline, "test_loss")).values()))
-                columns = _columns(found) if found and cell != baseline else ("-",) * 4
+                difference = interval(list(percent(losses, self.losses(baseline, "test_loss")).values()))
+                columns = _columns(difference) if difference and cell != baseline else ("-",) * 4
                 rows.append((cell.name, columns[0], f"{perplexity:.3f}", *columns[1:]))
         return rows
 
     def _sections(self) -> list[tuple[str, Row, list[Row]]]:
         """Return title, columns and rows of those tables after the first one that have rows."""
         alone = f"Cells that differ in `{self.ablation.contrast}` alone"
-        found = [
+        sections = [
             (alone, _CONTRAST_COLUMNS, self.contrast_rows()),
             (OVER_STEPS, _TREND_COLUMNS, self.trend_rows()),
             ("On the test set, after the last step", _TEST_COLUMNS, self.test_rows()),
         ]
-        return [section for section in found if section[2]]
+        return [section for section in sections if section[2]]
 
     def tables(self) -> list[Table]:
         return [
@@ -244,24 +244,24 @@ class Results:
         return "\n".join([*parts, self._footnote()])
 
     def _footnote(self) -> str:
-        summaries = [one.summary for one in self.outcomes if one.summary]
-        versions = {json.dumps(one["versions"]) for one in summaries}
-        kinds = sorted(
-            {f"{one['world_size']} ranks, {one['steps']} steps, {one['device']}" for one in summaries}
-        )
+        summaries = [outcome.summary for outcome in self.outcomes if outcome.summary]
+        versions = {json.dumps(s["versions"]) for s in summaries}
+        kinds = sorted({f"{s['world_size']} ranks, {s['steps']} steps, {s['device']}" for s in summaries})
         lines = [f"\n{'; '.join(kinds)}." if kinds else "\nNo run is done."]
         for text in sorted(versions):
             lines.append(", ".join(f"{name} {version}" for name, version in json.loads(text).items()) + ".")
         if len(versions) > 1:
             lines.append("Not all runs were made with the same versions.")
         left = [
-            f"- {one.run.label}: {one.state.value}" for one in self.outcomes if one.state is not State.DONE
+            f"- {outcome.run.label}: {outcome.state.value}"
+            for outcome in self.outcomes
+            if outcome.state is not State.DONE
         ]
         if left:
             lines += ["", "Without a result:", "", *left]
         return "\n".join(lines) + "\n"
 
 
-def _columns(found: Interval, unit: str = " %") -> tuple[str, str, str, str]:
-    bounds = "-" if found.low is None else f"{found.low:+.2f} to {found.high:+.2f}"
-    return str(found.n), f"{found.mean:+.2f}{unit}", bounds, found.verdict
+def _columns(difference: Interval, unit: str = " %") -> tuple[str, str, str, str]:
+    bounds = "-" if difference.low is None else f"{difference.low:+.2f} to {difference.high:+.2f}"
+    return str(difference.n), f"{difference.mean:+.2f}{unit}", bounds, difference.verdict

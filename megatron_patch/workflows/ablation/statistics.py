@@ -93,12 +93,12 @@ class OverSteps:
 def over_steps(differences: Mapping[int, Mapping[int, float]]) -> OverSteps | None:
     """Fit differences in percent, {seed: {step: d}}; return None for short runs and few logged steps."""
     last, slopes = [], []
-    for each in differences.values():
-        end = max(each)
-        fitted = sorted(step for step in each if step > end / 4)
+    for by_step in differences.values():
+        end = max(by_step)
+        fitted = sorted(step for step in by_step if step > end / 4)
         if end < _LEAST_STEPS or len(fitted) < _LEAST_POINTS:
             continue
-        slopes.append(float(np.polyfit(np.log2(fitted), [each[step] for step in fitted], 1)[0]))
-        last.append(statistics.fmean(each[step] for step in fitted if step > 3 * end / 4))
+        slopes.append(float(np.polyfit(np.log2(fitted), [by_step[step] for step in fitted], 1)[0]))
+        last.append(statistics.fmean(by_step[step] for step in fitted if step > 3 * end / 4))
     means, changes = interval(last), interval(slopes)
     return OverSteps(means, changes) if means and changes else None

@@ -184,25 +184,25 @@ def prepared_data(run: RunConfig) -> dict[str, Any]:
 
 def planned_data(run: RunConfig) -> dict[str, Any]:
     """Return the flags of `prepared_data` without preparing anything."""
-    given = run.data
-    if given.path is None:
+    section = run.data
+    if section.path is None:
         return {}
-    for _, source in given.parts:
+    for _, source in section.parts:
         if source is not None:
             data.parse_source(source)
-    prefix = Path(given.path)
-    if given.source is not None:
-        kind = "bytes" if given.tokenizer == "bytes" else "bpe"
+    prefix = Path(section.path)
+    if section.source is not None:
+        kind = "bytes" if section.tokenizer == "bytes" else "bpe"
     elif (manifest := data.load_manifest(prefix)) is not None:
         kind = manifest["tokenizer"]
-    elif given.tokenizer == "bytes" or given.tokenizer.startswith("bpe:"):
-        return {**given.path_flags}  # Other tools made it: the section megatron names its tokenizer.
+    elif section.tokenizer == "bytes" or section.tokenizer.startswith("bpe:"):
+        return {**section.path_flags}  # Other tools made it: the section megatron names its tokenizer.
     else:
         raise UserError(
-            f"data.tokenizer: {given.tokenizer!r} needs data.source; {data.BY_MEGATRON}, which "
+            f"data.tokenizer: {section.tokenizer!r} needs data.source; {data.BY_MEGATRON}, which "
             "megatron.tokenizer_type and megatron.tokenizer_model name"
         )
-    return {**given.path_flags, **data.megatron_flags(prefix, kind)}
+    return {**section.path_flags, **data.megatron_flags(prefix, kind)}
 
 
 def _named_prefixes(run: RunConfig) -> list[str]:

@@ -65,8 +65,8 @@ def look(folder: Path, wanted: RunConfig) -> State:
         return State.CHANGED if begun else State.NEW
     if failure(folder) is not None:
         return State.FAILED
-    found = summary(folder)
-    whole = found is not None and found["steps"] >= int(wanted.megatron.get("train_iters") or 0)
+    result = summary(folder)
+    whole = result is not None and result["steps"] >= int(wanted.megatron.get("train_iters") or 0)
     return State.DONE if whole else State.INTERRUPTED
 
 
