@@ -1,4 +1,4 @@
-"""Atomic writing of files, and safe reading of YAML and JSON that another user may have written.
+"""Atomic writing of files, and reading of YAML and JSON that another user may have written.
 
 A file is written under another name and then moved into its place. Reading executes nothing; a text that
 cannot be read raises `Unfit` with one line.
@@ -49,7 +49,10 @@ def check_output(folder: Path, option: str = "out") -> None:
 def output_folder(folder: Path, option: str = "--out") -> None:
     """Check and create the folder for a command's results before the command computes them."""
     check_output(folder, option)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{option}: {folder} cannot be written: {error.strerror}") from error
 
 
 class Unfit(ValueError):
@@ -68,7 +71,7 @@ def load_yaml(path: Path) -> tuple[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         return text, yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (yaml.YAMLError, ValueError, TypeError) as error:  # A date that does not exist is a ValueError.
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # ValueError: a date, UTF-8.
         raise Unfit(yaml_problem(error)) from error
 
 

@@ -147,7 +147,7 @@ def guarded(command: Callable[[], int]) -> int:
     except BrokenPipeError:
         return 1
     except OSError as error:
-        if not error.filename and error.errno not in _DISK_ERRORS:
+        if error.filename is None and error.errno not in _DISK_ERRORS:
             raise
         where = f"{error.filename}: " if error.filename else ""
         print(f"megatron-loco: error: {where}{error.strerror}", file=sys.stderr)

@@ -23,7 +23,7 @@ from megatron_patch.quantization.levels import LEVELS, STEPS, Levels
 
 CPU = torch.device("cpu")
 MAX_QUANTIZER = {4: 0.009501, 2: 0.1175}
-"""What the best quantizer of a Gaussian loses with 16, 8 and 4 levels (Max 1960, table I)."""
+"""What the best quantizer of a Gaussian loses with 16 and 4 levels (Max 1960, table I)."""
 
 
 def lost(values: torch.Tensor, **options: object) -> float:

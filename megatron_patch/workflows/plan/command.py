@@ -73,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     if args.json:
         output_folder(args.json.parent, "--json")
+        if args.json.is_dir():
+            raise UserError(f"--json: {args.json} is a folder; name a file")
     path, extra = configuration.find(args.recipe), [configuration.find(name) for name in args.and_files]
     plan = _plan(args, path.stem, configuration.load(path, args.overrides, and_files=extra))
     if args.json:

@@ -112,7 +112,7 @@ def advise(job: Job, cluster: Cluster, rows: Sequence[Row], worth: float) -> Adv
             f", and a node sends {best.step.uplink_bytes / 1e9:.2f} GB a step instead of "
             f"{stock.step.uplink_bytes / 1e9:.2f}"
         )
-    if best.added_bytes > 0:
+    if best.added_bytes >= 5e7:
         why += f"; it needs {best.added_bytes / 1e9:.1f} GB of memory more"
     return Advice(best, why, False)
 

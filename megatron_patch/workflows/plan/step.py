@@ -1,7 +1,7 @@
 """Simulates one training step of a job on a cluster: how long it takes with a method, and where time goes.
 
 All ranks of a stage do the same at the same time, so that one rank of each stage is simulated (it shares the
-uplink with the ranks of its node, and on a CPU the cores). The step follows Megatron's 1F1B schedule:
+uplink with the ranks of its node). The step follows Megatron's 1F1B schedule:
 
     first forward      with overlap_param_gather it waits for each bucket's weights, and asks for the next
     the rest           all other passes are one task, in which nothing is exchanged
@@ -21,8 +21,8 @@ Megatron hides it behind computing. A bucket's exchange is a chain of tasks on s
     1-bit Adam         form, compress, all-to-all, sum, compress, all-gather, decompress; one bucket at a time
 
 The tasks after the bar run when the bucket is waited for: at the latest at the end, and before the bucket
-after the next one begins (session/session.py, IN_FLIGHT). On GPUs compression has a stream of its own, which
-waits for the first hop; on a CPU it runs in the rank's own thread.
+after the next one begins (session/session.py, IN_FLIGHT). Compression has a stream of its own, which waits
+for the first hop, unless a cluster's ranks exchange in their own threads (`Cluster.one_stream`).
 """
 
 from __future__ import annotations
@@ -553,15 +553,19 @@ def _added(job: Job, cluster: Cluster, method: Method, stage: int, expert: bool)
     if method.exact and sharded and group.ranks > 1:
         each += 4 / group.ranks  # The old shard takes 2 bytes, and messages take 2 at most.
     if method.momentum:
-        each += 4 + ERROR / group.ranks
+        each += 4
     buckets = [bucket.elements for bucket in job.buckets(stage, cluster, expert)]
-    return each * numel + held(method, group, numel, buckets, method.bytes_of_gradient(job))
+    nbytes, back = method.bytes_of_gradient(job), method.momentum or not sharded
+    return each * numel + held(method, group, numel, buckets, nbytes, back=back)
 
 
-def held(method: Method, group: Group, numel: float, buckets: Sequence[int], nbytes: int) -> float:
+def held(
+    method: Method, group: Group, numel: float, buckets: Sequence[int], nbytes: int, *, back: bool
+) -> float:
     """Return the bytes of errors for `numel` elements, and of the buffers of the largest buckets in flight.
 
-    `nbytes` is what an element of the buffer takes in which a node's ranks sum first.
+    `nbytes` is what an element of the buffer takes in which a node's ranks sum first; `back` says that the
+    sums return to all ranks, for which each owner has an error and a buffer in fp32.
     """
     if method.bits is None or group.ranks == 1 or not buckets:
         return 0.0
@@ -569,5 +573,8 @@ def held(method: Method, group: Group, numel: float, buckets: Sequence[int], nby
     part, shards = (group.local, group.nodes) if hops else (1, group.ranks)
     largest = [elements // part for elements in sorted(buckets, reverse=True)[:IN_FLIGHT]]
     total = 2 * shards * sum(payload(elements, shards, method.bits) for elements in largest)
+    total += 12 / _BLOCK * numel / part  # BlockTable.on
     total += largest[0] * nbytes if hops else 0
-    return total + (ERROR * numel / part if method.keeps_errors else 0)
+    total += 4 * sum(largest) / shards if back else 0
+    errors = ERROR * numel * (1 / part + (1 / group.ranks if back else 0))
+    return total + (errors if method.keeps_errors else 0)

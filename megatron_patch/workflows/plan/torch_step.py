@@ -100,7 +100,7 @@ def _step(job: Job, cluster: Cluster, method: Method) -> tuple[float, list[Excha
 
 
 def _microbatch(job: Job, cluster: Cluster, method: Method, *, last: bool) -> Exchanges:
-    # FSDP2 waits for each of gloo's collectives before it continues, so that everything is one stream.
+    # FSDP2 waits for a collective that the rank's own thread runs, as gloo's, before it continues.
     waits = cluster.one_stream and job.strategy != DDP
     rank = Exchanges(job, cluster, method, 0, Timeline(step.capacity(job, cluster)), one_stream=waits)
     whole = job.group(cluster, False)
@@ -200,7 +200,9 @@ def added_bytes(job: Job, cluster: Cluster, method: Method) -> float:
     """Return how many bytes of memory a method needs more than stock on a rank."""
     whole = job.group(cluster, False)
     units = [unit.elements for unit in _units(job, whole)]
-    exact = 4 * sum(units) / whole.ranks if method.exact else 0.0  # As with Megatron's DDP.
+    # As with Megatron's DDP.
+    exact = 4 * sum(units) / whole.ranks if method.exact and whole.ranks > 1 else 0.0
     if job.strategy == HYBRID:
         units, whole = [unit // whole.local for unit in units], whole.across
-    return exact + step.held(method, whole, sum(units), units, 0)
+    nbytes, back = method.bytes_of_gradient(job), job.strategy in (HYBRID, DDP)
+    return exact + step.held(method, whole, sum(units), units, nbytes, back=back)

@@ -199,7 +199,7 @@ def _load(path: Path, including: tuple[Path, ...]) -> DictConfig:
         raise UserError(f"{path}: no such configuration file{nearest(path.name, there)}")
     try:
         loaded = OmegaConf.load(path)
-    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+    except (YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise UserError(f"{path}: is not valid YAML: {files.yaml_problem(error)}") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable
 
 import pytest
@@ -17,7 +18,7 @@ from workflows.run.test_recipes import PUBLISHED
 
 from megatron_patch.quantization.blocks import Span
 from megatron_patch.quantization.layout import BlockLayout
-from megatron_patch.workflows.plan import cluster, constants, step
+from megatron_patch.workflows.plan import cluster, constants, methods, step
 from megatron_patch.workflows.plan.cluster import Group
 from megatron_patch.workflows.plan.job import Job, Parameter
 from megatron_patch.workflows.run import configuration
@@ -134,6 +135,25 @@ def test_groups_lie_on_nodes(name: str, dense: Group, experts: Group | None, job
     assert one.group(on, False) == dense
     if experts is not None:
         assert one.group(on, True) == experts
+
+
+@pytest.mark.parametrize(
+    "name", ["llama_350m", "llama2_7b", "llama2_13b", "llama2_70b", "llama3_70b", "mixtral_8x7b"]
+)
+def test_memory_added_is_the_recipes_header_without_stock(name: str, job: Make) -> None:
+    header = shipped(f"configs/models/{name}.yaml").read_text(encoding="utf-8")
+    line = next(line for line in header.splitlines() if line.startswith("# Memory per GPU:"))
+    state, buffers, *_ = map(float, re.findall(r"([\d.]+) GB", line))
+    one, on = job(name), home(name)
+    stock = max(
+        sum(
+            sum(parameter.numel for parameter in stage.of(expert)) * (6 + 12 / one.group(on, expert).ranks)
+            for expert in (False, True)
+        )
+        for stage in one.stages
+    )
+    found = step.added_bytes(one, on, methods.parse("loco4_exact"))
+    assert found / 1e9 == pytest.approx(state + buffers - stock / 1e9, abs=0.15)
 
 
 def test_learning_rate_sets_the_weights_bits(job: Make) -> None:

@@ -110,9 +110,13 @@ def test_the_memory_that_a_method_adds() -> None:
     assert added["loco4_exact"] - added["loco4"] == pytest.approx(4 / 16 * numel)
     naive = added_bytes(one, on, parse("naive4"))
     assert added["loco4"] - naive == pytest.approx(error / 4 * numel)
+    whole = dataclasses.replace(one, distributed=False)
+    kept = added_bytes(whole, on, parse("loco4")) - added_bytes(whole, on, parse("naive4"))
+    assert kept == pytest.approx((error / 4 + error / 16) * numel), "an owner's error in an all-reduce, too"
     first, second, *_ = sorted((bucket.elements for bucket in one.buckets(0, on, False)), reverse=True)
     coded = (first + second) / 4 * 4.125 / 8
-    assert naive == pytest.approx(2 * coded + first / 4 * one.gradient_bytes, rel=0.01)
+    table = 12 / 128 * numel / 4
+    assert naive == pytest.approx(2 * coded + first / 4 * one.gradient_bytes + table, rel=0.01)
     assert added["onebit_adam"] > (4 + error / 4 + error / 16 + 4 / 16) * numel
 
 
