@@ -198,7 +198,7 @@ def every_kernel(capability: int) -> None:
             "fp32", 4, aligned, levels=True, spans=rows, measures=False
         ),
         "compress-levels2-odd-fp32-error": compress("fp32", 2, odd, levels=True, error="fp32"),
-        "compress-3-fp16": compress("fp16", 3, odd, error=None),
+        "compress-2-fp16": compress("fp16", 2, odd, error=None),
         "compress-1-bf16-error": compress("bf16", 1, aligned, error="bf16"),
         "compress-8": compress("fp32", 8, aligned),
         "decompress-levels4": decompress_reduce("bf16", 4, 1 << 14, 8, levels=True),
