@@ -28,16 +28,19 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
+from megatron_patch.megatron import patching
 from megatron_patch.megatron.onebit_adam import update, warm_up
 from megatron_patch.megatron.onebit_adam.norm_sketch import NormSketch
-from megatron_patch.megatron.onebit_adam.prepared import Agreement, Prepared, copy_gradients, magnitudes, own
 from megatron_patch.megatron.seams.gradients import BucketGroupSeam
 from megatron_patch.megatron.seams.momentum import Replicas, find_replicas
 from megatron_patch.megatron.seams.optimizer_step import leaves_of, loss_scale, model_parameters
@@ -54,6 +57,61 @@ _COUNTED_STEPS = (1, 10, 100, 1_000, 10_000, 100_000)
 """Steps after the warm-up in which the clamped elements are counted; counting takes a pass over them all."""
 _UNLIKE = 1e-4
 """If the L1 norms of two momenta differ by a larger part, it is not because of the order of summation."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The values on which all ranks of the model agree before a compressed step."""
+
+    norm: float
+    """The norm of the mean gradient; NaN after an overflow."""
+    unlike: bool
+    """Whether Adam's momentum differs from m, the momentum that was exchanged last."""
+    restored: bool
+    """Whether it does because other code has changed it: m is not new."""
+    scale: float
+    """The loss scale by which the gradients are multiplied with fp16."""
+
+    @property
+    def overflows(self) -> bool:
+        return not math.isfinite(self.norm)
+
+
+class Prepared:
+    """A compressed step between its halves, where the loop may read the gradients and their norm, and clip.
+
+    The gradients are copies of this rank's own, unreduced ones. By how much the loop has scaled them is read
+    from one element of each optimizer.
+    """
+
+    def __init__(self, optimizer: Any, parts: Sequence[Any], agreement: Agreement) -> None:
+        self.agreement = agreement
+        _copy_gradients(parts)
+        self._probes: list[tuple[torch.Tensor, float]] = []
+        for part in parts:
+            for parameter, _ in _own(part):
+                parameter.grad = parameter.grad / agreement.scale  # In place it may change gradient buffers.
+            largest = ((p.grad.view(-1)[p.grad.abs().argmax()], p) for p, _ in _own(part))
+            probe = next((element for element, _ in largest if element), None)
+            if probe is not None:
+                self._probes.append((probe, float(probe)))
+
+        def clip_grad_norm(limit: float) -> float:
+            parameters = optimizer.get_parameters()
+            if parameters:
+                clip_grad_by_total_norm_fp32(parameters, limit, agreement.norm)
+            return agreement.norm
+
+        self._overrides = [
+            patching.override(optimizer, "get_grad_norm", lambda: agreement.norm),
+            patching.override(optimizer, "clip_grad_norm", clip_grad_norm),
+        ]
+
+    def clipped_by(self) -> float:
+        """Return the factor by which the loop has scaled the gradients, and undo the overrides."""
+        for override in self._overrides:
+            override.undo()
+        return min((float(element) / before for element, before in self._probes), default=1.0)
 
 
 class OneBitAdam:
@@ -153,18 +211,18 @@ class OneBitAdam:
         Call it within `_momentum_as_gradients`; `new` says whether m was allocated there. It tells fp16's
         scalers whether gradients overflowed.
         """
-        mine = [pair for part in self._parts for pair in own(part)]
+        mine = [pair for part in self._parts for pair in _own(part)]
         known = [state for _, state in mine if {"exp_avg", "exp_avg_sq"} <= state.keys()]
         frozen_at = self._sessions[0].ledger.phase.variance_steps or 0
-        holding = [part for part in self._parts if any(own(part))]
+        holding = [part for part in self._parts if any(_own(part))]
         lost = len(known) < len(mine) or any(warm_up.adam_steps(part) < frozen_at for part in holding)
         unlike = torch.zeros((), dtype=torch.float64, device=self._device)
         held = variances = torch.zeros(0, dtype=torch.float64, device=self._device)
         if mine and not lost:
-            held = magnitudes([parameter.grad for parameter, _ in mine])
-            kept = magnitudes([state["exp_avg"] for state in known])
+            held = _magnitudes([parameter.grad for parameter, _ in mine])
+            kept = _magnitudes([state["exp_avg"] for state in known])
             unlike = ((held - kept).abs() > _UNLIKE * held).any().double()
-            variances = magnitudes([state["exp_avg_sq"] for state in known])
+            variances = _magnitudes([state["exp_avg_sq"] for state in known])
         if new:
             self._number_tensors()
         starved = self._starved(held, variances)
@@ -211,7 +269,7 @@ class OneBitAdam:
                 starts[buffer.untyped_storage().data_ptr()] = momentum.group, count, offsets
                 counts[momentum.group] = count + len(offsets)
         numbers: dict[dist.ProcessGroup, list[tuple[int, int]]] = {group: [] for group in counts}
-        parts = (parameter.grad for part in self._parts for parameter, _ in own(part))
+        parts = (parameter.grad for part in self._parts for parameter, _ in _own(part))
         for place, part in enumerate(parts):
             group, count, offsets = starts[part.untyped_storage().data_ptr()]
             numbers[group].append((place, count + bisect.bisect(offsets, part.storage_offset()) - 1))
@@ -345,7 +403,7 @@ class OneBitAdam:
         try:
             if new or self._copies is None:
                 self._copies = list(find_replicas(self._chunks, views))
-            copy_gradients(self._parts)
+            _copy_gradients(self._parts)
             yield new
         finally:
             for parameter, gradient in gradients.items():
@@ -356,7 +414,7 @@ class OneBitAdam:
     def _take_moments(self) -> None:
         """Copy Adam's momentum to m: after the warm-up, a loaded checkpoint or a rollback they differ."""
         for part in self._parts:
-            for parameter, state in own(part):
+            for parameter, state in _own(part):
                 parameter.grad.copy_(state["exp_avg"])
         for momentum in self._momentum:
             momentum.gather()
@@ -430,3 +488,25 @@ class OneBitAdam:
 def _counts(parameter: torch.nn.Parameter) -> bool:
     """Whether this rank's copy of a parameter counts in norms, by Megatron's own conditions."""
     return bool(param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter))
+
+
+def _own(part: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield the parameters of a Megatron optimizer that have gradients, each with its state of Adam."""
+    for group in part.optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter.numel():
+                yield parameter, part.optimizer.state.get(parameter, {})
+
+
+def _copy_gradients(parts: Sequence[Any]) -> None:
+    """Copy the `main_grad` of the model's parameters to the `grad` of the optimizers' parameters."""
+    for part in parts:
+        if isinstance(part, FP32Optimizer):
+            part.prepare_grads()
+        else:
+            part._copy_model_grads_to_main_grads()
+
+
+def _magnitudes(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the L1 norm of each of n tensors, fp64 [n]."""
+    return torch.stack(torch._foreach_norm(tensors, 1)).double()
