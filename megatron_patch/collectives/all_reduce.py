@@ -18,12 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_patch.collectives.exchange import (
-    ExchangeTraffic,
-    Setup,
-    gathered,
-    payloads,
-)
+from megatron_patch.collectives.exchange import ExchangeTraffic, Setup, gathered, payloads
 from megatron_patch.collectives.reduce_scatter import ReduceScatter, ReduceScatterHandle
 from megatron_patch.collectives.sender import Sender, decompress
 from megatron_patch.quantization.blocks import Contents

@@ -12,11 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_patch.collectives.exchange import (
-    ExchangeTraffic,
-    Setup,
-    payloads,
-)
+from megatron_patch.collectives.exchange import ExchangeTraffic, Setup, payloads
 from megatron_patch.collectives.sender import Sender, decompress_reduce
 from megatron_patch.quantization.blocks import Contents
 

@@ -25,11 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_patch.collectives.all_reduce import AllReduce, AllReduceHandle, PassedOn
-from megatron_patch.collectives.exchange import (
-    ExchangeTraffic,
-    Setup,
-    payloads,
-)
+from megatron_patch.collectives.exchange import ExchangeTraffic, Setup, payloads
 from megatron_patch.collectives.reduce_scatter import ReduceScatter, ReduceScatterHandle
 from megatron_patch.collectives.sender import Sender
 from megatron_patch.collectives.topology import TwoHops

@@ -25,10 +25,7 @@ _COSTS_BELOW_BITS = 4
 
 
 def log_startup(
-    chunk: Any,
-    session: Session,
-    seams: Sequence[BucketGroupSeam],
-    weight_seams: Sequence[WeightSeam],
+    chunk: Any, session: Session, seams: Sequence[BucketGroupSeam], weight_seams: Sequence[WeightSeam]
 ) -> None:
     """Log the seams of this rank's model chunks, on one rank of each pipeline stage.
 

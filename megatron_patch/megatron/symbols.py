@@ -93,16 +93,7 @@ SYMBOLS = {
     LOAD_CHECKPOINT: "ddp_model optimizer load_arg",
     **dict.fromkeys((TRAIN_STEP, TRAINING_LOG, EVALUATE_AND_PRINT, EVALUATE, ADD_ARGUMENTS), ""),
     **dict.fromkeys(
-        (
-            STATE_DICT,
-            LOAD_STATE_DICT,
-            NORM,
-            COMPILE_HELPERS,
-            RESULTS_QUEUE,
-            TE_GEMM,
-            *FSDP_DEVICES,
-        ),
-        "",
+        (STATE_DICT, LOAD_STATE_DICT, NORM, COMPILE_HELPERS, RESULTS_QUEUE, TE_GEMM, *FSDP_DEVICES), ""
     ),
 }
 """Every symbol of Megatron that this package replaces, with the parameters that its replacement reads."""

@@ -32,10 +32,7 @@ from megatron_patch.quantization.payload import read_payload, write_payload
 from megatron_patch.quantization.rotation import NONE, Rotation
 from megatron_patch.quantization.uniform import dequantize
 
-LEVELS = {
-    4: (3, 9, 15, 21, 28, 36, 46, 61),
-    2: (3, 10),
-}
+LEVELS = {4: (3, 9, 15, 21, 28, 36, 46, 61), 2: (3, 10)}
 """The positive levels by bits."""
 STEPS = {4: 0.0448032, 2: 0.151035}
 """The factor c by bits: it loses least of a Gaussian."""

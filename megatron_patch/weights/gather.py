@@ -42,11 +42,7 @@ class WeightGather:
     """
 
     def __init__(
-        self,
-        bucket: torch.Tensor,
-        group: dist.ProcessGroup,
-        workspace: Workspace,
-        name: str,
+        self, bucket: torch.Tensor, group: dist.ProcessGroup, workspace: Workspace, name: str
     ) -> None:
         self.name = name
         self.group = group

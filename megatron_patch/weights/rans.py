@@ -12,16 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_patch.weights.tables import (
-    CONTEXTS,
-    ESCAPE,
-    FAR,
-    LOWEST,
-    PRECISION,
-    RAW_BITS,
-    SYMBOL_OF,
-    TOTAL,
-)
+from megatron_patch.weights.tables import CONTEXTS, ESCAPE, FAR, LOWEST, PRECISION, RAW_BITS, SYMBOL_OF, TOTAL
 
 FIRST_STATE = 1 << 15
 

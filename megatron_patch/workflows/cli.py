@@ -37,11 +37,7 @@ _COMMANDS = {
         ("recipes",),
     ),
     "prepare-data": ("data", "make the data sets on which the recipes train", ("recipes",)),
-    "report": (
-        "report.command",
-        "show runs' curves, numbers and differences on one HTML page",
-        ("report",),
-    ),
+    "report": ("report.command", "show runs' curves, numbers and differences on one HTML page", ("report",)),
     "doctor": ("doctor", "print what is installed, and what is missing for what", ()),
 }
 """For each command, its module in this folder, its summary, and the extras that it needs."""

@@ -47,11 +47,7 @@ _RERUNS = (RerunState.RERUNNING_IN_PLACE, RerunState.RERUNNING_FROM_CHECKPOINT)
 class _AllHandles:
     """Replaces the single handle of a bucket group of Megatron (`grad_reduce_handle`)."""
 
-    def __init__(
-        self,
-        handles: Sequence[Handle],
-        stream: torch.cuda.Stream | None = None,
-    ) -> None:
+    def __init__(self, handles: Sequence[Handle], stream: torch.cuda.Stream | None = None) -> None:
         self._handles = handles
         self._stream = stream
 

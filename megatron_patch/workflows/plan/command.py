@@ -197,11 +197,7 @@ def _source_of(gpu: constants.Gpu) -> str:
 
 
 def as_json(
-    job: Job,
-    cluster: Cluster,
-    gpu: constants.Gpu,
-    rows: Sequence[Row],
-    advice: Advice,
+    job: Job, cluster: Cluster, gpu: constants.Gpu, rows: Sequence[Row], advice: Advice
 ) -> dict[str, Any]:
     """Return the content that `--json` writes."""
     return {
