@@ -7,9 +7,13 @@ import statistics
 from pathlib import Path
 
 import pytest
+from workflows.plan.jobs import cluster, job
 
 from benchmarks.command_line import main
 from benchmarks.planner import check, command
+from megatron_patch.workflows.plan.cluster import COLLECTIVES
+from megatron_patch.workflows.plan.methods import parse
+from megatron_patch.workflows.plan.step import simulate
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 
@@ -34,6 +38,20 @@ def test_predictions_are_closest_where_links_take_the_time() -> None:
     assert statistics.median(abs(c.error) for c in slow) < 0.05
     assert max(abs(c.error) for c in cells) < 0.20
     assert statistics.median(abs(c.error) for c in cells) < 0.10
+
+
+def test_gloos_all_reduce_moves_as_much_as_nccls_and_its_reduce_scatter_twice_as_much() -> None:
+    one = dataclasses.replace(job(batch=16, overlap=False), gradient_bytes=2)
+    nccl = cluster(nodes=16, per_node=1, latency=0.0)
+    free = {("all", kind): (0.0, 0.0) for kind in COLLECTIVES}
+    gloo = check.Hosts(nccl.nodes, nccl.per_node, nccl.between, nccl.inside, nccl.processor, transport=free)
+    replicated, sharded = (
+        [simulate(one, on, parse(name)).uplink_bytes for on in (nccl, gloo)]
+        for name in ("stock_allreduce", "stock")
+    )
+    assert replicated[0] == replicated[1]
+    weights = sharded[0] / 2  # They take as many bytes as the gradients.
+    assert sharded[1] == pytest.approx(2 * (sharded[0] - weights) + weights)
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
