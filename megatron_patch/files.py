@@ -55,6 +55,17 @@ def output_folder(folder: Path, option: str = "--out") -> None:
         raise UserError(f"{option}: {folder} cannot be written: {error.strerror}") from error
 
 
+def output_file(path: Path, option: str = "--json") -> None:
+    """Check that a command can write its results to a file, and create the file's folder."""
+    output_folder(path.parent, option)
+    if path.is_dir():
+        raise UserError(f"{option}: {path} is a folder; name a file")
+
+
+DEEPEST = 100
+"""The deepest nesting of YAML that is read: with thousands of levels libyaml's loader ends the process."""
+
+
 class Unfit(ValueError):
     """A text cannot be read; the message is one line without the file's name."""
 
@@ -64,15 +75,32 @@ def load_yaml(path: Path) -> tuple[str, Any]:
 
     Raises:
         OSError: the file cannot be read.
-        Unfit: it is not valid YAML.
+        Unfit: it is not valid YAML, or is nested too deeply.
     """
     import yaml
 
+    text = read_yaml(path)
+    try:
+        return text, yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (yaml.YAMLError, ValueError, TypeError) as error:  # A date that does not exist is a ValueError.
+        raise Unfit(yaml_problem(error)) from error
+
+
+def read_yaml(path: Path) -> str:
+    """Read the text of a YAML file that libyaml's loader loads without a crash; errors as of load_yaml."""
+    import yaml
+
+    depth = 0
     try:
         text = path.read_text(encoding="utf-8")
-        return text, yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # ValueError: a date, UTF-8.
+        for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST:
+                line = event.start_mark.line + 1
+                raise Unfit(f"line {line}: more than {DEEPEST} mappings and lists in one another")
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise Unfit(yaml_problem(error)) from error
+    return text
 
 
 def yaml_problem(error: Exception) -> str:

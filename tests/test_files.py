@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from megatron_patch.errors import UserError
-from megatron_patch.files import Unfit, load_json, load_yaml
+from megatron_patch.files import DEEPEST, Unfit, load_json, load_yaml
 from megatron_patch.workflows.ablation import definition
 from megatron_patch.workflows.run import configuration
 from megatron_patch.workflows.run_reader import read_run
@@ -20,6 +20,8 @@ from megatron_patch.workflows.run_reader import read_run
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("[" * (DEEPEST + 1) + "]" * (DEEPEST + 1), "in one another"),
+        ("[" * 100_000, "in one another"),
         ("a: " + "9" * 5000, "4300 digits"),
         ("a: 2026-99-99", "month"),
         ("? [1]\n: 2", "unhashable"),
@@ -91,6 +93,7 @@ def as_bytes(content: Any) -> bytes:
         (configuration.load, b"megatron: {lr: " + b"9" * 5000 + b"}", "not valid YAML"),
         (configuration.load, b"megatron: {lr: !!int x}", "not valid YAML"),
         (configuration.load, b"megatron: {lr: 1, lr: 2}", "not valid YAML"),
+        (configuration.load, b"megatron: " + b"[" * 50_000, "not valid YAML"),
         (
             configuration.load,
             b"megatron: {lr: '${megatron.min_lr}', min_lr: '${megatron.lr}'}",
@@ -118,7 +121,7 @@ def test_a_mistake_in_a_file_is_one_line(
         ("summary.json", json.dumps({"steps": "x"})),
         ("metrics.jsonl", json.dumps({"step": 5, "raw_weight_gathers": [1]})),
         ("metrics.jsonl", "[" * 100_000),
-        ("config.yaml", "a: ["),
+        ("config.yaml", "a: " + "[" * 50_000),
     ],
 )
 def test_a_file_that_no_run_leaves_is_named(name: str, content: str, tmp_path: Path) -> None:

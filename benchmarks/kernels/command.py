@@ -12,7 +12,7 @@ from rich.console import Console
 from benchmarks.kernels import cpu_rates
 from megatron_patch.config import ROTATIONS, CompressionConfig
 from megatron_patch.errors import UserError
-from megatron_patch.files import output_folder, write_whole
+from megatron_patch.files import output_file, write_whole
 from megatron_patch.registry import OWN_CODECS
 from megatron_patch.workflows import tables
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if args.elements < cpu_rates.LEAST:
         raise UserError(f"--elements: {args.elements} is too few; it must be {cpu_rates.LEAST} or more")
     if args.json:
-        output_folder(args.json.parent, "--json")
+        output_file(args.json)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
     result = cpu_rates.measure(config, args.elements, dtype, _SENDERS, args.seconds, args.typical)
     asked = {"elements": args.elements, "bits": config.bits, "block_size": size, "dtype": args.dtype}

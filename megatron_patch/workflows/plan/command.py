@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_patch.errors import UserError
-from megatron_patch.files import output_folder, write_whole
+from megatron_patch.files import output_file, write_whole
 from megatron_patch.workflows import tables
 from megatron_patch.workflows.plan import constants, methods, recommend, torch_step
 from megatron_patch.workflows.plan import job as jobs
@@ -72,9 +72,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command, and return the exit status."""
     _check(args)
     if args.json:
-        output_folder(args.json.parent, "--json")
-        if args.json.is_dir():
-            raise UserError(f"--json: {args.json} is a folder; name a file")
+        output_file(args.json)
     path, extra = configuration.find(args.recipe), [configuration.find(name) for name in args.and_files]
     plan = _plan(args, path.stem, configuration.load(path, args.overrides, and_files=extra))
     if args.json:

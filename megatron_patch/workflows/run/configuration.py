@@ -14,6 +14,7 @@ Overrides on the command line are `section.key=value`. Values may come from the 
 from __future__ import annotations
 
 import dataclasses
+import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -198,8 +199,8 @@ def _load(path: Path, including: tuple[Path, ...]) -> DictConfig:
         there = [file.name for file in path.parent.glob("*.yaml")]
         raise UserError(f"{path}: no such configuration file{nearest(path.name, there)}")
     try:
-        loaded = OmegaConf.load(path)
-    except (YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
+        loaded = OmegaConf.load(io.StringIO(files.read_yaml(path)))
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
         raise UserError(f"{path}: is not valid YAML: {files.yaml_problem(error)}") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
