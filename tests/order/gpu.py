@@ -27,7 +27,14 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 _FACTORIES = ("tensor", "as_tensor", "empty", "zeros", "ones", "full", "arange", "rand", "randn", "randint")
 _FACTORIES_LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like")
 _SYNCHRONIZING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select")
-_NOTHING_LAUNCHED = ("aten::detach", "aten::alias", "aten::lift_fresh", "aten::_unsafe_view", "aten::set_")
+_NOTHING_LAUNCHED = (
+    "aten::detach",
+    "aten::alias",
+    "aten::lift_fresh",
+    "aten::_unsafe_view",
+    "aten::set_",
+    "fsdp::record_grad_output_stream",
+)
 
 KERNELS: dict[str, dict[str, str]] = {
     "compress_kernel": {
@@ -114,7 +121,7 @@ class Event:
 class Stream:
     """torch.cuda.Stream."""
 
-    device = CUDA
+    device, device_index, device_type = CUDA, 0, 1
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         machine = active().machine
@@ -123,6 +130,8 @@ class Stream:
     @property
     def cuda_stream(self) -> int:
         return 1 + self.queue.number
+
+    stream_id = cuda_stream
 
     def wait_event(self, event: Event) -> None:
         if event.recorded is not None:
@@ -228,14 +237,14 @@ class _Dispatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.is_view or func.namespace != "aten" or func._schema.name in _NOTHING_LAUNCHED:
+        if func.is_view or func.namespace not in ("aten", "fsdp") or func._schema.name in _NOTHING_LAUNCHED:
             return result
         gpu = active()
         machine = gpu.machine
         inputs = list(_tensors(args)) + list(_tensors(kwargs.values()))
         there = any(machine.holds(tensor) for tensor in inputs)
         outputs = list(_tensors((result,)))
-        name = func._schema.name.removeprefix("aten::")
+        name = func._schema.name.rpartition("::")[2]
         if not there and not gpu.at_home:
             return result
         changed = [tensor for argument in _changed(func, args, kwargs) for tensor in _tensors((argument,))]

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 _COLLECTIVES, _MEGATRON = "megatron_patch.collectives", "megatron_patch.megatron"
+_PYTORCH = "megatron_patch.pytorch"
+_FLAT = "session.start(exchange, input_tensor, output_tensor, average, self._ranks)"
 
 
 @dataclass(frozen=True)
@@ -220,6 +222,38 @@ MUTANTS = {
         "experts in many buckets",
         "wait for one another",
         order=1,
+    ),
+    "DDP's buckets are compressed while they are filled": Mutant(
+        f"{_PYTORCH}.ddp:Ddp._stream",
+        (("        stream.wait_stream(torch.cuda.current_stream())\n", ""),),
+        "DDP",
+        RACE,
+    ),
+    "DDP is told that a sum is there before it is": Mutant(
+        f"{_PYTORCH}.ddp:Ddp._finish",
+        (
+            (
+                "        handle.wait()\n        future.set_result(gradients)",
+                "        future.set_result(gradients)\n        handle.wait()",
+            ),
+        ),
+        "DDP in two hops",
+        RACE,
+    ),
+    "FSDP2's shard is used before its sum is there": Mutant(
+        f"{_PYTORCH}.fsdp2:Flat.__call__", ((_FLAT + ".wait()", _FLAT),), "FSDP2", NOT_WAITED
+    ),
+    "FSDP2's reduce-scatter runs on a stream that nothing waits for": Mutant(
+        f"{_PYTORCH}.fsdp2:Flat.__call__",
+        ((_FLAT, f"with torch.cuda.stream(torch.cuda.Stream()):\n            {_FLAT}"),),
+        "FSDP2 in two hops",
+        RACE,
+    ),
+    "the sum over FSDP2's replicas is not waited for": Mutant(
+        f"{_PYTORCH}.fsdp2:Hybrid.all_reduce",
+        (("output, output, average, replicas).wait()", "output, output, average, replicas)"),),
+        "FSDP2, hybrid",
+        NOT_WAITED,
     ),
     "one stream for dense and expert exchanges": Mutant(
         f"{_COLLECTIVES}.workspace:Pool.stream_of",

@@ -1,4 +1,4 @@
-"""The real seam under Megatron's real DDP on a recording GPU, rank after rank in one process.
+"""Megatron's seams, and torch's DDP and FSDP2, on a recording GPU, rank after rank in one process.
 
 A rank's process groups are torch's fake ones, so that one process is each of the job's ranks in turn. It
 builds a tiny model, attaches compression, and trains some steps; what its streams and collectives did is
@@ -38,6 +38,9 @@ class Setup:
     layers: int = 1
     """So many times tiny_model's parameters."""
     steps: int = STEPS
+    wrapper: str = ""
+    """Of a model without Megatron: "ddp" or "fsdp2", with `replicas` (torch_setups.py)."""
+    replicas: int = 1
 
 
 SETUPS = {
@@ -74,6 +77,11 @@ SETUPS = {
     "1-bit Adam with weight gather": Setup(
         SEVERAL | WEIGHTS, ONEBIT | {"weight_gather": "exact"}, gathers_overlap=True
     ),
+    "DDP": Setup(wrapper="ddp"),
+    "DDP in two hops": Setup(compression=TWO_HOPS, wrapper="ddp"),
+    "FSDP2": Setup(wrapper="fsdp2"),
+    "FSDP2 in two hops": Setup(compression=TWO_HOPS, wrapper="fsdp2"),
+    "FSDP2, hybrid": Setup(wrapper="fsdp2", replicas=2, steps=4),
 }
 
 
@@ -157,6 +165,7 @@ def interleaved(name: str, orders: int, combinations: int, **options: Any) -> li
 
 def _one(setup: Setup, rank: int, of_their_own: bool, order: int | None, steps: int | None) -> Outcome:
     import torch.distributed as dist
+    from order import torch_setups
     from order.gpu import recording
     from order.recorded_collectives import Recorder, recorded
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -168,21 +177,31 @@ def _one(setup: Setup, rank: int, of_their_own: bool, order: int | None, steps: 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE="4")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
     try:
+        model = torch_setups.sharded(setup.replicas) if setup.wrapper == "fsdp2" else None
         with recording() as gpu:
             recorder = Recorder(gpu, of_their_own)
             with recorded(recorder):
-                _train(
-                    setup,
-                    gpu,
-                    recorder,
-                    steps or setup.steps,
-                    None if order is None else random.Random(f"{order} {rank}"),
-                )
+                steps, config = steps or setup.steps, _config(setup)
+                if setup.wrapper == "ddp":
+                    torch_setups.train_ddp(config, gpu, recorder, steps)
+                elif model is not None:
+                    torch_setups.train_fsdp2(model, config, gpu, recorder, steps)
+                else:
+                    own_order = None if order is None else random.Random(f"{order} {rank}")
+                    _train(setup, gpu, recorder, steps, own_order)
         return Outcome(
             gpu.machine.found, recorder.called, len(gpu.machine.operations), len(gpu.machine.queues)
         )
     finally:
         megatron_patch.disable()
+
+
+def _config(setup: Setup) -> Any:
+    import megatron_patch
+
+    return megatron_patch.CompressionConfig(
+        **{"method": "loco", "topology": "flat", "start_step": 0} | setup.compression
+    )
 
 
 def _train(setup: Setup, gpu: Any, recorder: Any, steps: int, order: random.Random | None) -> None:
@@ -193,10 +212,7 @@ def _train(setup: Setup, gpu: Any, recorder: Any, steps: int, order: random.Rand
 
     with gpu.all_made_here():
         chunks, optimizer = _built(setup)
-    config = megatron_patch.CompressionConfig(
-        **{"method": "loco", "topology": "flat", "start_step": 0} | setup.compression
-    )
-    megatron_patch.attach([chunk.ddp for chunk in chunks], config)
+    megatron_patch.attach([chunk.ddp for chunk in chunks], _config(setup))
     states = [session_of(chunk.ddp) for chunk in chunks]
     for _ in range(steps):
         for chunk in chunks:

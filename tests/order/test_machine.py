@@ -19,33 +19,6 @@ def made(machine: Machine, queue: Any, numel: int = 16) -> torch.Tensor:
     return tensor
 
 
-def test_two_streams_race_unless_one_waits() -> None:
-    machine = Machine()
-    one, other = machine.queue("one"), machine.queue("other")
-    tensor = made(machine, one)
-    machine.launch(one, "write", writes=[tensor])
-    machine.launch(other, "read", reads=[tensor])
-    assert "not ordered after write on one" in machine.found.pop()
-    machine.wait(other, machine.record(one))
-    machine.launch(other, "read", reads=[tensor])
-    assert machine.found == []
-    machine.launch(one, "write", writes=[tensor])
-    assert "read on other" in machine.found.pop()
-
-
-def test_the_host_s_wait_orders_what_is_launched_after_it() -> None:
-    machine = Machine()
-    one, other = machine.queue("one"), machine.queue("other")
-    tensor = made(machine, one)
-    machine.launch(one, "write", writes=[tensor])
-    event = machine.record(one)
-    assert not machine.over(event)
-    machine.wait_on_host(event)
-    assert machine.over(event)
-    machine.launch(other, "read", reads=[tensor])
-    assert machine.found == []
-
-
 def test_bytes_count_and_not_tensors() -> None:
     machine = Machine()
     one, other = machine.queue("one"), machine.queue("other")

@@ -107,4 +107,7 @@ def test_what_fsdp2_frees_is_held_for_the_all_reduce_s_stream(pool: Any) -> None
 
 def test_the_page_counts_them() -> None:
     page = (Path(__file__).parents[2] / "docs/benchmarks.md").read_text(encoding="utf-8")
-    assert f"runs {len(SETUPS)} set-ups, and finds each of {len(MUTANTS)} errors" in page
+    assert (
+        f"runs {len(SETUPS)} set-ups, of Megatron, DDP and FSDP2, and finds each of {len(MUTANTS)} errors"
+        in page
+    )
