@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import worker_pool
-from seeds import SEED
-from worker_pool import GRACE_SECONDS, MOST_THREADS, WorkerError, WorkerPool, in_warm_process
+from worker_pool import MOST_THREADS, WorkerError, in_warm_process
 
 # --- functions that run in the workers (torch is imported in them: this process does not need it) ---------
 
@@ -51,10 +50,6 @@ def random_numbers() -> list[float]:
     return [random.random(), float(np.random.rand()), torch.rand(1).item()]
 
 
-def seed_of_tests() -> int:
-    return SEED
-
-
 def wait_for_peers() -> None:
     import torch
 
@@ -77,30 +72,12 @@ def fail_on(rank: int, how: str) -> None:
         time.sleep(600)  # should the end take its time, as with a core file
 
 
-def fail_with_a_collective_in_flight() -> None:
-    import torch
-
-    if torch.distributed.get_rank() == 1:
-        work = torch.distributed.all_reduce(torch.zeros(8), async_op=True)
-        raise ValueError(f"left {work is not None}")
-    if torch.distributed.get_rank() == 2:
-        time.sleep(600)
-    wait_for_peers()
-
-
 def fail_while_others_sleep() -> None:
     import torch
 
     if torch.distributed.get_rank() == 1:
         raise ValueError("the true cause")
     time.sleep(600)
-
-
-def fail_in_turn() -> None:
-    import torch
-
-    time.sleep(0.3 * (3 - torch.distributed.get_rank()))
-    raise KeyError(torch.distributed.get_rank())
 
 
 def sleep_on(rank: int) -> str:
@@ -111,8 +88,8 @@ def sleep_on(rank: int) -> str:
     return "done"
 
 
-def set_every_state(fail: bool) -> None:
-    """Leave behind what a test of the project may leave behind."""
+def set_every_state(fail: bool) -> list[str]:
+    """Leave behind what a test of the project may leave behind; returns what `states_left` says of it."""
     from argparse import Namespace
 
     import torch
@@ -135,7 +112,7 @@ def set_every_state(fail: bool) -> None:
     os.chdir("/")
     if fail:
         raise ValueError("with all of that set")
-    torch.distributed.barrier()
+    return states_left()
 
 
 def states_left() -> list[str]:
@@ -161,15 +138,6 @@ def states_left() -> list[str]:
     return [name for name, is_left in left.items() if is_left]
 
 
-class Unpicklable:
-    def __reduce__(self):
-        raise TypeError("stays where it is")
-
-
-def return_unpicklable() -> object:
-    return Unpicklable()
-
-
 # --- what it returns -------------------------------------------------------------------------------------
 
 
@@ -180,12 +148,6 @@ def test_results_come_back_in_rank_order(pool):
     for rank, group in enumerate(groups):
         assert (group["backend"], group["size"], group["threads"], group["dynamo"]) == ("gloo", 4, 1, "1")
         assert group["environment"] == [rank, rank, 4]
-
-
-def test_world_sizes_in_sequence(pool):
-    for world_size in (2, 4, 1, 8, 3):
-        expected = world_size * (world_size - 1) // 2
-        assert pool.run(sum_of_ranks, world_size=world_size) == [expected] * world_size
 
 
 def test_arguments_and_results_travel(pool, tmp_path):
@@ -213,20 +175,6 @@ def test_every_run_starts_from_the_same_seeds(pool):
     assert pool.run(random_numbers, world_size=2) == first
 
 
-def test_workers_have_the_seed_of_the_tests(pool):
-    """`MEGATRON_LOCO_TEST_SEED=3 pytest tests/test_worker_pool.py` shows another one than 0."""
-    assert int(os.environ.get("MEGATRON_LOCO_TEST_SEED", "0")) == SEED
-    assert pool.run(seed_of_tests) == [SEED] * pool.size
-
-
-def test_reuse_is_fast(pool):
-    before = [group["pid"] for group in pool.run(describe_group)]
-    start = time.monotonic()
-    after = [group["pid"] for group in pool.run(describe_group)]
-    assert time.monotonic() - start < 1
-    assert before == after
-
-
 # --- what it reports -------------------------------------------------------------------------------------
 
 
@@ -249,35 +197,21 @@ def test_the_rank_that_raised_is_the_cause(pool, monkeypatch):
     assert [group["pid"] for group in pool.run(describe_group)] == before
 
 
-def test_the_first_failure_in_time_is_reported(pool):
-    with pytest.raises(WorkerError, match="KeyError: 3") as caught:
-        pool.run(fail_in_turn)
-    assert caught.value.rank == 3
-
-
-@pytest.mark.parametrize("function", [fail_while_others_sleep, fail_with_a_collective_in_flight])
-def test_stuck_peers_are_restarted_after_the_grace_period(pool, function):
-    start = time.monotonic()
+def test_stuck_peers_are_restarted_after_the_grace_period(pool):
     with pytest.raises(WorkerError, match="ValueError") as caught:
-        pool.run(function)
-    assert time.monotonic() - start < 3 * GRACE_SECONDS
+        pool.run(fail_while_others_sleep)
     assert (caught.value.rank, caught.value.kind) == (1, "raised")
     assert "still running 3 s later, restarted" in str(caught.value)
     assert pool.run(sum_of_ranks) == [6] * 4
 
 
-@pytest.mark.parametrize(("how", "said"), [("exit", "exit status 3"), ("SIGKILL", "SIGKILL")])
+@pytest.mark.parametrize(
+    ("how", "said"), [("exit", "exit status 3"), ("SIGKILL", "SIGKILL"), ("SIGSEGV", "SIGSEGV.*in fail_on")]
+)
 def test_a_worker_that_dies_is_the_cause(pool, how, said):
-    with pytest.raises(WorkerError, match=f"rank 1 of 4 died in .*: .*{said}") as caught:
+    with pytest.raises(WorkerError, match=f"(?s)rank 1 of 4 died in .*: .*{said}") as caught:
         pool.run(fail_on, 1, how)
     assert (caught.value.rank, caught.value.kind) == (1, "died")
-    assert pool.run(sum_of_ranks) == [6] * 4
-
-
-def test_a_crash_shows_its_stack(pool):
-    with pytest.raises(WorkerError, match=r"(?s)SIGSEGV.*in fail_on") as caught:
-        pool.run(fail_on, 0, "SIGSEGV")
-    assert caught.value.rank == 0
     assert pool.run(sum_of_ranks) == [6] * 4
 
 
@@ -312,19 +246,6 @@ def test_a_timeout_names_the_rank_and_where_it_is(pool):
     assert pool.run(sum_of_ranks) == [6] * 4
 
 
-def test_a_result_that_cannot_travel_is_a_failure(pool):
-    with pytest.raises(WorkerError, match="stays where it is"):
-        pool.run(return_unpicklable, world_size=2)
-    assert pool.run(sum_of_ranks, world_size=2) == [1, 1]
-
-
-def test_what_a_worker_could_not_import_is_refused(pool):
-    with pytest.raises(ValueError, match="not a module-level function"):
-        pool.run(lambda: None)
-    with pytest.raises(ValueError, match="world_size 9"):
-        pool.run(sum_of_ranks, world_size=9)
-
-
 # --- what it forgets -------------------------------------------------------------------------------------
 
 
@@ -334,14 +255,8 @@ def test_nothing_is_left_of_a_run(pool, fail):
         with pytest.raises(WorkerError, match="with all of that set"):
             pool.run(set_every_state, True)
     else:
-        pool.run(set_every_state, False)
+        assert [len(left) for left in pool.run(set_every_state, False)] == [12] * 4
     assert pool.run(states_left) == [[], [], [], []]
-
-
-def test_state_checks_can_fail(pool):
-    """The list above is not empty by accident: the same checks within the run that sets all states."""
-    for left in pool.run(set_and_list_states):
-        assert len(left) == 12
 
 
 def make_half_a_group() -> None:
@@ -360,11 +275,6 @@ def test_a_group_that_was_not_made_is_forgotten(pool):
     with pytest.raises(WorkerError, match="rank 0"):
         pool.run(make_half_a_group)
     assert pool.run(sum_of_ranks, timeout=30) == [6] * 4
-
-
-def set_and_list_states() -> list[str]:
-    set_every_state(False)
-    return states_left()
 
 
 # --- beside it -------------------------------------------------------------------------------------------
@@ -403,12 +313,3 @@ def test_the_pool_has_a_loopback_interface_of_its_own(pool):
     (shared,) = set(pool.run(network))
     assert shared != network()
     assert pool.run(sum_of_ranks) == [6] * 4
-
-
-@pytest.mark.slow
-def test_spawned_workers_do_the_same():
-    with WorkerPool(2, start_method="spawn") as spawned:
-        assert spawned.run(sum_of_ranks, 10) == [10, 10]
-        with pytest.raises(WorkerError, match="the true cause"):
-            spawned.run(fail_on, 0, "raise")
-        assert spawned.run(sum_of_ranks, 10) == [10, 10]

@@ -23,8 +23,8 @@ A rank that fails leaves the group without waiting for "finish": its connections
 that wait for it. Whoever is still stuck after a grace period is killed and forked anew. The failure that
 came first is the one reported; what it did to the others follows in one line each.
 
-The start method is `forkserver`: a new worker costs a fraction of a second, also after a failure. `spawn`
-works too, and is what to use where a process that CUDA has seen must not fork.
+A new worker is forked from a server that has imported all: it costs a fraction of a second, also after a
+failure.
 
 What forks ranks itself, as Megatron's engine in a test, gets a process of its own, warm as well:
 
@@ -345,13 +345,13 @@ def _tear_down() -> str | None:
 
 
 @contextlib.contextmanager
-def _starting_environment(start_method: str = "forkserver") -> Iterator[None]:
+def _starting_environment() -> Iterator[None]:
     """The environment in which processes of the pool start; torch reads some of it as it is imported."""
     saved = dict(os.environ)
     folders = [str(TESTS), str(ROOT), *filter(None, [saved.get("PYTHONPATH")])]
     os.environ.update(ENVIRONMENT)
     # The fork server of Python 3.12 imports its preloaded modules before it knows the parent's sys.path.
-    os.environ.update({_WARM_UP_ON_IMPORT: start_method, "PYTHONPATH": os.pathsep.join(folders)})
+    os.environ.update({_WARM_UP_ON_IMPORT: "1", "PYTHONPATH": os.pathsep.join(folders)})
     try:
         yield
     finally:
@@ -359,17 +359,21 @@ def _starting_environment(start_method: str = "forkserver") -> Iterator[None]:
         os.environ.update(saved)
 
 
+def _server() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
 class _Worker:
     """The parent's end of one worker process."""
 
-    def __init__(self, start_method: str, stack_file: Path):
-        context = multiprocessing.get_context(start_method)
-        if start_method == "forkserver":
-            context.set_forkserver_preload([__name__])
+    def __init__(self, stack_file: Path):
+        context = _server()
         self.stack_file = stack_file
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_worker_main, args=(theirs, str(stack_file)), daemon=True)
-        with _starting_environment(start_method):
+        with _starting_environment():
             self.process.start()
         theirs.close()
         self.idle = False
@@ -431,9 +435,7 @@ def in_warm_process(function: Callable[..., None], *args: Any, log: Path, timeou
 
     What it prints is in `log`. Raises RuntimeError where it raised, died or took longer than `timeout`.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    process = context.Process(target=_warm_main, args=(function, args, str(log)))
+    process = _server().Process(target=_warm_main, args=(function, args, str(log)))
     with _starting_environment():
         process.start()
     process.join(timeout)
@@ -459,8 +461,7 @@ def _warm_main(function: Callable[..., None], args: tuple[Any, ...], log: str) -
 class WorkerPool:
     """Persistent workers that run functions as the ranks of a process group. One run at a time."""
 
-    def __init__(self, size: int = 4, *, start_method: str = "forkserver"):
-        self.start_method = start_method
+    def __init__(self, size: int = 4):
         self.folder = Path(tempfile.mkdtemp(prefix="worker-pool-"))
         self.workers: list[_Worker] = []
         self._numbers = itertools.count()
@@ -539,7 +540,7 @@ class WorkerPool:
         }
 
     def _start_worker(self) -> _Worker:
-        return _Worker(self.start_method, self.folder / f"stack-{next(self._numbers)}")
+        return _Worker(self.folder / f"stack-{next(self._numbers)}")
 
     def _grow(self, size: int) -> None:
         while len(self.workers) < size:
@@ -627,8 +628,7 @@ def _failure(
 
 
 if os.environ.get(_WARM_UP_ON_IMPORT):
-    if os.environ[_WARM_UP_ON_IMPORT] == "forkserver":
-        _separate_network()
+    _separate_network()
     # A failure is told by the worker, which tries again and has a pipe to tell it.
     with contextlib.suppress(Exception):
         warm_up()

@@ -98,6 +98,5 @@ def test_both_phases_and_what_every_rank_holds(pool, options, numel, dtype, aver
             else None,
         )
         for report in reports:
-            assert np.array_equal(report["held"][step].numpy(), reports[0]["held"][step].numpy())
-            assert ((report["held"][step].numpy() == held) | agreement.touched).all()
+            assert np.array_equal(report["held"][step].numpy(), held)
             assert len(set(report["nbytes"])) == 1, "buffers come back"

@@ -6,7 +6,6 @@ Scripts set both: `torch.set_default_dtype(torch.bfloat16)` while a model is bui
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,8 +20,6 @@ from megatron_patch.config import CompressionConfig
 from megatron_patch.megatron.onebit_adam import norm_sketch
 from megatron_patch.quantization import packing, rotation
 from megatron_patch.quantization.layout import BlockLayout
-from megatron_patch.weights import code
-from megatron_patch.weights import native as native_weights
 
 CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float16, torch.float64]
@@ -102,28 +99,6 @@ def test_a_sender_s_bits_do_not_depend_on_torch_s_defaults(kernels, options):
             assert_same_under_all_defaults(work)
     else:
         assert_same_under_all_defaults(work)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("coder", [code, native_weights], ids=["reference", "native"])
-def test_the_weight_code_does_not_depend_on_torch_s_defaults(coder):
-    """Shares of 1,024 on both sides of a half, where a rounded half would be another frequency."""
-
-    def work() -> list[str]:
-        found = []
-        for numel, changed in itertools.product((2047, 2048, 4095), (511, 1023, 1024, 1025)):
-            old = torch.arange(numel, dtype=torch.int16, device=CPU)
-            new = old.clone()
-            new[:changed] += 1
-            message = torch.zeros(code.bound(numel), dtype=torch.uint8, device=CPU)
-            facts = torch.zeros(code.FACTS, dtype=torch.int64, device=CPU)
-            size = coder.encode(old, new, False, message, facts)
-            shards, verdict = old[None].clone(), torch.zeros(1, dtype=torch.int32, device=CPU)
-            coder.decode(message[None], torch.tensor([[0, size]], device=CPU), shards, -1, verdict)
-            found.append(fingerprint([message[:size], facts, shards, verdict]))
-        return found
-
-    assert_same_under_all_defaults(work)
 
 
 def test_the_norm_s_sketch_does_not_depend_on_torch_s_defaults():

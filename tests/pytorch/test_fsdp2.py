@@ -166,9 +166,7 @@ def test_a_hybrid_exchange_is_the_simulation_s(pool, case: str) -> None:
                 np.stack([entry["in"].numpy() for entry in ours]),
                 sent=np.stack([entry["sent"].numpy() for entry in ours])[:, :size],
             )
-            decided = ~agreements[key].touched
-            for entry in ours:
-                assert np.array_equal(entry["out"].numpy()[decided], found[decided])
+            assert all(np.array_equal(entry["out"].numpy(), found) for entry in ours)
             if number + 1 in ends:
                 for agreement in agreements.values():
                     agreement.end_step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from coded_values import flat_error, rows_of
+from coded_values import rows_of
 from quantization.backend_agreement import only_torch
 
 from megatron_patch.collectives.sender import Sender, decompress, decompress_reduce
@@ -78,23 +78,3 @@ def test_all_shards_at_once(shards):
         other = torch.empty(NUMEL)
         decompress(payload, sender.codec, layout, other)
     assert torch.equal(output, other)
-
-
-def test_vectors_of_whole_blocks_are_not_coded_either():
-    """Norms of 256 beside matrices of 256 columns, and padding behind them."""
-    spans = [Span.of(0, (4, 256)), Span.of(1024, (256,), exact=True), Span.of(1280, (3, 256))]
-    layout = BlockLayout.of(2048, 2, 4, 128, spans=spans)
-    values = torch.randn(2048) * (torch.arange(2048) < 2048)
-    sender = Sender(CompressionConfig(method="loco"), layout, CPU)
-    payload, output = torch.empty(sum(layout.payload_sizes), dtype=torch.uint8), torch.empty(2048)
-    sender.compress(values, payload)
-    decompress(rows_of(layout, payload), sender.codec, layout, output)
-    assert torch.equal(output[1024:1280], values[1024:1280])
-    assert not torch.equal(output[:1024], values[:1024])
-    assert flat_error(sender.error)[1024:1280].abs().max() == 0
-
-
-def test_without_vectors_nothing_is_added():
-    layout = BlockLayout.of(1024, 2, 4, 128, spans=[Span.of(0, (8, 128))])
-    assert layout.exact is None
-    assert layout.payload_bytes == 512 * 4 // 8 + 16

@@ -106,9 +106,3 @@ def test_a_payload_is_codes_then_scales_each_aligned_to_16_bytes(shards, size, b
 def test_bits_per_element_of_a_large_bucket(bits, block, wanted):
     layout = BlockLayout.of(4 * 2**21, 4, bits, block)
     assert 8 * layout.shards * layout.payload_bytes / layout.numel == pytest.approx(wanted, abs=1e-4)
-
-
-def test_a_block_of_a_shard_has_the_shard_s_elements():
-    layout = BlockLayout.of(4 * 777, 4, 4, "shard")
-    assert (layout.block, layout.blocks) == (800, 1)  # a multiple of 32
-    assert layout.lengths(torch.device("cpu")).tolist() == [[777]] * 4

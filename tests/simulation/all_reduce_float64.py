@@ -31,23 +31,12 @@ def owners(ranks: int, numel: int, **options: Any) -> list[LoCoSimulation]:
 
 
 class AllReduceAgreement:
-    """Checks real ranks that all-reduce one bucket against the two phases; options as LoCoSimulation's,
-    `forks` as Agreement's.
-
-    `touched` are the elements that the last exchange left undecided: a block forked at a sender or an owner.
-    """
+    """Compares real ranks that all-reduce one bucket with the two phases; options as LoCoSimulation's."""
 
     def __init__(
-        self,
-        ranks: int,
-        numel: int,
-        *,
-        average: bool = False,
-        gradient_dtype: str = "fp32",
-        forks: float = 0.02,
-        **options: Any,
+        self, ranks: int, numel: int, *, average: bool = False, gradient_dtype: str = "fp32", **options: Any
     ):
-        self.ranks, self.dtype = ranks, gradient_dtype
+        self.dtype = gradient_dtype
         first = LoCoSimulation(
             ranks,
             numel,
@@ -57,35 +46,22 @@ class AllReduceAgreement:
             last=False,
             **options,
         )
-        self.senders = Agreement(first, forks)
-        self.owners = [Agreement(second, forks) for second in owners(ranks, numel, **options)]
-        self.touched = np.zeros(numel, dtype=bool)
+        self.senders = Agreement(first)
+        self.owners = [Agreement(second) for second in owners(ranks, numel, **options)]
 
     def exchange(
-        self,
-        gradients: np.ndarray,
-        *,
-        slack: np.ndarray | None = None,
-        sent: np.ndarray | None = None,
-        owned: list[np.ndarray] | None = None,
+        self, gradients: np.ndarray, *, sent: np.ndarray | None = None, owned: list[np.ndarray] | None = None
     ) -> np.ndarray:
         """Both phases; returns what every rank holds, fp32 [numel].
 
         `sent` is what the senders sent, [ranks, numel]; `owned` what each owner sent, of its shard's length.
-        `slack` as Agreement's. The owners' sums need none: they are in rank order, of discrete values.
         """
-        sums = self.senders.exchange(gradients, slack=slack, sent=sent).shards
-        parts, touched = [], []
-        start = 0
+        sums = self.senders.exchange(gradients, sent=sent).shards
+        parts = []
         for index, owner in enumerate(self.owners):
-            length = owner.simulation.numel
-            owner.fork(self.senders.touched[None, start : start + length])
             said = None if owned is None else owned[index][None]
-            sent_by_owner = owner.exchange(sums[index, None, :length], sent=said).shards
-            parts.append(sent_by_owner[0, :length])
-            touched.append(owner.touched)
-            start += length
-        self.touched = np.concatenate(touched)
+            sum_of_shard = sums[index, None, : owner.simulation.numel]
+            parts.append(owner.exchange(sum_of_shard, sent=said).shards[0, : owner.simulation.numel])
         return round_to_gradient_dtype(np.concatenate(parts).astype(np.float32), self.dtype)
 
     def end_step(

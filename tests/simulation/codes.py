@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 
 FLOAT32_MAX = np.finfo(np.float32).max
-# Relative: an fp32 ulp.
-ULP = 2.0**-23
 
 
 # --- bf16: the upper 16 bits of an fp32 number -----------------------------------------------------------
@@ -87,20 +85,6 @@ class Code:
             return int(LEVELS[self.bits][-1])
         return 1 if self.name == "sign" else 2 ** (self.bits - 1) - 1
 
-    @property
-    def widest(self) -> int:
-        """How far apart neighbouring q are at most."""
-        if self.name == "uniform":
-            return 1
-        values = self.values()
-        return int(np.diff(values).max())
-
-    def values(self) -> np.ndarray:
-        """Every q, in their order."""
-        if self.name == "levels":
-            return np.concatenate([-LEVELS[self.bits][::-1], LEVELS[self.bits]])
-        return np.array([-1, 1]) if self.name == "sign" else np.arange(-self.largest, self.largest + 1)
-
     def scale(self, blocks: np.ndarray) -> np.ndarray:
         """The bf16 scale of every block, NaN if it holds a NaN or an infinity."""
         finite = np.isfinite(blocks).all(axis=-1)
@@ -120,11 +104,9 @@ class Code:
             )
         if self.name == "uniform":
             return magnitude.max(axis=-1) / np.float32(self.largest)
-        return self._of_energy(magnitude.astype(np.float64), _exponent(magnitude))
-
-    def _of_energy(self, magnitude: np.ndarray, exponent: np.ndarray) -> np.ndarray:
-        """c * rms of blocks whose largest numbers have these exponents, from whole numbers."""
-        whole = np.rint(64 * magnitude * np.ldexp(1.0, -exponent)[..., None])
+        # c * rms, from whole numbers.
+        exponent = _exponent(magnitude)
+        whole = np.rint(64 * magnitude.astype(np.float64) * np.ldexp(1.0, -exponent)[..., None])
         root = np.sqrt((np.sum(whole**2, axis=-1) / magnitude.shape[-1]).astype(np.float32))
         step = root * np.float32(LEVEL_STEPS[self.bits] / 64)
         return np.ldexp(step.astype(np.float64), exponent).astype(np.float32)
@@ -150,74 +132,6 @@ class Code:
         levels = LEVELS[self.bits]
         index = np.searchsorted((levels[1:] + levels[:-1]) / 2, np.abs(ratio), side="left")
         return (np.where(ratio < 0, -1, 1) * levels[index]).astype(np.int16)
-
-    def range(
-        self, blocks: np.ndarray, slack: np.ndarray, scales: np.ndarray, near_tie: float = 0.0
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The lowest and the highest q of each element; `codes` twice where there is no tie.
-
-        A tie is within `slack` of the value, or within `near_tie` of h/s, relative: neighbouring codes. Slack
-        larger than a code reaches further codes: of an error it may be, whose scale is that of what was lost.
-        """
-        codes = self.codes(blocks, scales)
-        usable = (scales > 0)[..., None]
-        if self.name == "sign":
-            tie = (np.abs(blocks) <= slack) & (slack > 0) & usable
-            return np.where(tie, -1, codes), np.where(tie, 1, codes)
-        divisor = np.where(usable, scales[..., None], np.float32(1)).astype(np.float64)
-        quotient = np.where(usable, blocks, 0.0).astype(np.float64) / divisor
-        size = np.abs(quotient)
-        reach = np.where((slack > 0) & usable, slack / divisor + ULP * size, 0.0)
-        if self.name == "levels":  # middles times s are exact: without slack there are no ties
-            low, high = self._nearest(quotient - reach), self._nearest(quotient + reach)
-            return np.where(reach > 0, low, codes), np.where(reach > 0, high, codes)
-        reach = np.where(usable, np.maximum(reach, near_tie * (np.floor(size) + 0.5)), 0.0)
-        lowest, highest = np.ceil(quotient - reach - 0.5), np.floor(quotient + reach + 0.5)
-        low, high = (
-            np.clip(np.where(reach > 0, end, codes), -self.largest, self.largest).astype(np.int16)
-            for end in (lowest, highest)
-        )
-        return low, high
-
-    def other_scales(self, blocks: np.ndarray, slack: np.ndarray) -> dict[tuple[int, ...], np.ndarray]:
-        """By the place of a block: every scale but its own that values within `slack` of it have, bf16."""
-        own = self.scale(blocks)
-        unsure = slack.any(axis=-1) & ~np.isnan(own)
-        magnitude, slack = (
-            np.where(unsure[..., None], x, 0.0) for x in (np.abs(blocks.astype(np.float64)), slack)
-        )
-        low, high = self._wanted_within(magnitude, slack)
-        first, last = (
-            bits_of(bf16_up(np.minimum(end, float(self._cap)).astype(np.float32))) >> np.uint64(16)
-            for end in (low * (1 - ULP), high * (1 + ULP))
-        )
-        mine = bits_of(own) >> np.uint64(16)
-        found = {}
-        for place in np.argwhere(unsure & (low != high) & ((first != mine) | (last != mine))):
-            where = tuple(int(index) for index in place)
-            bits = np.arange(first[where], last[where] + np.uint64(1), dtype=np.uint64)
-            found[where] = from_bits(bits[bits != mine[where]] << np.uint64(16))
-        return found
-
-    def _wanted_within(self, magnitude: np.ndarray, slack: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        least, most = np.maximum(magnitude - slack, 0.0), magnitude + slack
-        if self.name != "levels":
-            choose = np.mean if self.name == "sign" else np.max
-            return choose(least, axis=-1) / self.largest, choose(most, axis=-1) / self.largest
-        # The largest number decides what the whole numbers are of.
-        of_most = _exponent(most)
-        of_least = np.where(least.any(axis=-1), _exponent(least), of_most)
-        found = [
-            self._of_energy(ends, e).astype(np.float64) for ends in (least, most) for e in (of_least, of_most)
-        ]
-        return np.min(found, axis=0), np.max(found, axis=0)
-
-    def on_grid(self, real: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        """Which numbers are a q times their block's scale; any number where that is 0 or NaN."""
-        usable = (scales > 0)[..., None]
-        step = np.where(usable, scales[..., None], np.float32(1))
-        q = np.rint(real / step)
-        return (~usable | np.isin(q, self.values())) & (q * step == real)
 
 
 def _exponent(magnitude: np.ndarray) -> np.ndarray:
@@ -284,14 +198,3 @@ def rotate_back(blocks: np.ndarray) -> np.ndarray:
         for part in parts(length):
             back[..., part] = hadamard(back[..., part]) * (signs(length)[part] * _root(part))
     return back
-
-
-def rotated_slack(slack: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    """How far `rotate` of values within `slack` of blocks may be from that of the blocks."""
-    found = np.zeros(blocks.shape)
-    for part in parts(blocks.shape[-1]):
-        size, off = part.stop - part.start, slack[..., part].sum(axis=-1, keepdims=True)
-        magnitude = np.abs(blocks[..., part].astype(np.float64)).sum(axis=-1, keepdims=True)
-        rounded = (size.bit_length() + 1) * ULP * magnitude
-        found[..., part] = np.where(off > 0, (off + rounded) * size**-0.5, 0.0)
-    return found

@@ -14,19 +14,9 @@ parameters, they are counted from each one's beginning instead (block_labels).
 
 It is written from the text alone, imports nothing of the project, and is meant to be read beside the text:
 plain arrays of blocks, [ranks, blocks, b] for each length b that there is. What the text defines as an fp32
-or bf16 value is rounded exactly there (NumPy float32 arithmetic, bf16 by its bits); sums that the text leaves
-to the implementation (the mean for 1 bit) and the values handed back are float64.
-
-Where the order of a sum is free (a node's sum, of more than two ranks) a gradient is known up to its last
-bits only: `slack` says how far. Wherever that decides something, the simulation also says what the other
-decision gives, and no more (class Ties):
-
-    the code             h/s near a half; at 1 bit h near 0
-    the scale            max|h| or mean|h| near a bf16 number: the next one changes the whole block
-    the error's code     beta*e + (1-beta)*r near a half of the error's own, much smaller scale; or of bf16
-    the error's scale    its maximum near a bf16 number
-
-What follows is exact again: s*q and a stored error are discrete, and so are the owners' sums of them.
+or bf16 value is rounded exactly there (NumPy float32 arithmetic, bf16 by its bits), so that a correct
+implementation gives the same bits; sums that the text leaves to the implementation (the mean for 1 bit) are
+in float64.
 """
 
 from __future__ import annotations
@@ -37,113 +27,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from simulation.codes import (
-    ULP,
-    Code,
-    bf16_nearest,
-    rotate,
-    rotate_back,
-    rotated_slack,
-    round_to_gradient_dtype,
-)
-
-# How far h/s may lie from a rounding tie, relative to it, for two correct implementations to disagree.
-NEAR_TIE = 1e-5
-
-# Relative: what a handful of fp32 roundings of unlike inputs differ by.
-ROUNDINGS = 2.0**-21
+from simulation.codes import Code, bf16_nearest, rotate, rotate_back, round_to_gradient_dtype
 
 # Labels of elements that are in no block: padding, and what is sent as it is.
 PADDING, EXACT = -1, -2
 ERRORS = Code("uniform", 8)
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """What blocks [..., b] may decode to under one scale each: from `low` to `high`, equal but at ties, and
-    of their grid: s*q, or any bf16 number where the scale is None."""
-
-    low: np.ndarray
-    high: np.ndarray
-    scale: np.ndarray | None
-    code: Code = ERRORS
-
-    @staticmethod
-    def of(blocks: np.ndarray, slack: np.ndarray, scale: np.ndarray, code: Code, near_tie: float) -> Decoded:
-        """What blocks' values within `slack` may be sent as."""
-        codes = code.range(blocks, slack, scale, near_tie)
-        low, high = (scale[..., None] * q.astype(np.float32) for q in codes)
-        return Decoded(low, high, scale, code)
-
-    def holds(self, real: np.ndarray) -> np.ndarray:
-        """Which elements of `real`, fp32 [..., b], it may be."""
-        inside = (self.low <= real) & (real <= self.high)
-        on_grid = bf16_nearest(real) == real if self.scale is None else self.code.on_grid(real, self.scale)
-        return _equal(real, self.low) | _equal(real, self.high) | (inside & on_grid)
-
-    def times(self, factor: float) -> Decoded:
-        """After `_Memory.rescale`."""
-        factor = np.float32(factor)
-        scale = None if self.scale is None else bf16_nearest(self.scale * factor)
-        return Decoded(self.low * factor, self.high * factor, scale, self.code)
-
-
-@dataclass(frozen=True)
-class Possible:
-    """What blocks [..., b] may decode to: of their own scales, and by a block's place of others."""
-
-    own: Decoded
-    others: dict[tuple[int, ...], Decoded]
-    """The elements of every other scale, [scales, b]."""
-
-    @staticmethod
-    def of(blocks: np.ndarray, slack: np.ndarray, code: Code, near_tie: float = 0.0) -> Possible:
-        """What blocks' values within `slack` may be sent as."""
-        scales = code.other_scales(blocks, slack) if slack.any() else {}
-        others = {
-            place: Decoded.of(blocks[place], slack[place], found, code, near_tie)
-            for place, found in scales.items()
-        }
-        return Possible(Decoded.of(blocks, slack, code.scale(blocks), code, near_tie), others)
-
-    def times(self, factor: float) -> Possible:
-        """After `_Memory.rescale`."""
-        others = {place: found.times(factor) for place, found in self.others.items()}
-        return Possible(self.own.times(factor), others)
-
-
-@dataclass(frozen=True)
-class Ties:
-    """What a correct implementation may hold instead of the simulation's values: for blocks of each length
-    the places of their elements, [blocks, b], and what they may be on each rank, [ranks, blocks, b]."""
-
-    shape: tuple[int, int]
-    blocks: list[tuple[np.ndarray, Possible]]
-
-    @property
-    def flags(self) -> np.ndarray:
-        """Where a tie can decide, bool [ranks, numel]: an element, or a whole block by its scale."""
-        near = np.zeros(self.shape, dtype=bool)
-        for here, found in self.blocks:
-            near[:, here] = ~_equal(found.own.low, found.own.high)
-            for rank, block in found.others:
-                near[rank, here[block]] = True
-        return near
-
-    def explain(self, real: np.ndarray) -> np.ndarray:
-        """Where `real`, fp32 [ranks, numel], is what some decision gives: one scale in a block, zeros in
-        none."""
-        explained = real == 0
-        for here, found in self.blocks:
-            explained[:, here] = found.own.holds(real[:, here])
-            for (rank, block), others in found.others.items():
-                if others.holds(real[rank, here[block]]).all(axis=-1).any():
-                    explained[rank, here[block]] = True
-        return explained
-
-
-def _equal(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    return (mine == theirs) | (np.isnan(mine) & np.isnan(theirs))
 
 
 # --- where blocks begin and end --------------------------------------------------------------------------
@@ -202,44 +90,27 @@ class _Memory:
         self.values = np.zeros(self.shape, dtype=np.float32)
         self.codes = np.zeros(self.shape, dtype=np.int16)
         self.scale = np.zeros(self.shape[:2], dtype=np.float32)
-        self.forget_ties()
-
-    def forget_ties(self) -> None:
-        """What is remembered stays, and is no matter of rounding any more."""
-        self.possible = Possible(Decoded(self.read(), self.read(), None), {})
 
     def read(self) -> np.ndarray:
         if self.dtype == "int8":
             return self.scale[..., None] * self.codes.astype(np.float32)
         return self.values
 
-    def write(self, target: np.ndarray, slack: np.ndarray, sent: np.ndarray) -> None:
-        """Remember `target` of the blocks that were `sent`, bool [ranks, blocks]; `slack` is how far another
-        implementation's may be from it."""
-        kept = self.read()
-        target, slack = (np.where(sent[..., None], x, x.dtype.type(0)) for x in (target, slack))
+    def write(self, target: np.ndarray, sent: np.ndarray) -> None:
+        """Remember `target` of the blocks that were `sent`, bool [ranks, blocks]."""
+        target = np.where(sent[..., None], target, np.float32(0))
         if self.dtype == "int8":
             scale = ERRORS.scale(target)
             self.codes = np.where(sent[..., None], ERRORS.codes(target, scale), self.codes)
             self.scale = np.where(sent, scale, self.scale)
-            found = Possible.of(target, slack, ERRORS)
-        elif self.dtype == "bf16":
-            self.values = np.where(sent[..., None], bf16_nearest(target), self.values)
-            found = Possible(Decoded(bf16_nearest(target - slack), bf16_nearest(target + slack), None), {})
         else:
-            if slack.any():
-                raise ValueError("fp32 errors keep every last bit: nothing could be compared")
-            self.values = np.where(sent[..., None], target, self.values)
-            self.forget_ties()
-            return
-        low, high = (np.where(sent[..., None], end, kept) for end in (found.own.low, found.own.high))
-        self.possible = replace(found, own=replace(found.own, low=low, high=high))
+            stored = bf16_nearest(target) if self.dtype == "bf16" else target
+            self.values = np.where(sent[..., None], stored, self.values)
 
     def rescale(self, factor: float) -> None:
         """e <- factor * e; a power of two, as loss scales are, loses nothing."""
         self.scale = bf16_nearest(self.scale * np.float32(factor))
         self.values = self.values * np.float32(factor)
-        self.possible = self.possible.times(factor)
 
 
 # --- all ranks -------------------------------------------------------------------------------------------
@@ -255,12 +126,6 @@ class StepResult:
     sent: np.ndarray  # float64 [ranks, numel], s*q
     errors: np.ndarray  # float64 [ranks, numel], decode(e) after the step (and after a reset)
     shards: np.ndarray  # float32 [ranks, S], what each owner gives its optimizer; zeros after a short one
-    ties: Ties  # of what was sent
-
-    @property
-    def near_tie(self) -> np.ndarray:
-        """bool [ranks, numel], where what is sent is a matter of rounding."""
-        return self.ties.flags
 
 
 class LoCoSimulation:
@@ -351,28 +216,20 @@ class LoCoSimulation:
         self.end_step()
         return replace(result, errors=self.errors())
 
-    def exchange(self, gradients: np.ndarray, slack: np.ndarray | None = None) -> StepResult:
-        """Every rank sends its row of `gradients`, every owner reduces its shard.
-
-        `slack`, like `gradients`: how far another implementation's may be, whose sums have another order.
-        """
+    def exchange(self, gradients: np.ndarray) -> StepResult:
+        """Every rank sends its row of `gradients`, every owner reduces its shard."""
         if gradients.shape != (self.ranks, self.numel):
             raise ValueError(f"gradients {gradients.shape}, expected {(self.ranks, self.numel)}")
         gradients = round_to_gradient_dtype(gradients, self.gradient_dtype)
         codes = np.zeros((self.ranks, self.numel), dtype=np.int16)
         scales = np.zeros(self._scales_shape, dtype=np.float32)
         sent = np.zeros((self.ranks, self.numel), dtype=np.float64)
-        blocks = []
-        slack = np.zeros(gradients.shape) if slack is None else slack
-
         for memory, (shards, numbers, here) in zip(self._memories, self.lengths, strict=True):
-            h, unsure, s, q = self._send(memory, gradients[:, here], slack[:, here])
+            s, q = self._send(memory, gradients[:, here])
             codes[:, here] = q
             scales[:, shards, numbers] = s
             sent[:, here] = s[..., None].astype(np.float64) * q.astype(np.float64)
-            blocks.append((here, Possible.of(h, unsure, self.code, NEAR_TIE)))
-        ties = Ties(gradients.shape, blocks)
-        return StepResult(codes, scales, sent, self.errors(), self._reduce(sent, gradients), ties)
+        return StepResult(codes, scales, sent, self.errors(), self._reduce(sent, gradients))
 
     def end_step(self, *, successful: bool = True, loss_scale_factor: float = 1.0) -> None:
         """What the optimizer's step does to the errors: a skipped one (and every T-th other) clears them,
@@ -391,32 +248,20 @@ class LoCoSimulation:
             errors[:, here] = memory.read()
         return errors
 
-    def error_ties(self) -> Ties:
-        """What may be remembered instead of `errors()`."""
-        found = zip(self._memories, self.lengths, strict=True)
-        return Ties((self.ranks, self.numel), [(here, memory.possible) for memory, (_, _, here) in found])
-
-    def _send(
-        self, memory: _Memory, gradient: np.ndarray, slack: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """From g to s, q and the new error, for blocks [ranks, blocks, b]; returns h, how far it may be off,
-        s and q."""
-        memory.forget_ties()
+    def _send(self, memory: _Memory, gradient: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """From g to s, q and the new error, for blocks [ranks, blocks, b]; returns s and q."""
         if self.rotated_blocks and self.first:
-            gradient, slack = rotate(gradient), rotated_slack(slack, gradient)
+            gradient = rotate(gradient)
         # A gradient near the largest fp32 may overflow here: that block is then sent as NaN.
         with np.errstate(over="ignore", invalid="ignore"):
             h = gradient + memory.read()
-            unsure = np.where(slack > 0, slack + ULP * np.abs(h.astype(np.float64)), 0.0)
             s = self.code.scale(h)
             q = self.code.codes(h, s)
             if self.memory:
                 r = h - s[..., None] * q.astype(np.float32)
                 old, new = np.float32(self.beta) * memory.read(), np.float32(1.0 - self.beta) * r
-                rounding = ROUNDINGS * (np.abs(old) + np.abs(new))
-                unsure_error = np.where(slack > 0, (1.0 - self.beta) * unsure + rounding, 0.0)
-                memory.write(old + new, unsure_error, sent=~np.isnan(s))
-        return h, unsure, s, q
+                memory.write(old + new, sent=~np.isnan(s))
+        return s, q
 
     def _reduce(self, sent: np.ndarray, gradients: np.ndarray) -> np.ndarray:
         """The owner of each shard adds what the ranks sent, in rank order, in fp32; what is not coded in

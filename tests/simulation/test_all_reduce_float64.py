@@ -8,7 +8,7 @@ import torch
 from seeds import seeded
 
 from simulation.adam_float64 import AdamOptions, AdamSimulation
-from simulation.all_reduce_float64 import AllReduceAgreement, owners
+from simulation.all_reduce_float64 import AllReduceAgreement
 from simulation.loco_float64 import LoCoSimulation
 
 RAGGED = [(1, 5), (3, 100), (4, 13), (4, 5), (4, 9), (2, 257)]
@@ -34,29 +34,9 @@ def test_ragged_cuts_cover_every_element_once_and_no_block_crosses_a_shard(ranks
 
 
 @pytest.mark.parametrize(("ranks", "numel"), RAGGED)
-def test_short_shards_are_sent_as_a_bucket_of_their_own_would_be(ranks, numel):
-    size = -(-numel // ranks)
-    whole = LoCoSimulation(ranks, numel, bits=4, codec="uniform", block_size=16)
-    alone = [
-        LoCoSimulation(1, min(size, numel - start), bits=4, codec="uniform", block_size=16)
-        for start in range(0, numel, size)
-    ]
-    for step in range(3):
-        values = gradients(ranks, numel, step)
-        sent = whole.step(values).sent[0]
-        parts = [
-            one.step(values[:1, start : start + size]).sent[0]
-            for one, start in zip(alone, range(0, numel, size), strict=True)
-        ]
-        assert np.array_equal(sent, np.concatenate(parts))
-
-
-@pytest.mark.parametrize(("ranks", "numel"), RAGGED)
 @pytest.mark.parametrize("average", [False, True])
 def test_all_ranks_get_the_sum_within_both_phases_steps(ranks, numel, average):
-    agreement = AllReduceAgreement(
-        ranks, numel, bits=8, codec="uniform", block_size=16, average=average, forks=1.0
-    )
+    agreement = AllReduceAgreement(ranks, numel, bits=8, codec="uniform", block_size=16, average=average)
     assert sum(owner.simulation.numel for owner in agreement.owners) == numel
     values = gradients(ranks, numel)
     reduced = agreement.exchange(values)
@@ -72,7 +52,7 @@ def test_owners_remember_what_the_second_phase_lost():
     """With beta = 0 and exact errors both phases telescope: in all, nothing is lost but the last errors."""
     ranks, numel = 3, 100
     options = {"bits": 2, "codec": "uniform", "block_size": 16, "beta": 0.0, "error_dtype": "fp32"}
-    agreement = AllReduceAgreement(ranks, numel, forks=1.0, **options)
+    agreement = AllReduceAgreement(ranks, numel, **options)
     total, received = np.zeros(numel), np.zeros(numel)
     for step in range(40):
         values = gradients(ranks, numel, step)
@@ -85,29 +65,16 @@ def test_owners_remember_what_the_second_phase_lost():
     assert np.abs(received - total).max() > 0.1
 
 
-def test_the_owners_sum_is_not_rounded_to_the_gradient_dtype():
-    agreement = AllReduceAgreement(
-        2, 32, bits=8, codec="uniform", block_size=16, gradient_dtype="bf16", forks=1.0
-    )
-    assert agreement.senders.simulation.reduced_dtype == "fp32"
-    reduced = agreement.exchange(gradients(2, 32))
-    assert not (reduced.view(np.uint32) & 0xFFFF).any(), "what ranks hold is bf16"
-
-
 def test_resets_and_skipped_steps_clear_both_phases():
     for ending, reset_interval in (({}, 1), ({"successful": False}, 0)):
         agreement = AllReduceAgreement(
-            2, 40, bits=2, codec="uniform", block_size=16, reset_interval=reset_interval, forks=1.0
+            2, 40, bits=2, codec="uniform", block_size=16, reset_interval=reset_interval
         )
         agreement.exchange(gradients(2, 40))
         simulations = [agreement.senders.simulation, *(owner.simulation for owner in agreement.owners)]
         assert all(simulation.errors().any() for simulation in simulations)
         agreement.end_step(**ending)
         assert not any(simulation.errors().any() for simulation in simulations)
-
-
-def test_empty_shards_have_no_owner():
-    assert [owner.numel for owner in owners(4, 5, bits=4, codec="uniform")] == [2, 2, 1]
 
 
 @pytest.mark.parametrize("error_dtype", ["int8", "bf16", "fp32"])

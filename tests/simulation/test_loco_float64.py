@@ -80,18 +80,6 @@ def test_bf16_nearest_has_no_closer_neighbour_and_ties_go_to_even(value):
     assert np.signbit(bf16_nearest(value)) == np.signbit(np.float32(value))
 
 
-def test_bf16_known_values():
-    assert float(bf16_up(1.0)) == 1.0
-    assert float(bf16_up(np.nextafter(np.float32(1), np.float32(2)))) == 1.0078125
-    assert float(bf16_nearest(1.00390625)) == 1.0  # halfway, 1.0 is even
-    assert float(bf16_nearest(1.01171875)) == 1.015625  # halfway, the upper one is even
-    assert float(bf16_up(1e-45)) == 2.0**-133
-    assert np.isinf(bf16_up(FLOAT32_MAX))
-    assert np.isnan(bf16_up(np.nan))
-    assert np.isnan(bf16_nearest(np.nan))
-    assert np.isinf(bf16_nearest(-np.inf))
-
-
 @pytest.mark.parametrize("limit", [127, 7, 1])
 def test_the_cap_is_the_last_bf16_whose_largest_code_is_finite(limit):
     cap = float(bf16_down(float(FLOAT32_MAX) / limit))
@@ -156,35 +144,15 @@ def test_any_finite_gradient_is_sent_finite_and_with_the_right_sign(values, bits
     assert np.array_equal(result.shards[0], result.sent[0].astype(np.float32))
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2, 1])
-def test_halves_round_to_even_and_are_reported_as_near_ties(bits):
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_halves_round_to_even(bits):
     limit = levels(bits)
     # The largest element fixes s = 1 (a power of two, so h/s is exact).
     values = np.full(16, 0.25, dtype=np.float32)
     values[:4] = [limit, 0.5, -0.5, min(2.5, limit)]
     result = LoCoSimulation(1, 16, bits=bits, block_size=16, memory=False).step(values[None])
-    if bits == 1:
-        assert not result.near_tie.any()
-        return
     assert float(result.scales[0, 0, 0]) == 1.0
     assert result.codes[0, :4].tolist() == [limit, 0, 0, 2 if limit > 2 else 1]
-    assert result.near_tie[0].tolist() == [False, True, True, limit > 2] + [False] * 12
-
-
-def test_near_tie_is_relative():
-    values = np.full((1, 16), 0.25, dtype=np.float32)
-    values[0, 0] = 127
-    values[0, 1:5] = [100.5 * (1 + 0.9e-5), 100.5 * (1 - 1.2e-5), 0.5 * (1 - 0.9e-5), 0.5 * (1 + 1.2e-5)]
-    result = LoCoSimulation(1, 16, bits=8, block_size=16).step(values)
-    assert result.near_tie[0, :6].tolist() == [False, True, False, True, False, False]
-
-
-def test_no_block_crosses_a_shard():
-    gradients = np.zeros((2, 2 * 20), dtype=np.float32)
-    gradients[:, :20] = 1.0
-    gradients[:, 20:] = 1024.0
-    result = LoCoSimulation(2, 40, bits=2, block_size=16).step(gradients)
-    assert result.scales[0].tolist() == [[1, 1], [1024, 1024]]
 
 
 # --- the sum ---------------------------------------------------------------------------------------------
@@ -214,26 +182,6 @@ def test_the_sum_is_taken_in_rank_order_in_fp32():
     gradients[:, 0] = [2.0**24, 1.0, 1.0]
     assert LoCoSimulation(3, 48, bits=2, block_size=16).step(gradients).shards[0, 0] == 2.0**24
     assert LoCoSimulation(3, 48, bits=2, block_size=16).step(gradients[::-1]).shards[0, 0] == 2.0**24 + 2
-
-
-@pytest.mark.parametrize(("dtype", "bits_kept"), [("bf16", 8), ("fp16", 11)])
-def test_shards_are_numbers_of_the_gradient_dtype(dtype, bits_kept):
-    gradients = np.random.default_rng(seeded(0)).standard_normal((2, 64)).astype(np.float32)
-    wide = LoCoSimulation(2, 64, bits=8, block_size=16, memory=False)
-    narrow = LoCoSimulation(2, 64, bits=8, block_size=16, memory=False, gradient_dtype=dtype)
-    shards = narrow.step(gradients).shards
-    mantissas, _ = np.frexp(shards.astype(np.float64))
-    assert np.array_equal(mantissas * 2**bits_kept, np.rint(mantissas * 2**bits_kept))
-    # The inputs were rounded to the same dtype, so a code may differ by one: two scales of slack.
-    result = wide.step(gradients)
-    slack = per_element(wide, result.scales).sum(axis=0) + np.abs(result.shards.reshape(-1)) * 2.0**-bits_kept
-    assert np.all(np.abs(shards - result.shards).reshape(-1) <= slack)
-
-
-def test_a_sum_too_large_for_fp16_overflows():
-    gradients = np.full((2, 32), 60000, dtype=np.float32)
-    result = LoCoSimulation(2, 32, bits=8, block_size=16, gradient_dtype="fp16").step(gradients)
-    assert np.all(np.isinf(result.shards))
 
 
 # --- what is remembered ----------------------------------------------------------------------------------
@@ -278,28 +226,6 @@ def test_error_is_the_moving_average_where_beta_weighs_the_old_one(beta, error_d
         previous = result.errors
 
 
-def test_eight_bit_errors_are_codes_times_a_bf16_scale():
-    simulation = LoCoSimulation(1, 48, bits=4, block_size=16)
-    errors = simulation.step(gradients_like_training(1, 48)).errors.reshape(3, 16)
-    for block in errors:
-        # A scale is rounded up by as much as 2^-7, so the largest code is 127 or 126.
-        largest = np.abs(block).max()
-        scales = [largest / code for code in (127, 126) if largest / code in ALL_BF16]
-        assert any(np.array_equal(block / scale, np.rint(block / scale)) for scale in scales)
-
-
-def test_memory_makes_the_mean_of_a_constant_gradient_right():
-    """The point of the method: a constant that 2 bits cannot express arrives on average."""
-    gradients = np.full((1, 32), 0.3, dtype=np.float32)
-    gradients[0, 0] = gradients[0, 16] = 1.0
-    means = {}
-    for memory in (True, False):
-        simulation = LoCoSimulation(1, 32, bits=2, block_size=16, beta=0.0, memory=memory)
-        means[memory] = np.mean([simulation.step(gradients).sent[0, 5] for _ in range(100)])
-    assert means[False] == 0.0
-    assert means[True] == pytest.approx(0.3, abs=0.02)
-
-
 def test_the_energy_of_what_arrives():
     """Levels are the means of what is rounded to them, so h loses r's energy, a share D of its own. An e of
     independent r has (1 - beta) / (1 + beta) of it, k, so (1 - D) / (1 - k * D) of independent gradients'
@@ -325,15 +251,6 @@ def test_the_energy_of_what_arrives():
         share = (1 - beta) / (1 + beta)
         assert arrived(beta=beta) == pytest.approx((1 - lost) / (1 - share * lost), abs=0.1 * lost)
         assert arrived(signal=2.0, beta=beta) > 1 + lost / 2
-
-
-def test_naive_remembers_nothing():
-    simulation = LoCoSimulation(2, 64, bits=4, memory=False)
-    gradients = gradients_like_training(2, 64)
-    first = simulation.step(gradients)
-    second = simulation.step(gradients)
-    assert not first.errors.any()
-    assert np.array_equal(first.codes, second.codes)
 
 
 def test_errors_are_reset_after_every_interval():
@@ -394,43 +311,3 @@ def test_huge_gradients_stay_finite(bits, size):
     if bits != 1:
         scale = result.scales[0, 0].repeat(16).astype(np.float64)
         assert np.all(np.abs(values - result.sent[0]) <= scale * 0.5 + np.abs(values) * 2.0**-8)
-
-
-@pytest.mark.parametrize("bits", [8, 4, 2, 1])
-def test_subnormal_gradients(bits):
-    # 1e-45 / L vanishes in fp32 for L > 1: the block is sent as zeros and stays in the error if it can.
-    tiny = np.full((1, 16), 1e-45, dtype=np.float32)
-    result = LoCoSimulation(1, 16, bits=bits, block_size=16, error_dtype="fp32").step(tiny)
-    if levels(bits) > 2:
-        assert not result.scales.any()
-        assert not result.codes.any()
-    else:
-        assert float(result.scales[0, 0, 0]) == 2.0**-133
-    # Larger subnormals have a subnormal scale, never below a/L.
-    small = np.linspace(-1e-38, 1e-38, 16).astype(np.float32)[None]
-    result = LoCoSimulation(1, 16, bits=bits, block_size=16, memory=False).step(small)
-    scale = float(result.scales[0, 0, 0])
-    assert scale in ALL_BF16
-    if bits != 1:
-        assert np.all(np.abs(small - result.sent) <= scale * 0.5 + 2.0**-149)
-    assert np.all(np.isfinite(result.sent))
-
-
-@pytest.mark.parametrize("bits", [8, 4, 2, 1])
-def test_zeros(bits):
-    result = LoCoSimulation(2, 64, bits=bits).step(np.zeros((2, 64), dtype=np.float32))
-    for values in (result.codes, result.scales, result.sent, result.errors, result.shards):
-        assert not values.any()
-
-
-def test_impossible_settings_are_refused():
-    with pytest.raises(ValueError, match="bits"):
-        LoCoSimulation(2, 64, bits=5)
-    with pytest.raises(ValueError, match="block size"):
-        LoCoSimulation(2, 64, bits=4, block_size=100)
-    with pytest.raises(ValueError, match="error dtype"):
-        LoCoSimulation(2, 64, bits=4, error_dtype="fp8")
-    with pytest.raises(ValueError, match="gradient dtype"):
-        LoCoSimulation(2, 64, bits=4, gradient_dtype="fp64")
-    with pytest.raises(ValueError, match="expected"):
-        LoCoSimulation(2, 64, bits=4).step(np.zeros((2, 32), dtype=np.float32))

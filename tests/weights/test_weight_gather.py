@@ -219,18 +219,6 @@ def messages_that_change() -> list[str]:
     return told
 
 
-def kept_of_a_message() -> int:
-    """Bytes of memory that a step's count of unchanged weights keeps."""
-    from megatron_patch.weights.gather import agree
-
-    bucket, gather = gather_of(5000)
-    gather.remember()
-    update(bucket, 0)
-    agree([gather])
-    assert 0 < int(gather.unchanged) < 5000
-    return gather.unchanged.untyped_storage().nbytes()
-
-
 # --- the tests --------------------------------------------------------------------------------------------
 
 
@@ -298,70 +286,6 @@ def test_a_message_that_changes_on_its_way_is_an_error_or_says_the_same(pool):
         assert "silently wrong" not in errors
         assert (len(errors) > TRIALS // 2) == (rank == 2)
         assert all("bucket 7 on rank 2, shard of rank 1" in text for text in errors)
-
-
-def test_a_report_does_not_keep_the_message_that_it_counts(pool):
-    assert pool.run(kept_of_a_message, world_size=RANKS) == [8] * RANKS
-
-
-def test_the_agreement_of_many_buckets_of_many_ranks_costs_the_host_little(monkeypatch):
-    """64 buckets at 1,024 ranks, after the all-gather: some 2 ms, where a loop over rows takes 60."""
-    import time
-
-    import torch
-
-    from megatron_patch.collectives.workspace import Workspace
-    from megatron_patch.weights import batch as weight_batch
-    from megatron_patch.weights import gather as weight_gather
-
-    class Group:
-        size, rank = (lambda _: 1024), (lambda _: 3)
-
-    ranks, buckets = 1024, 64
-    workspace = Workspace(torch.device("cpu"))
-    gathers = [
-        weight_gather.WeightGather(torch.zeros(ranks * 640, dtype=torch.bfloat16), Group(), workspace, "")
-        for _ in range(buckets)
-    ]
-    for gather in gathers:
-        monkeypatch.setattr(gather, "encode", lambda: torch.zeros(3, dtype=torch.int64))
-    table = torch.ones(ranks, buckets, 3, dtype=torch.int64)
-    table[..., 0] = torch.randint(100, 700, (ranks, buckets), generator=torch.Generator().manual_seed(1))
-    monkeypatch.setattr(weight_gather, "_all_gather", lambda mine, group: table)
-    seconds = []
-    for _ in range(5):
-        began = time.perf_counter()
-        agreed = weight_gather.agree(gathers)
-        made = list(weight_batch.batches(gathers))
-        sizes = [batch.nbytes_of(gather) for batch in made for gather in batch.gathers]
-        seconds.append(time.perf_counter() - began)
-    assert all(one.difference is None and one.saves for one in agreed)
-    assert [gather for batch in made for gather in batch.gathers] == gathers
-    for batch in made:
-        starts, lengths = (
-            batch.places[..., 0],
-            torch.stack([torch.as_tensor(g.lengths) for g in batch.gathers]),
-        )
-        assert torch.equal(starts[1:], lengths.cumsum(0)[:-1])
-        assert (lengths % 8 == 0).all()
-        assert batch.width == int(lengths.sum(0).max()) <= 1280
-    assert sum(sizes) == pytest.approx(sum(batch.width for batch in made) * (ranks - 1))
-    print(f"{1e3 * min(seconds):.2f} ms")
-    assert min(seconds) < 0.05
-
-
-def test_a_buffer_of_no_bytes_can_be_given_back():
-    import torch
-
-    from megatron_patch.collectives.workspace import Pool
-
-    pool = Pool(torch.device("cpu"))
-    for _ in range(2):
-        one, other = pool.take(1, 0), pool.take(3, 0)
-        assert (one.shape, other.shape) == ((1, 0), (3, 0))
-        pool.give(one)
-        pool.give(other)
-    assert pool.nbytes <= 2
 
 
 def test_a_buffer_that_an_evaluation_needs_first_serves_a_training_too():

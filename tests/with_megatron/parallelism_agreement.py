@@ -1,13 +1,11 @@
 """Compares models that Megatron trained under some parallelism with the simulation, parameter by parameter.
 
-    own gradients of all ranks     as recording.py wrote them down, before Megatron scaled them
-      x scaling                    Scaling, stated here from docs/numerics.md and not read from Megatron
-      -> exchange                  over the ranks that Layout names, simulated in float64 (tests/simulation)
-      -> finalize_model_grads      sums over tensor-parallel ranks and pipeline ends, division by tokens
-      -> Adam                      in float64
-      = parameters                 compared on every rank after every step
-
-Elements whose block forked through a rounding tie (simulation/agreement.py) are left out from then on.
+own gradients of all ranks     as recording.py wrote them down, before Megatron scaled them
+  x scaling                    Scaling, stated here from docs/numerics.md and not read from Megatron
+  -> exchange                  over the ranks that Layout names, simulated in float64 (tests/simulation)
+  -> finalize_model_grads      sums over tensor-parallel ranks and pipeline ends, division by tokens
+  -> Adam                      in float64
+  = parameters                 compared on every rank after every step
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from simulation.codes import round_to_gradient_dtype
 from simulation.loco_float64 import LoCoSimulation, block_labels
 
 DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
-MOST_FORKED = 0.02
 
 
 @dataclass(frozen=True)
@@ -106,17 +103,6 @@ def by_node(row: list[int], per_node: int | None) -> list[list[int]]:
     return nodes if regular else [[rank] for rank in row]
 
 
-def of_order(terms: np.ndarray, dtype: str) -> np.ndarray:
-    """How far apart two sums of `terms` over axis 1 may be that add them in another order; 0 for two terms.
-
-    Each of a sum's n-1 additions rounds to half an ulp of at most the sum of magnitudes.
-    """
-    half_ulp = 2.0 ** -{"fp32": 24, "fp16": 11, "bf16": 8}[dtype]
-    additions = np.maximum(np.count_nonzero(terms, axis=1) - 1, 0)
-    magnitude = np.where(np.isfinite(terms), np.abs(terms.astype(np.float64)), 0.0).sum(axis=1)
-    return np.where(additions > 1, 2 * additions * half_ulp * magnitude, 0.0)
-
-
 class _BucketAgreement:
     """One bucket and the ranks that exchange it: a reduce-scatter in each row, all-reduces between rows.
 
@@ -158,7 +144,6 @@ class _BucketAgreement:
             for shard in labels.reshape(ranks, -1)
             if between
         ]
-        self.touched = np.zeros(numel, dtype=bool)
 
     def exchange(self, steps: list[dict[str, Any]], place: int, factor: float) -> np.ndarray:
         """What the optimizer gets of the bucket's gradient, fp32 [numel]; `steps` by rank."""
@@ -166,40 +151,31 @@ class _BucketAgreement:
         def sent(ranks: list[int], part: str) -> list[np.ndarray]:
             return [steps[rank]["sent"][place][part].numpy() for rank in ranks]
 
-        shards, touched = [], []  # by row: [ranks of the row, elements of a shard]
+        shards = []  # by row: [ranks of the row, elements of a shard]
         for index, row in enumerate(self.rows):
             own = np.stack([steps[rank]["gradients"][place].numpy() for rank in row])
             # Megatron scales in the buffer, so in the buffer's dtype.
             gradients = round_to_gradient_dtype(own * np.float32(factor), self.dtype)
-            forked = np.zeros(gradients.shape, dtype=bool)
-            if self.scatter:
-                gradients, forked = self._scatter(index, gradients, sent)
-            touched.append(forked)
-            shards.append(gradients)
+            shards.append(self._scatter(index, gradients, sent) if self.scatter else gradients)
         if not self.reduce:
-            self.touched = touched[0].reshape(-1)
             return shards[0].reshape(-1)
-        parts = []
-        for index, (column, agreement) in enumerate(zip(self.columns, self.reduce, strict=True)):
-            agreement.senders.fork(np.stack([of_row[index] for of_row in touched]))
-            owned = [owned for owned in sent(column, "owner") if len(owned)]
-            parts.append(
-                agreement.exchange(
-                    np.stack([of_row[index] for of_row in shards]),
-                    sent=np.stack(sent(column, "reduce")),
-                    owned=owned,
-                )
+        parts = [
+            agreement.exchange(
+                np.stack([of_row[index] for of_row in shards]),
+                sent=np.stack(sent(column, "reduce")),
+                owned=[owned for owned in sent(column, "owner") if len(owned)],
             )
-        self.touched = np.concatenate([agreement.touched for agreement in self.reduce])
+            for index, (column, agreement) in enumerate(zip(self.columns, self.reduce, strict=True))
+        ]
         return np.concatenate(parts)
 
-    def _scatter(self, index: int, gradients: np.ndarray, sent: Any) -> tuple[np.ndarray, np.ndarray]:
-        """One row's shards, [ranks, S], in their order, and which elements forked."""
+    def _scatter(self, index: int, gradients: np.ndarray, sent: Any) -> np.ndarray:
+        """One row's shards, [ranks, S], in their order."""
         nodes, local = len(self.nodes[index]), self.local
+        assert local <= 2, "the order in which a node's ranks are added is free"
         ranks = nodes * local
         by_place = gradients.reshape(nodes, local, nodes, local, -1)  # of node, rank; for node, rank, element
         shards = np.empty((nodes, local, gradients.shape[1] // ranks), dtype=np.float32)
-        forked = np.empty(shards.shape, dtype=bool)
         for place, agreement in enumerate(self.scatter[index]):
             terms = by_place[:, :, :, place]
             total = terms[:, 0]
@@ -207,13 +183,10 @@ class _BucketAgreement:
                 total = round_to_gradient_dtype(total + terms[:, other], self.dtype)
             senders = [on_node[place] for on_node in self.nodes[index]]
             found = agreement.exchange(
-                total.reshape(nodes, -1),
-                slack=of_order(terms, self.dtype).reshape(nodes, -1),
-                sent=np.stack(sent(senders, "scatter")),
+                total.reshape(nodes, -1), sent=np.stack(sent(senders, "scatter"))
             ).shards
             shards[:, place] = round_to_gradient_dtype(found / (ranks if self.average else 1), self.dtype)
-            forked[:, place] = agreement.touched.reshape(found.shape)
-        return shards.reshape(ranks, -1), forked.reshape(ranks, -1)
+        return shards.reshape(ranks, -1)
 
     def end_step(self, steps: list[dict[str, Any]], place: int, **ending: Any) -> None:
         """The optimizer's step, and the errors that every rank then holds."""
@@ -258,7 +231,6 @@ class Comparison:
             for name, initial in report["initial"].items()
             for marks in [report["parameters"][name]]
         }
-        self.left_out = {key: np.zeros(adam.value.size, dtype=bool) for key, adam in self.adams.items()}
 
     def check(self) -> None:
         """Every step of every rank."""
@@ -273,10 +245,9 @@ class Comparison:
                 dtype = DTYPES[str(self.reports[rank]["parameters"][name]["gradient_dtype"])]
                 found, own = steps[rank]["reduced"][name]
                 real, wanted = found.numpy()[own], simulated[own]
-                off = np.where(self.left_out[rank, name][own], 0.0, np.abs(real - wanted))
+                off = np.abs(real - wanted)
                 bound = 2.0 ** -{"fp32": 22, "fp16": 10, "bf16": 7}[dtype] * np.abs(wanted)
                 assert np.all(off <= bound), f"step {number}, rank {rank}, {name}: off by {off.max()}"
-            self._few_left_out(number)
 
     def _reduced(self, number: int) -> tuple[list[dict[str, Any]], dict[tuple[int, str], np.ndarray], bool]:
         """A step of all ranks, its reduced gradients, and whether it succeeded; errors are compared."""
@@ -289,10 +260,6 @@ class Comparison:
             exchange.end_step(steps, place, successful=successful, loss_scale_factor=next_scale / scale)
         return steps, gradients, successful
 
-    def _few_left_out(self, number: int) -> None:
-        share = sum(out.sum() for out in self.left_out.values()) / sum(o.size for o in self.left_out.values())
-        assert share <= MOST_FORKED, f"step {number}: {share:.1%} of the parameters forked"
-
     def _check(self, number: int) -> None:
         steps, gradients, successful = self._reduced(number)
         scale = steps[0]["loss_scale"]
@@ -300,12 +267,11 @@ class Comparison:
             if successful:
                 adam.step(gradients[rank, name].astype(np.float64) / scale)
             self._compare(f"step {number}, rank {rank}, {name}", rank, name, steps[rank]["weights"][name])
-        self._few_left_out(number)
 
     def _compare(self, where: str, rank: int, name: str, weights: Any) -> None:
         adam, real = self.adams[rank, name], weights.numpy().astype(np.float64)
         dtype = DTYPES[self.reports[rank]["parameters"][name]["dtype"]]
-        off = np.where(self.left_out[rank, name], 0.0, np.abs(real - adam.value))
+        off = np.abs(real - adam.value)
         bound = adam.bound(dtype)
         worst = int(np.argmax(off - bound))
         assert off[worst] <= bound[worst], (
@@ -321,7 +287,6 @@ class Comparison:
             for rank in (rank for row in exchange.rows for rank in row):
                 for name, (start, end) in self.reports[rank]["buckets"][place]["parameters"].items():
                     gradients[rank, name] = reduced[start:end]
-                    self.left_out[rank, name] |= exchange.touched[start:end]
         return gradients
 
     def _finalized(
@@ -336,10 +301,8 @@ class Comparison:
         }
         for combine, copies in (*self._tensor_copies(), *self._tied_copies()):
             total = combine([gradients[copy].astype(np.float64) for copy in copies])
-            left_out = np.any([self.left_out[copy] for copy in copies], axis=0)
             for copy in copies:
                 gradients[copy] = round_to_gradient_dtype(total, dtypes[copy[1]])
-                self.left_out[copy] = left_out.copy()
         if self.scaling.per_token:
             # One rank of each group of tensor and pipeline peers counts.
             data = [rank for row in self.layout.groups(expert=False)[0] for rank in row]

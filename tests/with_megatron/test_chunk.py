@@ -317,7 +317,7 @@ def test_errors_are_kept_over_repeated_exchanges(pool, model):
                 name: np.stack([r[name][number][bucket].numpy() for r in reports])
                 for name in ("gradients", "errors", "shards")
             }
-            agreement.exchange(rows["gradients"], tells=rows["errors"], shards=rows["shards"])
+            agreement.exchange(rows["gradients"], shards=rows["shards"])
             agreement.end_step(errors=rows["errors"])
     for rank, report in enumerate(reports):
         assert report["events"]["replays"] == 0
@@ -506,7 +506,7 @@ def test_a_loop_without_megatron_s_optimizer_counts_exchanges_and_says_so_once(p
                 name: np.stack([r[name][step][bucket].numpy() for r in reports])
                 for name in ("gradients", "errors", "shards")
             }
-            agreement.exchange(rows["gradients"], tells=rows["errors"], shards=rows["shards"])
+            agreement.exchange(rows["gradients"], shards=rows["shards"])
             # A reset shows with the next exchange only: nothing tells that a step is over before it.
             late = (step + 1) % 3 == 0
             agreement.end_step(errors=None if late else rows["errors"])

@@ -92,8 +92,12 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"bits": 4, "ranks_per_node": 4},
     ),
     "two-hop-tp2-dp4": (8, {"tp": 2}, {"bits": 4, "ranks_per_node": 4}),
-    # Sums over 4 ranks of a node have no fixed order, so blocks fork at ties: small ones, or much would.
-    "two-hop-ep2-dp8": (8, MOE, {"bits": 4, "block_size": 16, "ranks_per_node": 4}),
+    # The experts' groups, too, have two ranks on each node.
+    "two-hop-tp2-ep2-dp4": (
+        8,
+        MOE | {"tp": 2, "expert_tp": 1, "sequence_parallel": True},
+        {"bits": 4, "block_size": 16, "ranks_per_node": 4},
+    ),
     "two-hop-instances2-dp4": (8, {"instances": 2}, {"bits": 4, "ranks_per_node": 2}),
     "irregular-dp8": (8, {}, {"bits": 4, "ranks_per_node": 3}),
     "dp4-fp16-scale-grows": (

@@ -301,10 +301,7 @@ def grouped(model: dict[str, Any], steps: int) -> dict[str, Any]:
 def simulate(reports: list[Any], bucket: int, ranks: list[int], steps: int) -> list[np.ndarray]:
     """Follow one bucket over its ranks, checking their errors; the reduced shards [ranks, shard] per step."""
     labels = reports[0]["labels"][bucket]
-    agreement = Agreement(
-        LoCoSimulation(len(ranks), len(labels), bits=4, reset_interval=3, labels=labels),
-        forks=0,
-    )
+    agreement = Agreement(LoCoSimulation(len(ranks), len(labels), bits=4, reset_interval=3, labels=labels))
     shards = []
     for step in range(steps):
         rows = {
