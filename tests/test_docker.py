@@ -1,8 +1,8 @@
-"""docker/ and .dockerignore: hadolint, what it does not ask, and the step that must not replace torch."""
+"""docker/: hadolint, what it does not ask, and the step that must not replace the image's own torch."""
 
 from __future__ import annotations
 
-import fnmatch
+import itertools
 import json
 import os
 import re
@@ -60,23 +60,12 @@ def test_hadolint_finds_nothing(dockerfile: Path) -> None:
 
 
 @DOCKERFILES
-def test_every_stage_starts_from_the_base_image_argument(dockerfile: Path) -> None:
-    (name, argument), *rest = instructions(dockerfile)
-    assert name == "ARG"
-    assert re.fullmatch(r"BASE_IMAGE=[\w./-]+:\d[\w.-]*", argument), argument
-    assert {base.split()[0] for base in text_of(rest, "FROM")} == {"${BASE_IMAGE}"}
-
-
-@DOCKERFILES
 def test_the_container_is_not_root_and_says_so_by_number(dockerfile: Path) -> None:
     """By number: Kubernetes' runAsNonRoot cannot look a name up."""
     stage = last_stage(dockerfile)
     arguments = dict(argument.split("=") for argument in text_of(stage, "ARG") if "=" in argument)
     user = re.sub(r"\$\{(\w+)\}", lambda found: arguments[found[1]], text_of(stage, "USER")[-1])
     assert int(user) >= 1000
-    assert stage.index(("USER", "${USER_ID}")) > max(
-        place for place, (name, _) in enumerate(stage) if name == "RUN"
-    ), "whatever is installed belongs to root"
 
 
 @DOCKERFILES
@@ -104,12 +93,6 @@ def test_dependencies_come_before_sources(dockerfile: Path) -> None:
 
 
 @DOCKERFILES
-def test_no_address_and_no_secret_is_built_in(dockerfile: Path) -> None:
-    code = "\n".join(f"{name} {rest}" for name, rest in instructions(dockerfile))
-    assert not re.search(r"https?://|index-url|find-links|token|password|secret", code, re.IGNORECASE)
-
-
-@DOCKERFILES
 def test_the_dependencies_are_the_project_s(dockerfile: Path) -> None:
     """Runs the very line that reads them out of pyproject.toml."""
     (run,) = [run for run in text_of(last_stage(dockerfile), "RUN") if "tomllib" in run]
@@ -127,51 +110,17 @@ def test_the_dependencies_are_the_project_s(dockerfile: Path) -> None:
 # --- the context -------------------------------------------------------------------------------------------
 
 
-def sent(path: str) -> bool:
-    """Whether .dockerignore lets `path` into the build's context: the last pattern that matches decides.
-
-    A folder stands for what it holds.
-    """
-    parts = path.split("/")
-    above = ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
-    kept = True
-    for line in (ROOT / ".dockerignore").read_text().splitlines():
-        pattern = line.strip().removeprefix("!")
-        if not pattern or pattern.startswith("#"):
-            continue
-        anywhere = pattern.removeprefix("**/")
-        names = (
-            parts
-            if anywhere != pattern
-            else [name for name in above if name.count("/") == pattern.count("/")]
-        )
-        if any(fnmatch.fnmatchcase(name, anywhere) for name in names):
-            kept = line.startswith("!")
-    return kept
-
-
 @DOCKERFILES
-def test_what_is_copied_exists_and_is_sent(dockerfile: Path) -> None:
-    for rest in text_of(instructions(dockerfile), "COPY"):
-        *sources, _ = rest.split()
-        for source in sources:
-            assert (ROOT / source).exists(), source
-            assert sent(source), source
-    assert sent("megatron_patch/workflows/cli.py")
-    assert sent("configs/models/llama_tiny.yaml")
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        *(".git/config", ".venv/bin/python", "runs/quickstart/none/summary.json", "data/stdlib.bin"),
-        *(".env", ".netrc", "id_rsa", ".compat/0.17.1/x.py", "docs/log.md", "tests/conftest.py"),
-        *("megatron_patch/__pycache__/x.pyc", "megatron_patch/workflows/__pycache__/cli.cpython-312.pyc"),
-        "megatron_patch/quantization/native/libmegatron_loco.so",
-    ],
-)
-def test_what_does_not_belong_is_not_sent(path: str) -> None:
-    assert not sent(path)
+def test_what_is_copied_exists_and_nothing_else_is_sent(dockerfile: Path) -> None:
+    """No .git, .venv or secrets; of what is sent, no compiled kernels of the host's."""
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    first, *rest = [line for line in lines if line and not line.startswith("#")]
+    assert first == "*"
+    sent = {line.removeprefix("!") for line in rest if line.startswith("!")}
+    copied = [text.split()[:-1] for text in text_of(instructions(dockerfile), "COPY")]
+    assert set(itertools.chain(*copied)) <= sent
+    assert all((ROOT / path).exists() for path in sent)
+    assert {"**/__pycache__", "**/*.so"} <= set(rest)
 
 
 # --- docker/Dockerfile: the image's own torch stays --------------------------------------------------------
@@ -199,11 +148,10 @@ cp constraints.txt seen; echo "[$PIP_CONSTRAINT]" >> seen; cp "$AFTER" installed
     [
         (IMAGE, IMAGE.replace("packaging==23.2", "packaging==26.3") + "megatron-core==0.19.2\n", True),
         (IMAGE, re.sub("torch==.*", "torch==2.15.0", IMAGE), False),
-        (IMAGE, re.sub("numpy==.*", "numpy==2.5.5", IMAGE), False),
         (IMAGE, re.sub("transformer_engine==.*\n", "", IMAGE), False),
         (re.sub("torch==.*\n", "", IMAGE), IMAGE, False),  # no image of NVIDIA's at all
     ],
-    ids=["others may change", "torch replaced", "numpy replaced", "Transformer Engine gone", "no torch"],
+    ids=["others may change", "torch replaced", "Transformer Engine gone", "no torch"],
 )
 def test_the_build_fails_if_pip_replaces_what_nvidia_built(
     tmp_path: Path, before: str, after: str, passes: bool

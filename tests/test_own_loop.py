@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from worker_pool import in_warm_process
+from workflows.engine_runs import fork_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "pretrain_scripts" / "own_loop.py"
@@ -29,26 +31,26 @@ def test_it_is_shown_whole_and_has_40_lines_of_code() -> None:
     assert len(code) <= 40
 
 
+def train(folder: Path) -> None:
+    """In a process of its own: what the command of the script's docstring has two ranks do."""
+    from megatron_patch.megatron import run_script
+
+    main = functools.partial(run_script.main, [str(SCRIPT), "--compression-device", "cpu"])
+    for _ in fork_ranks(2, folder, main):
+        assert os.wait()[1] == 0, (folder / "rank-0.log").read_text()
+
+
 def test_it_trains_on_two_ranks_and_prints_reports(tmp_path: Path) -> None:
-    (tmp_path / SCRIPT.name).write_bytes(SCRIPT.read_bytes())
     docstring = ast.get_docstring(ast.parse(SCRIPT.read_text(encoding="utf-8"))) or ""
-    (given,) = re.findall(r"    torchrun (.*--compression-device cpu)", docstring)
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *given.split()],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    lines = [LINE.fullmatch(line) for line in run.stdout.splitlines()]
-    assert all(lines), run.stdout
-    losses = [float(line[1]) for line in lines if line]
-    assert [int(line[2]) for line in lines if line] == [5, 10, 15, 20, 25, 30]
+    command = "torchrun --nproc-per-node 2 -m megatron_patch.launch own_loop.py --compression-device cpu"
+    assert f"    {command}\n" in docstring
+    in_warm_process(train, tmp_path / "run", log=tmp_path / "log")
+    found = list(filter(None, map(LINE.fullmatch, (tmp_path / "run/rank-0.log").read_text().splitlines())))
+    losses = [float(line[1]) for line in found]
+    assert [int(line[2]) for line in found] == [5, 10, 15, 20, 25, 30]
     assert losses[-1] < losses[0] - 1, "from a byte at random, ln 256 = 5.5, to what Python looks like"
     # A constant rate may be a warm-up's first stair: `start_step: auto` waits ten steps.
-    assert [int(line[2]) for line in lines if line and line[3]] == [5, 10]
-    for line in filter(None, lines):
+    assert [int(line[2]) for line in found if line[3]] == [5, 10]
+    for line in found:
         assert float(line[4]) == 16 if line[3] else 4.1 < float(line[4]) < 4.5
         assert 1 < float(line[5]) < 16

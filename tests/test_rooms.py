@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "megatron_patch"
 ORDER = [
@@ -21,79 +21,6 @@ ORDER = [
     {"megatron", "pytorch"},
     {"workflows"},
 ]
-# Thin doors to a room behind them; nothing may depend on them.
-ENTRANCES = {"__init__", "__main__", "doors", "launch"}
-MODULES = sorted(PACKAGE.rglob("*.py"))
-BENCHMARKS = sorted((PACKAGE.parent / "benchmarks").rglob("*.py"))
-
-
-def room_of(parts: tuple[str, ...]) -> str:
-    return parts[0].removesuffix(".py")
-
-
-def rank_of(room: str) -> int | None:
-    return next((place for place, rooms in enumerate(ORDER) if room in rooms), None)
-
-
-def imported_names(path: Path) -> list[tuple[str, int, bool]]:
-    """(absolute module name, line, at module level) of every import in a file, wherever it stands."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    # What only a function or `if TYPE_CHECKING` imports is not loaded with the module.
-    lazy = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.If)
-        for inner in ast.walk(node)
-    }
-    here = ("megatron_patch", *path.relative_to(PACKAGE).parts)
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = ".".join(here[: -node.level]) if node.level else ""
-            origin = ".".join(filter(None, [base, node.module or ""]))
-            names = [origin, *(f"{origin}.{alias.name}" for alias in node.names)]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            names = [one.value for one in node.args if isinstance(one, ast.Constant)]
-        else:
-            continue
-        found += [(name, node.lineno, id(node) not in lazy) for name in names]
-    return found
-
-
-def own_imports(path: Path) -> list[tuple[str, int]]:
-    """(room, line) of every import of this package."""
-    return [
-        (room_of(tuple(name.split(".")[1:])), line)
-        for name, line, _ in imported_names(path)
-        if name.startswith("megatron_patch.")
-    ]
-
-
-def relative(path: Path) -> str:
-    return str(path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else PACKAGE.parent))
-
-
-@pytest.mark.parametrize("path", MODULES, ids=relative)
-def test_imports_go_one_way(path):
-    room = room_of(path.relative_to(PACKAGE).parts)
-    if room in ENTRANCES:
-        return
-    place = rank_of(room)
-    assert place is not None, f"{relative(path)} lies in no room of docs/architecture.md"
-    wrong = []
-    for imported, line in own_imports(path):
-        other = rank_of(imported)
-        if other is None:
-            # `from megatron_patch import CompressionConfig`: the public API, made of config and errors.
-            if imported in ENTRANCES:
-                wrong.append(f"line {line}: {imported}")
-        elif other > place:
-            wrong.append(f"line {line}: {imported}")
-    assert not wrong, f"{relative(path)} ({room}) imports from a later room: {wrong}"
-
-
 # The parts of megatron/, from what knows nothing of the others to the ways in.
 WITHIN_MEGATRON = [
     {"arguments", "symbols", "unsupported"},
@@ -107,53 +34,105 @@ WITHIN_MEGATRON = [
     {"doors"},
     {"run_script"},
 ]
+# Thin doors to a room behind them; nothing may depend on them.
+ENTRANCES = {"__init__", "__main__", "doors", "launch"}
+MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
-def test_imports_within_megatron_go_one_way():
-    place = {name: number for number, names in enumerate(WITHIN_MEGATRON) for name in names}
-    room = "megatron_patch.megatron."
-    wrong = []
-    for path in MODULES:
-        here = dotted(path)
-        if not here.startswith(room) or here == f"{room}__init__":
-            continue
-        mine = place[here.removeprefix(room).split(".")[0]]
-        for name, line, _ in imported_names(path):
-            part = name.removeprefix(room).split(".")[0]
-            if name.startswith(room) and place.get(part, -1) > mine:
-                wrong.append(f"{relative(path)}, line {line}: {name}")
-    assert not wrong
+def place_in(order: list[set[str]], room: str) -> int | None:
+    return next((place for place, rooms in enumerate(order) if room in rooms), None)
 
 
-def test_megatron_and_pytorch_know_each_other_in_one_file_alone():
-    """`--use-torch-fsdp2` is torch's FSDP2 inside Megatron's engine: one adapter serves both."""
-    found = {
-        (relative(path), room)
-        for path in MODULES
-        for room, _ in own_imports(path)
-        if {room_of(path.relative_to(PACKAGE).parts), room} == {"megatron", "pytorch"}
-    }
-    assert found == {("megatron/fsdp/torch_fsdp2.py", "pytorch")}
+def relative(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
 
 
-def test_the_package_imports_no_benchmark():
-    """A wheel has none of them."""
-    found = {
-        f"{relative(path)}, line {line}: {name}"
-        for path in MODULES
-        for name, line, _ in imported_names(path)
-        if name.split(".")[0] == "benchmarks"
-    }
-    assert not found
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def dotted(path: Path) -> str:
     return ".".join(("megatron_patch", *path.relative_to(PACKAGE).with_suffix("").parts))
 
 
-def test_no_modules_import_one_another_in_a_circle():
+def names_in(text: str, here: tuple[str, ...]) -> list[tuple[str, int]]:
+    """(absolute module name, line) of every import in a module at `here`, wherever it stands."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(here[: -node.level]) if node.level else ""
+            origin = ".".join(filter(None, [base, node.module or ""]))
+            names = [origin, *(f"{origin}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names = [one.value for one in node.args if isinstance(one, ast.Constant)]
+        else:
+            continue
+        found += [(name, node.lineno) for name in names]
+    return found
+
+
+@functools.cache
+def imported_names(path: Path) -> list[tuple[str, int]]:
+    here = ("megatron_patch", *path.relative_to(PACKAGE).parts)
+    return names_in(path.read_text(encoding="utf-8"), here)
+
+
+def imports() -> Iterator[tuple[str, str, str, str]]:
+    """(room, module's path, imported name, where it is) of every import of the package's modules."""
+    for path in MODULES:
+        for name, line in imported_names(path):
+            yield room_of(path), relative(path), name, f"{relative(path)}, line {line}: {name}"
+
+
+def test_imports_go_one_way() -> None:
+    wrong = []
+    for room, _, name, where in imports():
+        if room in ENTRANCES or not name.startswith("megatron_patch."):
+            continue
+        place = place_in(ORDER, room)
+        assert place is not None, f"{where}: the importing module lies in no room of docs/architecture.md"
+        imported = name.split(".")[1]
+        other = place_in(ORDER, imported)
+        # None: `from megatron_patch import CompressionConfig`, the public API, made of config and errors.
+        if imported in ENTRANCES if other is None else other > place:
+            wrong.append(where)
+    assert not wrong
+
+
+def test_imports_within_megatron_go_one_way() -> None:
+    wrong = []
+    for room, module, name, where in imports():
+        if room != "megatron" or module == "megatron/__init__.py":
+            continue
+        mine = place_in(WITHIN_MEGATRON, Path(module).parts[1].removesuffix(".py"))
+        assert mine is not None, module
+        other = place_in(WITHIN_MEGATRON, [*name.split("."), "", ""][2])
+        if name.startswith("megatron_patch.megatron.") and other is not None and other > mine:
+            wrong.append(where)
+    assert not wrong
+
+
+def test_megatron_and_pytorch_know_each_other_in_one_file_alone() -> None:
+    """`--use-torch-fsdp2` is torch's FSDP2 inside Megatron's engine: one adapter serves both."""
+    both = {"megatron", "pytorch"}
+    found = {
+        module
+        for room, module, name, _ in imports()
+        if name.startswith("megatron_patch.") and {room, name.split(".")[1]} == both
+    }
+    assert found == {"megatron/fsdp/torch_fsdp2.py"}
+
+
+def test_the_package_imports_no_benchmark() -> None:
+    """A wheel has none of them."""
+    assert not [where for *_, name, where in imports() if name.split(".")[0] == "benchmarks"]
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
     ours = {dotted(path) for path in MODULES}
-    graph = {dotted(path): {name for name, *_ in imported_names(path)} & ours for path in MODULES}
+    graph = {dotted(path): {name for name, _ in imported_names(path)} & ours for path in MODULES}
     assert circle_in(graph) is None
     first = next(name for name in graph if graph[name])
     graph[next(iter(graph[first]))] = {first}
@@ -178,49 +157,36 @@ def circle_in(graph: dict[str, set[str]]) -> list[str] | None:
     return next((found for name in graph if (found := walk(name, []))), None)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=relative)
-def test_only_megatron_names_megatron(path):
-    room = room_of(path.relative_to(PACKAGE).parts)
-    named = [
-        f"line {line}: {name}" for name, line, _ in imported_names(path) if name.split(".")[0] == "megatron"
+def test_only_megatron_names_megatron() -> None:
+    """Tools in workflows that drive Megatron's own data or argument code may; a training seam may not."""
+    seams = ("megatron.core.distributed", "optimizer")
+    wrong = [
+        where
+        for room, _, name, where in imports()
+        if name.split(".")[0] == "megatron"
+        and room != "megatron"
+        and (room != "workflows" or any(seam in name for seam in seams))
     ]
-    if room == "megatron":
-        return
-    if room == "workflows":
-        # Tools that drive Megatron's own data or argument code may; a training seam may not.
-        seam = [name for name in named if "megatron.core.distributed" in name or "optimizer" in name]
-        assert not seam, f"{relative(path)} reaches into the seam: {seam}"
-        return
-    assert not named, f"{relative(path)} names Megatron: {named}"
+    assert not wrong
 
 
-@pytest.mark.parametrize("room", ["quantization"])
-def test_arithmetic_rooms_know_no_process_group(room):
-    for path in (PACKAGE / room).rglob("*.py"):
-        named = [name for name, _, _ in imported_names(path) if name.startswith("torch.distributed")]
-        assert not named, f"{relative(path)} imports {named}"
-        attributes = [
-            node.lineno
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-            if isinstance(node, ast.Attribute) and node.attr == "distributed"
-        ]
-        assert not attributes, f"{relative(path)} uses torch.distributed at lines {attributes}"
+def test_arithmetic_knows_no_process_group() -> None:
+    for path in (PACKAGE / "quantization").rglob("*.py"):
+        assert not [name for name, _ in imported_names(path) if name.startswith("torch.distributed")], path
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        assert not [one for one in nodes if isinstance(one, ast.Attribute) and one.attr == "distributed"], (
+            path
+        )
 
 
-def test_the_checks_see_what_they_must(tmp_path, monkeypatch):
-    """The parser of this file finds imports in functions, relative ones and names of a package."""
-    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
-    (tmp_path / "quantization").mkdir()
-    path = tmp_path / "quantization" / "bad.py"
-    path.write_text(
-        "from megatron_patch import megatron\n"
-        "from ..collectives import reduce_scatter\n"
-        "def f():\n    import megatron.core\n"
+def test_the_checks_see_what_they_must() -> None:
+    """Imports in functions, relative ones and names of a package."""
+    text = "from megatron_patch import megatron\nfrom ..collectives import reduce_scatter\n"
+    found = names_in(
+        text + "def f():\n    import megatron.core\n", ("megatron_patch", "quantization", "bad.py")
     )
-    rooms = [room for room, _ in own_imports(path)]
-    assert "megatron" in rooms
-    assert "collectives" in rooms
-    assert ("megatron.core", 4, False) in imported_names(path)
+    names = ("megatron_patch.megatron", "megatron_patch.collectives.reduce_scatter", "megatron.core")
+    assert [found[place][0] for place in (1, 3, 4)] == list(names)
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -231,14 +197,13 @@ def loaded_by(statement: str) -> set[str]:
     return set(run.stdout.split())
 
 
-def test_importing_the_package_loads_neither_megatron_nor_torch():
+def test_importing_the_package_loads_neither_megatron_nor_torch() -> None:
     loaded = loaded_by("import megatron_patch; megatron_patch.CompressionConfig(); megatron_patch.UserError")
     assert "megatron_patch.config" in loaded
-    assert not {name for name in loaded if name.split(".")[0] == "megatron"}
-    assert "torch" not in loaded
+    assert not {"torch", "megatron"} & {name.split(".")[0] for name in loaded}
 
 
-def test_the_arithmetic_loads_without_megatron_and_touches_no_cuda():
+def test_the_arithmetic_loads_without_megatron_and_touches_no_cuda() -> None:
     loaded = loaded_by(
         "import megatron_patch.loco, megatron_patch.collectives.sender\n"
         "import megatron_patch.collectives.reduce_scatter\n"

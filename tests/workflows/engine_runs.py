@@ -14,6 +14,7 @@ import runpy
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ MODEL = [
 ]
 UNTIED = ["--untie-embeddings-and-output-weights"]
 OVERLAP = [*UNTIED, "--overlap-grad-reduce", "--ddp-bucket-size", "30000"]
-BF16 = [*UNTIED, "--bf16"]
+BF16 = [*OVERLAP, "--bf16"]
 # Every parallelism leaves two ranks that hold the same parameters: otherwise nothing is exchanged.
 EXPERTS = [
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "64"),
@@ -86,15 +87,10 @@ NONE, LOCO = (
 )
 RUNS: dict[str, Run] = {
     "stock": Run(),
-    "none": Run(ours=NONE),
-    "stock-overlap": Run(OVERLAP),
-    "none-overlap": Run(OVERLAP, NONE),
     "stock-bf16": Run(BF16),
     "none-bf16": Run(BF16, NONE),
     "unattached": Run(ours=["--no-compression-attach"]),
     "loco": Run([*UNTIED, "--log-memory-to-tensorboard"], LOCO),
-    "loco-again": Run(ours=LOCO),
-    "loco-overlap": Run(OVERLAP, LOCO),
     "loco-late": Run(ours=["--compression-start-step", "100"]),
     "stock-experts": Run(EXPERTS, ranks=4),
     "none-experts": Run(EXPERTS, NONE, ranks=4),
@@ -137,15 +133,7 @@ def prepare() -> None:
     arguments.add_megatron_arguments(argparse.ArgumentParser())
 
 
-def rank_main(asked: Run, rank: int, port: int, folder: Path) -> int:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(asked.ranks),
-        LOCAL_WORLD_SIZE=str(asked.ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+def rank_main(asked: Run, folder: Path) -> int:
     import torch
 
     torch.set_num_threads(1)
@@ -230,20 +218,30 @@ REPAIRS = {"loading of torch_dcp": _with_loading}
 
 def start(asked: Run, folder: Path) -> dict[int, int]:
     """Fork the ranks of a run; their process ids, and ranks."""
+    return fork_ranks(asked.ranks, folder, functools.partial(rank_main, asked, folder=folder))
+
+
+def fork_ranks(count: int, folder: Path, main: Callable[[], int]) -> dict[int, int]:
+    """Fork ranks that call `main` with torchrun's variables; their process ids, and ranks."""
     folder.mkdir(parents=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     pids = {}
-    for rank in range(asked.ranks):
+    for rank in range(count):
         pid = os.fork()
         if pid == 0:
             status = 1
             try:
+                for name in ("RANK", "LOCAL_RANK"):
+                    os.environ[name] = str(rank)
+                for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+                    os.environ[name] = str(count)
+                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
                 log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT)
                 os.dup2(log, 1)
                 os.dup2(log, 2)
-                status = rank_main(asked, rank, port, folder)
+                status = main()
             except SystemExit as end:
                 status = end.code if isinstance(end.code, int) else 1
             except BaseException:

@@ -1,5 +1,6 @@
 """prepare-data: what goes in comes out through Megatron's own reader, and a data set is whole or absent."""
 
+import contextlib
 import json
 import os
 import re
@@ -83,6 +84,7 @@ def test_bytes(package, tmp_path):
     assert texts(prefix) != sorted(texts(prefix))
     manifest = load_manifest(prefix)
     assert (manifest["documents"], manifest["tokens"]) == (4, sum(map(len, expected)) + 4)
+    assert manifest["source"].startswith("corpus_of_a_test ")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["v1.5.bin", "v1.5.idx", "v1.5.json"]
     check_dataset(prefix)
     assert documents(prefix)[0].dtype == np.uint16
@@ -109,26 +111,19 @@ def test_packages_in_their_order_wherever_they_are_installed(tmp_path, monkeypat
     orders = []
     for place in ("first/lib", "zz/other"):
         root = tmp_path / place
-        for name, text in files.items():
+        for name, text in (files | {"zoo/__init__.py": "", "alp/__init__.py": ""}).items():
             path = root / "{}_pack/{}".format(*name.split("/", 1))
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-            (root / "{}_pack/__init__.py".format(name.split("/")[0])).touch()
         with monkeypatch.context() as context:
             context.syspath_prepend(root)
-            both = find_files(parse_source("installed:zoo_pack, alp_pack"))
-            headers = find_files(parse_source("installed:zoo_pack/*.h"))
-            deep = find_files(parse_source("installed:zoo_pack/deep/*"))
+            asked = ("zoo_pack, alp_pack", "zoo_pack/*.h", "zoo_pack/deep/*")
+            found = [[path.name for path in find_files(parse_source(f"installed:{one}"))] for one in asked]
             prepare("installed:zoo_pack,alp_pack", root / "set")
-            orders.append((texts(root / "set"), *([path.name for path in f] for f in (both, headers, deep))))
+            orders.append((texts(root / "set"), found))
     assert orders[0] == orders[1]
-    assert orders[0][1:] == (["__init__.py", "a.py", "b.py", "__init__.py", "y.py"], ["x.h"], ["b.py"])
+    assert orders[0][1] == [["__init__.py", "a.py", "b.py", "__init__.py", "y.py"], ["x.h"], ["b.py"]]
     assert sorted(orders[0][0]) == [b"1", b"2", b"5"]
-
-
-def test_the_manifest_has_the_packages_versions(tmp_path):
-    prepare("installed:numpy/version.py", tmp_path / "set")
-    assert load_manifest(tmp_path / "set")["source"] == f"numpy {np.__version__} version.py"
 
 
 # Tokenizers.
@@ -156,11 +151,6 @@ def test_bpe_agrees_with_megatrons_tokenizer(package, tmp_path, offline):
     assert {tokenizer.detokenize(d[:-1]) for d in ids} == {*TEXTS.values(), "before <|endoftext|> after"}
 
 
-def test_bpe_smaller_than_asked_for(package, tmp_path):
-    prepare("installed:corpus_of_a_test/b/d.md", tmp_path / "set", "bpe:5000")
-    assert 256 < megatron_tokenizer(tmp_path / "set").vocab_size < 320
-
-
 def test_bytes_that_are_no_utf8_are_replaced_for_a_text_tokenizer(package, tmp_path):
     (package / "bad.txt").write_bytes(b"ab\xff\xfecd")
     prepare("installed:corpus_of_a_test/bad.txt", tmp_path / "set", "bpe:300")
@@ -168,12 +158,15 @@ def test_bytes_that_are_no_utf8_are_replaced_for_a_text_tokenizer(package, tmp_p
     assert megatron_tokenizer(tmp_path / "set").detokenize(ids[:-1].tolist()) == "ab\ufffd\ufffdcd"
 
 
-def test_a_tokenizer_trained_before_serves_other_text(package, tmp_path, offline):
-    trained = tmp_path / "first-tokenizer"
+def test_a_tokenizer_trained_before_serves_other_text_and_may_be_moved(package, tmp_path, offline):
+    trained = tmp_path / "there/first-tokenizer"
     prepare(SOURCE, tmp_path / "first", "bpe:320")
+    (tmp_path / "there").mkdir()
+    for path in tmp_path.glob("first*"):
+        path.rename(tmp_path / "there" / path.name)
     other = "installed:corpus_of_a_test/b/c.txt"
     prepare(other, tmp_path / "other", str(trained))
-    tokenizer = megatron_tokenizer(tmp_path / "first")
+    tokenizer = megatron_tokenizer(tmp_path / "there/first")
     (ids,) = documents(tmp_path / "other")
     assert ids.tolist() == [*tokenizer.tokenize(TEXTS["b/c.txt"]), tokenizer.eod]
     assert megatron_tokenizer(tmp_path / "other").vocab_size == tokenizer.vocab_size
@@ -182,17 +175,9 @@ def test_a_tokenizer_trained_before_serves_other_text(package, tmp_path, offline
     prepare(other, tmp_path / "other", str(trained))
     assert (tmp_path / "other.bin").stat().st_ino == before
     (package / "e.txt").write_text("quite different words " * 50)
-    prepare(SOURCE, tmp_path / "first", "bpe:320")  # It is another tokenizer now, at the same place.
+    prepare(SOURCE, tmp_path / "there/first", "bpe:320")  # It is another tokenizer now, at the same place.
     prepare(other, tmp_path / "other", str(trained))
     assert (tmp_path / "other.bin").stat().st_ino != before
-
-
-def test_a_data_set_can_be_moved(package, tmp_path, offline):
-    prepare(SOURCE, tmp_path / "set", "bpe:300")
-    (tmp_path / "there").mkdir()
-    for path in tmp_path.glob("set*"):
-        path.rename(tmp_path / "there" / path.name)
-    assert megatron_tokenizer(tmp_path / "there" / "set").eod == 0
 
 
 # Whole or absent.
@@ -225,29 +210,26 @@ def test_a_data_set_of_an_earlier_release_is_read_and_not_taken_for_another(pack
     assert load_manifest(prefix)["tokenizer"] == "bpe"
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
-def test_a_truncated_file_is_seen_and_mended(package, tmp_path, suffix):
+def test_a_truncated_file_is_seen_and_mended(package, tmp_path):
     prefix = tmp_path / "set"
     prepare(SOURCE, prefix)
     whole = texts(prefix)
-    path = tmp_path / f"set{suffix}"
-    os.truncate(path, path.stat().st_size - 8)
-    with pytest.raises(UserError, match=r"data: .*set\.(bin|idx) .*(bytes|cut off)"):
+    for path in (tmp_path / "set.bin", tmp_path / "set.idx"):
+        os.truncate(path, path.stat().st_size - 8)
+        with pytest.raises(UserError, match=r"data: .*set\.(bin|idx) .*(bytes|cut off)"):
+            check_dataset(prefix)
+        prepare(SOURCE, prefix)
         check_dataset(prefix)
-    prepare(SOURCE, prefix)
-    check_dataset(prefix)
-    assert texts(prefix) == whole
+        assert texts(prefix) == whole
 
 
 def in_child(work: Callable[[], object]) -> int:
     """Run in a forked process (Megatron is already imported); returns its wait status."""
     child = os.fork()
     if not child:
-        try:
+        with contextlib.suppress(BaseException):
             work()
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
+        os._exit(0)
     return os.waitpid(child, 0)[1]
 
 
@@ -269,8 +251,9 @@ def kill_before(owner: type, names: list[str], calls: int) -> None:
         setattr(owner, name, wrap(getattr(owner, name)))
 
 
-@pytest.mark.parametrize("earlier", [False, True], ids=["nothing-before", "replaces-another"])
-@pytest.mark.parametrize("step", ["tokenize", 0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("step", "earlier"), [("tokenize", True), (0, True), (1, True), (2, True), (3, True), (2, False)]
+)
 def test_kill_9_leaves_nothing_that_passes_for_a_data_set(package, tmp_path, step, earlier):
     prefix = tmp_path / "set"
     if earlier:  # Sizes alone could not tell a mixture: they are the same.
@@ -302,17 +285,7 @@ def test_kill_9_leaves_nothing_that_passes_for_a_data_set(package, tmp_path, ste
     check_dataset(prefix)
 
 
-def test_an_interrupt_cleans_up(package, tmp_path, monkeypatch):
-    def interrupt(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(IndexedDatasetBuilder, "add_document", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(SOURCE, tmp_path / "set")
-    assert [p.name for p in tmp_path.iterdir()] == ["library"]
-
-
-def test_a_full_disk_is_one_line_and_cleans_up(package, tmp_path):
+def test_an_interrupt_and_a_full_disk_leave_nothing(package, tmp_path, monkeypatch):
     (package / "big.txt").write_bytes(bytes(300_000))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
@@ -321,6 +294,14 @@ def test_a_full_disk_is_one_line_and_cleans_up(package, tmp_path):
             prepare(SOURCE, tmp_path / "set")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [p.name for p in tmp_path.iterdir()] == ["library"]
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(IndexedDatasetBuilder, "add_document", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(SOURCE, tmp_path / "set")
     assert [p.name for p in tmp_path.iterdir()] == ["library"]
 
 
@@ -343,24 +324,20 @@ def test_data_of_others_is_not_overwritten(package, tmp_path):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["my_texts/"], r"source: 'my_texts/'; allowed: stdlib, installed:NAME.*tools/preprocess_data\.py"),
-        (["texts.jsonl"], r"source: 'texts\.jsonl'; allowed: .*tools/preprocess_data\.py"),
-        (["installed:"], r"source: 'installed:'; allowed: stdlib, installed:NAME"),
+        (
+            ["texts.jsonl"],
+            r"source: 'texts\.jsonl'; allowed: stdlib, installed:NAME.*tools/preprocess_data\.py",
+        ),
         (["installed:numpy,,scipy"], r"source: 'installed:numpy,,scipy'; allowed"),
-        (["installed:no_such_package"], "no package of that name is installed"),
         (["installed:argparse"], "no package of that name is installed"),  # a module without a folder
         (["installed:../etc"], "no package of that name is installed"),
         (["installed:numpy/*.nothing"], r"source: no file in .* matches \*\.nothing"),
         (["installed:corpus_of_a_test"], r"source: the files are empty, as .*__init__\.py"),
-        ([SOURCE, "--tokenizer", "bpe:many"], r"tokenizer: 'bpe:many'; allowed: bpe:SIZE with SIZE 300"),
         ([SOURCE, "--tokenizer", "bpe:299"], r"tokenizer: 'bpe:299'; allowed: bpe:SIZE with SIZE 300"),
-        ([SOURCE, "--tokenizer", "bpe:99999999999999"], r"tokenizer: 'bpe:9+'; allowed: bpe:SIZE with SIZE"),
         ([SOURCE, "--tokenizer", "bpe"], r"tokenizer: 'bpe'; allowed: bpe:SIZE"),
-        ([SOURCE, "--tokenizer", "byte"], r"tokenizer: 'byte'; allowed: bytes, bpe:SIZE, .*preprocess_data"),
         ([SOURCE, "--tokenizer", "theirs"], r"tokenizer: 'theirs'; allowed: .*tools/preprocess_data\.py"),
         ([SOURCE, "--out", "theirs/tokenizer.json/set"], r"out: cannot write .*set: (Not a dir|File exists)"),
         ([SOURCE, "--out", "new/"], r"out: new/ is a folder; allowed: a prefix, such as new/text"),
-        ([SOURCE, "--out", "."], r"out: \. is a folder; allowed: a prefix, such as text"),
     ],
 )
 def test_bad_input_is_one_clear_line(package, tmp_path, monkeypatch, capsys, words, line):
@@ -387,31 +364,9 @@ def test_check_dataset_says_what_is_wrong(package, tmp_path):
         check_dataset(tmp_path / "books")
 
     index = (tmp_path / "set.idx").read_bytes()
-    for damaged in (
-        b"PK\x03\x04" + index[4:],
-        index[:20],
-        index[:9] + b"\x02" + index[10:],
-        index[:-8],
-        index[:18] + bytes(16),
-        b"",
-    ):
+    version = index[:9] + b"\x02" + index[10:]
+    for damaged in (b"PK\x03\x04" + index[4:], version, index[:-8], index[:18] + bytes(16), b""):
         (tmp_path / "set.idx").write_bytes(damaged)
         with pytest.raises(UserError, match=r"set\.idx cannot be read, it may be cut off: .") as caught:
             check_dataset(prefix)
         assert "\n" not in str(caught.value)
-    (tmp_path / "set.idx").write_bytes(index)
-    check_dataset(prefix)
-    with (tmp_path / "set.bin").open("ab") as stream:
-        stream.write(b"xx")
-    with pytest.raises(UserError, match=r"set\.bin has .* bytes, .*set\.idx says"):
-        check_dataset(prefix)
-
-
-def test_what_the_command_prints(package, tmp_path, capsys):
-    assert main(["prepare-data", SOURCE, "--out", str(tmp_path / "set")]) == 0
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == f"preparing {tmp_path / 'set'} from corpus_of_a_test ? *"
-    assert lines[1].startswith(f"{tmp_path / 'set'}: 3 documents, ")
-    assert lines[2] == (
-        f"train on it with: --data-path {tmp_path / 'set'} --tokenizer-type NullTokenizer --vocab-size 257"
-    )

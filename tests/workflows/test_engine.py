@@ -16,25 +16,31 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return engine(tmp_path_factory.mktemp("engine"))
 
 
-def losses(folder: Path) -> list[float]:
-    """The fp32 training losses that Megatron itself wrote to TensorBoard, and the validation loss."""
+def events(folder: Path) -> Any:
+    """What Megatron itself wrote to TensorBoard."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    found = EventAccumulator(str(folder / "tensorboard"))
+    found.Reload()
+    return found
+
+
+def losses(folder: Path) -> list[float]:
+    """The fp32 training losses and the norms of the gradients."""
     assert set((folder / "exit").read_text().split()) == {"0"}, (folder / "rank-0.log").read_text()[-3000:]
-    events = EventAccumulator(str(folder / "tensorboard"))
-    events.Reload()
-    values = [event.value for event in events.Scalars("lm loss")]
+    found = events(folder)
+    values = [event.value for event in found.Scalars("lm loss")]
     assert len(values) >= STEPS
-    return values + [event.value for event in events.Scalars("grad-norm")]
+    return values + [event.value for event in found.Scalars("grad-norm")]
 
 
 def summary(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text())
 
 
-@pytest.mark.parametrize("kind", ["", "-overlap", "-bf16", "-experts", "-parallel"])
+@pytest.mark.parametrize("kind", ["bf16", "experts", "parallel"])
 def test_method_none_is_bit_identical_to_megatron_without_megatron_patch(runs: Path, kind: str) -> None:
-    assert losses(runs / f"none{kind}") == losses(runs / f"stock{kind}")
+    assert losses(runs / f"none-{kind}") == losses(runs / f"stock-{kind}")
 
 
 def test_unattached_and_not_yet_started_are_stock_too(runs: Path) -> None:
@@ -43,16 +49,11 @@ def test_unattached_and_not_yet_started_are_stock_too(runs: Path) -> None:
     assert losses(runs / "loco-late") == stock
 
 
-def test_loco_is_not_stock_but_close_and_repeats_bit_for_bit(runs: Path) -> None:
+def test_loco_is_not_stock_but_close(runs: Path) -> None:
     stock, loco = losses(runs / "stock"), losses(runs / "loco")
     assert loco != stock
     assert loco[0] == stock[0]  # before the first exchange
     assert loco[:STEPS] == pytest.approx(stock[:STEPS], rel=0.02)
-    assert losses(runs / "loco-again") == loco
-
-
-def test_overlap_changes_only_the_cut_into_buckets(runs: Path) -> None:
-    assert losses(runs / "loco-overlap")[:STEPS] == pytest.approx(losses(runs / "loco")[:STEPS], rel=0.01)
 
 
 @pytest.mark.parametrize("kind", ["experts", "parallel"])
@@ -63,7 +64,7 @@ def test_loco_stays_close_with_expert_tensor_and_pipeline_parallelism(runs: Path
     assert loco[:STEPS] == pytest.approx(stock[:STEPS], rel=0.02)
     found, uncompressed = summary(runs / f"loco-{kind}"), summary(runs / f"none-{kind}")
     assert found["world_size"] == RUNS[f"loco-{kind}"].ranks
-    assert found["steps"] == found["events"]["steps"] == STEPS
+    assert found["steps"] == STEPS
     assert found["valid_loss"] == pytest.approx(uncompressed["valid_loss"], rel=0.02)
     assert uncompressed["gradient_wire"]["bits_per_element"] == 32
     # Each element once in 4 bits and its share of a scale: expert parameters and every stage's too. Norms, in
@@ -99,26 +100,19 @@ def test_metrics_and_summary_have_what_the_design_lists(runs: Path) -> None:
     assert found["compensation_bytes"] == pytest.approx(elements * (1 + 1 / 64), rel=0.02)
     assert found["versions"]["megatron-core"]
     assert found["events"]["steps"] == STEPS
-
-
-def test_what_is_not_compressed_is_counted_as_it_is(runs: Path) -> None:
-    for name in ("none", "unattached", "loco-late"):
-        assert summary(runs / name)["gradient_wire"]["bits_per_element"] == 32
-    assert summary(runs / "none")["compensation_bytes"] == 0
-    assert summary(runs / "unattached")["method"] == "stock"
-    assert summary(runs / "none-bf16")["weight_wire"]["bits_per_element"] == 16
-
-
-def test_tensorboard_has_the_compression_metrics(runs: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(runs / "loco" / "tensorboard"))
-    events.Reload()
     assert {
         "compression/compression_snr_db",
         "compression/gradient_wire_bytes",
         "mem-reserved-bytes",  # of the CPU's stand-ins: 0
-    } <= set(events.Tags()["scalars"])
+    } <= set(events(runs / "loco").Tags()["scalars"])
+
+
+def test_what_is_not_compressed_is_counted_as_it_is(runs: Path) -> None:
+    for name in ("none-experts", "unattached", "loco-late"):
+        assert summary(runs / name)["gradient_wire"]["bits_per_element"] == 32
+    assert summary(runs / "none-bf16")["compensation_bytes"] == 0
+    assert summary(runs / "unattached")["method"] == "stock"
+    assert summary(runs / "none-bf16")["weight_wire"]["bits_per_element"] == 16
 
 
 def test_what_compression_cannot_serve_is_one_line_in_an_untouched_script_too(runs: Path) -> None:
@@ -126,7 +120,4 @@ def test_what_compression_cannot_serve_is_one_line_in_an_untouched_script_too(ru
     told = [line for line in (runs / "refused" / "rank-0.log").read_text().splitlines() if "error:" in line]
     assert len(told) == 1
     assert told[0].startswith("megatron-loco: error: megatron.optimizer: 'lion'")
-
-
-def test_a_flag_that_megatron_refuses_ends_every_rank(runs: Path) -> None:
-    assert (runs / "raises" / "exit").read_text() == "2 2"
+    assert (runs / "raises" / "exit").read_text() == "2 2", "a flag that Megatron refuses ends every rank"

@@ -17,15 +17,10 @@ import pytest
 from benchmarks.gpu import command, page
 from benchmarks.gpu.command import Part
 from benchmarks.gpu.part import MARK
-from megatron_patch.errors import UserError
 from megatron_patch.workflows.plan import constants
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = constants.RESULTS / "of_a_cpu.json"
-
-
-def python(code: str, seconds: float = 60.0) -> Part:
-    return Part(code[:20], seconds, code, "", "")
 
 
 def driven(monkeypatch: pytest.MonkeyPatch, folder: Path, parts: list[Part]) -> tuple[int, dict[str, Any]]:
@@ -43,42 +38,20 @@ def test_a_part_that_fails_or_hangs_leaves_the_others_results(
     def tells(found: dict[str, Any]) -> str:
         return f"print({MARK + json.dumps(found)!r}, flush=True)\n"
 
-    good = tells({"checks": {"a": True}}) + tells({"checks": {"b": True}})
     hangs = tells({"rates": {"x": 1}}) + "import time\ntime.sleep(1000)"
     parts = [
         Part("fails", 60, tells({"checks": {"c": False}}) + "raise SystemExit(3)", "", ""),
         Part("hangs", 3, hangs, "", "", alone=True),
-        Part("good", 60, good, "", "", alone=True),
+        Part("good", 60, tells({"checks": {"a": True}}), "", "", alone=True),
     ]
     status, results = driven(monkeypatch, tmp_path, parts)
     assert status == 1
     found = results["parts"]
-    assert found["fails"]["checks"] == {"c": False}
-    assert found["fails"]["status"] == 3
-    assert found["hangs"]["rates"] == {"x": 1}
-    assert found["hangs"]["status"] == "stopped at its limit"
-    assert found["good"]["checks"] == {"a": True, "b": True}
-    told = capsys.readouterr().out
-    assert "fails: ended with 3; FAILED: c" in told
-    assert "good: done" in told
+    assert (found["fails"]["checks"], found["fails"]["status"]) == ({"c": False}, 3)
+    assert (found["hangs"]["rates"], found["hangs"]["status"]) == ({"x": 1}, "stopped at its limit")
+    assert found["good"]["checks"] == {"a": True}
+    assert "fails: ended with 3; FAILED: c" in capsys.readouterr().out
     assert driven(monkeypatch, tmp_path, parts[2:])[0] == 0
-
-
-def test_a_part_without_time_or_program_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    results = command.Results(tmp_path, [python("pass"), python("1", 0.0)])
-    monkeypatch.setattr(command, "command_of", lambda *_: ["compute-sanitizer-of-nobody"])
-    for part in results.parts:
-        results.run(part, end=float("inf"))
-    first, second = (part.found["not_run"] for part in results.parts)
-    assert first == "compute-sanitizer-of-nobody is not installed"
-    assert second == "no time remained"
-
-
-def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
-    args = argparse.Namespace(out=tmp_path / "new", seconds=60.0, only="rates,bit")
-    with pytest.raises(UserError, match=r"--only: bit: no such part; there are ranks 2, ranks 4, "):
-        command.run(args)
-    assert not (tmp_path / "new").exists()
 
 
 def test_by_their_limits_all_parts_take_eight_minutes(tmp_path: Path) -> None:
@@ -88,69 +61,28 @@ def test_by_their_limits_all_parts_take_eight_minutes(tmp_path: Path) -> None:
     assert command.SECONDS <= 490 - 20, "the machine is looked at, too"
 
 
-def test_a_rank_that_fails_ends_the_others_and_rank_0_alone_tells(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    code = (
-        "import os, time\nfrom benchmarks.gpu.part import tell\nrank = os.environ['RANK']\n"
-        "tell(checks={rank + ' of ' + os.environ['WORLD_SIZE']: True})\n"
-        "raise SystemExit(5) if rank == '1' else time.sleep(1000)"
-    )
-    part = Part("ranks", 60, code, "", "", ranks=lambda gpus: 2)
-    status, results = driven(monkeypatch, tmp_path, [part])
-    assert status == 1
-    assert results["parts"]["ranks"]["status"] == 5
-    assert results["parts"]["ranks"]["seconds"] < 60
-    assert results["parts"]["ranks"]["checks"] == {"0 of 2": True}
-
-
-def test_a_line_that_another_process_wrote_into_is_of_the_log(tmp_path: Path) -> None:
-    part = python("")
-    command.Results(tmp_path, [part])._read(
-        part, [f"{MARK}{{}}Traceback", f'{MARK}{{"checks": {{"a": true}}}}']
-    )
-    assert part.found == {"checks": {"a": True}}
-    assert part.log == [f"{MARK}{{}}Traceback"]
-
-
-def test_several_gpus_are_used(tmp_path: Path) -> None:
-    parts = command.parts(tmp_path)
-    ranks = {gpus: {part.name: part.ranks(gpus) for part in parts} for gpus in (0, 1, 2, 8)}
-    alone = {"ranks 2": 2, "FSDP2": 2, "ranks 4": 4}
-    steps = ("step 350m", "step 1.3b", "1 queue", "32 queues")
-    for gpus, several in {
-        0: alone,
-        1: alone,
-        2: alone | dict.fromkeys(steps, 2),
-        8: alone | {"ranks 4": 8} | dict.fromkeys(steps, 8),
-    }.items():
-        assert {name: count for name, count in ranks[gpus].items() if count > 1} == several
-        checked = [part.name for part in parts if "sanitizer" in command.command_of(part, gpus)[0]]
-        assert checked == (["memory", "planted"] if gpus else [])
-
-
 MEMCHECK = """\
 ========= Invalid __global__ write of size 4 bytes
 =========     at {kernel}+0x90 in planted.py:1
 ========= ERROR SUMMARY: 1 error
 """
-FOUND, CLEAN = "the planted error is found", "no error is found"
 
 
 @pytest.mark.parametrize(
-    ("name", "kernels", "told"),
+    ("name", "kernels", "found"),
     [
-        ("planted", ["planted_kernel"], {"checks": {FOUND: True}, "status": 0}),
-        ("planted", [], {"checks": {FOUND: False}}),
-        ("planted", ["planted_kernel", "compress_kernel"], {"checks": {FOUND: False}}),
-        ("memory", [], {"checks": {CLEAN: True}}),
-        ("memory", ["void at::native::fill"], {"checks": {CLEAN: False}}),
+        ("planted", ["planted_kernel"], True),
+        ("planted", [], False),
+        ("planted", ["planted_kernel", "compress_kernel"], False),
+        ("memory", [], True),
+        ("memory", ["void at::native::fill"], False),
     ],
 )
-def test_what_compute_sanitizer_says(name: str, kernels: list[str], told: dict[str, Any]) -> None:
+def test_what_compute_sanitizer_says(name: str, kernels: list[str], found: bool) -> None:
     part = Part(name, 1, "", "", "", memcheck=True)
     part.log = [MEMCHECK.format(kernel=kernel) for kernel in kernels]
-    assert command._of_memcheck(part) == told
+    (check,) = command._of_memcheck(part)["checks"].values()
+    assert check is found
 
 
 RACE = """
@@ -166,16 +98,22 @@ print(found, len(races(handler, 3, "sums_kernel", arguments)))
 """
 
 
-def test_torch_s_sanitizer_finds_a_race_that_is_planted_between_launches() -> None:
+def in_tests_environment(code: str) -> list[str]:
+    """The lines that a script prints which imports from tests/."""
     done = subprocess.run(
-        [sys.executable, "-c", RACE],
+        [sys.executable, "-c", code],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.stdout.splitlines()[-1:] == ["[0, 0, 1, 0] 0"], done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def test_torch_s_sanitizer_finds_a_race_that_is_planted_between_launches() -> None:
+    assert in_tests_environment(RACE)[-1] == "[0, 0, 1, 0] 0"
 
 
 STEPS = """
@@ -202,23 +140,8 @@ with recording() as gpu:
 @pytest.mark.slow
 def test_the_twins_step_has_no_race_and_no_tensor_of_the_host_on_a_recorded_gpu() -> None:
     """Collectives, on a stream of their own, and the kernel that takes a link's time are ordered."""
-    done = subprocess.run(
-        [sys.executable, "-c", "from megatron_patch.megatron.cpu import device\ndevice.install()" + STEPS],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    *_, stock, none, loco, exact = done.stdout.splitlines() or [""] * 4
-    assert (stock, none) == ("stock [] True", "none [] True"), done.stdout + done.stderr
-    assert (loco, exact) == ("loco [] True", "loco+exact [] True"), done.stdout + done.stderr
-
-
-def of_a_gpu(**changes: Any) -> dict[str, Any]:
-    """The example, as if a GPU had made it."""
-    results: dict[str, Any] = json.loads(EXAMPLE.read_text(encoding="utf-8"))
-    return results | {"device": "NVIDIA H100 80GB HBM3", "gpus": 1, "date": "2027-01-02"} | changes
+    told = in_tests_environment("from megatron_patch.megatron.cpu import device\ndevice.install()" + STEPS)
+    assert told[-4:] == [f"{method} [] True" for method in ("stock", "none", "loco", "loco+exact")]
 
 
 def test_the_pages_say_what_the_newest_results_say() -> None:
@@ -227,8 +150,10 @@ def test_the_pages_say_what_the_newest_results_say() -> None:
         assert path.read_text(encoding="utf-8") == text, "run python -m benchmarks.gpu.page"
 
 
-def test_the_sentence_counts_checks_and_names_what_failed() -> None:
-    results = of_a_gpu()
+def test_what_failed_or_was_not_run_is_said_so() -> None:
+    """Of the example, as if a GPU had made it."""
+    results: dict[str, Any] = json.loads(EXAMPLE.read_text(encoding="utf-8"))
+    results |= {"device": "NVIDIA H100 80GB HBM3", "gpus": 1, "date": "2027-01-02"}
     checks = sum(len(part.get("checks", {})) for part in results["parts"].values())
     of = "on 1 GPU (NVIDIA H100 80GB HBM3, 2027-01-02)"
     assert page.sentence([results]) == f"{of} {checks} of {checks} checks passed"
@@ -237,25 +162,14 @@ def test_the_sentence_counts_checks_and_names_what_failed() -> None:
     wrong = "bits: FAILED: the CPU's bytes; rates: not run: no time remained"
     assert page.sentence([results]) == f"{of} {checks} of {checks + 1} checks passed; **{wrong}**"
 
-
-def test_the_table_has_a_column_a_gpu_and_says_what_was_not_run() -> None:
-    results = of_a_gpu()
     del results["parts"]["planted"]
     step = results["parts"]["step 1.3b"]["methods"]
     for method, seconds in {"stock": 0.3, "stock_bf16": 0.24, "loco": 0.2}.items():
         step[method]["100 Gbit/s"]["median"] = seconds
     del step["loco+exact"]["100 Gbit/s"]
-    results["parts"]["rates"]["rates"]["copy_bytes"] = 2.98e12
-    table = page.table([results])
-    cells = dict(line.strip("| ").split(" | ") for line in table.strip().splitlines())
-    assert cells["what"] == "NVIDIA H100 80GB HBM3, 2027-01-02"
+    cells = dict(line.strip("| ").split(" | ") for line in page.table([results]).strip().splitlines())
     assert cells["compute-sanitizer finds an error that is planted"] == "not run yet"
     assert cells["step, 1.3 B parameters, 100 Gbit/s"] == "300; 1.25 x; 1.50 x; not run yet"
-    assert cells["step, 1.3 B parameters, its own links"] == "not run yet"
-    assert cells["a copy, 10^12 bytes/s"] == "2.98"
-    assert cells["GPU kernels' bytes are the CPU kernels' and the reference's"].startswith("yes (6 checks, ")
-    assert not any("not run yet" in value for name, value in cells.items() if "gradients:" in name)
-    assert {"not run yet"} == {line.strip("| ").split(" | ")[1] for line in page.table([]).split("\n")[4:-2]}
 
 
 def bare_environment() -> Path:
@@ -284,22 +198,6 @@ for kernel, signature in (
 ):
     print("entry" in compile(ASTSource(kernel, signature, {}), target=GPUTarget("cuda", 90, 32)).asm["ptx"])
 """
-CHECKS = {
-    "ranks 2": 16,
-    "ranks 4": 16,
-    "FSDP2": 4,
-    "bits": 6,
-    "small step": 10,
-    "small rates": 2,
-    "memory": 1,
-    "stream order": 3,
-    "rates": 2,
-    "step 350m": 10,
-    "step 1.3b": 5,
-    "1 queue": 5,
-    "32 queues": 5,
-}
-"""How many checks of each part a CPU makes."""
 
 
 @pytest.mark.slow
@@ -325,7 +223,6 @@ def test_all_of_it_runs_with_stand_ins_on_a_bare_machine(tmp_path: Path) -> None
     versions = {"torch": "2.11.0", "triton": "3.6.0", "numpy": "2.5.2", "megatron-core": "0.19.2"}
     assert versions.items() <= results["versions"].items()
     checks = {name: part["checks"] for name, part in results["parts"].items() if "checks" in part}
-    assert {name: len(found) for name, found in checks.items()} == CHECKS
     assert all(all(found.values()) for found in checks.values())
     assert results["parts"]["bits"]["cases"]["0"] > 0
     example = json.loads(EXAMPLE.read_text(encoding="utf-8"))

@@ -107,12 +107,9 @@ def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], all_figure
     page = report(tmp_path, runs)
     heads, first, second = page.tables[0]
     assert heads[:3] == ["run", "validation loss", "against the first"]  # what a narrow screen shows first
-    assert heads[-3:] == ["method", "bits", "steps"]
-    row = dict(zip(heads, second, strict=True))
     assert [first[0], *first[-3:]] == ["none", "none", "–", "100"]  # uncompressed first: the others' baseline
-    assert first[heads.index("against the first")] == "–"
-    assert row["run"] == "loco"
-    assert row["bits"] == "4"
+    row = dict(zip(heads, second, strict=True))
+    assert (row["run"], row["method"], row["bits"], row["steps"]) == ("loco", "loco", "4", "100")
     assert row["validation loss"] == "2.0100"
     assert row["against the first"] == "+0.50 %"
     assert row["step time (s)"] == "0.260"
@@ -122,19 +119,21 @@ def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], all_figure
     assert row["error state MB"] == "0.483"
     assert row["tokens per second"] == "15,837"
     assert page.tables[1] == [["key", "none", "loco"], ["compression.method", "none", "loco"]]
-    assert set(page.labels()) == {quantity.title for quantity in OF_ALL_RUNS}
-    assert "weight gather" not in page.text
-    assert "bits per weight" not in page.text
-    assert "No curve of" not in page.text
     labels = page.labels()
+    assert set(labels) == {quantity.title for quantity in OF_ALL_RUNS}
     assert "none: 0.260; loco: 0.260" in labels["Step time"]
     assert "none: 1.40; loco: 0.175" in labels["Gradient bytes on the wire"]
     assert "Medians: loco: 16.0" in labels["Signal-to-noise ratio of compression"]  # null in the other run
     assert page.lines("Training loss") == {"var(--curve-0)", "var(--curve-1)"}
     assert page.lines("Norm of the remembered error") == {"var(--curve-1)"}
     assert "4 ranks, cpu (x86_64); python 3.12.1, megatron-loco 0.1.0" in page.text
-    assert "cannot be compared" not in page.text
+    for absent in ("weight gather", "bits per weight", "No curve of", "cannot be compared"):
+        assert absent not in page.text
     assert re.search(r"^2 runs: .*page\.html \(\d+ kB\)$", capsys.readouterr().out.strip())
+
+    # The order of runs that are named is the user's.
+    rows = report(tmp_path, runs / "loco", runs / "none").tables[0]
+    assert [row[0] for row in rows[1:]] == ["loco", "none"]
 
 
 def test_exact_weight_gathers(tmp_path: Path, all_figures: None) -> None:
@@ -162,49 +161,24 @@ def test_exact_weight_gathers(tmp_path: Path, all_figures: None) -> None:
     assert "No curve of" not in page.text
 
 
-def test_exact_weight_gathers_that_code_nothing(tmp_path: Path, all_figures: None) -> None:
-    """Gathers of fp32 weights are Megatron's own."""
-    run = write_run(tmp_path / "fp32", exact={})
-    path = run / "metrics.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    for record in records:
-        record |= {"weight_unchanged_share": None, "weight_message_bits_per_element": None}
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    page = report(tmp_path, run)
-    assert "No coded bucket group was gathered in full" in page.text
-    assert "No curve of Bits per weight of the messages, Unchanged weights: no run here has" in page.text
-    assert len(page.tables) == 1
-
-
 def test_every_reason_of_a_gather_in_full_has_words() -> None:
     assert list(table.RAW_GATHERS) == list(RAW_REASONS)
 
 
-def test_the_order_of_runs_that_are_named_is_the_users(tmp_path: Path) -> None:
-    loco, none = write_run(tmp_path / "loco"), write_run(tmp_path / "none", "none")
-    assert [row[0] for row in report(tmp_path, loco, none, tmp_path / ".." / tmp_path.name).tables[0]][
-        1:
-    ] == [
-        "loco",
-        "none",
-    ]
-
-
 def test_the_page_is_one_file_that_names_no_other(tmp_path: Path, all_figures: None) -> None:
+    """A browser's look at it is in test_report_browser.py, where there is one."""
     page = report(tmp_path, write_run(tmp_path / "a"), write_run(tmp_path / "b", bits=2))
     assert not set(page.tags) & {"script", "link", "img", "iframe", "object", "embed", "base", "image"}
     for name, value in page.attributes:
         if name in ("src", "href", "xlink:href", "srcset", "data", "action", "poster"):
             assert value.startswith("#"), (name, value)
     assert "@import" not in page.source
-    assert all(name.startswith("#") for name in re.findall(r"url\(([^)]*)\)", page.source))
     assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in page.attributes
-    assert "<metadata" not in page.source
     identifiers = [value for name, value in page.attributes if name == "id"]
     assert len(identifiers) == len(set(identifiers))
-    used = set(re.findall(r"url\(#([^)]*)\)", page.source))
-    assert len(used) == len(OF_ALL_RUNS)  # each picture its own clipping
-    assert used <= set(identifiers)
+    used = re.findall(r"url\(([^)]*)\)", page.source)
+    assert len(set(used)) == len(OF_ALL_RUNS)  # each picture its own clipping
+    assert {name.removeprefix("#") for name in used} <= set(identifiers)
 
 
 def test_texts_of_runs_are_escaped(tmp_path: Path) -> None:
@@ -316,10 +290,8 @@ def test_seeds_are_one_configuration_and_paired(tmp_path: Path) -> None:
     assert singles == [f"seed-{seed}/{name}" for name in ("none", "loco") for seed in (1, 2, 10)]
     assert ["megatron.seed", "1, 2, 10", "1, 2, 10"] in page.tables[2]
     assert page.lines("Training loss") == {"var(--curve-0)", "var(--curve-1)"}
-    assert "Thin lines are single runs" in page.text
 
-
-def test_means_are_of_the_runs_that_came_to_their_end(tmp_path: Path) -> None:
+    # Means are of the runs that came to their end.
     write_run(tmp_path / "x" / "seed-1", valid_loss=2.0)
     write_run(tmp_path / "x" / "seed-2", seed=2, logged=2, finished=False)
     page = report(tmp_path, tmp_path / "x")
@@ -331,10 +303,10 @@ def test_means_are_of_the_runs_that_came_to_their_end(tmp_path: Path) -> None:
 
 
 def test_many_configurations(tmp_path: Path) -> None:
-    """An ablation: 32 configurations, four seeds each."""
+    """An ablation: 32 configurations, two seeds each."""
     for bits in (8, 4, 2, 1):
         for block in range(8):
-            for seed in range(1, 5):
+            for seed in (1, 2):
                 folder = tmp_path / "runs" / f"bits={bits},block={block}" / f"seed-{seed}"
                 settings = {"compression.block_size": block}
                 write_run(folder, bits=bits, seed=seed, logged=5, planned=25, config=settings)
@@ -342,18 +314,16 @@ def test_many_configurations(tmp_path: Path) -> None:
     heads, *rows = page.tables[0]
     assert heads[0] == "configuration"
     assert len(rows) == 32
-    assert rows[0][0] == "bits=1,block=0|4 runs"
-    assert "128 runs of 32 configurations" in page.text
+    assert rows[0][0] == "bits=1,block=0|2 runs"
+    assert "64 runs of 32 configurations" in page.text
     assert "first 28 of 32 configurations" in page.text
-    assert "Lines are means of a configuration's runs" in page.text
     samples = re.findall(r'<path d="M1 4H29" style="([^"]*)" stroke-dasharray="([^"]*)"', page.source)
     assert len(set(samples)) == 28  # no two look alike
     assert page.source.count('class="key-27"') == len(figures.QUANTITIES)
     assert 'class="key-28"' not in page.source
     transposed = page.tables[2]
     assert transposed[0] == ["configuration", "megatron.seed", "compression.bits", "compression.block_size"]
-    assert transposed[-1] == ["bits=8,block=7", "1, 2, 3, 4", "8", "7"]
-    assert len(page.source) < 1e6
+    assert transposed[-1] == ["bits=8,block=7", "1, 2", "8", "7"]
 
 
 def test_equal_runs_are_not_taken_for_seeds(tmp_path: Path) -> None:
@@ -375,30 +345,21 @@ def test_names_are_the_shortest_that_tell_apart(tmp_path: Path) -> None:
     assert run_names(read_runs([second, other])) == ["none", "loco"]
 
 
-def test_runs_that_were_made_differently(tmp_path: Path) -> None:
-    write_run(tmp_path / "runs" / "a")
-    write_run(
-        tmp_path / "runs" / "b",
-        bits=2,
-        summary={"world_size": 8, "device": "NVIDIA H100", "versions": {**VERSIONS, "torch": "2.16.0"}},
-    )
-    page = report(tmp_path, tmp_path / "runs")
-    assert "more than compression" not in page.text
+def test_runs_that_were_made_or_trained_differently(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "none", seed=3)
+    versions = {**VERSIONS, "torch": "2.16.0"}
+    on_gpus = {"world_size": 8, "device": "NVIDIA H100", "versions": versions}
+    write_run(tmp_path / "b", config={"megatron.lr": 0.1}, summary=on_gpus)
+    page = report(tmp_path, tmp_path / "a", tmp_path / "b")
+    differ = "differ in more than compression (megatron.lr): differences of their losses have other"
+    assert differ in page.text
     assert "different devices and numbers of ranks and versions" in page.text
     assert "step times and tokens per second cannot be compared" in page.text
     assert (
-        "8 ranks, NVIDIA H100; python 3.12.1, megatron-loco 0.1.0, megatron-core 0.19.2, torch 2.16.0: b"
-        in (page.text)
+        "8 ranks, NVIDIA H100; python 3.12.1, megatron-loco 0.1.0, megatron-core 0.19.2, torch" in page.text
     )
-
-
-def test_runs_that_were_trained_differently(tmp_path: Path) -> None:
-    write_run(tmp_path / "runs" / "a", "none", seed=3)
-    write_run(tmp_path / "runs" / "b", config={"megatron.lr": 0.1})
-    page = report(tmp_path, tmp_path / "runs")
-    assert (
-        "differ in more than compression (megatron.lr): differences of their losses have other" in page.text
-    )
+    alike = report(tmp_path, tmp_path / "a", write_run(tmp_path / "c", seed=3))
+    assert "more than compression" not in alike.text
 
 
 def test_slow_steps_do_not_press_the_others_flat(tmp_path: Path, all_figures: None) -> None:
@@ -411,11 +372,8 @@ def test_slow_steps_do_not_press_the_others_flat(tmp_path: Path, all_figures: No
 
 
 def test_long_runs_are_thinned(tmp_path: Path) -> None:
-    short = report(tmp_path, write_run(tmp_path / "short", logged=500, planned=2500))
-    long = report(tmp_path, write_run(tmp_path / "long", logged=20_000, planned=100_000))
-    assert "neighbouring logged steps are drawn as their mean" not in short.text
-    assert "up to 34 neighbouring logged steps are drawn as their mean" in long.text
-    assert len(long.source) < 2 * len(short.source)
+    long = report(tmp_path, write_run(tmp_path / "long", logged=2_500, planned=12_500))
+    assert re.search(r"up to \d neighbouring logged steps are drawn as their mean", long.text)
     steps, values = figures._thinned({step: float(step) for step in range(1, 20_001)})
     assert len(steps) <= figures.MOST_POINTS
     assert list(steps) == list(values)  # means of the same points, the short last piece's too
@@ -428,79 +386,29 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, run / "metrics.jsonl", "--out", out).endswith(f"name the run's folder, e.g. {run}")
     (tmp_path / "empty").mkdir()
     told = refused(capsys, tmp_path / "empty", "--out", out)
-    assert "holds no run" in told
-    assert "metrics.jsonl" in told
-    assert "--out DIR" in told
+    assert all(words in told for words in ("holds no run", "metrics.jsonl", "--out DIR"))
     assert refused(capsys, run, "--out", run / "metrics.jsonl").endswith("must be a file that ends in .html")
-    (tmp_path / "folder.html").mkdir()
-    assert "must be a file" in refused(capsys, run, "--out", tmp_path / "folder.html")
-    told = refused(capsys, run, "--out", run / "metrics.jsonl" / "page.html")
-    assert told.startswith(f"--out: {run / 'metrics.jsonl' / 'page.html'} cannot be written: ")
-    assert "RUN" in refused(capsys)
+    (run / "metrics.jsonl").write_text('{"step": 5}\n{"step": 1\n{"step": 15}\n')
+    told = refused(capsys, run, "--out", out)
+    assert told.startswith(f"{run / 'metrics.jsonl'}: line 2 is no JSON")
+    assert "leave the run out" in told
     assert not out.exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "told"),
-    [
-        ("metrics.jsonl", 'hello\n{"step": 5}\n', "line 1 is no JSON: 'hello'"),
-        ("metrics.jsonl", '{"step": 5}\n{"step": 1\n{"step": 15}\n', "line 2 is no JSON"),
-        ("metrics.jsonl", "torn, but by no run", "line 1 is no JSON"),
-        ("metrics.jsonl", "[1, 2]\n", "line 1 is no record of a step"),
-        ("metrics.jsonl", '{"loss": 1}\n', "line 1 is no record of a step"),
-        ("summary.json", "{", "is no JSON"),
-        ("summary.json", "[]", "is no summary of a run"),
-        ("config.yaml", "a: [", "is no YAML"),
-    ],
-)
-def test_files_that_no_run_leaves(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, told: str
-) -> None:
-    run = write_run(tmp_path / "run")
-    (run / name).write_text(content)
-    error = refused(capsys, run, "--out", tmp_path / "page.html")
-    assert error.startswith(str(run / name))
-    assert told in error
-    assert "leave the run out" in error
-
-
-def test_the_page_is_replaced_in_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "pages" / "page.html"
-    run = write_run(tmp_path / "run")
-    seen = []
+def test_a_full_disk_leaves_the_page_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "somewhere" / "run")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["report", "somewhere"]) == 0
+    out = tmp_path / "runs" / "report.html"
+    whole = out.read_text()
     replace = Path.replace
 
-    def watched(self: Path, target: Path) -> Path:
-        seen.append((out.read_text() if out.exists() else None, self.read_text()[-8:], target))
-        return replace(self, target)
-
-    monkeypatch.setattr(Path, "replace", watched)
-    for _ in range(2):
-        assert cli.main(["report", str(run), "--out", str(out)]) == 0
-    (before, end, target), (old, _, _) = seen
-    assert before is None
-    assert end.strip() == "</html>"
-    assert target == out
-    assert old is not None
-    assert old.strip().endswith("</html>")
-
     def full(self: Path, target: Path) -> Path:
+        assert (target, target.read_text()) == (out.relative_to(tmp_path), whole), "until it is written"
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(Path, "replace", full)
-    whole = out.read_text()
-    assert cli.main(["report", str(run), "--out", str(out)]) == 2
+    assert cli.main(["report", str(run)]) == 2
+    monkeypatch.setattr(Path, "replace", replace)
     assert out.read_text() == whole
-    assert [path.name for path in out.parent.iterdir()] == ["page.html"]  # nothing partial stays
-
-
-def test_the_page_goes_where_help_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_run(tmp_path / "somewhere" / "run")
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["report", "somewhere"]) == 0
-    assert (tmp_path / "runs" / "report.html").is_file()
-    with pytest.raises(SystemExit):
-        cli.main(["report", "--help"])
-    assert "(default: runs/report.html)" in " ".join(capsys.readouterr().out.split())
+    assert [path.name for path in out.parent.iterdir()] == ["report.html"]  # nothing partial stays

@@ -179,7 +179,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_run(folder / "exact" / "loco", valid_loss=2.01, exact={"forced": 12, "copies_differ": 1})
     many = folder / "many"
     for bits in (8, 4, 2, 1):
-        for block in ("16", "128", "1024", "shard"):
+        for block in ("16", "shard"):
             for seed in (1, 2):
                 name = f"method=error_feedback,bits={bits},block_size={block}"
                 settings = {"compression.block_size": block}
@@ -197,10 +197,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize(
     ("name", "width", "dark"),
-    [
-        *((name, width, False) for name in ("two", "exact", "many") for width in (1280, 400)),
-        ("two", 400, True),
-    ],
+    [("exact", 400, False), ("many", 1280, False), ("many", 400, False), ("two", 1280, True)],
 )
 def test_the_page_reads_well(
     browser: Browser, pages: dict[str, Path], name: str, width: int, dark: bool, tmp_path: Path
@@ -255,28 +252,6 @@ def test_pointing_at_the_legend_leaves_one_curve(browser: Browser, pages: dict[s
     })()""")
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=spot[0], y=spot[1])
     assert browser.evaluate(opacity) == [0.12, 1]
-
-
-def test_these_checks_can_fail(browser: Browser, tmp_path: Path) -> None:
-    """A page with the faults that the other tests look for."""
-    page = tmp_path / "bad.html"
-    page.write_text(
-        '<!DOCTYPE html><meta name="viewport" content="width=device-width"><h1 id="a">Bad</h1><p id="a"'
-        ' style="width: 700px; font-size: 6px">wide</p><figure><svg viewBox="0 0 4000 2900" width="100%">'
-        '<text y="20" font-size="13">small</text></svg></figure><img src="http://address.invalid/x.png">'
-        "<script>console.error('bad'); nowhere()</script>"
-    )
-    browser.open(page, 400)
-    seen = browser.evaluate(MEASURE)
-    assert seen["scroll"] > 400
-    assert "P" in seen["wide"]
-    assert seen["text"] == 6
-    assert min(seen["pictures"][0]["texts"]) < 2
-    assert seen["ids"] == ["a", "a"]
-    assert browser.requests() == [page.as_uri(), "http://address.invalid/x.png"]
-    complaints = " ".join(browser.complaints())
-    assert "console" in complaints or "bad" in complaints
-    assert "nowhere is not defined" in complaints
 
 
 def test_the_page_s_own_policy_stops_what_is_put_into_it(

@@ -30,14 +30,6 @@ def test_defaults_come_first_and_overrides_last(tmp_path: Path) -> None:
     assert (run.compression.bits, run.compression.block_size) == (8, "shard")
 
 
-def test_a_method_may_refer_to_what_another_file_says(tmp_path: Path) -> None:
-    for method, bits in (("naive", 4), ("onebit_adam", 1)):
-        write(tmp_path, "base.yaml", f"data: {{path: {method}}}\ncompression: {{method: loco, bits: 4}}\n")
-        top = write(tmp_path, "top.yaml", 'defaults: [base.yaml]\ncompression: {method: "${data.path}"}\n')
-        run = configuration.load(top)
-        assert (run.compression.method, run.compression.bits) == (method, bits)
-
-
 LOCO = "compression: {method: loco, bits: 4, codec: uniform, error_beta: 0.5, seed: 3}\n"
 
 
@@ -77,90 +69,70 @@ def test_every_shipped_recipe_loads(recipe: Path) -> None:
 
 
 BAD = {
-    "megatorn: {}": ["megatorn", "did you mean megatron"],
-    "compression: {bit: 4}": ["compression.bit", "did you mean bits"],
-    "compression: {bits: 5}": ["compression.bits", "5", "8, 4, 2, 1"],
-    "compression: {bits: four}": ["compression.bits", "'four'", "8, 4, 2, 1"],
-    "compression: {method: locco}": ["compression.method", "'locco'", "did you mean loco"],
-    "compression: {reset_interval: -1}": ["compression.reset_interval", "-1", "0 or more"],
-    "compression: {attach: maybe}": ["compression.attach", "'maybe'", "true or false"],
-    "compression: 4": ["compression", "4", "mapping"],
-    "launch: {device: tpu}": ["launch.device", "'tpu'", "cuda or cpu"],
-    "launch: {nproc_per_node: 0}": ["launch.nproc_per_node", "0", "1 or more"],
-    "launch: {max_restarts: -1}": ["launch.max_restarts", "-1", "whole number, 0 or more"],
-    "launch: {max_restarts: 1.5}": ["launch.max_restarts", "1.5", "whole number"],
-    "launch: {nnodes: 2}": ["launch.nnodes", "2", "rdzv_endpoint"],
-    "data: {source: stdlib}": ["data.source", "data.path"],
-    "data: {path: 3}": ["data.path", "3", "text"],
-    "data: {path: a, valid_source: stdlib}": ["data.valid_source", "data.valid_path"],
-    "data: {valid_path: a}": ["data.valid_path", "data.path"],
-    "data: {path: a, test_path: b}": ["data.test_path", "data.valid_path"],
-    "- 1": ["mapping"],
-    "megatron: {a: [": ["not valid YAML"],
-    "defaults: [nothing.yaml]": ["nothing.yaml", "no such configuration file"],
-    "defaults: [bad.yaml]": ["include this file again"],
+    "megatorn: {}": "megatorn.*did you mean megatron",
+    "compression: {bit: 4}": r"compression\.bit.*did you mean bits",
+    "compression: {bits: 4.0}": r"compression\.bits: 4\.0 .*8, 4, 2, 1",
+    "compression: {attach: maybe}": r"compression\.attach: 'maybe' .*true or false",
+    "compression: 4": "compression: 4 .*mapping",
+    "launch: {device: tpu}": r"launch\.device: 'tpu' .*cuda or cpu",
+    "launch: {nproc_per_node: 0}": r"launch\.nproc_per_node: 0 .*1 or more",
+    "launch: {max_restarts: 1.5}": r"launch\.max_restarts: 1\.5 .*whole number, 0 or more",
+    "launch: {nnodes: 2, node_rank: 2, rdzv_endpoint: 'a:1'}": r"node_rank: 2 .*below launch\.nnodes, 2",
+    "launch: {nnodes: 2, rdzv_endpoint: node01}": r"launch\.rdzv_endpoint: 'node01' .*host:port",
+    "data: {source: stdlib}": r"data\.source.*data\.path",
+    "data: {path: 3}": r"data\.path: 3 .*text",
+    "data: {path: a, valid_source: stdlib}": r"data\.valid_source.*data\.valid_path",
+    "data: {path: a, test_path: b}": r"data\.test_path.*data\.valid_path",
+    "- 1": "mapping",
+    "defaults: [nothing.yaml]": r"nothing\.yaml.*no such configuration file",
+    "defaults: [bad.yaml]": "include this file again",
 }
 
 
 @pytest.mark.parametrize("text", BAD, ids=[t.replace(" ", "") for t in BAD])
-def test_bad_configurations(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path, "bad.yaml", text + "\n")
-    assert main(["train", str(path), "--out", str(tmp_path / "run")]) == 2
-    out, err = capsys.readouterr()
-    assert err.startswith("megatron-loco: error: ")
-    assert err.count("\n") == 1
-    assert out == ""
-    for word in BAD[text]:
-        assert word in err
-    assert not (tmp_path / "run").exists()
+def test_bad_configurations(text: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=BAD[text]) as caught:
+        configuration.load(write(tmp_path, "bad.yaml", text + "\n"))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["train", "nowhere.yaml"], ["nowhere.yaml", "no such configuration file"]),
         (["train", "9" * 5000], ["999 ... 999", "no such configuration file: File name too long"]),
-        (["train", str(LLAMA), "megatron.seed=[1"], ["megatron.seed=[1: ", "expected"]),
-        (["ablate", "9" * 5000], ["9999: no such ablation"]),
         (["train", str(LLAMA.with_name("llama_tinny.yaml"))], ["did you mean llama_tiny.yaml"]),
+        (["train", str(LLAMA), "--with", "configs/clusters/slum.yaml"], ["did you mean slurm.yaml"]),
+        (["train", str(LLAMA), "megatron.seed=[1"], ["megatron.seed=[1: ", "expected"]),
+        (["train", str(LLAMA), "--out", "OUT", "compression.seed=1.0"], ["compression.seed: 1.0"]),
         (["train", str(LLAMA), "lr=1"], ["'lr=1'", "section.key=value"]),
         (["train", str(LLAMA), "--fast"], ["--fast", "--help"]),
         (["tarin", str(LLAMA)], ["'tarin'"]),
         (["compare", str(LLAMA), "--methods", "none,lcoo"], ["'lcoo'", "did you mean loco"]),
         (["compare", str(LLAMA), "--methods", "none,none"], ["'none,none'", "different"]),
         (["compare", str(LLAMA), "--methods", "../methods/none"], ["'../methods/none'", "must be one of"]),
-        (["train", str(LLAMA), "launch.script="], ["launch.script", "no such file"]),
+        (["train", str(LLAMA), "launch.script=nowhere.py"], ["launch.script: 'nowhere.py'", "no such file"]),
     ],
 )
 def test_bad_command_lines(
-    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(arguments) == 2
-    err = capsys.readouterr().err
+    assert main([word.replace("OUT", str(tmp_path / "run")) for word in arguments]) == 2
+    out, err = capsys.readouterr()
     assert err.startswith("megatron-loco: error: ")
-    assert err.count("\n") == 1
+    assert (out, err.count("\n")) == ("", 1)
     for word in words:
         assert word in err
+    assert not (tmp_path / "run").exists()
 
 
-def test_overrides_may_stand_behind_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", str(LLAMA), "--out", str(tmp_path / "x"), "compression.bits=5"]) == 2
-    assert "compression.bits: 5" in capsys.readouterr().err
-
-
-def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = write(tmp_path, "run/config.yaml", "megatron: {}\n")
-    assert main(["train", str(LLAMA), "--out", str(tmp_path / "run")]) == 2
-    assert "--overwrite" in capsys.readouterr().err
-    assert kept.read_text() == "megatron: {}\n"
+def test_a_method_may_refer_to_what_another_file_says(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "data: {path: onebit_adam}\ncompression: {method: loco, bits: 4}\n")
+    top = write(tmp_path, "top.yaml", 'defaults: [base.yaml]\ncompression: {method: "${data.path}"}\n')
+    run = configuration.load(top)
+    assert (run.compression.method, run.compression.bits) == ("onebit_adam", 1)
 
 
 def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
     write(tmp_path, "taken", "a file")
     with pytest.raises(UserError, match="taken cannot be written"):
         run_folder.begin(tmp_path / "taken", {"config.yaml": ""})
-
-
-def test_method_is_a_user_error() -> None:
-    with pytest.raises(UserError, match="error_beta"):
-        configuration.load(LLAMA, ["compression.method=error_feedback", "compression.error_beta=0.8"])

@@ -1,19 +1,25 @@
-"""The `megatron:` section against Megatron's real parser and its own validation."""
+"""The `megatron:` section against Megatron's real parser and validation, and what compression cannot serve.
+
+What would end ranks late, or without a word of a flag, ends in one line before any process starts.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 from pathlib import Path
 
 import pytest
 
 from megatron_patch.errors import UserError
-from megatron_patch.workflows.run import configuration, megatron_flags
-from megatron_patch.workflows.run.configuration import RunConfig, shipped
+from megatron_patch.megatron import run_script
+from megatron_patch.workflows.run import configuration, megatron_flags, prepare
+from megatron_patch.workflows.run.configuration import shipped
 
-LLAMA = shipped("configs/models/llama_tiny.yaml")
-MEGATRON_FSDP = ["megatron.use_megatron_fsdp=true", "megatron.data_parallel_sharding_strategy=optim_grads"]
-CPU = ["launch.device=cpu", "launch.nproc_per_node=4"]
+TINY, MOE = "llama_tiny", "moe_tiny"
+FSDP = "megatron.use_megatron_fsdp=true"
+SHARDED = f"{FSDP} megatron.data_parallel_sharding_strategy=optim_grads"
 
 
 @pytest.fixture(scope="module")
@@ -21,173 +27,152 @@ def parser() -> argparse.ArgumentParser:
     return megatron_flags.build_parser()
 
 
-def flags(run: RunConfig, parser: argparse.ArgumentParser) -> list[str]:
+def checked(recipe: str, settings: str, parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Megatron's arguments for a recipe with settings `section.key=value ...` over it, on a GPU."""
+    run = configuration.load(shipped(f"configs/models/{recipe}.yaml"), settings.split())
     local = {"transformer_impl": "local", "no_persist_layer_norm": True, "no_rope_fusion": True}
-    settings = {
-        **local,
-        "vocab_size": 257,
-        "tokenizer_type": "NullTokenizer",
-        "mock_data": True,
-        **run.megatron,
-    }
-    return [
-        *megatron_flags.flags_of(settings, parser),
+    made_up = {"vocab_size": 257, "tokenizer_type": "NullTokenizer", "mock_data": True}
+    flags = [
+        *megatron_flags.flags_of({**local, **made_up, **run.megatron}, parser),
         *megatron_flags.compression_flags(run.compression, run.attach),
     ]
+    with prepare.assumed_gpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8" if "fsdp" in settings else "1")  # as a job has it
+        return megatron_flags.check(run, flags, parser)
 
 
 def test_values_become_flags(parser: argparse.ArgumentParser) -> None:
-    section = {
-        "num_layers": 4,
-        "swiglu": True,
-        "bf16": False,
-        "lr": 1e-3,
-        "data_path": ["a", "b"],
-        "save": None,
-    }
-    found = megatron_flags.flags_of(section, parser)
+    section = {"num_layers": 4, "swiglu": True, "bf16": False, "lr": 1e-3, "data_path": ["a", "b"]}
+    found = megatron_flags.flags_of({**section, "save": None}, parser)
     assert found == ["--num-layers", "4", "--swiglu", "--lr", "0.001", "--data-path", "a", "b"]
 
 
 @pytest.mark.parametrize(
-    ("section", "words"),
+    ("section", "line"),
     [
-        ({"num_layer": 4}, ["megatron.num_layer", "did you mean num_layers"]),
-        ({"num_layers": "many"}, ["megatron.num_layers: ", "invalid int value: 'many'"]),
-        ({"num_layers": 2.5}, ["megatron.num_layers: ", "invalid int value: '2.5'"]),
-        ({"lr": "fast"}, ["megatron.lr: ", "invalid float value: 'fast'"]),
-        ({"swiglu": 1}, ["megatron.swiglu", "1", "true or false"]),
-        ({"num_layers": True}, ["megatron.num_layers", "True", "a finite number, or text"]),
-        ({"lr": float("inf")}, ["megatron.lr", "inf", "a finite number"]),
-        ({"compression_bits": 2}, ["megatron.compression_bits", "compression.bits"]),
-        ({"help": True}, ["megatron.help", "no such flag"]),
-        ({"normalization": "RMSNrom"}, ["megatron.normalization: invalid choice", "RMSNrom", "RMSNorm"]),
+        ({"num_layer": 4}, "megatron.num_layer: .*did you mean num_layers"),
+        ({"num_layers": 2.5}, r"megatron.num_layers: .*invalid int value: '2\.5'"),
+        ({"swiglu": 1}, "megatron.swiglu: 1 .*true or false"),
+        ({"num_layers": True}, "megatron.num_layers: True .*a finite number, or text"),
+        ({"lr": float("inf")}, "megatron.lr: inf .*a finite number"),
+        ({"compression_bits": 2}, r"megatron.compression_bits.*compression\.bits"),
+        ({"help": True}, "megatron.help: .*no such flag"),
+        ({"normalization": "RMSNrom"}, "megatron.normalization: invalid choice.*RMSNrom.*RMSNorm"),
     ],
 )
-def test_bad_flags(section: dict[str, object], words: list[str], parser: argparse.ArgumentParser) -> None:
-    with pytest.raises(UserError) as caught:
+def test_bad_flags(section: dict[str, object], line: str, parser: argparse.ArgumentParser) -> None:
+    with pytest.raises(UserError, match=line):
         parser.parse_args(megatron_flags.flags_of(section, parser))
-    for word in words:
-        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "line"),
+    [
+        # in Megatron's words: a bare assertion, one with a message, one without a flag's name
+        (TINY, "megatron.min_lr=1", "AssertionError: arguments.py:LINE: assert args.min_lr <= args.lr"),
+        (TINY, "megatron.num_attention_heads=5", "args.hidden_size % args.num_attention_heads == 0"),
+        (TINY, "megatron.train_samples=99", "expected iteration-based training"),
+        (TINY, "megatron.hidden_size=null", "hidden_size argument is None"),
+        (MOE, "megatron.expert_model_parallel_size=3", "Number of experts should be a multiple"),
+        (TINY, "megatron.global_batch_size=30", "(30) must be divisible by"),
+        (TINY, "megatron.tensor_model_parallel_size=3", "world size (4) is not divisible by"),
+        # what it does not say, or without a flag's name
+        (TINY, "megatron.lr_warmup_iters=200", "megatron.lr_warmup_iters: 200 must be below the 200 steps"),
+        (TINY, "megatron.lr=null", "lr: must be given"),
+        (TINY, "megatron.train_iters=0", "train_iters: 0 must be 1 or more"),
+        (TINY, "megatron.tensor_model_parallel_size=0", "tensor_model_parallel_size: 0 must be 1 or more"),
+        (
+            TINY,
+            "megatron.group_query_attention=true megatron.num_query_groups=3",
+            "num_attention_heads: 8 must be a multiple of megatron.num_query_groups, 3",
+        ),
+        (TINY, "megatron.kv_channels=15", "kv_channels: 15 (hidden_size / num_attention_heads) must be even"),
+        (
+            TINY,
+            "megatron.ffn_hidden_size=170 megatron.tensor_model_parallel_size=2",
+            "ffn_hidden_size: 170 / tensor_model_parallel_size 2 must be even for swiglu",
+        ),
+        (MOE, "megatron.moe_router_topk=5", "moe_router_topk: 5 must not be above megatron.num_experts, 4"),
+        # what compression cannot serve
+        (
+            TINY,
+            FSDP + " megatron.data_parallel_sharding_strategy=optim",
+            "'optim' cannot be combined with gradient compression",
+        ),
+        (TINY, FSDP + " compression.method=onebit_adam", "use_megatron_fsdp"),
+        (TINY, SHARDED + " megatron.outer_dp_sharding_strategy=optim", "drops gradient scaling"),
+        (
+            TINY,
+            SHARDED + " megatron.ckpt_format=fsdp_dtensor megatron.num_distributed_optimizer_instances=2 "
+            "megatron.overlap_grad_reduce=false megatron.overlap_param_gather=false",
+            "num_distributed_optimizer_instances: 2",
+        ),
+        (TINY, "megatron.use_torch_fsdp2=true compression.method=onebit_adam", "use_torch_fsdp2"),
+        (
+            TINY,
+            "megatron.use_torch_fsdp2=true compression.method=none compression.weight_gather=exact",
+            "weights are sharded",
+        ),
+        (
+            TINY,
+            FSDP + " compression.method=none compression.weight_gather=exact",
+            "data_parallel_sharding_strategy: 'optim_grads_params'",
+        ),
+        (TINY, "megatron.optimizer=lion", "adam, sgd and muon"),
+        (TINY, "megatron.optimizer=muon compression.method=onebit_adam", "use adam"),
+    ],
+)
+def test_one_line_names_the_flag_and_what_it_must_be(
+    recipe: str, settings: str, line: str, parser: argparse.ArgumentParser
+) -> None:
+    with pytest.raises(UserError) as caught:
+        checked(recipe, settings, parser)
+    assert line in re.sub(r"\.py:\d+:", ".py:LINE:", str(caught.value))
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 150
 
 
-def test_the_tiny_llama_passes_megatrons_own_validation(parser: argparse.ArgumentParser) -> None:
-    run = configuration.load(LLAMA, CPU)
-    args = megatron_flags.check(run, flags(run, parser), parser)
-    assert (args.data_parallel_size, args.global_batch_size) == (4, run.megatron["global_batch_size"])
-    assert (args.compression_method, args.compression_bits) == ("loco", 4)
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [
+        (TINY, "lr_warmup_iters=0 lr_decay_iters=5"),
+        (TINY, "train_iters=null train_samples=2000 lr_warmup_iters=0 lr_warmup_samples=64"),
+        (TINY, "num_query_groups=3"),  # nothing reads it without group_query_attention
+        (TINY, "group_query_attention=true num_query_groups=2 tensor_model_parallel_size=4"),
+        (TINY, "hidden_size=120 rotary_percent=0.5"),
+        (TINY, "kv_channels=15 position_embedding_type=learned_absolute"),
+        (TINY, "eval_iters=0 eval_interval=-1 exit_interval=0 ddp_bucket_size=0 loss_scale=-1"),
+        (TINY, "optimizer=sgd use_distributed_optimizer=false"),
+        (TINY, "bf16=true recompute_granularity=full recompute_method=uniform recompute_num_layers=1"),
+        (TINY, "num_layers=4 pipeline_model_parallel_size=2 num_layers_per_virtual_pipeline_stage=1"),
+        (TINY, "mock_data=false data_path=[set] split=99,1,0"),
+        (TINY, "ddp_reduce_scatter_with_fp32_accumulation=true"),
+        (MOE, "tensor_model_parallel_size=2 sequence_parallel=true moe_router_topk=4"),
+        (MOE, "moe_router_load_balancing_type=none moe_aux_loss_coeff=0"),
+    ],
+)
+def test_what_trains_is_not_refused(recipe: str, settings: str, parser: argparse.ArgumentParser) -> None:
+    assert checked(recipe, " ".join(f"megatron.{one}" for one in settings.split()), parser).num_layers
 
 
 @pytest.mark.parametrize("distributed", ["true", "false"])
 def test_muon_is_not_refused(distributed: str, parser: argparse.ArgumentParser) -> None:
-    muon = [
-        "megatron.optimizer=muon",
-        "megatron.bf16=true",
-        f"megatron.use_distributed_optimizer={distributed}",
-    ]
-    run = configuration.load(LLAMA, [*CPU, *muon])
-    args = megatron_flags.check(run, flags(run, parser), parser)
-    assert args.use_layer_wise_distributed_optimizer is (distributed == "true")
-
-
-def test_a_replicated_optimizer_is_not_refused(parser: argparse.ArgumentParser) -> None:
-    run = configuration.load(LLAMA, [*CPU, "megatron.use_distributed_optimizer=false"])
-    assert megatron_flags.check(run, flags(run, parser), parser).use_distributed_optimizer is False
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        *(
-            (
-                ["megatron.use_megatron_fsdp=true", f"megatron.data_parallel_sharding_strategy={strategy}"],
-                [f"data_parallel_sharding_strategy: '{strategy}'", "compression", "use optim_grads"],
-            )
-            for strategy in ("no_shard", "optim")
-        ),
-        (
-            ["megatron.use_megatron_fsdp=true", "compression.method=onebit_adam"],
-            ["use_megatron_fsdp", "onebit_adam", "use loco"],
-        ),
-        (
-            [*MEGATRON_FSDP, "megatron.outer_dp_sharding_strategy=optim"],
-            ["outer_dp_sharding_strategy: 'optim'", "drops gradient scaling", "no_shard"],
-        ),
-        (
-            [
-                *MEGATRON_FSDP,
-                "megatron.ckpt_format=fsdp_dtensor",
-                "megatron.num_distributed_optimizer_instances=2",
-                "megatron.overlap_grad_reduce=false",
-                "megatron.overlap_param_gather=false",
-            ],
-            ["num_distributed_optimizer_instances: 2", "without overlap_grad_reduce", "set it"],
-        ),
-        (
-            ["megatron.use_torch_fsdp2=true", "compression.method=onebit_adam"],
-            ["use_torch_fsdp2", "onebit_adam", "use loco"],
-        ),
-        *(
-            (
-                [f"megatron.{fsdp}=true", "compression.method=none", "compression.weight_gather=exact"],
-                [named, "weight_gather exact", "weights are sharded"],
-            )
-            for fsdp, named in (
-                ("use_megatron_fsdp", "data_parallel_sharding_strategy: 'optim_grads_params'"),
-                ("use_torch_fsdp2", "use_torch_fsdp2"),
-            )
-        ),
-        (
-            ["megatron.tensor_parallel_num_weight_shards=2"],
-            ["tensor_parallel_num_weight_shards: 2", "compression", "leave it out"],
-        ),
-        (["megatron.optimizer=lion"], ["optimizer", "'lion'", "adam, sgd and muon"]),
-        (["megatron.optimizer=muon", "compression.method=onebit_adam"], ["'muon'", "use adam"]),
-        (
-            ["megatron.num_attention_heads=5"],
-            ["args.hidden_size % args.num_attention_heads == 0"],
-        ),
-        (
-            ["megatron.train_iters=10", "megatron.lr_decay_iters=5", "megatron.train_samples=3"],
-            ["expected iteration-based training"],
-        ),
-    ],
-)
-def test_what_cannot_run_is_refused(
-    overrides: list[str], words: list[str], parser: argparse.ArgumentParser
-) -> None:
-    run = configuration.load(LLAMA, [*CPU, *overrides])
-    with pytest.raises(UserError) as caught:
-        megatron_flags.check(run, flags(run, parser), parser)
-    for word in words:
-        assert word in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert not ("fsdp" in str(overrides) and len(str(caught.value)) > 150)
+    muon = f"megatron.optimizer=muon megatron.bf16=true megatron.use_distributed_optimizer={distributed}"
+    found = checked(TINY, muon, parser)
+    assert found.use_layer_wise_distributed_optimizer is (distributed == "true")
 
 
 def test_stock_megatron_may_use_what_compression_cannot(parser: argparse.ArgumentParser) -> None:
-    overrides = ["compression.attach=false", "megatron.optimizer=lion", "megatron.bf16=true"]
-    run = configuration.load(LLAMA, [*CPU, *overrides])
-    assert megatron_flags.check(run, flags(run, parser), parser).compression_attach is False
-
-
-@pytest.mark.parametrize("method", ["none", "loco"])
-def test_sums_in_fp32_may_be_asked_for(method: str, parser: argparse.ArgumentParser) -> None:
-    overrides = [f"compression.method={method}", "megatron.ddp_reduce_scatter_with_fp32_accumulation=true"]
-    run = configuration.load(LLAMA, [*CPU, *overrides])
-    args = megatron_flags.check(run, flags(run, parser), parser)
-    assert (args.compression_method, args.ddp_reduce_scatter_with_fp32_accumulation) == (method, True)
+    found = checked(TINY, "compression.attach=false megatron.optimizer=lion megatron.bf16=true", parser)
+    assert found.compression_attach is False
 
 
 def test_compression_flags_give_the_same_configuration_back(parser: argparse.ArgumentParser) -> None:
     from megatron_patch.megatron.arguments import config_from_arguments
 
-    overrides = [
-        "compression.block_size=shard",
-        "compression.error_beta=0.5",
-    ]
-    run = configuration.load(LLAMA, overrides)
+    run = configuration.load(
+        shipped(f"configs/models/{TINY}.yaml"), ["compression.block_size=shard", "compression.error_beta=0.5"]
+    )
     args = parser.parse_args(megatron_flags.compression_flags(run.compression, run.attach))
     assert config_from_arguments(args) == run.compression
 
@@ -203,3 +188,22 @@ def test_muon_s_default_method_is_the_same_from_a_file_and_from_flags(tmp_path: 
     args = parser.parse_args(["--compression-bits", "2", "--optimizer", "muon"])
     assert run.compression.method == "error_feedback"
     assert config_from_arguments(args) == run.compression
+
+
+def test_a_rank_s_bare_assertion_shows_its_source_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "scheduler.py"
+    module.write_text("def step(warmup, end):\n    assert (\n        warmup < end\n    )\n")
+    monkeypatch.setenv("MEGATRON_LOCO_FAILURES", str(tmp_path))
+    monkeypatch.setenv("RANK", "2")
+    space: dict[str, object] = {}
+    exec(compile(module.read_text(), str(module), "exec"), space)
+    with pytest.raises(AssertionError) as caught:
+        space["step"](3, 2)
+    for error, said in (
+        (caught.value, "AssertionError: scheduler.py:2: assert ( warmup < end )"),
+        (AssertionError("said"), "AssertionError: said"),
+    ):
+        run_script._leave_failure(error, user=False)
+        assert json.loads((tmp_path / "rank-2.json").read_text())["error"] == said

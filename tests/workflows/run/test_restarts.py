@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -13,22 +14,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 from worker_pool import in_warm_process
-from workflows.engine_runs import MODEL, ROOT, SCRIPT, cpu_flags
+from workflows.engine_runs import MODEL, SCRIPT, cpu_flags
 from workflows.test_train import (
     CONFIG,
     SMALL,
     alive,
-    command,
-    megatron_loco,
-    ranks_of,
     run_command,
     warm_megatron_loco,
 )
@@ -40,19 +37,11 @@ from megatron_patch.workflows.run import launcher, run_folder
 from megatron_patch.workflows.run.job import Job, Launch
 from megatron_patch.workflows.run.run_folder import latest_step, only_one
 
-STEPS = 60
 FILES = ("config.yaml", "command.txt", "metrics.jsonl", "summary.json")
-WIRE = {"bits_per_element": 4.1, "bytes_per_step": 10}
 SUMMARY = {
-    **{
-        "steps": 5,
-        "world_size": 2,
-        "valid_loss": 1.0,
-        "train_loss": 1.0,
-        "device": "cpu",
-        "versions": {"a": "1"},
-    },
-    **{"step_seconds": {"median": 0.1}, "compensation_bytes": 5, "gradient_wire": WIRE, "weight_wire": WIRE},
+    **{"steps": 5, "world_size": 2, "valid_loss": 1.0, "train_loss": 1.0, "device": "cpu"},
+    **{"step_seconds": {"median": 0.1}, "compensation_bytes": 5, "versions": {"a": "1"}},
+    **{name: {"bits_per_element": 4.1, "bytes_per_step": 10} for name in ("gradient_wire", "weight_wire")},
 }
 
 
@@ -61,57 +50,22 @@ def records(folder: Path) -> list[tuple[int, float]]:
     return [(record["step"], record["loss"]) for record in map(json.loads, lines)]
 
 
-@pytest.mark.slow
-def test_a_killed_rank_is_started_again_and_a_finished_run_resumed(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    settings = [f"megatron.train_iters={STEPS}", "megatron.save_interval=10", "launch.max_restarts=2"]
-    arguments = ["train", CONFIG, *SMALL, *settings, "--out", str(out)]
-    process = subprocess.Popen(
-        command(*arguments), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + 600
-    while not latest_step(out / "checkpoints") and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os.kill(ranks_of(process.pid)[0], signal.SIGKILL)
-    _, err = process.communicate(timeout=600)
-    assert process.returncode == 0, err
-    told = [line for line in err.splitlines() if "restart" in line]
-    assert len(told) == 1
-    assert told[0].startswith("llama_tiny: restart 1 of 2: rank 0 was killed by SIGKILL (see ")
-    log = (out / "logs" / "rank-1.log").read_text()
-    before, again = log.split("\nrestart 1 of 2: rank 0 was killed by SIGKILL")
-    assert "loaded checkpoint" not in before
-    loaded = int(again.partition("at iteration ")[2].split()[0]) if "at iteration " in again else 0
-    assert loaded % 10 == 0
-    assert [step for step, _ in records(out)] == list(range(1, STEPS + 1))
-    assert not (out / "failures").exists()
-
-    losses = records(out)
-    summary = json.loads((out / "summary.json").read_text())
-    done = megatron_loco(*arguments, "--resume")  # there is nothing left to do but to evaluate
-    assert done.returncode == 0, done.stderr
-    assert records(out) == losses
-    again = json.loads((out / "summary.json").read_text())
-    for key in ("steps", "train_loss", "valid_loss", "gradient_wire", "weight_wire", "compensation_bytes"):
-        assert again[key] == summary[key]
-    assert len(list((out / "tensorboard").iterdir())) == 3
-
-
 def attempts_of(folder: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in (folder / "attempts").read_text().splitlines()]
+    path = folder / "attempts"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def job_of(folder: Path, restarts: int, monkeypatch: pytest.MonkeyPatch, ends: list[str]) -> Job:
-    """A job of two ranks; rank 1 ends as `ends` says, one entry for each attempt, rank 0 as told by it."""
+    """A job of two ranks; rank 1 ends as `ends` says, one entry for each attempt, rank 0 once all is done."""
     import torch  # noqa: F401  (once, and not in every forked rank)
 
     from megatron_patch.megatron import run_script
 
     def rank_main(argv: list[str]) -> int:
         if os.environ["RANK"] == "0":
-            while not (folder / "attempts").exists():
+            (folder / "rank-0").write_text(str(os.getpid()))
+            while not attempts_of(folder) or ends[len(attempts_of(folder)) - 1] != "done":
                 time.sleep(0.01)
-            time.sleep(0.3)
             return 0
         with (folder / "attempts").open("a") as stream:
             stream.write(json.dumps({"port": os.environ["MASTER_PORT"]}) + "\n")
@@ -148,12 +102,13 @@ def test_ranks_are_started_again_with_another_port_and_longer_logs(
     assert not (tmp_path / "failures").exists()
 
 
-def test_restarts_run_out_and_the_last_failure_is_told(
+def test_restarts_run_out_the_last_failure_is_told_and_no_rank_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(launcher.RankFailed, match="rank 1 was killed by SIGKILL"):
         run(job_of(tmp_path, 1, monkeypatch, ["raises", "killed"]))
     assert len(attempts_of(tmp_path)) == 2
+    assert not alive(int((tmp_path / "rank-0").read_text()))
 
 
 def test_a_rank_that_ends_by_sigsegv_leaves_its_stack(tmp_path: Path) -> None:
@@ -186,38 +141,54 @@ def write_checkpoint(folder: Path, step: int) -> None:
     (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(str(step))
 
 
+ELSEWHERE = ["megatron.save=elsewhere", "megatron.save_interval=5"]
+
+
 @pytest.mark.parametrize(
     ("held", "flags", "words"),
     [
-        ("a run", ["--resume"], ["resume: ", "no checkpoint", "--overwrite", "megatron.save_interval"]),
-        ("nothing", ["--resume"], ["resume: ", "no checkpoint"]),
-        ("checkpoints", [], ["run/checkpoints holds a run's checkpoints", "--resume", "from step 20"]),
-        ("checkpoints", ["--overwrite"], ["--resume", "step 20", "remove them", "run/checkpoints"]),
-        ("checkpoints", ["--overwrite", "--resume"], ["--resume", "not allowed with", "--overwrite"]),
-        ("checkpoints", ["--resume", "megatron.finetune=true"], ["megatron.finetune: True", "leave it out"]),
+        ("run", ["--resume"], ["resume: ", "no checkpoint", "--overwrite", "megatron.save_interval"]),
+        ("run", ["--resume-or-start", "megatron.save_interval=5"], ["holds a run already", "--overwrite"]),
+        ("", [], ["run/checkpoints holds a run's checkpoints", "--resume", "from step 20"]),
+        ("", ["--overwrite"], ["--resume", "step 20", "remove them", "run/checkpoints"]),
+        ("", ["--overwrite", "--resume"], ["--resume", "not allowed with", "--overwrite"]),
+        ("", ["--resume", "megatron.finetune=true"], ["megatron.finetune: True", "leave it out"]),
+        ("", ["--resume-or-start"], ["megatron.save_interval: not set", "step 0"]),
+        ("elsewhere", [*ELSEWHERE, "--overwrite"], ["elsewhere holds a run's checkpoints", "step 20"]),
+        ("elsewhere", [*ELSEWHERE, "--resume", "megatron.load=other"], ["megatron.load: 'other'", "its own"]),
+        ("nothing", [*ELSEWHERE, "--resume"], ["resume: elsewhere holds no checkpoint"]),
+        (
+            "nothing",
+            [*ELSEWHERE, "launch.max_restarts=1", "megatron.load=other"],
+            ["megatron.pretrained_checkpoint"],
+        ),
     ],
 )
 def test_what_a_folder_holds_decides(
-    held: str, flags: list[str], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    held: str,
+    flags: list[str],
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    out = tmp_path / "run"
-    if held != "nothing":
-        out.mkdir()
-        (out / "config.yaml").write_text("kept")
-    if held == "checkpoints":
-        write_checkpoint(out, 20)
-    assert main(["train", CONFIG, *flags, "--out", str(out)]) == 2
+    """`held`: a run that has ended in run/, else checkpoints, in run/ or elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    if held in ("", "elsewhere"):
+        write_checkpoint(tmp_path / "run", 20)
+    if held == "elsewhere":
+        (tmp_path / "run/checkpoints").rename("elsewhere")
+    if held == "run":
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run/config.yaml").write_text("kept")
+        (tmp_path / "run/summary.json").write_text(json.dumps(SUMMARY))
+    before = contents(tmp_path)
+    assert main(["train", CONFIG, *SMALL, *flags, "--out", "run"]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     for word in words:
         assert word in err
-    assert held == "nothing" or (out / "config.yaml").read_text() == "kept"
-
-
-def test_compare_overwrites_no_checkpoints_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_checkpoint(tmp_path / "loco", 20)
-    assert main(["compare", CONFIG, "--overwrite", "--out", str(tmp_path)]) == 2
-    assert f"{tmp_path / 'loco/checkpoints'} holds a run's checkpoints" in capsys.readouterr().err
+    assert contents(tmp_path) == before
 
 
 def record_of_a_run(folder: Path) -> None:
@@ -268,62 +239,59 @@ def test_a_full_disk_is_said_in_one_line(tmp_path: Path) -> None:
     )
 
 
-def hold(folder: Path, held: Any, leave: Any) -> None:
-    with only_one(folder, "train"):
-        held.set()
-        leave.wait()
+@contextlib.contextmanager
+def at_work(folder: Path) -> Iterator[multiprocessing.process.BaseProcess]:
+    """Another process that is at work in a folder."""
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+
+    def hold() -> None:
+        with only_one(folder, "train"):
+            ready.set()
+            signal.pause()
+
+    other = context.Process(target=hold)
+    other.start()
+    try:
+        assert ready.wait(60)
+        yield other
+    finally:
+        other.kill()
+        other.join()
 
 
-@pytest.mark.parametrize("flags", [["--resume"], ["--overwrite"], []])
-def test_a_second_run_in_a_folder_is_refused(
-    tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_run_in_a_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_checkpoint(tmp_path, 20)
     record_of_a_run(tmp_path)
     (tmp_path / ".lock").touch()
     before = contents(tmp_path)
-    context = multiprocessing.get_context("fork")
-    held, leave = context.Event(), context.Event()
-    other = context.Process(target=hold, args=(tmp_path, held, leave))
-    other.start()
-    try:
-        assert held.wait(60)
-        assert main(["train", CONFIG, *flags, "--out", str(tmp_path)]) == 2
-        assert capsys.readouterr().err == (
-            f"megatron-loco: error: out: another `train` is at work in {tmp_path}\n"
-        )
+    with at_work(tmp_path) as other:
+        for flags in (["--resume"], ["--overwrite"], []):
+            assert main(["train", CONFIG, *flags, "--out", str(tmp_path)]) == 2
+            assert capsys.readouterr().err == (
+                f"megatron-loco: error: out: another `train` is at work in {tmp_path}\n"
+            )
         assert contents(tmp_path) == before
         with pytest.raises(UserError, match="at work"), only_one(tmp_path, "train", wait=0.5):
             pass
-        os.kill(other.pid, signal.SIGKILL)  # the lock goes with its process
+        other.kill()  # the lock goes with its process
         with only_one(tmp_path, "train", wait=60), only_one(tmp_path, "train"):
             pass
-    finally:
-        other.kill()
-        other.join()
 
 
-@pytest.mark.parametrize("flags", [["--resume-or-start"], ["--overwrite"], []])
 def test_a_second_run_that_saves_where_another_one_does_is_refused(
-    tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train, "_DYING_SECONDS", 0)
     saves, out = tmp_path / "saves", tmp_path / "out"
-    context = multiprocessing.get_context("fork")
-    held, leave = context.Event(), context.Event()
-    other = context.Process(target=hold, args=(saves, held, leave))
-    other.start()
-    try:
-        assert held.wait(60)
-        asked = ["train", CONFIG, *flags, f"megatron.save={saves}", "megatron.save_interval=5"]
-        assert main([*asked, "--out", str(out)]) == 2
-        assert capsys.readouterr().err == (
-            f"megatron-loco: error: megatron.save: another `train` is at work in {saves}\n"
-        )
-        assert not out.exists()
-    finally:
-        other.kill()
-        other.join()
+    with at_work(saves):
+        for flags in (["--resume-or-start"], ["--overwrite"]):
+            asked = ["train", CONFIG, *flags, f"megatron.save={saves}", "megatron.save_interval=5"]
+            assert main([*asked, "--out", str(out)]) == 2
+            assert capsys.readouterr().err == (
+                f"megatron-loco: error: megatron.save: another `train` is at work in {saves}\n"
+            )
+    assert not out.exists()
 
 
 def test_a_file_system_without_locks_says_so(
@@ -337,65 +305,20 @@ def test_a_file_system_without_locks_says_so(
         assert "has no locks" in capsys.readouterr().err
 
 
-SAVED_ELSEWHERE = ["megatron.save=elsewhere", "megatron.save_interval=5"]
-
-
-@pytest.mark.parametrize(
-    ("saved", "flags", "words"),
-    [
-        (None, [*SAVED_ELSEWHERE, "--resume"], ["resume: elsewhere holds no checkpoint"]),
-        (20, SAVED_ELSEWHERE, ["elsewhere holds a run's checkpoints", "--resume", "step 20"]),
-        (20, [*SAVED_ELSEWHERE, "--overwrite"], ["elsewhere holds a run's checkpoints"]),
-        (20, [*SAVED_ELSEWHERE, "--resume", "megatron.load=other"], ["megatron.load: 'other'", "of its own"]),
-        (None, [*SAVED_ELSEWHERE, "launch.max_restarts=1", "megatron.load=other"], ["pretrained_checkpoint"]),
-        (None, ["--resume-or-start"], ["megatron.save_interval: not set", "step 0"]),
-        (None, ["--resume-or-start", "--resume"], ["not allowed with"]),
-        (None, ["--resume-or-start", *SAVED_ELSEWHERE, "megatron.load=other"], ["pretrained_checkpoint"]),
-        (None, ["--resume-or-start", *SAVED_ELSEWHERE, "megatron.finetune=true"], ["megatron.finetune"]),
-    ],
-)
-def test_checkpoints_are_looked_for_where_they_are_saved(
-    saved: int | None,
-    flags: list[str],
-    words: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    if saved:
-        write_checkpoint(tmp_path, saved)
-        (tmp_path / "checkpoints").rename("elsewhere")
-    assert main(["train", CONFIG, *flags, "--out", "run"]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    for word in words:
-        assert word in err
-    assert not (tmp_path / "run").exists()
-
-
-def test_megatron_saves_and_loads_in_one_place(tmp_path: Path) -> None:
-    saved = tmp_path / "elsewhere"
-    settings = [*SMALL, f"megatron.save={saved}", "megatron.save_interval=5", "--dry-run"]
-    for number, load in enumerate([[], [f"megatron.load={saved}"]]):
-        arguments = ("train", CONFIG, *settings, *load)
-        done = warm_megatron_loco(*arguments, folder=tmp_path / str(number))
-        assert done.returncode == 0, done.stderr
-        words = done.stdout.split()
-        assert [words[words.index(flag) + 1] for flag in ("--save", "--load")] == [str(saved)] * 2, (
-            done.stderr
-        )
-
-
-@pytest.mark.parametrize(
-    "command", [["compare", CONFIG], ["ablate", "bits"], ["ablate", "bits", "--task", "0"]], ids=str
-)
-def test_several_runs_do_not_save_in_one_place(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*command, *SAVED_ELSEWHERE, "--out", str(tmp_path / "out")]) == 2
-    assert "megatron.save: 'elsewhere': several runs" in capsys.readouterr().err
+def test_several_runs_do_not_save_in_one_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["compare", CONFIG], ["ablate", "bits", "--task", "0"]):
+        assert main([*command, *ELSEWHERE, "--out", str(tmp_path / "out")]) == 2
+        assert "megatron.save: 'elsewhere': several runs" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+    write_checkpoint(tmp_path / "loco", 20)
+    assert main(["compare", CONFIG, "--overwrite", "--out", str(tmp_path)]) == 2
+    assert f"{tmp_path / 'loco/checkpoints'} holds a run's checkpoints" in capsys.readouterr().err
+
+
+def test_megatron_saves_and_loads_in_one_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", CONFIG, *SMALL, *ELSEWHERE, "--dry-run"]) == 0
+    words = capsys.readouterr().out.split()
+    assert [words[words.index(flag) + 1] for flag in ("--save", "--load")] == ["elsewhere"] * 2
 
 
 @pytest.mark.parametrize(("state", "how"), [("checkpoint", "resume"), ("stopped", "overwrite"), ("new", "")])
@@ -423,32 +346,31 @@ def test_resume_or_start_does_what_the_folder_asks_for(
     assert found[0] or how != "overwrite"
 
 
-def test_resume_or_start_keeps_a_run_that_has_ended(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_finished_run_is_evaluated_again_and_a_resume_that_the_ranks_refuse_is_one_line(
+    tmp_path: Path,
 ) -> None:
-    (tmp_path / "config.yaml").write_text("old")
-    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
-    arguments = ["train", CONFIG, *SMALL, "megatron.save_interval=5", "--resume-or-start"]
-    assert main([*arguments, "--out", str(tmp_path)]) == 2
-    assert "holds a run already" in capsys.readouterr().err
-
-
-def test_a_resume_that_the_ranks_refuse_is_one_line_and_may_be_asked_for_again(tmp_path: Path) -> None:
     out = tmp_path / "run"
     settings = [*SMALL, "megatron.save_interval=2", "compression.strict_load=true", "launch.max_restarts=3"]
     arguments = ("train", CONFIG, *settings, "--out", str(out))
-    done = warm_megatron_loco(*arguments, "megatron.train_iters=2", folder=tmp_path / "a", trains=True)
-    assert done.returncode == 0, done.stderr
+    summaries = []
+    for more in ([], ["--resume"]):
+        two = [*more, "megatron.train_iters=2"]
+        done = warm_megatron_loco(*arguments, *two, folder=tmp_path / f"two{more}", trains=True)
+        assert done.returncode == 0, done.stderr
+        summaries.append(json.loads((out / "summary.json").read_text()))
+        assert [step for step, _ in records(out)] == [1, 2]
+    for key in ("steps", "train_loss", "valid_loss", "gradient_wire", "weight_wire", "compensation_bytes"):
+        assert summaries[0][key] == summaries[1][key]
+
     (checkpoint,) = (out / "checkpoints").glob("iter_*")
     metadata = FileSystemReader(checkpoint).read_metadata()
     del metadata.state_dict_metadata["megatron_loco.rank_1"]
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
     more = ("megatron.train_iters=4", "megatron.lr=2e-3", "megatron.override_opt_param_scheduler=true")
-    for _ in range(2):
-        done = warm_megatron_loco(*arguments, *more, "--resume", folder=tmp_path / f"{_}", trains=True)
-        assert done.returncode == 2, done.stderr
-        assert "error states of rank 1 are missing" in done.stderr.splitlines()[-1]
-        assert "restart" not in done.stderr
+    done = warm_megatron_loco(*arguments, *more, "--resume", folder=tmp_path / "four", trains=True)
+    assert done.returncode == 2, done.stderr
+    assert "error states of rank 1 are missing" in done.stderr.splitlines()[-1]
+    assert "restart" not in done.stderr
 
 
 KILLED_ONCE = """

@@ -59,7 +59,6 @@ def asking(folder: Path, *numbers: signal.Signals) -> Callable[[], None]:
     ("numbers", "name"),
     [
         ([signal.SIGUSR1], "SIGUSR1"),
-        ([signal.SIGTERM], "SIGTERM"),
         ([signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM], "SIGTERM"),
     ],
 )
