@@ -1,6 +1,6 @@
 """What every exchange promises: its output, the bytes that it says it sends, the states that are saved.
 
-Their numbers are in test_reduce_scatter.py, test_all_reduce.py and the tests of the two hops.
+Their numbers are in test_numbers.py.
 """
 
 from __future__ import annotations

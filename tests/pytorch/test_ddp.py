@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pytorch.ddp_runs import STEPS, train
-from simulation.all_reduce_float64 import AllReduceAgreement
+from pytorch.compared import compare_all_reduces
+from pytorch.runs import STEPS, train
 from simulation.loco_float64 import block_labels
 
 LOCO = {"method": "loco", "start_step": 0}
@@ -17,7 +17,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "3 ranks, one bucket": ({"bucket_mb": 25}, {"bits": 1}),
     "2 bits, views of buckets": ({"options": {"gradient_as_bucket_view": True}}, {"bits": 2}),
     "an exchange a microbatch": ({"microbatches": 2}, {"reset_interval": 3}),
-    "no_sync": ({"microbatches": 3, "no_sync": True}, {}),
+    "no_sync": ({"microbatches": 3, "sync": "last"}, {}),
     "bf16": ({"dtype": "bfloat16"}, {}),
     "frozen": ({"frozen": (0, 2)}, {}),
     "unused on some ranks": ({"unused": (0, 1), "options": {"find_unused_parameters": True}}, {}),
@@ -26,50 +26,32 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+def labels_of(entry: dict[str, Any], ranks: int) -> np.ndarray:
+    sizes = [math.prod(shape) for shape in entry["shapes"]]
+    numel = len(entry["in"])
+    assert sum(sizes) == numel
+    starts = np.cumsum([0, *sizes]).tolist()
+    labels = block_labels(numel, list(zip(starts, entry["shapes"], strict=False)), 128)
+    return np.concatenate([labels, np.full(-numel % ranks, -1)])
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_an_exchange_is_the_simulation_s(pool, case: str) -> None:
     how, compression = CASES[case]
     ranks = 3 if "3 ranks" in case else 4
-    reports = pool.run(train, how, LOCO | compression, world_size=ranks)
-    agreements: dict[str, AllReduceAgreement] = {}
+    reports = pool.run(train, {"kind": "ddp"} | how, LOCO | compression, world_size=ranks)
     ends = reports[0]["steps"]
     assert ends[0] <= ends[1] // 2, "DDP's first backward pass is exchanged in full"
     assert ends[-1] >= STEPS - 1
-    for number, ours in enumerate(zip(*(report["record"] for report in reports), strict=True)):
-        shapes, numel = ours[0]["shapes"], ours[0]["in"].numel()
-        key = str(shapes)
-        if key not in agreements:
-            sizes = [math.prod(shape) for shape in shapes]
-            starts = np.cumsum([0, *sizes])
-            assert starts[-1] == numel
-            labels = block_labels(numel, list(zip(starts.tolist(), shapes, strict=False)), 128)
-            size = -(-numel // ranks) * ranks
-            agreements[key] = AllReduceAgreement(
-                ranks,
-                numel,
-                labels=np.concatenate([labels, np.full(size - numel, -1)]),
-                average=True,
-                gradient_dtype={"float32": "fp32", "bfloat16": "bf16"}[ours[0]["dtype"]],
-                bits=compression.get("bits", 4),
-                reset_interval=compression.get("reset_interval", 512),
-            )
-        found = agreements[key].exchange(
-            np.stack([entry["in"].numpy() for entry in ours]),
-            sent=np.stack([entry["sent"].numpy() for entry in ours])[:, :numel],
-        )
-        assert all(np.array_equal(entry["out"].numpy(), found) for entry in ours)
-        if number + 1 in ends:
-            for agreement in agreements.values():
-                agreement.end_step()
+    compare_all_reduces(reports, compression, lambda entry: labels_of(entry, ranks))
     for report in reports:
         assert report["report"]["step"] == STEPS
         assert all(map(np.array_equal, report["weights"], reports[0]["weights"]))
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_method_none_is_ddp_s_own(pool, case: str, ranks: int) -> None:
-    how, _ = CASES[case]
+def test_method_none_is_ddp_s_own(pool, case: str) -> None:
+    how, ranks = {"kind": "ddp"} | CASES[case][0], 3 if "3 ranks" in case else 4
     stock = pool.run(train, how, None, world_size=ranks)
     none = pool.run(train, how, {"method": "none"}, world_size=ranks)
     for mine, theirs in zip(none, stock, strict=True):

@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pytorch.fsdp2_runs import STEPS, gradients_of, sharded, train
-from simulation.agreement import Agreement
-from simulation.all_reduce_float64 import AllReduceAgreement
-from simulation.loco_float64 import LoCoSimulation, block_labels
+from pytorch.compared import compare_all_reduces, compare_reduce_scatters
+from pytorch.runs import STEPS, gradients_of, sharded, train
+from simulation.loco_float64 import block_labels
 from torch.distributed.fsdp import FSDPModule
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +30,7 @@ FLAT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "4 bits": ({}, {}),
     "3 ranks": ({}, {"bits": 1}),
     "2 bits": ({"reshard": False}, {"bits": 2}),
-    "uniform": ({"reshard": 2}, {"codec": "uniform", "error_dtype": "bf16"}),
+    "uniform": ({}, {"codec": "uniform", "error_dtype": "bf16"}),
     "an exchange a microbatch": ({"microbatches": 3}, {"reset_interval": 4}),
     "one exchange of three microbatches": ({"microbatches": 3, "sync": "last"}, {}),
     "bf16": ({"precision": BF16, "microbatches": 2}, {}),
@@ -81,115 +80,59 @@ def chunks(parameters: list[tuple[tuple[int, ...], int]], ranks: int) -> list[tu
     return found
 
 
-def options(compression: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "bits": compression.get("bits", 4),
-        "codec": compression.get("codec"),
-        "error_dtype": compression.get("error_dtype", "int8"),
-        "reset_interval": compression.get("reset_interval", 512),
-    }
-
-
-def names(dtype: str) -> str:
-    return {"float32": "fp32", "bfloat16": "bf16"}[dtype]
-
-
 @pytest.mark.parametrize("case", FLAT)
 def test_a_flat_exchange_is_the_simulation_s(pool, case: str) -> None:
     how, compression = FLAT[case]
     ranks = 3 if case == "3 ranks" else 4
-    how = how | ({} if case != "uniform" else {"reshard": True})
     reports = pool.run(train, how, LOCO | compression, world_size=ranks)
-    agreements: dict[str, Agreement] = {}
-    entries = list(zip(*(report["record"] for report in reports), strict=True))
-    ends = reports[0]["steps"]
-    assert len(entries) == ends[-1] > 0
-    for number, ours in enumerate(entries):
-        first = ours[0]
-        key = f"{first['group']} {first['parameters']}"
-        numel = first["in"].numel()
-        if key not in agreements:
-            labels = block_labels(numel, chunks(first["parameters"], ranks), 128)
-            agreements[key] = Agreement(
-                LoCoSimulation(
-                    ranks,
-                    numel,
-                    labels=labels,
-                    average=first["average"],
-                    gradient_dtype=names(first["dtype"]),
-                    **options(compression),
-                )
-            )
-        assert first["average"] == (how.get("factor") is None)
-        agreements[key].exchange(
-            np.stack([entry["in"].numpy() for entry in ours]),
-            sent=np.stack([entry["sent"].numpy() for entry in ours]),
-            shards=np.stack([entry["out"].numpy() for entry in ours]),
-        )
-        if number + 1 in ends:
-            for agreement in agreements.values():
-                agreement.end_step()
+
+    def labels_of(entry: dict[str, Any]) -> np.ndarray:
+        assert entry["average"] == (how.get("factor") is None)
+        return block_labels(len(entry["in"]), chunks(entry["parameters"], ranks), 128)
+
+    exchanges = compare_reduce_scatters(reports, compression, labels_of)
     for report in reports:
         assert report["report"]["step"] == STEPS
         assert all(map(np.array_equal, report["weights"], reports[0]["weights"]))
     if case == "unused in every other step":
-        assert len(agreements) > 3, "sets of parameters have exchanges of their own"
+        assert exchanges > 3, "sets of parameters have exchanges of their own"
 
 
 @pytest.mark.parametrize("case", HYBRID)
 def test_a_hybrid_exchange_is_the_simulation_s(pool, case: str) -> None:
     how, compression = HYBRID[case]
-    replicas = how["replicas"]
-    shards = 4 // replicas
+    shards = 4 // how["replicas"]
     reports = pool.run(train, how, LOCO | compression, world_size=4)
-    ends = reports[0]["steps"]
-    assert ends[-1] > 0
     for place in range(shards):
         mine = [report for report in reports if report["record"][0]["place"] == place]
-        assert len(mine) == replicas
-        agreements: dict[str, AllReduceAgreement] = {}
-        for number, ours in enumerate(zip(*(report["record"] for report in mine), strict=True)):
-            first = ours[0]
-            key = f"{first['group']} {first['parameters']}"
-            size = first["in"].numel()
-            if key not in agreements:
-                labels = block_labels(size * shards, chunks(first["parameters"], shards), 128)
-                agreements[key] = AllReduceAgreement(
-                    replicas,
-                    size,
-                    labels=labels[place * size : (place + 1) * size],
-                    average=True,
-                    gradient_dtype=names(first["dtype"]),
-                    **options(compression),
-                )
-            found = agreements[key].exchange(
-                np.stack([entry["in"].numpy() for entry in ours]),
-                sent=np.stack([entry["sent"].numpy() for entry in ours])[:, :size],
-            )
-            assert all(np.array_equal(entry["out"].numpy(), found) for entry in ours)
-            if number + 1 in ends:
-                for agreement in agreements.values():
-                    agreement.end_step()
+        assert len(mine) == how["replicas"]
+
+        def labels_of(entry: dict[str, Any], place: int = place) -> np.ndarray:
+            size = len(entry["in"])
+            labels = block_labels(size * shards, chunks(entry["parameters"], shards), 128)
+            return labels[place * size : (place + 1) * size]
+
+        compare_all_reduces(mine, compression, labels_of)
     for report in reports:
         assert all(map(np.array_equal, report["weights"], reports[0]["weights"]))
         assert (report["inside"] > 0) == (shards > 1)
 
 
-SETUPS = {  # gloo refuses what torch does for a divide factor
-    f"flat, {case}": how for case, (how, _) in FLAT.items() if not how.get("factor")
-} | {f"hybrid, {case}": how for case, (how, _) in HYBRID.items() if not how.get("group")}
+NONE = {
+    "flat": ("4 bits", "2 bits", "an exchange a microbatch", "bf16", "frozen", "unused in every other step"),
+    "hybrid": ("4 bits", "an exchange a microbatch", "no sync before the last", "bf16", "replicas alone"),
+}
+SETUPS = [FLAT[case][0] for case in NONE["flat"]] + [HYBRID[case][0] for case in NONE["hybrid"]]
 
 
-@pytest.mark.parametrize("case", SETUPS)
-def test_method_none_is_torch_s_own(pool, case: str) -> None:
-    if "all-reduce last" in str(SETUPS[case]):
-        pytest.skip("FSDP2 keeps no gradient before the all-reduce; attached, it has one of zeros")
-    stock = pool.run(train, SETUPS[case], None, world_size=4)
-    none = pool.run(train, SETUPS[case], {"method": "none"}, world_size=4)
+@pytest.mark.parametrize("how", SETUPS, ids=str)
+def test_method_none_is_torch_s_own(pool, how: dict[str, Any]) -> None:
+    stock = pool.run(train, how, None, world_size=4)
+    none = pool.run(train, how, {"method": "none"}, world_size=4)
     for mine, theirs in zip(none, stock, strict=True):
         assert mine["norms"] == theirs["norms"]
         assert all(map(np.array_equal, mine["weights"], theirs["weights"]))
-        reduced = SETUPS[case].get("precision", {}).get("reduce_dtype", "float32")
+        reduced = how.get("precision", {}).get("reduce_dtype", "float32")
         assert mine["report"]["bits"] == {"float32": 32, "bfloat16": 16}[reduced]
 
 

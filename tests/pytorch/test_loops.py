@@ -6,16 +6,16 @@ added to the next one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from coded_values import flat_error
-from pytorch.fsdp2_runs import Model, gradients_of, sharded
+from pytorch.runs import full, gradients_of, wrapped
 
 LOCO = {"method": "loco", "start_step": 0, "reset_interval": 0}
-KINDS: dict[str, dict[str, Any]] = {"ddp": {}, "fsdp2": {}, "hybrid": {"replicas": 2}}
+KINDS: dict[str, dict[str, Any]] = {"ddp": {"kind": "ddp"}, "fsdp2": {}, "hybrid": {"replicas": 2}}
 
 
 class Loop:
@@ -23,14 +23,11 @@ class Loop:
 
     def __init__(self, kind: str, options: dict[str, Any] | None = None, optimizers: int = 1) -> None:
         import torch
-        from torch.nn.parallel import DistributedDataParallel
 
         import megatron_patch
         from megatron_patch.pytorch import attach
 
-        whole: Any = Model() if kind == "ddp" else sharded(KINDS[kind])[0]
-        self.inner = whole
-        self.model = DistributedDataParallel(whole, bucket_cap_mb=0.01) if kind == "ddp" else whole
+        self.model, self.inner, _ = wrapped(KINDS[kind])
         megatron_patch.attach(self.model, megatron_patch.CompressionConfig(**LOCO | (options or {})))
         self.attachment = attach.attachment_of(self.model)
         self.session = self.attachment.session
@@ -58,8 +55,10 @@ class Loop:
             exact = (
                 sum([g for block in mine for g in block][place] for mine in everyone) * factor / len(ranks)
             )
-            found = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
-            off, size = off + float((found - exact).square().sum()), size + float(exact.square().sum())
+            off, size = (
+                off + float((full(parameter.grad) - exact).square().sum()),
+                size + float(exact.square().sum()),
+            )
         self.rel.append((off / size) ** 0.5)
 
     def step(self) -> None:
@@ -78,6 +77,13 @@ class Loop:
     def told(self) -> tuple[int, int, int]:
         """Steps that succeeded, all of them, and those that were skipped."""
         return self.ledger.steps, self.ledger.steps_seen, self.ledger.events.skipped_steps
+
+
+def overflow(parameters: Iterable[Any]) -> None:
+    """Every gradient has an infinity, on every rank."""
+    for parameter in parameters:
+        local = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+        local.view(-1)[:1] = float("inf")
 
 
 def clear_by_hand(loop: Loop) -> None:
@@ -266,9 +272,8 @@ def scaled_errors(kind: str, how: str, moves: bool) -> dict[str, Any]:
         scaler.scale(loop.loss(number)).backward()
         scale = scaler.get_scale()
         errors.append([error / scale for error in loop.errors()])
-        for parameter in loop.model.parameters() if bad else ():
-            local = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
-            local.view(-1)[:1] = torch.inf
+        if bad:
+            overflow(loop.model.parameters())
         scaler.step(loop.optimizers[0])
         scaler.update()
         loop.optimizers[0].zero_grad()
@@ -302,9 +307,7 @@ def one_of_two(kind: str, how: str) -> tuple[tuple[int, int, int], list[bool]]:
     for number in range(6):
         scaler.scale(loop.loss(number)).backward()
         if number == 3 and how == "skips":
-            for parameter in second.param_groups[0]["params"]:
-                local = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
-                local.view(-1)[:1] = torch.inf
+            overflow(second.param_groups[0]["params"])
         scaler.step(first)
         first.zero_grad()
         if how == "skips" or number % 2:
@@ -346,9 +349,8 @@ def fused_overflow(kind: str) -> dict[int, bool]:
     loop.session.start = noting
     for number in range(5):
         scaler.scale(loop.loss(number)).backward()
-        for parameter in loop.model.parameters() if number == 3 else ():
-            local = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
-            local.view(-1)[:1] = torch.inf
+        if number == 3:
+            overflow(loop.model.parameters())
         scaler.step(loop.optimizers[0])
         scaler.update()
         loop.optimizers[0].zero_grad()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from coded_values import flat_error
-from pytorch.fsdp2_runs import Model, gradients_of, sharded
+from pytorch.runs import full, gradients_of, wrapped
 from with_megatron.seam_runs import logged
 
 LOCO = {"method": "loco", "start_step": 0, "reset_interval": 0}
@@ -18,16 +18,11 @@ GROUP, DDP = {"kind": "group", "replicas": 2, "group": True}, {"kind": "ddp"}
 
 def built(how: dict[str, Any], compression: dict[str, Any]) -> tuple[Any, Any]:
     import torch
-    from torch.nn.parallel import DistributedDataParallel
 
     import megatron_patch
 
-    config = megatron_patch.CompressionConfig(**compression)
-    if how["kind"] == "ddp":
-        model = megatron_patch.attach(DistributedDataParallel(Model(), bucket_cap_mb=0.01), config)
-    else:
-        whole, group = sharded(how)
-        model = megatron_patch.attach(whole, config, group)
+    model, _, group = wrapped(how)
+    megatron_patch.attach(model, megatron_patch.CompressionConfig(**compression), group)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -81,8 +76,7 @@ def run(
         found["lines"] = lines
     found["errors"] = errors(model)
     steps(model, optimizer, 3, 6, unused)
-    whole = [p.full_tensor() if how["kind"] != "ddp" else p for p in model.parameters()]
-    found["weights"] = [p.detach().numpy() for p in whole]
+    found["weights"] = [full(p).numpy() for p in model.parameters()]
     found["after"] = errors(model)
     found["step"] = megatron_patch.report(model).step
     megatron_patch.disable()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from collectives.test_reduce_scatter import loopback_bytes
+from collectives.setups import loopback_bytes
 from seeds import seeded
 
 PARAMETERS = 2**22 + 5  # the last shard is shorter

@@ -1,11 +1,13 @@
-"""FSDP2 in a worker: a few parameters whose gradients a test chooses, and what is exchanged of them.
+"""FSDP2 and DDP in a worker: a few parameters whose gradients a test chooses, and what is exchanged of them.
 
 Each parameter w enters the loss as sum(w * g), so that its gradient is exactly g. Everything else is torch's
-own: fully_shard, its parameter groups and hooks, AdamW.
+own: fully_shard, DDP's buckets, AdamW.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -86,81 +88,124 @@ def sharded(how: dict[str, Any]) -> tuple[Model, Any]:
     return model, mesh.get_group("replicate") if how.get("group") else None
 
 
+def wrapped(how: dict[str, Any]) -> tuple[Any, Model, Any]:
+    """What is attached, the model in it, and its replicate group if the mesh does not have it."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    if how.get("kind") != "ddp":
+        model, group = sharded(how)
+        return model, model, group
+    model = Model().to(getattr(torch, how.get("dtype", "float32")))
+    for number in how.get("frozen", ()):
+        next(iter(model.blocks[number].parameters())).requires_grad_(False)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=how.get("bucket_mb", 0.01), **how.get("options", {}))
+    return ddp, model, None
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor, gathered; another tensor as it is."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def train(how: dict[str, Any], compression: dict[str, Any] | None) -> dict[str, Any]:
     """STEPS steps; what was exchanged, and the weights and norms of every step. None: without us."""
     import megatron_patch
     from megatron_patch.pytorch import attach
 
-    model, group = sharded(how)
+    wrapper, model, group = wrapped(how)
+    is_ddp = wrapper is not model
     record: list[dict[str, Any]] = []
     if compression is not None:
-        megatron_patch.attach(model, megatron_patch.CompressionConfig(**compression), group)
+        megatron_patch.attach(wrapper, megatron_patch.CompressionConfig(**compression), group)
         if compression["method"] != "none":
-            _record(attach.attachment_of(model), record)
-    if factor := how.get("factor"):
-        for block in model.blocks:
-            block.set_gradient_divide_factor(factor)
-    if how.get("all"):
-        for block in model.blocks:
-            block.set_reduce_scatter_unused_params(True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            (_record_ddp if is_ddp else _record)(attach.attachment_of(wrapper), record)
+    for block in model.blocks if how.get("factor") else ():
+        block.set_gradient_divide_factor(how["factor"])
+    for block in model.blocks if how.get("all") else ():
+        block.set_reduce_scatter_unused_params(True)
+    optimizer = torch.optim.AdamW(wrapper.parameters(), lr=1e-2)
     rank, microbatches, norms, steps = torch.distributed.get_rank(), how.get("microbatches", 1), [], []
-    dtype = getattr(torch, how.get("precision", {}).get("param_dtype", "float32"))
+    dtype = next(model.parameters()).dtype
+    dtype = getattr(torch, how["precision"]["param_dtype"]) if "precision" in how else dtype
     for step in range(STEPS):
         for microbatch in range(microbatches):
             last = microbatch == microbatches - 1
-            if how.get("sync") == "last":
+            if how.get("sync") == "last" and not is_ddp:
                 model.set_requires_gradient_sync(last)
             if how.get("sync") == "all-reduce last":
                 model.set_requires_all_reduce(last)
             gradients = gradients_of(model, rank, step * microbatches + microbatch, dtype)
-            for block in how.get("unused", ()) if step % 2 else ():
+            for block in how.get("unused", ()) if step % 2 and (rank or not is_ddp) else ():
                 gradients[block][1] = None
-            model(gradients).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e3)
-        norms.append(float(norm.full_tensor()))
+            with wrapper.no_sync() if is_ddp and how.get("sync") and not last else nullcontext():
+                wrapper(gradients).backward()
+        norms.append(float(full(torch.nn.utils.clip_grad_norm_(wrapper.parameters(), 1e3))))
         optimizer.step()
         optimizer.zero_grad()
         steps.append(len(record))
-    weights = [parameter.full_tensor() for parameter in model.parameters()]
+    weights = [full(parameter).float().clone() for parameter in wrapper.parameters()]
     found = {"record": record, "norms": norms, "weights": weights, "steps": steps}
     if compression is not None:
-        report = megatron_patch.report(model)
-        found["report"] = {"step": report.step, "bits": report.bits_per_gradient, "line": str(report)}
-        found["inside"], found["errors"] = report.gradient_bytes_inside_node, report.error_bytes
+        report = megatron_patch.report(wrapper)
+        found["report"] = {"step": report.step, "bits": report.bits_per_gradient}
+        found["inside"] = report.gradient_bytes_inside_node
         megatron_patch.disable()
+        if is_ddp:
+            before = len(record)
+            wrapper(gradients).backward()
+            assert len(record) == before, "disable() restores DDP's own exchange"
     return found
 
 
-def _record(attachment: Any, record: list[dict[str, Any]]) -> None:
-    """Have every compressed exchange add: its group, its parameters, what went in, was sent, came out."""
-    from coded_values import coded_values, sent_codes
+class _Noting:
+    """A handle that records its exchange's output when it is over."""
+
+    def __init__(self, handle: Any, entry: dict[str, Any], output: torch.Tensor) -> None:
+        self.handle, self.entry, self.output = handle, entry, output
+
+    def wait(self) -> None:
+        self.handle.wait()
+        self.entry.setdefault("out", self.output.float().clone())
+
+
+def _noting(
+    attachment: Any, record: list[dict[str, Any]], of: Callable[[Any], dict[str, Any]]
+) -> Callable[..., Any]:
+    """Session.start, which adds to `record` what goes in, is sent and comes out, and what `of` says."""
+    from coded_values import sent_codes
 
     start = attachment.session.start
 
     def noting(exchange: Any, tensor: Any, output: Any, average: bool, group: Any) -> Any:
-        number = next(
-            place
-            for place, part in enumerate(attachment.parts)
+        entry = of(exchange) | {"in": tensor.float().clone(), "average": average}
+        entry["dtype"] = {torch.float32: "fp32", torch.bfloat16: "bf16"}[tensor.dtype]
+        with sent_codes(exchange.sender, entry):
+            handle = start(exchange, tensor, output, average, group)
+        record.append(entry)
+        return _Noting(handle, entry, output)
+
+    return noting
+
+
+def _record(attachment: Any, record: list[dict[str, Any]]) -> None:
+    def of(exchange: Any) -> dict[str, Any]:
+        number, part = next(
+            (number, part)
+            for number, part in enumerate(attachment.parts)
             if any(exchange in reduction.exchanges for reduction in part.reductions.values())
         )
-        part = attachment.parts[number]
-        infos = part.group.parameters
-        entry: dict[str, Any] = {
-            "group": number,
-            "parameters": [(infos[n].shape, infos[n].axis) for n in part.group.current],
-            "in": tensor.float().clone(),
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "average": average,
-            "place": torch.distributed.get_rank(part.group.shard_group),
-        }
-        sender = exchange.sender
-        with sent_codes(sender, entry):
-            handle = start(exchange, tensor, output, average, group)
-            handle.wait()
-        entry["out"] = output.float().clone()
-        entry["error"] = coded_values(sender.layout, sender.error.decode())
-        record.append(entry)
-        return handle
+        parameters = [(p.shape, p.axis) for p in part.parameters(part.group.current)]
+        place = torch.distributed.get_rank(part.group.shard_group)
+        return {"parameters": parameters, "place": place, "key": f"{number} {parameters}"}
 
-    attachment.session.start = noting
+    attachment.session.start = _noting(attachment, record, of)
+
+
+def _record_ddp(attachment: Any, record: list[dict[str, Any]]) -> None:
+    def of(exchange: Any) -> dict[str, Any]:
+        names = next(names for names, known in attachment._exchanges.items() if known is exchange)
+        shapes = [attachment._parameters[name].shape for name in names]
+        return {"shapes": shapes, "key": str(shapes)}
+
+    attachment.session.start = _noting(attachment, record, of)
