@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the seam's contract and behaviour tests on the oldest and the middle supported megatron-core, each with a torch of its
-# time (and that torch's Triton), or on a checkout of Megatron-LM with the locked torch. The environments lie in .compat/.
+# time (and that torch's Triton), or on a checkout of Megatron-LM with the locked torch. The environments lie in the
+# user's cache, by a digest of what they hold: all clones of one machine share them.
 # Usage: [MEGATRON_LM=CHECKOUT] tools/compat.sh VENV [pytest's arguments, instead of the tests that run by default ...]
 #   MEGATRON_LM   a checkout of Megatron-LM: tests run on it, then its own tests of distributed training with and
 #                 without compression attached (tools/upstream.sh)
@@ -18,17 +19,25 @@ run() { # NAME PYTHON EXPECTED_MEGATRON_CORE TESTS...
   EXPECTED_MEGATRON_CORE=$core "$python" -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder "$@" || failed="$failed, $name"
 }
 
-environment() { # CORE TORCH NUMPY: an interrupted installation must not look like a finished one
-  local folder=.compat/$1-torch$2
+cache=${XDG_CACHE_HOME:-$HOME/.cache}/megatron-loco
+
+environment() { # CORE TORCH NUMPY: sets `folder`. An interrupted installation must not look like a finished one.
+  local packages rest digest
+  packages="megatron-core==$1 torch==$2 numpy==$3
+    pytest pytest-xdist hypothesis accelerate einops emerging-optimizers omegaconf pyyaml rich scipy tensorboard tokenizers"
+  # All but torch, and what comes with it, is of the lock.
+  rest=$(grep -vE '^(torch|triton|nvidia-|cuda-|numpy|megatron-core|networkx|sympy|setuptools|fsspec)' requirements.lock)
+  digest=$(printf '%s\n' "$packages" "$rest" "$("$venv/bin/python" -V)" | sha256sum | cut -c1-12)
+  folder=$cache/$1-torch$2-$digest
   [ ! -d "$folder" ] || return 0
   echo "installing megatron-core $1 with torch $2 (4 GB the first time)"
-  rm -rf "$folder.partial"
+  mkdir -p "$cache"
+  rm -rf "$cache/$1-torch$2"-*
   "$venv/bin/uv" venv --quiet --relocatable --python "$venv/bin/python" "$folder.partial"
-  # All but torch, and what comes with it, is of the lock.
-  grep -vE '^(torch|triton|nvidia-|cuda-|numpy|megatron-core|networkx|sympy|setuptools|fsspec)' requirements.lock >"$folder.partial/rest.txt"
-  VIRTUAL_ENV=$PWD/$folder.partial UV_LINK_MODE=${UV_LINK_MODE:-hardlink} "$venv/bin/uv" pip install --quiet --compile-bytecode \
-    --constraint "$folder.partial/rest.txt" "megatron-core==$1" "torch==$2" "numpy==$3" \
-    pytest pytest-xdist hypothesis accelerate einops emerging-optimizers omegaconf pyyaml rich scipy tensorboard tokenizers
+  printf '%s\n' "$rest" >"$folder.partial/rest.txt"
+  # shellcheck disable=SC2086
+  VIRTUAL_ENV=$folder.partial UV_LINK_MODE=${UV_LINK_MODE:-hardlink} "$venv/bin/uv" pip install --quiet --compile-bytecode \
+    --constraint "$folder.partial/rest.txt" $packages
   mv "$folder.partial" "$folder"
 }
 
@@ -45,12 +54,12 @@ if [ -n "${MEGATRON_LM:-}" ]; then
   bash "$(dirname "${BASH_SOURCE[0]}")/upstream.sh" "$MEGATRON_LM" || failed="$failed, Megatron-LM's own tests"
 else
   pair() { # CORE TORCH NUMPY TESTS OF PYTORCH...
-    local name="megatron-core $1, torch $2" python=.compat/$1-torch$2/bin/python core=$1
+    local name="megatron-core $1, torch $2" folder core=$1
     environment "$1" "$2" "$3"
     shift 3
     [ ${#given[@]} -eq 0 ] || set -- "${given[@]}"
     [ ${#given[@]} -gt 0 ] || set -- "${megatron[@]}" "$@"
-    PYTHONPATH=$PWD run "$name" "$python" "$core" "$@"
+    PYTHONPATH=$PWD run "$name" "$folder/bin/python" "$core" "$@"
   }
   given=("$@")
   pair 0.17.1 2.8.0 2.3.5 tests/pytorch/test_ddp.py tests/test_releases.py

@@ -224,6 +224,8 @@ class _State:
     def step(self, name: str, operands: list[str]) -> None:
         parts = name.split(".")
         handler = getattr(self, f"do_{parts[0]}", None)
+        if parts[0] in _OPERATIONS:
+            handler = functools.partial(self._pairwise, operation=_OPERATIONS[parts[0]])
         if handler is None:
             raise Fault(f"{name} is not known")
         if parts[0] in _SYNCHRONIZING and not self.whole:
@@ -264,12 +266,6 @@ class _State:
             self.put(operands[0], _flushed(operation(*values)))
             return
         self.put(operands[0], operation(*(self.value(one, dtype) for one in operands[1:])))
-
-    def do_add(self, parts: list[str], operands: list[str]) -> None:
-        self._pairwise(parts, operands, np.add)
-
-    def do_sub(self, parts: list[str], operands: list[str]) -> None:
-        self._pairwise(parts, operands, np.subtract)
 
     def do_mul(self, parts: list[str], operands: list[str]) -> None:
         if "wide" in parts:
@@ -318,39 +314,16 @@ class _State:
         usual = np.isfinite(values) & (np.abs(values) > 1e-30)
         return np.where(usual, moved, bits).view(np.float32)
 
-    def do_sqrt(self, parts: list[str], operands: list[str]) -> None:
-        self._pairwise(parts, operands, np.sqrt)
-
-    def do_neg(self, parts: list[str], operands: list[str]) -> None:
-        self._pairwise(parts, operands, np.negative)
-
-    def do_abs(self, parts: list[str], operands: list[str]) -> None:
-        self._pairwise(parts, operands, np.abs)
-
     def do_min(self, parts: list[str], operands: list[str]) -> None:
-        self._least(parts, operands, np.minimum if "NaN" in parts or parts[-1][0] != "f" else np.fmin)
-
-    def do_max(self, parts: list[str], operands: list[str]) -> None:
-        self._least(parts, operands, np.maximum if "NaN" in parts or parts[-1][0] != "f" else np.fmax)
-
-    def _least(self, parts: list[str], operands: list[str], operation: Callable[..., Any]) -> None:
-        """The larger or smaller one of two numbers, or, from sm_100 on, of three."""
+        """The smaller or larger one of two numbers, or, from sm_100 on, of three."""
+        whole = "NaN" in parts or parts[-1][0] != "f"
+        operation = getattr(np, f"{parts[0]}imum" if whole else f"f{parts[0]}")
         self._pairwise(parts, operands, lambda *values: functools.reduce(operation, values))
 
-    def do_and(self, parts: list[str], operands: list[str]) -> None:
-        self._pairwise(parts, operands, np.bitwise_and)
+    do_max = do_min
 
-    def do_or(self, parts: list[str], operands: list[str]) -> None:
-        self._pairwise(parts, operands, np.bitwise_or)
-
-    def do_xor(self, parts: list[str], operands: list[str]) -> None:
-        self._pairwise(parts, operands, np.bitwise_xor)
-
-    def do_not(self, parts: list[str], operands: list[str]) -> None:
-        self._pairwise(parts, operands, np.invert)
-
-    def _shift(self, parts: list[str], operands: list[str], left: bool) -> None:
-        dtype = _TYPES[parts[-1]]
+    def do_shl(self, parts: list[str], operands: list[str]) -> None:
+        dtype, left = _TYPES[parts[-1]], parts[0] == "shl"
         value, by = self.value(operands[1], dtype), self.value(operands[2], np.dtype(np.uint32))
         bits = 8 * dtype.itemsize
         short = np.minimum(by, bits - 1).astype(dtype)
@@ -359,11 +332,7 @@ class _State:
             result = np.where(by >= bits, 0, result).astype(dtype)
         self.put(operands[0], result)
 
-    def do_shl(self, parts: list[str], operands: list[str]) -> None:
-        self._shift(parts, operands, True)
-
-    def do_shr(self, parts: list[str], operands: list[str]) -> None:
-        self._shift(parts, operands, False)
+    do_shr = do_shl
 
     def do_shf(self, parts: list[str], operands: list[str]) -> None:
         u32 = np.dtype(np.uint32)
@@ -651,6 +620,10 @@ def _bank_cycles(addresses: np.ndarray) -> int:
     return int(np.bincount(words % 32).max())
 
 
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "add": np.add, "sub": np.subtract, "neg": np.negative, "abs": np.abs, "sqrt": np.sqrt,
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
+}  # fmt: skip
 _SYNCHRONIZING = ("bar", "shfl", "redux", "ldmatrix", "stmatrix", "cp")
 
 
