@@ -15,7 +15,7 @@ A worker joins a fresh gloo group, calls the function, and answers "done" or "fa
 it is told to "finish", and destroys the group and Megatron's global state. A rank that fails leaves the group
 at once: its connections close, which frees the ranks that wait for it. Whoever is still stuck after a grace
 period is killed and forked anew. The failure that came first is the one reported; what it did to the others
-follows in one line each. A new worker is forked, in a fraction of a second, from a server that has imported all.
+follows in one line each. A new worker is forked from a server that has imported all: in a moment.
 
 What forks ranks itself, as Megatron's engine in a test, gets a process of its own, warm as well:
 

@@ -6,9 +6,8 @@ import os
 from typing import Any
 
 import pytest
-from torch.distributed.distributed_c10d import default_pg_timeout
 
-from megatron_patch.collectives.topology import NoTwoHops, ranks_per_node, split_by_node, time_limit
+from megatron_patch.collectives.topology import NoTwoHops, ranks_per_node, split_by_node
 
 REGULAR = [
     (range(4), 2, (2, 2)),
@@ -155,19 +154,6 @@ def made_while_bound() -> list[object]:
 
 def test_groups_are_not_split_off_the_whole_job(pool: Any) -> None:
     assert pool.run(made_while_bound, world_size=4) == [["None", "None", "cpu:0"]] * 4
-
-
-class WithoutOptions:
-    """A process group whose backend says nothing of itself."""
-
-    _device_types = (None,)
-
-    def _get_backend(self, device: object) -> object:
-        return object()
-
-
-def test_a_backend_that_says_no_time_limit_has_torch_s() -> None:
-    assert time_limit(WithoutOptions()) == default_pg_timeout
 
 
 def fake() -> tuple[int, int]:

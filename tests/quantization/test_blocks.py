@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from coded_values import flat_error
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantization.backend_agreement import compress_by, random_spans, same, sender_of
 
@@ -73,15 +73,6 @@ def test_blocks_are_counted_from_every_row_and_cut_by_shards(numel, shards, bits
         assert alone.payload_bytes == layout.payload_bytes
 
 
-@given(NUMELS, SHARDS, BLOCKS, SEEDS)
-@settings(max_examples=60, deadline=None)
-def test_flat_undoes_cut_but_for_what_is_in_no_block(numel, shards, block, seed):
-    spans = random_spans(numel, seed)
-    layout = BlockLayout.of(numel, shards, 4, block, spans=spans)
-    values = torch.arange(1.0, numel + 1)
-    assert torch.equal(layout.flat(layout.cut(values)), torch.where(in_spans(numel, spans), values, 0))
-
-
 @given(NUMELS, st.integers(0, 2000), SEEDS)
 @settings(max_examples=60, deadline=None)
 def test_a_part_of_a_tensor_has_its_blocks(numel, start, seed):
@@ -96,22 +87,6 @@ def test_a_part_of_a_tensor_has_its_blocks(numel, start, seed):
     layout = BlockLayout(length, 1, length, 4, 64, table)
     assert placed(layout)[0] == [one for one in wanted if one]
     assert Contents(numel).part(start, length) == Contents(length)
-
-
-@given(st.integers(1, 20), st.integers(1, 6), BITS)
-@example(3, 2, 4)
-@settings(max_examples=40, deadline=None)
-def test_parameters_of_whole_blocks_have_those_of_a_cut_that_knows_none(blocks, shards, bits):
-    numel = shards * 128 * blocks
-    spans = [Span.of(0, (blocks, 128)), Span.of(blocks * 128, (128 * blocks * (shards - 1),))]
-    known = BlockLayout.of(numel, shards, bits, 128, spans=spans)
-    unknown = BlockLayout.of(numel, shards, bits, 128)
-    assert (unknown.by_shard, known.by_shard) == (True, False)
-    assert torch.equal(known.table.places, unknown.table.places)
-    assert known.payload_sizes == unknown.payload_sizes
-    assert known.table.whole
-    assert all(known.part(shard).table.whole for shard in range(shards))
-    assert BlockLayout.of(numel, shards, bits, "shard", spans=[Span(1, 5, 5)]).by_shard
 
 
 @pytest.mark.parametrize(

@@ -103,18 +103,6 @@ def test_tiles_of_every_size_that_messages_have(name):
 
 
 @every_coder
-@pytest.mark.parametrize("states", [8, 32])
-def test_tiles_of_4096_weights(name, states):
-    """Which a sender would not choose for these; what it counted may have told it to."""
-    for numel, fp16 in ((1, False), (31, True), (4096, False), (4097, True), (9000, False)):
-        if numel > max(CODERS[name].most, 4097):
-            continue
-        old, new = changed(numel, numel, 540, 0.3, NORMAL, fp16)
-        message = by_hand.encode(patterns(old), patterns(new), fp16, (12, states))
-        assert torch.equal(decoded(name, torch.tensor(message, dtype=torch.uint8), old), new)
-
-
-@every_coder
 def test_frequencies_that_are_too_many(name):
     """All of a context's weights move; rare moves have more than their share, the most frequent one less."""
     sizes = by_hand.LOWEST[1:]
