@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import random
 import signal
-import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import worker_pool
-from worker_pool import MOST_THREADS, WorkerError, in_warm_process
+from worker_pool import WorkerError, in_warm_process
 
 # --- functions that run in the workers (torch is imported in them: this process does not need it) ---------
 
@@ -225,20 +223,6 @@ def test_a_worker_killed_between_runs_is_replaced(pool):
     assert [now[0], *now[2:]] == [pids[0], *pids[2:]]
 
 
-def start_threads(most: int) -> int:
-    """Threads that go on after the run."""
-    for _ in range(most if os.environ["RANK"] == "1" else 0):
-        threading.Thread(target=threading.Event().wait, daemon=True).start()
-    return os.getpid()
-
-
-def test_a_worker_with_many_threads_is_replaced(pool):
-    pids = pool.run(start_threads, MOST_THREADS)
-    now = [group["pid"] for group in pool.run(describe_group)]
-    assert now[1] != pids[1]
-    assert [now[0], *now[2:]] == [pids[0], *pids[2:]]
-
-
 def test_a_timeout_names_the_rank_and_where_it_is(pool):
     with pytest.raises(WorkerError, match=r"(?s)rank 3 of 4 still in .* after 1 s.*in sleep_on") as caught:
         pool.run(sleep_on, 3, timeout=1)
@@ -257,24 +241,6 @@ def test_nothing_is_left_of_a_run(pool, fail):
     else:
         assert [len(left) for left in pool.run(set_every_state, False)] == [12] * 4
     assert pool.run(states_left) == [[], [], [], []]
-
-
-def make_half_a_group() -> None:
-    """As where a peer dies while the group is made: rank 0 waits for it in vain."""
-    import torch
-
-    rank = torch.distributed.get_rank()
-    torch.distributed.destroy_process_group()
-    if rank == 0:
-        store, patience = torch.distributed.HashStore(), datetime.timedelta(seconds=0.5)
-        store.set_timeout(patience)
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=patience)
-
-
-def test_a_group_that_was_not_made_is_forgotten(pool):
-    with pytest.raises(WorkerError, match="rank 0"):
-        pool.run(make_half_a_group)
-    assert pool.run(sum_of_ranks, timeout=30) == [6] * 4
 
 
 # --- beside it -------------------------------------------------------------------------------------------
@@ -302,14 +268,3 @@ def test_a_warm_process_has_megatron_may_fork_and_tells_how_it_failed(tmp_path):
     with pytest.raises(RuntimeError, match="sleep: exit status -9"):
         in_warm_process(time.sleep, 600, log=tmp_path / "log", timeout=1)
     assert time.monotonic() - start < 60
-
-
-def network() -> str:
-    return str(Path("/proc/self/ns/net").readlink())
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a network namespace")
-def test_the_pool_has_a_loopback_interface_of_its_own(pool):
-    (shared,) = set(pool.run(network))
-    assert shared != network()
-    assert pool.run(sum_of_ranks) == [6] * 4

@@ -8,6 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from collectives.setups import setup_of
+
+from megatron_patch.collectives.makers import make_all_reduces, make_reduce_scatters
+from megatron_patch.quantization.blocks import Contents
 
 RANKS, PER_NODE, NUMEL = 4, 2, 1200
 EXCHANGES = {
@@ -21,13 +27,6 @@ EXCHANGES = {
 
 def exchanged(name: str, options: dict[str, Any], dtype: str) -> dict[str, Any]:
     """In a worker: one exchange, with the bytes that torch's collectives are given counted by their group."""
-    import torch
-    import torch.distributed as dist
-    from collectives.setups import setup_of
-
-    from megatron_patch.collectives.makers import make_all_reduces, make_reduce_scatters
-    from megatron_patch.quantization.blocks import Contents
-
     ranks_per_node = PER_NODE if name.startswith("two_hop") else None
     setup = setup_of(topology="auto", ranks_per_node=ranks_per_node, **options)
     make = make_all_reduces if name.endswith("all_reduce") else make_reduce_scatters

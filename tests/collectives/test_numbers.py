@@ -9,11 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from coded_values import coded_values, sent_codes
+from collectives.setups import loopback_bytes, setup_of
 from seeds import seeded
 from simulation.agreement import Agreement
 from simulation.all_reduce_float64 import AllReduceAgreement
 from simulation.codes import round_to_gradient_dtype
 from simulation.loco_float64 import LoCoSimulation, block_labels
+
+from megatron_patch.collectives.makers import make_all_reduces, make_reduce_scatters
+from megatron_patch.collectives.reduce_scatter import ReduceScatter
+from megatron_patch.collectives.workspace import Workspace
+from megatron_patch.quantization.blocks import Contents, Span
 
 STEPS = 4
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -47,14 +56,6 @@ def exchange(
     bad: float | None,
 ) -> dict[str, Any]:
     """Several exchanges of one bucket: what each sender sent and keeps, what was reduced, buffers."""
-    import torch
-    import torch.distributed as dist
-    from coded_values import coded_values, sent_codes
-    from collectives.setups import setup_of
-
-    from megatron_patch.collectives.makers import make_all_reduces, make_reduce_scatters
-    from megatron_patch.quantization.blocks import Contents, Span
-
     rank, ranks = dist.get_rank(), dist.get_world_size()
     setup = setup_of(ranks_per_node=per_node, topology="two_hop" if per_node > 1 else "flat", **options)
     spans = [Span.of(first, shape, exact=len(shape) < 2) for first, shape in ROWS]
@@ -95,13 +96,6 @@ def exchange(
 
 def two_in_flight() -> dict[str, Any]:
     """Two buckets of one shape exchanged at once, waited for in the other order; then again."""
-    import torch
-    import torch.distributed as dist
-    from collectives.setups import setup_of
-
-    from megatron_patch.collectives.reduce_scatter import ReduceScatter
-    from megatron_patch.quantization.blocks import Contents
-
     setup, rank, numel = setup_of(method="naive", bits=8), dist.get_rank(), 1200
     exchanges = [ReduceScatter(Contents(numel), dist.group.WORLD, setup) for _ in range(2)]
     nbytes, off = [], []
@@ -123,12 +117,6 @@ def two_in_flight() -> dict[str, Any]:
 def wire_bytes(bits: int, numel: int, tries: int) -> tuple[int, int, float]:
     """What the interface counts while all ranks' payloads travel, the smallest of several tries; what they
     have, and what this rank says that it sends."""
-    import torch
-    import torch.distributed as dist
-    from collectives.setups import loopback_bytes, setup_of
-
-    from megatron_patch.collectives.reduce_scatter import ReduceScatter
-    from megatron_patch.quantization.blocks import Contents
 
     ranks = dist.get_world_size()
     reduce_scatter = ReduceScatter(Contents(numel), dist.group.WORLD, setup_of(method="naive", bits=bits))
@@ -296,10 +284,6 @@ def test_the_interface_counts_the_bytes_that_the_payload_has(pool):
 
 
 def test_the_pool_keeps_no_more_buffers_than_were_in_use_at_a_time() -> None:
-    import torch
-
-    from megatron_patch.collectives.workspace import Workspace
-
     workspace = Workspace(torch.device("cpu"))
     for shape in ((2, 100), (4, 64), (1, 300), (3, 10), (2, 100)):
         first, second = workspace.take(*shape), workspace.take(*shape)

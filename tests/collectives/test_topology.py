@@ -6,8 +6,13 @@ import os
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from collectives.setups import setup_of
 
-from megatron_patch.collectives.topology import NoTwoHops, ranks_per_node, split_by_node
+from megatron_patch.collectives.makers import make_all_reduces, make_reduce_scatters
+from megatron_patch.collectives.topology import NoTwoHops, ranks_per_node, split_by_node, two_hops
+from megatron_patch.quantization.blocks import Contents
 
 REGULAR = [
     (range(4), 2, (2, 2)),
@@ -86,13 +91,6 @@ def test_without_torchrun_srun_or_mpirun_says_it(
 
 def with_unlike_environments(per_node: list[str | None]) -> list[str]:
     """Exchanges of ranks that read another LOCAL_WORLD_SIZE each: what they are, and why."""
-    import torch
-    import torch.distributed as dist
-    from collectives.setups import setup_of
-
-    from megatron_patch.collectives.makers import make_all_reduces, make_reduce_scatters
-    from megatron_patch.quantization.blocks import Contents
-
     rank = dist.get_rank()
     os.environ.pop("LOCAL_WORLD_SIZE", None)
     if per_node[rank] is not None:
@@ -131,11 +129,6 @@ def test_ranks_that_read_the_same_take_two_hops(pool: Any) -> None:
 
 def made_while_bound() -> list[object]:
     """The device that the default group has while groups are made, and afterwards."""
-    import torch
-    import torch.distributed as dist
-
-    from megatron_patch.collectives.topology import two_hops
-
     original, seen = dist.new_group, []
 
     def new_group(*args: Any, **kwargs: Any) -> Any:
@@ -158,10 +151,7 @@ def test_groups_are_not_split_off_the_whole_job(pool: Any) -> None:
 
 def fake() -> tuple[int, int]:
     """Two hops over the process group of Megatron's --fake-process-group."""
-    import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from megatron_patch.collectives.topology import two_hops
 
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=16)
@@ -175,10 +165,6 @@ def test_two_hops_of_megatron_s_fake_process_group(pool: Any) -> None:
 
 def groups_of_my_own() -> dict[str, list[int]]:
     """Even and odd ranks are data-parallel groups; odd ones make theirs later, and rank 7's group none."""
-    import torch.distributed as dist
-
-    from megatron_patch.collectives.topology import two_hops
-
     rank = dist.get_rank()
     even, odd = dist.new_group([0, 2, 4, 6]), dist.new_group([1, 3, 5])
     if rank == 7:

@@ -12,14 +12,24 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from collectives.setups import setup_of
 from quantization.backend_agreement import gradient_of, only_torch, random_spans
 from seeds import seeded
 
+from megatron_patch.collectives.all_reduce import AllReduce
+from megatron_patch.collectives.reduce_scatter import ReduceScatter
 from megatron_patch.collectives.sender import Sender, decompress_reduce
+from megatron_patch.collectives.topology import two_hops
+from megatron_patch.collectives.two_hop import TwoHopAllReduce, TwoHopReduceScatter
+from megatron_patch.collectives.workspace import Workspace
 from megatron_patch.config import CompressionConfig
 from megatron_patch.megatron.onebit_adam import norm_sketch
 from megatron_patch.quantization import packing, rotation
+from megatron_patch.quantization.blocks import Contents
 from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.weights.batch import Batch
+from megatron_patch.weights.gather import WeightGather, agree
 
 CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float16, torch.float64]
@@ -125,18 +135,6 @@ def test_the_norm_s_sketch_does_not_depend_on_torch_s_defaults():
 
 def exchanges(dtype: str, device: str | None) -> list[str]:
     """In a worker: every exchange, and an exact weight gather, under these defaults."""
-    import torch.distributed as dist
-    from collectives.setups import setup_of
-
-    from megatron_patch.collectives.all_reduce import AllReduce
-    from megatron_patch.collectives.reduce_scatter import ReduceScatter
-    from megatron_patch.collectives.topology import two_hops
-    from megatron_patch.collectives.two_hop import TwoHopAllReduce, TwoHopReduceScatter
-    from megatron_patch.collectives.workspace import Workspace
-    from megatron_patch.quantization.blocks import Contents
-    from megatron_patch.weights.batch import Batch
-    from megatron_patch.weights.gather import WeightGather, agree
-
     group, rank, numel = dist.group.WORLD, dist.get_rank(), 1600
     contents = Contents(numel, random_spans(numel, seeded(5), exact=True))
     hops, found = two_hops(group, 2), []

@@ -1,9 +1,8 @@
-"""A loop of accelerate's under FSDP2 with 4-bit LoCo: `torchrun accelerate_loop.py REPLICAS`."""
+"""A loop of accelerate's under FSDP2 with 4-bit LoCo: `torchrun accelerate_loop.py`."""
 
 from __future__ import annotations
 
 import inspect
-import sys
 
 import torch
 import torch.distributed as dist
@@ -20,14 +19,13 @@ LENGTH = 64
 # accelerate takes FSDP2 where it finds accelerators, and DDP instead on a CPU. All that follows this decision
 # runs on a CPU, too.
 PartialState(cpu=True)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-replicas, ranks = int(sys.argv[1]), dist.get_world_size()
 plugin = FullyShardedDataParallelPlugin(
     fsdp_version=2,
     auto_wrap_policy="transformer_based_wrap",
     transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
     cpu_ram_efficient_loading=False,
 )
-sizes = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=ranks // replicas)
+sizes = ParallelismConfig(dp_shard_size=dist.get_world_size())
 accelerator = Accelerator(
     cpu=True, fsdp_plugin=plugin, parallelism_config=sizes, gradient_accumulation_steps=2
 )

@@ -11,8 +11,17 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from coded_values import sent_codes
 from seeds import seeded
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
+
+import megatron_patch
+from megatron_patch.pytorch import attach
 
 BLOCKS = (((13, 17), (70, 3), (40,)), ((9, 40), (5, 129), (7,)), ((24, 64),))
 """Shapes of the parameters of each block: rows shorter than 16 elements, and lengths that no number of ranks
@@ -62,11 +71,6 @@ def gradients_of(model: Model, rank: int, number: int, dtype: torch.dtype) -> li
 
 def sharded(how: dict[str, Any]) -> tuple[Model, Any]:
     """A model after fully_shard, and its replicate group if the mesh does not have it."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.distributed.tensor import Shard
-
     model, ranks, replicas = Model(), dist.get_world_size(), how.get("replicas", 1)
     for number in how.get("frozen", ()):
         next(iter(model.blocks[number].parameters())).requires_grad_(False)
@@ -90,8 +94,6 @@ def sharded(how: dict[str, Any]) -> tuple[Model, Any]:
 
 def wrapped(how: dict[str, Any]) -> tuple[Any, Model, Any]:
     """What is attached, the model in it, and its replicate group if the mesh does not have it."""
-    from torch.nn.parallel import DistributedDataParallel
-
     if how.get("kind") != "ddp":
         model, group = sharded(how)
         return model, model, group
@@ -110,9 +112,6 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 def train(how: dict[str, Any], compression: dict[str, Any] | None) -> dict[str, Any]:
     """STEPS steps; what was exchanged, and the weights and norms of every step. None: without us."""
-    import megatron_patch
-    from megatron_patch.pytorch import attach
-
     wrapper, model, group = wrapped(how)
     is_ddp = wrapper is not model
     record: list[dict[str, Any]] = []
@@ -173,8 +172,6 @@ def _noting(
     attachment: Any, record: list[dict[str, Any]], of: Callable[[Any], dict[str, Any]]
 ) -> Callable[..., Any]:
     """Session.start, which adds to `record` what goes in, is sent and comes out, and what `of` says."""
-    from coded_values import sent_codes
-
     start = attachment.session.start
 
     def noting(exchange: Any, tensor: Any, output: Any, average: bool, group: Any) -> Any:

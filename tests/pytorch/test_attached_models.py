@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from coded_values import flat_error
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import megatron_patch
+from megatron_patch.pytorch import attach
 
 OPTIONS = {"method": "loco", "start_step": 0, "reset_interval": 0}
 
 
 def wrapped(kind: str, replicas: int = 1) -> Any:
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     if kind == "ddp":
@@ -30,12 +36,6 @@ def wrapped(kind: str, replicas: int = 1) -> Any:
 
 
 def left_alive(kind: str) -> tuple[bool, int]:
-    import gc
-    import weakref
-
-    import megatron_patch
-    from megatron_patch.pytorch import attach
-
     model = megatron_patch.attach(wrapped(kind), megatron_patch.CompressionConfig(**OPTIONS))
     there = weakref.ref(model)
     del model
@@ -51,11 +51,6 @@ def test_a_model_is_freed_with_its_last_reference(pool, kind) -> None:
 
 
 def copied() -> tuple[bool, bool]:
-    import copy
-
-    import megatron_patch
-    from megatron_patch.pytorch import attach
-
     model = megatron_patch.attach(wrapped("ddp"), megatron_patch.CompressionConfig(**OPTIONS))
     held = copy.deepcopy(vars(model)[attach._HELD])
     found = attach.attachment_of(model) is not None, held.attachment is None
@@ -69,11 +64,6 @@ def test_a_copy_has_nothing_attached(pool) -> None:
 
 def overflows_at_the_start() -> list[tuple[float, int, int, float]]:
     """A scale that is too large at first: pending errors, steps seen and skipped, bytes of the last step."""
-    import torch
-
-    import megatron_patch
-    from megatron_patch.pytorch import attach
-
     model = megatron_patch.attach(wrapped("fsdp2"), megatron_patch.CompressionConfig(**OPTIONS))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -102,39 +92,8 @@ def test_steps_that_overflow_before_the_first_good_one_are_skipped_ones(pool) ->
         assert first[3] == second[3] == third[3]
 
 
-def largest_copy() -> int:
-    """Numbers of the largest fp64 tensor that the check of replicas makes."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    import megatron_patch
-    from megatron_patch.pytorch import attach
-
-    class Sizes(TorchDispatchMode):
-        most = 0
-
-        def __torch_dispatch__(self, function, types, arguments=(), options=None):
-            made = function(*arguments, **(options or {}))
-            if isinstance(made, torch.Tensor) and made.dtype == torch.float64:
-                self.most = max(self.most, made.numel())
-            return made
-
-    model = megatron_patch.attach(wrapped("fsdp2", 2), megatron_patch.CompressionConfig(**OPTIONS))
-    with Sizes() as sizes:
-        attach.attachment_of(model)._check_replicas()
-    megatron_patch.disable()
-    return sizes.most
-
-
-def test_replicas_are_compared_without_a_copy_of_the_weights(pool) -> None:
-    assert all(0 < most <= 16 for most in pool.run(largest_copy, world_size=4))
-
-
 def optimizers_of(model: Any, how: str) -> Any:
     """What steps this model: two optimizers, both in one optimizer, or torch's ZeRO around one."""
-    import torch
-    from torch import nn
-    from torch.distributed.optim import ZeroRedundancyOptimizer
 
     class Container(torch.optim.Optimizer):
         """As torchtitan's: an optimizer whose step steps those of the model's parts."""
@@ -158,11 +117,6 @@ def optimizers_of(model: Any, how: str) -> Any:
 
 def started_with(kind: str, how: str) -> tuple[list[bool], int, int]:
     """With `start_step: auto`, which of the steps were compressed; the optimizers that the manifest has."""
-    import torch
-
-    import megatron_patch
-    from megatron_patch.pytorch import attach
-
     model = megatron_patch.attach(wrapped(kind), megatron_patch.CompressionConfig())
     session, optimizers = attach.attachment_of(model).session, optimizers_of(model, how)
     compressed = []

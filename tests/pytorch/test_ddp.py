@@ -7,9 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from pytorch.compared import compare_all_reduces
 from pytorch.runs import STEPS, train
 from simulation.loco_float64 import block_labels
+from torch.nn.parallel import DistributedDataParallel
+
+import megatron_patch
 
 LOCO = {"method": "loco", "start_step": 0}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -61,11 +65,7 @@ def test_method_none_is_ddp_s_own(pool, case: str) -> None:
 
 
 def refusals() -> list[str]:
-    import torch
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-    from torch.nn.parallel import DistributedDataParallel
-
-    import megatron_patch
 
     told = []
     for hooked, group, options in (
@@ -92,11 +92,6 @@ def test_what_cannot_be_served_is_refused_in_one_line(pool) -> None:
 
 def again() -> list[float]:
     """Attached, detached and attached again: DDP has one hook all the time."""
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-
-    import megatron_patch
-
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

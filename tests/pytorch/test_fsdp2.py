@@ -16,10 +16,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from pytorch.compared import compare_all_reduces, compare_reduce_scatters
 from pytorch.runs import STEPS, gradients_of, sharded, train
 from simulation.loco_float64 import block_labels
-from torch.distributed.fsdp import FSDPModule
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+import megatron_patch
+from megatron_patch.pytorch import attach
 
 ROOT = Path(__file__).resolve().parents[2]
 BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
@@ -137,12 +143,6 @@ def test_method_none_is_torch_s_own(pool, how: dict[str, Any]) -> None:
 
 
 def refusals() -> list[str]:
-    import torch
-    from torch import nn
-    from torch.distributed.fsdp import fully_shard
-
-    import megatron_patch
-
     told = []
 
     def refused(model: Any, group: Any = None, **options: Any) -> None:
@@ -163,7 +163,6 @@ def refusals() -> list[str]:
     hybrid, _ = sharded({"replicas": 2})
     refused(hybrid, torch.distributed.group.WORLD)
     mixed = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     fully_shard(mixed[0], mesh=mesh["a"])
@@ -194,10 +193,6 @@ def test_what_cannot_be_served_is_refused_in_one_line(pool) -> None:
 
 
 def unlike_replicas() -> str:
-    import torch
-
-    import megatron_patch
-
     model, _ = sharded({"replicas": 2})
     rank = torch.distributed.get_rank()
     with torch.no_grad():
@@ -219,8 +214,6 @@ def test_replicas_that_differ_at_the_start_are_refused(pool) -> None:
 
 
 def default_methods() -> list[str]:
-    import megatron_patch
-    from megatron_patch.pytorch import attach
     from megatron_patch.pytorch.fsdp2_fields import groups_of
 
     found = []
@@ -239,10 +232,6 @@ def test_the_default_keeps_errors_where_they_are_a_shard_s(pool) -> None:
 
 
 def in_backward() -> str:
-    import torch
-
-    import megatron_patch
-
     model, _ = sharded({})
     megatron_patch.attach(model)
     for parameter in model.parameters():

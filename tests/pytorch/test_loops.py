@@ -11,8 +11,16 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from coded_values import flat_error
 from pytorch.runs import full, gradients_of, wrapped
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from with_megatron.seam_runs import logged
+
+import megatron_patch
+from megatron_patch.pytorch import attach
 
 LOCO = {"method": "loco", "start_step": 0, "reset_interval": 0}
 KINDS: dict[str, dict[str, Any]] = {"ddp": {"kind": "ddp"}, "fsdp2": {}, "hybrid": {"replicas": 2}}
@@ -22,11 +30,6 @@ class Loop:
     """In a worker: an attached model whose gradients are chosen, and one optimizer or several."""
 
     def __init__(self, kind: str, options: dict[str, Any] | None = None, optimizers: int = 1) -> None:
-        import torch
-
-        import megatron_patch
-        from megatron_patch.pytorch import attach
-
         self.model, self.inner, _ = wrapped(KINDS[kind])
         megatron_patch.attach(self.model, megatron_patch.CompressionConfig(**LOCO | (options or {})))
         self.attachment = attach.attachment_of(self.model)
@@ -37,16 +40,11 @@ class Loop:
         self.rel: list[float] = []
 
     def loss(self, number: int, factor: float = 1.0) -> Any:
-        import torch.distributed as dist
-
         gradients = gradients_of(self.inner, dist.get_rank(), number, next(self.model.parameters()).dtype)
         return self.model([[g * factor for g in block] for block in gradients])
 
     def backward(self, number: int, factor: float = 1.0) -> None:
         """Exchange, and note how far the gradient is from the mean over ranks."""
-        import torch
-        import torch.distributed as dist
-
         self.loss(number, factor).backward()
         ranks, dtype = range(dist.get_world_size()), torch.float32
         everyone = [gradients_of(self.inner, rank, number, dtype) for rank in ranks]
@@ -92,8 +90,6 @@ def clear_by_hand(loop: Loop) -> None:
 
 
 def skip_and_clear_by_hand(loop: Loop) -> None:
-    import megatron_patch
-
     megatron_patch.skip_step(loop.model)
     clear_by_hand(loop)
 
@@ -109,8 +105,6 @@ CLEARS: dict[str, Callable[[Loop], Any]] = {
 
 def spiked(kind: str, clears: str | None) -> tuple[list[float], tuple[int, int, int], int]:
     """A batch with gradients 1,000 times as large in the fifth of eight passes, which the loop leaves out."""
-    import megatron_patch
-
     loop = Loop(kind)
     for number in range(8):
         spike = number == 4 and clears is not None
@@ -142,10 +136,6 @@ def test_a_batch_that_the_loop_leaves_out_is_forgotten(pool, kind: str, clears: 
 
 def put_back(kind: str, says: bool) -> list[float]:
     """A spiked batch that was used: weights are put back, and the loop says so, or not."""
-    import torch
-
-    import megatron_patch
-
     loop = Loop(kind)
     for number in range(6):
         before = [parameter.detach().clone() for parameter in loop.model.parameters()]
@@ -171,10 +161,6 @@ def test_a_loop_that_puts_weights_back_says_so(pool, kind: str) -> None:
 
 def accumulated(kind: str) -> tuple[tuple[int, int, int], int, bool]:
     """Three passes a step without `no_sync`, and with gradients clipped between: none is dropped."""
-    import torch
-
-    import megatron_patch
-
     loop, kept = Loop(kind), []
     for step in range(4):
         for microbatch in range(3):
@@ -198,10 +184,6 @@ def test_accumulation_without_no_sync_drops_nothing(pool, kind: str) -> None:
 
 def adversaries(kind: str, scaled: bool, frozen: bool) -> dict[str, Any]:
     """A GAN: the generator's pass goes through the discriminator, whose gradients it then drops."""
-    import torch
-
-    import megatron_patch
-
     makes, judges = Loop(kind), Loop(kind)
     scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=8.0, growth_interval=3)
     kept, lost, within = [], [], []
@@ -247,10 +229,7 @@ def test_a_discriminator_keeps_its_errors(pool, kind: str, scaled: bool) -> None
 
 def scaled_errors(kind: str, how: str, moves: bool) -> dict[str, Any]:
     """Errors in units of the scale, after every pass; `moves`: the scale changes, always by powers of two."""
-    import torch
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-    import megatron_patch
 
     loop = Loop(kind, {"error_dtype": "fp32"})
     other = torch.nn.Linear(3, 3)
@@ -296,10 +275,6 @@ def test_errors_follow_the_scale_of_any_scaler(pool, kind: str, how: str) -> Non
 
 def one_of_two(kind: str, how: str) -> tuple[tuple[int, int, int], list[bool]]:
     """Two optimizers: one skips an overflow, or makes a step in every second iteration only."""
-    import torch
-
-    import megatron_patch
-
     loop = Loop(kind, optimizers=2)
     first, second = loop.optimizers
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
@@ -332,10 +307,6 @@ def test_one_of_two_optimizers_skips_or_waits(pool, kind: str) -> None:
 
 def fused_overflow(kind: str) -> dict[int, bool]:
     """A fused optimizer skips an overflow by itself: whether a pass finds errors of the one before."""
-    import torch
-
-    import megatron_patch
-
     loop = Loop(kind)
     found: dict[int, bool] = {}
     loop.optimizers = [torch.optim.AdamW(loop.model.parameters(), lr=1e-3, fused=True)]
@@ -367,12 +338,6 @@ def test_an_overflow_that_a_fused_optimizer_skips_is_forgotten(pool, kind: str) 
 
 def actor_and_critic(fused: bool) -> tuple[tuple[int, int, int], bool]:
     """One DDP whose halves are trained by losses and optimizers of their own, in turns."""
-    import torch
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-
-    import megatron_patch
-    from megatron_patch.pytorch import attach
 
     class Both(nn.Module):
         def __init__(self) -> None:
@@ -406,10 +371,6 @@ def test_an_actor_and_its_critic_keep_their_errors(pool, fused: bool) -> None:
 
 def several_passes(kind: str, how: str) -> tuple[tuple[int, int, int], int, list[float]]:
     """LBFGS and sharpness-aware steps evaluate the gradient several times in a step."""
-    import torch
-
-    import megatron_patch
-
     loop = Loop(kind)
     parameters = list(loop.model.parameters())
     passes = 0
@@ -455,11 +416,6 @@ def test_several_passes_of_one_step_keep_their_errors(pool, kind: str, how: str)
 
 def started(kind: str, how: str) -> dict[str, Any]:
     """Twenty-four steps with `start_step: auto`: which were compressed, and what the log says."""
-    import torch
-    from with_megatron.seam_runs import logged
-
-    import megatron_patch
-
     loop = Loop(kind, {"start_step": "auto"})
     parameters, compressed = list(loop.model.parameters()), []
     masters = [parameter.detach().clone() for parameter in parameters]
@@ -511,8 +467,6 @@ def test_compression_starts_whatever_steps(pool, kind: str, how: str) -> None:
 
 def attached_again(kind: str) -> list[tuple[int, bool]]:
     """Steps and whether they are compressed: before `disable()`, and after attaching again."""
-    import megatron_patch
-
     loop, told = Loop(kind, {"start_step": "auto"}), []
     for number in range(14):
         loop.loss(number).backward()
@@ -522,7 +476,6 @@ def attached_again(kind: str) -> list[tuple[int, bool]]:
     loop.loss(14).backward()
     loop.step()
     megatron_patch.attach(loop.model, megatron_patch.CompressionConfig(**LOCO | {"start_step": "auto"}))
-    from megatron_patch.pytorch import attach
 
     loop.session = attach.attachment_of(loop.model).session
     loop.loss(15).backward()
@@ -545,10 +498,6 @@ def test_attached_again_a_model_counts_on_and_goes_on_compressing(pool, kind: st
 
 def joined() -> tuple[bool, bool]:
     """DDP's `join`: rank 1 has fewer batches, and its last exchanges have no gradients of its own."""
-    import torch.distributed as dist
-
-    import megatron_patch
-
     loop = Loop("ddp")
     with loop.model.join() if dist.get_world_size() > 1 else nullcontext():
         for number in range(5 - dist.get_rank()):

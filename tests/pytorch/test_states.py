@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from coded_values import flat_error
 from pytorch.runs import full, gradients_of, wrapped
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from with_megatron.seam_runs import logged
+
+import megatron_patch
+from megatron_patch.pytorch import attach
 
 LOCO = {"method": "loco", "start_step": 0, "reset_interval": 0}
 FLAT, HYBRID = {"kind": "flat"}, {"kind": "hybrid", "replicas": 2}
@@ -17,18 +25,12 @@ GROUP, DDP = {"kind": "group", "replicas": 2, "group": True}, {"kind": "ddp"}
 
 
 def built(how: dict[str, Any], compression: dict[str, Any]) -> tuple[Any, Any]:
-    import torch
-
-    import megatron_patch
-
     model, _, group = wrapped(how)
     megatron_patch.attach(model, megatron_patch.CompressionConfig(**compression), group)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def steps(model: Any, optimizer: Any, first: int, last: int, unused: bool = False) -> None:
-    import torch
-
     whole = getattr(model, "module", model)
     for step in range(first, last):
         gradients = gradients_of(whole, torch.distributed.get_rank(), step, torch.float32)
@@ -41,8 +43,6 @@ def steps(model: Any, optimizer: Any, first: int, last: int, unused: bool = Fals
 
 def errors(model: Any) -> list[np.ndarray]:
     """This rank's errors, one array for each sender."""
-    from megatron_patch.pytorch import attach
-
     exchanged = attach.attachment_of(model).exchanged()
     return [flat_error(sender.error).numpy() for each in exchanged for sender in each.exchange.senders]
 
@@ -51,12 +51,6 @@ def run(
     how: dict[str, Any], folder: str, save: bool, resume: bool, unused: bool = False, method: str = "loco"
 ) -> dict[str, Any]:
     """Three steps, a checkpoint, three more; or the checkpoint and three more."""
-    import torch
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-    import megatron_patch
-
     model, optimizer = built(how, LOCO | {"method": method})
     found: dict[str, Any] = {}
     if not resume:
@@ -119,11 +113,6 @@ def test_in_another_layout_errors_start_from_zero(
 
 def moved_buckets() -> list[tuple[int, bool]]:
     """The number of exchanges, and whether any sender has errors: before and after buckets change."""
-    from types import SimpleNamespace
-
-    import megatron_patch
-    from megatron_patch.pytorch import attach
-
     model, optimizer = built(DDP, LOCO)
     steps(model, optimizer, 0, 3)
     attachment = attach.attachment_of(model)
@@ -146,12 +135,6 @@ def test_errors_start_from_zero_when_ddp_changes_its_buckets(pool) -> None:
 
 def without_an_optimizer(kind: dict[str, Any]) -> tuple[int, bool]:
     """Only rank 0's optimizer has parameters: passes that ended, and whether exchanges are compressed."""
-    import torch
-    import torch.distributed as dist
-
-    import megatron_patch
-    from megatron_patch.pytorch import attach
-
     model, _ = built(kind, {"method": "loco"})
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2) if dist.get_rank() == 0 else None
     whole, ended = getattr(model, "module", model), 0

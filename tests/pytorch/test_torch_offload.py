@@ -8,11 +8,11 @@ import pytest
 from pytorch.runs import full
 from pytorch.test_states import DDP, FLAT, HYBRID, LOCO, built, steps
 
+import megatron_patch
+
 
 def moved(how: dict[str, Any], offloads: bool) -> tuple[list[float], list[tuple[int, int]]]:
     """In a worker: the weights after five steps; (bytes on the device before, after) of each move."""
-    import megatron_patch
-
     model, optimizer = built(how, LOCO)
     held = []
     for step in range(5):

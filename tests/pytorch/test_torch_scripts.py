@@ -21,7 +21,10 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_script_trains_as_it_says(script: str, ranks: int, arguments: list[str], tmp_path: Path) -> None:
     source = (ROOT / "pretrain_scripts" / script).read_text()
     assert f"torchrun --nproc-per-node {ranks} {' '.join([script, *arguments])}\n" in source
-    (tmp_path / script).write_text(source)
+    # A narrow model learns as well, and ranks that share a core are done sooner.
+    small = source.replace("BATCH, LENGTH, WIDTH = 40, 8, 64, 128", "BATCH, LENGTH, WIDTH = 40, 4, 32, 64")
+    assert (small != source) == (script == "fsdp2_loop.py")
+    (tmp_path / script).write_text(small)
     printed = trained(tmp_path / script, ranks, arguments)
     losses = [float(loss) for loss in re.findall(r"^(?:loss |\{'loss': ')([\d.]+)", printed, re.MULTILINE)]
     bits = [
@@ -35,13 +38,10 @@ def test_a_script_trains_as_it_says(script: str, ranks: int, arguments: list[str
     assert bits[-1] < 5
 
 
-@pytest.mark.parametrize(
-    ("replicas", "where"), [(1, "reduce-scatter over 4"), (2, "all-reduce between 2 replicas")]
-)
-def test_accelerate_trains_under_fsdp2(replicas: int, where: str) -> None:
+def test_accelerate_trains_under_fsdp2() -> None:
     """Also with its accumulation of two microbatches, which exchanges once a step."""
-    printed = trained(Path(__file__).with_name("accelerate_loop.py"), 4, [str(replicas)])
-    assert f"megatron-loco: FSDP2 {where}" in printed
+    printed = trained(Path(__file__).with_name("accelerate_loop.py"), 2, [])
+    assert "megatron-loco: FSDP2 reduce-scatter over 2" in printed
     found = re.findall(r"^loss ([\d.]+), ([\d.]+) bits/gradient", printed, re.MULTILINE)
     losses, bits = zip(*((float(loss), float(count)) for loss, count in found), strict=True)
     assert len(losses) == 6

@@ -8,11 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.nn import TransformerEncoderLayer
+from torch.nn.parallel import DistributedDataParallel
+
+import megatron_patch
+from megatron_patch.pytorch import attach
 
 
 def language_model(tied: bool = False) -> Any:
-    from torch import nn
-
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -35,14 +43,7 @@ def language_model(tied: bool = False) -> Any:
 
 def train(how: str, compression: dict[str, Any] | None, replicas: int = 1) -> dict[str, Any]:
     """Five steps; losses, norms and weights."""
-    import torch
-    import torch.distributed as dist
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-    from torch.nn import TransformerEncoderLayer
-
-    import megatron_patch
 
     torch.manual_seed(3)
     with torch.device("meta") if how == "meta" else nullcontext():
@@ -123,12 +124,6 @@ def test_method_none_is_stock_and_four_bits_stay_close(pool, how: str, replicas:
 
 def bad_gradients(kind: str) -> dict[str, Any]:
     """DDP: the third of five steps has a gradient that is not finite, on one rank."""
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-
-    import megatron_patch
-    from megatron_patch.pytorch import attach
-
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(200, 40, bias=False))
     megatron_patch.attach(model, megatron_patch.CompressionConfig(method="loco", start_step=0))

@@ -15,6 +15,7 @@ import pytest
 from seeds import seeded
 from with_megatron.seam_runs import built, logged
 
+import megatron_patch
 from megatron_patch.config import CompressionConfig
 from megatron_patch.session.onset import Onset
 
@@ -156,8 +157,6 @@ def test_a_saved_one_that_has_not_started_starts_where_this_run_says():
 
 def own_loop(kind: str, rates: list[float], options: dict[str, Any]) -> dict[str, Any]:
     """In a worker: which steps were compressed in a loop of one's own that sets rates by itself."""
-    import megatron_patch
-
     if kind in ("chained", "one by one"):
         tiny, state = built({"dtypes": ("float32",), "experts": (0, 2)}, options)
     elif kind == "torch":

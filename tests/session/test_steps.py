@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_patch.config import CompressionConfig
+from megatron_patch.session import onset
 from megatron_patch.session.steps import Answer, Ledger, State
 
 CPU = torch.device("cpu")
@@ -343,12 +346,6 @@ def test_one_bit_adam_waits_for_no_learning_rate(caplog: pytest.LogCaptureFixtur
 
 def waits(start: int | str, rates: list[float]) -> tuple[list[int], list[int]]:
     """In a worker: the passes that waited for their own answers, and those that were compressed."""
-    from types import SimpleNamespace
-
-    import torch.distributed as dist
-
-    from megatron_patch.session import onset
-
     ledger = Ledger(CompressionConfig(start_step=start), [dist.group.WORLD], CPU)
     made, waited, compressed = [], [], []
 

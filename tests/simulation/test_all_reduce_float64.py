@@ -9,28 +9,12 @@ from seeds import seeded
 
 from simulation.adam_float64 import AdamOptions, AdamSimulation
 from simulation.all_reduce_float64 import AllReduceAgreement
-from simulation.loco_float64 import LoCoSimulation
 
 RAGGED = [(1, 5), (3, 100), (4, 13), (4, 5), (4, 9), (2, 257)]
 
 
 def gradients(ranks: int, numel: int, step: int = 0) -> np.ndarray:
     return np.random.default_rng(seeded(step)).standard_normal((ranks, numel)).astype(np.float32)
-
-
-@pytest.mark.parametrize(("ranks", "numel"), RAGGED)
-def test_ragged_cuts_cover_every_element_once_and_no_block_crosses_a_shard(ranks, numel):
-    simulation = LoCoSimulation(ranks, numel, bits=4, codec="uniform", block_size=16)
-    size = -(-numel // ranks)
-    covered = np.concatenate([np.arange(numel)[here] for _, _, here in simulation.places])
-    assert np.array_equal(covered, np.arange(numel))
-    for shard, block, here in simulation.places:
-        assert here.start == shard * size + 16 * block
-        assert here.stop <= min((shard + 1) * size, numel)
-    result = simulation.step(gradients(ranks, numel))
-    assert result.shards.shape == (ranks, size)
-    assert np.array_equal(result.shards.reshape(-1)[:numel], result.sent.astype(np.float32).sum(axis=0))
-    assert not result.shards.reshape(-1)[numel:].any()
 
 
 @pytest.mark.parametrize(("ranks", "numel"), RAGGED)
@@ -75,18 +59,6 @@ def test_resets_and_skipped_steps_clear_both_phases():
         assert all(simulation.errors().any() for simulation in simulations)
         agreement.end_step(**ending)
         assert not any(simulation.errors().any() for simulation in simulations)
-
-
-@pytest.mark.parametrize("error_dtype", ["int8", "bf16", "fp32"])
-def test_errors_follow_the_loss_scale(error_dtype):
-    small, large = (LoCoSimulation(2, 64, bits=4, codec="uniform", error_dtype=error_dtype) for _ in range(2))
-    values = gradients(2, 64)
-    small.exchange(values)
-    small.end_step(loss_scale_factor=4.0)
-    large.exchange(4 * values)
-    large.end_step()
-    assert np.array_equal(small.errors(), large.errors())
-    assert small.errors().any()
 
 
 @pytest.mark.parametrize("decays", [False, True])

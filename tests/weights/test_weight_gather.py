@@ -6,7 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from seeds import seeded
+
+from megatron_patch.collectives.workspace import Pool, Workspace
+from megatron_patch.weights.batch import Batch, WeightsDiffer
+from megatron_patch.weights.gather import WeightGather, agree
 
 RANKS = 4
 TRIALS = 100
@@ -19,12 +25,6 @@ OWN, COPY = "own", "copy"
 
 def gather_of(numel: int, dtype: str = "bfloat16", seed: int = 0) -> tuple[Any, Any]:
     """(bucket, its gather): the same random weights on all ranks, a few of them special."""
-    import torch
-    import torch.distributed as dist
-
-    from megatron_patch.collectives.workspace import Workspace
-    from megatron_patch.weights.gather import WeightGather
-
     generator = torch.Generator().manual_seed(seeded(seed))
     bucket = 0.02 * torch.randn(RANKS * numel, generator=generator)
     special = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan")])
@@ -36,9 +36,6 @@ def gather_of(numel: int, dtype: str = "bfloat16", seed: int = 0) -> tuple[Any, 
 
 def update(bucket: Any, step: int, rate: float | None = 1e-4) -> None:
     """What an optimizer does: this rank's shard alone changes; without a rate, to any bits."""
-    import torch
-    import torch.distributed as dist
-
     own = bucket.view(RANKS, -1)[dist.get_rank()]
     generator = torch.Generator().manual_seed(seeded(1000 * step + dist.get_rank()))
     if rate is None:
@@ -49,30 +46,22 @@ def update(bucket: Any, step: int, rate: float | None = 1e-4) -> None:
 
 def wanted_of(bucket: Any) -> Any:
     """What Megatron's own gather makes of it."""
-    import torch.distributed as dist
-
     wanted = bucket.clone()
     dist.all_gather_into_tensor(wanted, wanted.view(RANKS, -1)[dist.get_rank()])
     return wanted
 
 
 def same_bits(one: Any, other: Any) -> bool:
-    import torch
-
     return torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 
 def sent(gather: Any) -> Any:
     """A bucket's messages, on their way."""
-    from megatron_patch.weights.batch import Batch
-
     return Batch([gather]).start(gather._workspace, own_may_have_changed=True)
 
 
 def steps(numel: int, dtype: str, rate: float | None) -> list[tuple[bool, bool, float]]:
     """For each step whether the messages were sent, whether the weights are right, bits a weight."""
-    from megatron_patch.weights.gather import agree
-
     bucket, gather = gather_of(numel, dtype)
     told = []
     for step in range(4):
@@ -91,9 +80,6 @@ def steps(numel: int, dtype: str, rate: float | None) -> list[tuple[bool, bool, 
 
 def flip(bucket: Any, which: str, trial: int) -> tuple[int, int]:
     """Flip a random bit of one rank's weights, in its own shard or a copy; (that rank, the shard's owner)."""
-    import torch
-    import torch.distributed as dist
-
     generator = torch.Generator().manual_seed(seeded(trial))
     place, bit, rank, other = (
         int(torch.randint(n, (), generator=generator))
@@ -108,8 +94,6 @@ def flip(bucket: Any, which: str, trial: int) -> tuple[int, int]:
 
 def flips_before(which: str) -> list[tuple[int, int, str | None, bool]]:
     """A bit flips before a step: who, whose, what is said, and whether the weights are right after it."""
-    from megatron_patch.weights.gather import agree
-
     bucket, gather = gather_of(500)
     told = []
     for trial in range(TRIALS):
@@ -125,9 +109,6 @@ def flips_before(which: str) -> list[tuple[int, int, str | None, bool]]:
 
 def flips_between(which: str) -> list[tuple[int, int, str | None, bool, bool]]:
     """A bit flips when all have agreed: who, whose, this rank's error, gathered in full, weights right."""
-    from megatron_patch.weights.batch import WeightsDiffer
-    from megatron_patch.weights.gather import agree
-
     bucket, gather = gather_of(500)
     told = []
     for trial in range(TRIALS):
@@ -149,12 +130,6 @@ def flips_between(which: str) -> list[tuple[int, int, str | None, bool, bool]]:
 
 def messages_that_change() -> list[str]:
     """A bit of a message flips on its way to rank 2: its errors; nothing where the weights are right."""
-    import torch
-    import torch.distributed as dist
-
-    from megatron_patch.weights.batch import WeightsDiffer
-    from megatron_patch.weights.gather import agree
-
     bucket, gather = gather_of(500)
     read: Callable[..., None] = gather.read
     generator = torch.Generator().manual_seed(seeded(3))
@@ -241,10 +216,6 @@ def test_a_message_that_changes_on_its_way_is_an_error_or_says_the_same(pool):
 
 
 def test_a_buffer_that_an_evaluation_needs_first_serves_a_training_too():
-    import torch
-
-    from megatron_patch.collectives.workspace import Pool
-
     pool = Pool(torch.device("cpu"))
     with torch.inference_mode():
         first = pool.take(2, 100)
