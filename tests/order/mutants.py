@@ -30,236 +30,211 @@ class Mutant:
     """
 
     where: str
-    changes: tuple[tuple[str, str], ...]
     setup: str
     finding: str
+    changes: tuple[tuple[str, str], ...]
     order: int | None = None
     """As setups.run."""
     of_ranks: int = 1
     """It is in every so many-th rank."""
+
+    @classmethod
+    def of(cls, where: str, setup: str, finding: str, *changes: tuple[str, str], **options: Any) -> Mutant:
+        return cls(where, setup, finding, changes, **options)
 
 
 RACE, FREED, NOT_WAITED = "not ordered after", "freed on", "nothing has waited for"
 UNREAD = "the host reads what a copy"
 
 MUTANTS = {
-    "ranks' answers are read while they are copied": Mutant(
-        "megatron_patch.session.onset:_Answers.read",
-        (("self._copied.synchronize()", "pass"),),
-        "flat",
-        UNREAD,
+    "ranks' answers are read while they are copied": Mutant.of(
+        "megatron_patch.session.onset:_Answers.read", "flat", UNREAD, ("self._copied.synchronize()", "pass")
     ),
-    "compression does not wait for the backward pass": Mutant(
+    "compression does not wait for the backward pass": Mutant.of(
         f"{_MEGATRON}.seams.gradients:BucketGroupSeam._stream",
-        (("        stream.wait_stream(torch.cuda.current_stream())\n", ""),),
         "flat",
         RACE,
+        ("        stream.wait_stream(torch.cuda.current_stream())\n", ""),
     ),
-    "the optimizer does not wait for the sums": Mutant(
+    "the optimizer does not wait for the sums": Mutant.of(
         f"{_MEGATRON}.seams.gradients:_AllHandles.wait",
-        (("torch.cuda.current_stream().wait_stream(self._stream)", "pass"),),
         "flat",
         RACE,
+        ("torch.cuda.current_stream().wait_stream(self._stream)", "pass"),
     ),
-    "the stream waits for the exchange, and not the other way": Mutant(
+    "the stream waits for the exchange, and not the other way": Mutant.of(
         f"{_MEGATRON}.seams.gradients:_AllHandles.wait",
-        (
-            (
-                "torch.cuda.current_stream().wait_stream(self._stream)",
-                "self._stream.wait_stream(torch.cuda.current_stream())",
-            ),
-        ),
         "two hops",
         RACE,
+        (
+            "torch.cuda.current_stream().wait_stream(self._stream)",
+            "self._stream.wait_stream(torch.cuda.current_stream())",
+        ),
     ),
-    "payloads are summed before they are here": Mutant(
+    "payloads are summed before they are here": Mutant.of(
         f"{_COLLECTIVES}.reduce_scatter:ReduceScatterHandle.wait",
-        (("            self._work.wait()\n", "            pass\n"),),
         "flat, not overlapped",
         RACE,
+        ("            self._work.wait()\n", "            pass\n"),
     ),
-    "payloads are summed, and then waited for": Mutant(
+    "payloads are summed, and then waited for": Mutant.of(
         f"{_COLLECTIVES}.reduce_scatter:ReduceScatterHandle.wait",
-        (
-            ("            self._work.wait()\n", "            pass\n"),
-            (
-                "        workspace.give(send)\n",
-                "        self._work.wait()\n        workspace.give(send)\n",
-            ),
-        ),
         "two hops",
         RACE,
+        ("            self._work.wait()\n", "            pass\n"),
+        ("        workspace.give(send)\n", "        self._work.wait()\n        workspace.give(send)\n"),
     ),
-    "a payload is compressed once more while it is sent": Mutant(
+    "a payload is compressed once more while it is sent": Mutant.of(
         f"{_COLLECTIVES}.reduce_scatter:ReduceScatter.send",
-        (
-            (
-                "        if len(set(sizes)) == 1:\n            work =",
-                "        late = send\n        if len(set(sizes)) == 1:\n            work =",
-            ),
-            (
-                "        return ReduceScatterHandle(",
-                "        late.zero_()\n        return ReduceScatterHandle(",
-            ),
-        ),
         "virtual pipeline chunks",
         RACE,
+        (
+            "        if len(set(sizes)) == 1:\n            work =",
+            "        late = send\n        if len(set(sizes)) == 1:\n            work =",
+        ),
+        ("        return ReduceScatterHandle(", "        late.zero_()\n        return ReduceScatterHandle("),
     ),
-    "hop 2 compresses sums that hop 1 is writing": Mutant(
+    "hop 2 compresses sums that hop 1 is writing": Mutant.of(
         f"{_COLLECTIVES}.two_hop:TwoHopReduceScatter.start",
-        (("            work.wait()\n", "            pass\n"),),
         "two hops",
         RACE,
+        ("            work.wait()\n", "            pass\n"),
     ),
-    "an exchange of a hop is forgotten": Mutant(
+    "an exchange of a hop is forgotten": Mutant.of(
         f"{_COLLECTIVES}.two_hop:TwoHopAllReduce.start",
-        (
-            (
-                "dist.reduce_scatter_tensor(sums, whole, group=hops.intra)",
-                "dist.reduce_scatter_tensor(sums, whole, group=hops.intra, async_op=True)",
-            ),
-        ),
         "replicated in two hops",
         RACE,
+        (
+            "dist.reduce_scatter_tensor(sums, whole, group=hops.intra)",
+            "dist.reduce_scatter_tensor(sums, whole, group=hops.intra, async_op=True)",
+        ),
     ),
-    "the owners' payloads are decoded before they are here": Mutant(
+    "the owners' payloads are decoded before they are here": Mutant.of(
         f"{_COLLECTIVES}.all_reduce:AllReduceHandle._gather",
-        (("async_op=in_background", "async_op=True"), ("= work, send", "= None, send")),
         "1-bit Adam",
         RACE,
+        ("async_op=in_background", "async_op=True"),
+        ("= work, send", "= None, send"),
     ),
-    "an outer step's sum is not waited for": Mutant(
+    "an outer step's sum is not waited for": Mutant.of(
         f"{_MEGATRON}.outer_steps:Shard.receive",
-        (("sent.handle.wait()", "pass"),),
         "outer steps of experts in turns",
         NOT_WAITED,
+        ("sent.handle.wait()", "pass"),
     ),
-    "the first instance's sum is not waited for": Mutant(
+    "the first instance's sum is not waited for": Mutant.of(
         f"{_MEGATRON}.seams.gradients:BucketGroupSeam._start",
-        (("                handle.wait()", "                pass"),),
         "two instances",
         NOT_WAITED,
+        ("                handle.wait()", "                pass"),
     ),
-    "instances exchange beside the backward pass": Mutant(
+    "instances exchange beside the backward pass": Mutant.of(
         f"{_MEGATRON}.seams.gradients:BucketGroupSeam._stream",
-        (
-            (
-                "            return upstreams",
-                "            return self._session.workspace.pool.stream_of(self.stages[0].group)",
-            ),
-        ),
         "two instances",
         RACE,
+        (
+            "            return upstreams",
+            "            return self._session.workspace.pool.stream_of(self.stages[0].group)",
+        ),
     ),
-    "streams share buffers": Mutant(
+    "streams share buffers": Mutant.of(
         f"{_COLLECTIVES}.workspace:Pool._stream",
-        (("return torch.cuda.current_stream(self.device).cuda_stream if on_cuda else 0", "return 0"),),
         "experts in many buckets",
         RACE,
+        ("return torch.cuda.current_stream(self.device).cuda_stream if on_cuda else 0", "return 0"),
     ),
-    "a payload's buffer is handed on while it is sent": Mutant(
+    "a payload's buffer is handed on while it is sent": Mutant.of(
         f"{_COLLECTIVES}.reduce_scatter:ReduceScatter.send",
-        (
-            (
-                "        return ReduceScatterHandle(",
-                "        self.workspace.give(send)\n"
-                "        send = self.workspace.take(1, 2 * send.numel())\n"
-                "        return ReduceScatterHandle(",
-            ),
-        ),
         "flat",
         RACE,
-    ),
-    "a buffer of the default stream's is freed while another stream uses it": Mutant(
-        f"{_COLLECTIVES}.workspace:Pool.take",
         (
-            (
-                "            with torch.inference_mode(False):",
-                "            with torch.cuda.stream(torch.cuda.default_stream()):",
-            ),
-            (
-                "] = key, whole\n",
-                "] = key, whole[:0].clone()\n",
-            ),
+            "        return ReduceScatterHandle(",
+            "        self.workspace.give(send)\n"
+            "        send = self.workspace.take(1, 2 * send.numel())\n"
+            "        return ReduceScatterHandle(",
         ),
+    ),
+    "a buffer of the default stream's is freed while another stream uses it": Mutant.of(
+        f"{_COLLECTIVES}.workspace:Pool.take",
         "flat",
         FREED,
+        (
+            "            with torch.inference_mode(False):",
+            "            with torch.cuda.stream(torch.cuda.default_stream()):",
+        ),
+        ("] = key, whole\n", "] = key, whole[:0].clone()\n"),
     ),
-    "weights are decoded before the messages are here": Mutant(
+    "weights are decoded before the messages are here": Mutant.of(
         "megatron_patch.weights.batch:BatchHandle.wait",
-        (("        self._work.wait()\n", ""),),
         "weight gather, overlapped",
         RACE,
+        ("        self._work.wait()\n", ""),
     ),
-    "weights are decoded on a stream that the forward pass does not wait for": Mutant(
+    "weights are decoded on a stream that the forward pass does not wait for": Mutant.of(
         "megatron_patch.weights.batch:BatchHandle.wait",
-        (
-            (
-                "        with self._workspace.timed():\n",
-                "        with self._workspace.timed(), torch.cuda.stream(torch.cuda.Stream()):\n",
-            ),
-        ),
         "weight gather of chunks",
         RACE,
+        (
+            "        with self._workspace.timed():\n",
+            "        with self._workspace.timed(), torch.cuda.stream(torch.cuda.Stream()):\n",
+        ),
     ),
-    "odd ranks exchange momentum in another order": Mutant(
+    "odd ranks exchange momentum in another order": Mutant.of(
         f"{_MEGATRON}.onebit_adam.step:OneBitAdam._exchange",
-        (("in self._seams:", "in self._seams[::-1]:"),),
         "1-bit Adam",
         "on rank",
+        ("in self._seams:", "in self._seams[::-1]:"),
         of_ranks=2,
     ),
-    "one rank's buckets go in one hop": Mutant(
+    "one rank's buckets go in one hop": Mutant.of(
         f"{_COLLECTIVES}.makers:_hops",
-        (("    try:\n", "    return None, None\n    try:\n"),),
         "two hops",
         "on rank",
+        ("    try:\n", "    return None, None\n    try:\n"),
         of_ranks=8,
     ),
-    "one limit for dense and expert exchanges": Mutant(
+    "one limit for dense and expert exchanges": Mutant.of(
         "megatron_patch.session.session:Session.start",
-        (("setdefault(group, deque())", "setdefault(None, deque())"),),
         "experts in many buckets",
         "wait for one another",
+        ("setdefault(group, deque())", "setdefault(None, deque())"),
         order=1,
     ),
-    "DDP's buckets are compressed while they are filled": Mutant(
+    "DDP's buckets are compressed while they are filled": Mutant.of(
         f"{_PYTORCH}.ddp:Ddp._stream",
-        (("        stream.wait_stream(torch.cuda.current_stream())\n", ""),),
         "DDP",
         RACE,
+        ("        stream.wait_stream(torch.cuda.current_stream())\n", ""),
     ),
-    "DDP is told that a sum is there before it is": Mutant(
+    "DDP is told that a sum is there before it is": Mutant.of(
         f"{_PYTORCH}.ddp:Ddp._finish",
-        (
-            (
-                "        handle.wait()\n        future.set_result(gradients)",
-                "        future.set_result(gradients)\n        handle.wait()",
-            ),
-        ),
         "DDP in two hops",
         RACE,
+        (
+            "        handle.wait()\n        future.set_result(gradients)",
+            "        future.set_result(gradients)\n        handle.wait()",
+        ),
     ),
-    "FSDP2's shard is used before its sum is there": Mutant(
-        f"{_PYTORCH}.fsdp2:Flat.__call__", ((_FLAT + ".wait()", _FLAT),), "FSDP2", NOT_WAITED
+    "FSDP2's shard is used before its sum is there": Mutant.of(
+        f"{_PYTORCH}.fsdp2:Flat.__call__", "FSDP2", NOT_WAITED, (_FLAT + ".wait()", _FLAT)
     ),
-    "FSDP2's reduce-scatter runs on a stream that nothing waits for": Mutant(
+    "FSDP2's reduce-scatter runs on a stream that nothing waits for": Mutant.of(
         f"{_PYTORCH}.fsdp2:Flat.__call__",
-        ((_FLAT, f"with torch.cuda.stream(torch.cuda.Stream()):\n            {_FLAT}"),),
         "FSDP2 in two hops",
         RACE,
+        (_FLAT, f"with torch.cuda.stream(torch.cuda.Stream()):\n            {_FLAT}"),
     ),
-    "the sum over FSDP2's replicas is not waited for": Mutant(
+    "the sum over FSDP2's replicas is not waited for": Mutant.of(
         f"{_PYTORCH}.fsdp2:Hybrid.all_reduce",
-        (("output, output, average, replicas).wait()", "output, output, average, replicas)"),),
         "FSDP2, hybrid",
         NOT_WAITED,
+        ("output, output, average, replicas).wait()", "output, output, average, replicas)"),
     ),
-    "one stream for dense and expert exchanges": Mutant(
+    "one stream for dense and expert exchanges": Mutant.of(
         f"{_COLLECTIVES}.workspace:Pool.stream_of",
-        (("        if group not in", "        group = None\n        if group not in"),),
         "experts in many buckets",
         "wait for one another",
+        ("        if group not in", "        group = None\n        if group not in"),
         order=1,
     ),
 }

@@ -42,14 +42,6 @@ def blocks_by_hand(numel: int, shards: int, spans: tuple[Span, ...], block: int)
     return found
 
 
-def in_spans(numel: int, spans: tuple[Span, ...]) -> torch.Tensor:
-    """Which elements belong to a parameter, bool [numel]."""
-    inside = torch.zeros(numel, dtype=torch.bool)
-    for span in spans:
-        inside[max(span.start, 0) : max(span.start + span.length, 0)] = True
-    return inside
-
-
 def placed(layout: BlockLayout) -> list[list[list[int]]]:
     """The same of a layout: elements are numbered from 1, a zero is fill."""
     cut = layout.cut(torch.arange(1, layout.numel + 1, dtype=torch.float64))
