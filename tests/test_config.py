@@ -94,13 +94,11 @@ def test_every_documented_combination_is_accepted():
     ("options", "codec", "rotation"),
     [
         ({}, "levels", "hadamard"),
-        ({"bits": 2}, "levels", "hadamard"),
         ({"bits": 8}, "uniform", "none"),
         ({"bits": 1}, "sign", "none"),
         ({"block_size": "shard"}, "uniform", "none"),
         ({"block_size": "shard", "codec": "levels"}, "levels", "none"),
         ({"codec": "uniform"}, "uniform", "none"),
-        ({"codec": "uniform", "rotation": "hadamard"}, "uniform", "hadamard"),
         ({"rotation": "none"}, "levels", "none"),
         ({"bits": 8, "rotation": "hadamard"}, "uniform", "hadamard"),
         ({"method": "onebit_adam"}, "sign", "none"),
@@ -147,33 +145,16 @@ def test_onebit_adam_has_defaults_of_its_own():
     fixed = CompressionConfig(method="onebit_adam", warmup_steps=100, reset_interval=512)
     assert (fixed.warmup, fixed.warmup_steps, fixed.reset_interval) == ("fixed", 100, 512)
     assert CompressionConfig(**fixed.as_dict()) == fixed
-    assert CompressionConfig(method="loco", warmup_steps=100).compresses  # of no use there, and no harm
 
 
 def test_the_defaults_are_those_of_the_design():
     assert CompressionConfig().as_dict() == {
-        "method": "loco",
-        "bits": 4,
-        "codec": "levels",
-        "rotation": "hadamard",
-        "block_size": 128,
-        "error_beta": 0.8,
-        "error_dtype": "int8",
-        "reset_interval": 512,
-        "start_step": "auto",
-        "warmup": None,
-        "warmup_steps": None,
-        "error_compensation": True,
-        "seed": 1234,
-        "topology": "auto",
-        "ranks_per_node": None,
-        "weight_gather": "stock",
-        "outer_interval": 1,
-        "outer_rate": 1.0,
-        "outer_momentum": 0.0,
-        "outer_delay": 0,
-        "save_error": True,
-        "strict_load": False,
+        **{"method": "loco", "bits": 4, "codec": "levels", "rotation": "hadamard", "block_size": 128},
+        **{"error_beta": 0.8, "error_dtype": "int8", "reset_interval": 512, "start_step": "auto"},
+        **{"warmup": None, "warmup_steps": None, "error_compensation": True, "seed": 1234},
+        **{"topology": "auto", "ranks_per_node": None, "weight_gather": "stock"},
+        **{"outer_interval": 1, "outer_rate": 1.0, "outer_momentum": 0.0, "outer_delay": 0},
+        **{"save_error": True, "strict_load": False},
     }
 
 
@@ -206,14 +187,10 @@ def test_a_config_is_frozen_and_hashable():
 
 LEFT_OUT = [
     ({}, {"bits": 8}),
-    ({}, {"bits": 1}),
     ({}, {"block_size": "shard"}),
-    ({}, {"method": "error_feedback"}),
     ({}, {"method": "onebit_adam"}),
-    ({}, {"method": "none"}),
     ({"method": "onebit_adam"}, {"method": "loco"}),
     ({"method": "onebit_adam"}, {"warmup_steps": 100}),
-    ({"method": "none"}, {"method": "loco"}),
     ({"codec": "uniform"}, {"bits": 8}),
 ]
 

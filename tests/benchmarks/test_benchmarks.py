@@ -2,76 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
-import runpy
-import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from scipy import stats
-from worker_pool import WorkerPool
 
+from benchmarks.command_line import main
 from benchmarks.error_feedback.trend_over_sizes import over_sizes
+from benchmarks.kernels import command, cpu_rates
+from megatron_patch.quantization import native
 from megatron_patch.workflows import cli
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-def directions_of(bad: int) -> tuple[float, list[dict[str, list[float]]]]:
-    """20 steps of two streams, one coordinate turned round: our Adam's error, and the result."""
-    script = runpy.run_path(str(BENCHMARKS / "error_feedback" / "step_directions.py"))
-    generator = torch.Generator().manual_seed(3)
-    weight = torch.nn.Parameter(torch.zeros(8))
-    reference = torch.optim.Adam([weight], lr=1.0, betas=(0.9, 0.95), eps=1e-8)
-    mine, directions = script["Adam"](weight.detach()), script["Directions"]()
-    furthest = 0.0
-    for _ in range(20):
-        true = torch.randn(8, generator=generator) * 10.0 ** torch.arange(-4, 4)
-        exchanged = true.clone()
-        exchanged[bad] *= -1
-        directions.add(0, exchanged, true, (0.9, 0.95))
-        before = weight.detach().clone()
-        weight.grad = true
-        reference.step()
-        step = mine.direction(true, (0.9, 0.95))
-        furthest = max(furthest, float((before - weight.detach() - step).abs().max()))
-    return furthest, directions.result()
-
-
-def test_step_directions_by_hand(pool: WorkerPool) -> None:
-    """One of the two largest coordinates turned round: its quarter's step is lost, the others' are whole."""
-    furthest, result = pool.run(directions_of, 7, world_size=1)[0]
-    assert furthest < 1e-5
-    (window,) = result
-    everywhere, *quarters, path = window["cosine"]
-    assert quarters[:3] == pytest.approx([1, 1, 1])
-    assert quarters[3] < 0.9
-    assert quarters[3] < everywhere < 1
-    assert path < 0.95
-    assert window["norm_ratio"] == pytest.approx([1] * 6)
-    assert window["along"] == pytest.approx(window["cosine"])
-
-
-def test_a_line_goes_through_the_seeds_of_several_models(tmp_path: Path) -> None:
-    """Differences on a line have no uncertainty; runs that are not done and other cells play no part."""
-    for size in (1, 4):
-        rows = [f"bits=4,{seed},4,done,{0.5 + 0.1 * size}" for seed in (1, 2)]
-        lines = ["cell,seed,compression.bits,state,difference_percent", *rows, "bits=4,3,4,failed,"]
-        (tmp_path / f"{size}.csv").write_text("\n".join([*lines, "bits=2,1,2,done,7.0"]))
-    models = [f"{size}e6={tmp_path / f'{size}.csv'}" for size in (1, 4)]
-    script = [sys.executable, str(BENCHMARKS / "error_feedback" / "trend_over_sizes.py")]
-    asked = [*script, "compression.bits=4", "--at", "16e6", *models]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "1e+06 parameters: +0.60, +0.60 %",
-        "4e+06 parameters: +0.90, +0.90 %",
-        "per doubling: +0.150 (+0.150 to +0.150) percentage points",
-        "at 1.6e+07 parameters, an extrapolation: +1.200 (+1.200 to +1.200) %",
-    ]
 
 
 def test_a_line_over_sizes_agrees_with_a_regression() -> None:
@@ -106,3 +50,32 @@ def test_the_command_line_says_how_to_run_what_left_it(capsys: pytest.CaptureFix
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"megatron-loco: error: {given[0]}")
         assert line.endswith(f" runs from a clone of the repository only; at its root: {way}")
+
+
+def test_kernels_are_measured_beside_memcpy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = tmp_path / "numbers.json"
+    assert main(command, ["--seconds", "0.05", "--elements", "200000", "--json", str(numbers)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "4 bits, codec levels, rotation hadamard" in shown
+    found = json.loads(numbers.read_text())
+    assert found["memcpy_bytes_per_second"] > 1e8
+    assert found["bytes_per_element"] == pytest.approx(4 + 1 + 1 + 0.5 + 6 / 128, rel=1e-3)
+    weights = found["weight_code"]
+    assert 2 < weights["bits_per_weight"] < 3
+    assert min(weights[f"{way}_weights_per_second"] for way in ("encode", "decode", "digest")) > 1e5
+    assert all(rate > 1e5 for rate in found["onebit_adam"].values())
+    rates = found["elements_per_second"]
+    assert rates["torch_chunked"] > 0
+    if native.variants():
+        assert rates["native"] > rates["torch_chunked"]
+        names = {f"native_{name}" for name in native.variants()}
+        assert names <= set(rates)
+        assert set(found["uniform_elements_per_second"]) == names | {"decompress_reduce"}
+
+
+def test_the_typical_call_is_the_median_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The end, and calls of 3, 1 and 2 seconds.
+    clock = iter([0.0, *(0.0, 3.0), *(3.0, 4.0), *(4.0, 6.0), 9.0] * 2)
+    monkeypatch.setattr(cpu_rates, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert cpu_rates._timed([lambda: None], 5.0, typical=False) == [1.0]
+    assert cpu_rates._timed([lambda: None], 5.0, typical=True) == [2.0]

@@ -32,17 +32,14 @@ def soak(asked: Soak, kills: int) -> Tally:
 def table(tally: Tally, seconds: float) -> str:
     """The result, for people."""
     failed = {text.partition(":")[0] for text in tally.differences}
-    rows = [("killed in phase", "")]
-    rows += [(f"  {name}", str(count)) for name, count in tally.phases.most_common()]
-    rows += [("of these aimed at", "")]
-    rows += [(f"  {name}", str(count)) for name, count in sorted(tally.points.items())]
-    rows += [
-        ("kills", str(tally.kills)),
-        ("restarts by the launcher", str(tally.restarts)),
-        ("continued with --resume", str(tally.resumed)),
-        ("steps made again", str(tally.repeated_steps)),
-        ("runs", str(tally.runs)),
-        ("runs that ended bit-identical", str(tally.runs - len(failed))),
+    rows = [
+        *(("killed", ""), *((f"  {name}", count) for name, count in sorted(tally.points.items()))),
+        ("kills", tally.kills),
+        ("restarts by the launcher", tally.restarts),
+        ("continued with --resume", tally.resumed),
+        ("steps made again", tally.repeated_steps),
+        ("runs", tally.runs),
+        ("runs that ended bit-identical", tally.runs - len(failed)),
         ("minutes", f"{seconds / 60:.1f}"),
     ]
     return "\n".join(f"{name:<40}{value:>6}" for name, value in rows)
@@ -60,16 +57,9 @@ def main() -> int:
     warnings.filterwarnings("ignore", category=UserWarning)  # Megatron's, of what is not installed
     begin = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
-    tally = soak(
-        Soak(
-            folder,
-            args.method,
-            args.tensor_parallel,
-            seed=args.seed,
-            settings=tuple(args.overrides),
-        ),
-        args.kills,
-    )
+    settings = tuple(args.overrides)
+    asked = Soak(folder, args.method, args.tensor_parallel, seed=args.seed, settings=settings)
+    tally = soak(asked, args.kills)
     print(table(tally, time.monotonic() - begin))
     if tally.differences:
         print("\n".join(tally.differences), f"runs are left in {folder}", sep="\n")

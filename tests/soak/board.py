@@ -1,8 +1,7 @@
-"""What every rank of a soaked run shares with the harness: where it is, and which kill is due.
+"""What every rank of a soaked run shares with the harness: its process, and which kill is due.
 
-One small file of 64-bit numbers, mapped by all: a row per rank (`PID`, `PHASE`, `STEPS`), and a first row
-with the number of kills so far. It outlives the ranks, so `STEPS` counts the training steps of all attempts
-together.
+One small file of 64-bit numbers, mapped by all: a row per rank (`PID`, `STEPS`), and a first row with the
+number of kills so far. It outlives the ranks, so `STEPS` counts the training steps of all attempts together.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-PID, PHASE, STEPS = range(3)
-PHASES = ("start-up", "load", "compute", "exchange", "optimizer", "save", "between steps")
+PID, STEPS = range(2)
 
 
 @dataclass(frozen=True)
@@ -33,12 +31,12 @@ class Board:
     """The shared file in `folder`; `plan` is written once, by the harness."""
 
     def __init__(self, folder: Path, ranks: int | None = None) -> None:
-        self._plan, self._kills = folder / "plan.json", folder / "kills.jsonl"
+        self._plan, self._kills = folder / "plan.json", folder / "kills"
         path = folder / "board"
         if ranks is not None:
-            np.zeros((ranks + 1, 3), np.int64).tofile(path)
+            np.zeros((ranks + 1, 2), np.int64).tofile(path)
             self._kills.touch()
-        self.numbers = np.memmap(path, np.int64, mode="r+").reshape(-1, 3)
+        self.numbers = np.memmap(path, np.int64, mode="r+").reshape(-1, 2)
 
     def plan(self, kills: list[Kill]) -> None:
         self._plan.write_text(json.dumps([asdict(kill) for kill in kills]), encoding="utf-8")
@@ -56,21 +54,16 @@ class Board:
         return self.numbers[rank + 1]
 
     def kill(self, kill: Kill) -> None:
-        """Note the phase that the rank is in, and end it; nothing if it has ended by itself."""
-        row = self.row(kill.rank)
-        command = Path(f"/proc/{row[PID]}/cmdline")
+        """End the rank, and note it; nothing if it has ended by itself."""
+        pid = int(self.row(kill.rank)[PID])
+        command = Path(f"/proc/{pid}/cmdline")
         if not command.exists() or not command.read_bytes():  # empty: waits to be reaped
             return
-        record = {
-            "point": kill.point,
-            "rank": kill.rank,
-            "phase": PHASES[row[PHASE]],
-            "steps": int(row[STEPS]),
-        }
         self.numbers[0, 0] += 1
         with self._kills.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(record) + "\n")
-        os.kill(int(row[PID]), signal.SIGKILL)
+            stream.write(f"{kill.point or 'at random'}\n")
+        os.kill(pid, signal.SIGKILL)
 
-    def kills(self) -> list[dict]:
-        return [json.loads(line) for line in self._kills.read_text(encoding="utf-8").splitlines()]
+    def kills(self) -> list[str]:
+        """Where ranks have been killed."""
+        return self._kills.read_text(encoding="utf-8").splitlines()

@@ -13,49 +13,39 @@ from pathlib import Path
 from typing import Any
 
 from .board import PID, Board, Kill
+from .board import STEPS as STEPS_MADE
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, SAVE_INTERVAL = 60, 3
-BUCKETS = 4
-"""At least so many buckets, hence exchanges, a step has."""
-
 # Aimed kills: the point, how many passes of it an attempt may see first, and whether rank 0 alone passes it.
 POINTS = [
-    ("load: begins", 1, False),
-    ("load: done", 1, False),
-    ("exchange: begins", 12 * BUCKETS, False),
-    ("exchange: under way", 12 * BUCKETS, False),
-    ("exchange: awaited", 12 * BUCKETS, False),
-    ("exchange: done", 12 * BUCKETS, False),
-    ("optimizer: begins", 12, False),
-    ("optimizer: weights not gathered", 12, False),
-    ("optimizer: done", 12, False),
+    *((f"load: {where}", 1, False) for where in ("begins", "done")),
+    *((f"exchange: {where}", 48, False) for where in ("begins", "under way", "awaited", "done")),
+    *((f"optimizer: {where}", 12, False) for where in ("begins", "weights not gathered", "done")),
     ("step done", 12, False),
-    ("save: begins", 4, False),
+    *((f"save: {where}", 4, False) for where in ("begins", "announced")),
     ("save: inside a file", 40, False),
-    ("save: no metadata", 4, True),
-    ("save: files complete", 4, True),
-    ("save: before tracker", 4, True),
-    ("save: tracker emptied", 4, True),
-    ("save: announced", 4, False),
+    *(
+        (f"save: {w}", 4, True)
+        for w in ("no metadata", "files complete", "before tracker", "tracker emptied")
+    ),
 ]
 
 MODEL = [
-    *(
-        "num_layers=2",
-        "hidden_size=64",
-        "num_attention_heads=4",
-        "seq_length=32",
-        "max_position_embeddings=32",
-    ),
-    *(
-        "micro_batch_size=2",
-        "global_batch_size=8",
-        "ddp_bucket_size=20000",
-        "lr_warmup_iters=1",
-        "eval_iters=1",
-    ),
-    *("log_interval=1", "mock_data=true", "tokenizer_type=NullTokenizer", "vocab_size=257"),
+    "num_layers=2",
+    "hidden_size=64",
+    "num_attention_heads=4",
+    "seq_length=32",
+    "max_position_embeddings=32",
+    "micro_batch_size=2",
+    "global_batch_size=8",
+    "ddp_bucket_size=20000",
+    "lr_warmup_iters=1",
+    "eval_iters=1",
+    "log_interval=1",
+    "mock_data=true",
+    "tokenizer_type=NullTokenizer",
+    "vocab_size=257",
 ]
 
 
@@ -77,9 +67,8 @@ class Soak:
 
 @dataclass
 class Tally:
-    """What happened to the disturbed runs."""
+    """What happened to the disturbed runs; `points` are where ranks were killed."""
 
-    phases: Counter[str] = field(default_factory=Counter)
     points: Counter[str] = field(default_factory=Counter)
     runs: int = 0
     restarts: int = 0
@@ -89,7 +78,7 @@ class Tally:
 
     @property
     def kills(self) -> int:
-        return self.phases.total()
+        return self.points.total()
 
 
 class Runs:
@@ -165,10 +154,8 @@ class Runs:
             os.kill(killer, signal.SIGKILL)
             os.waitpid(killer, 0)
         tally.restarts += board.killed - before
-        for kill in board.kills():
-            tally.phases[kill["phase"]] += 1
-            tally.points[kill["point"] or "at random"] += 1
-        tally.repeated_steps += int(board.row(0)[2]) - self._soak.steps
+        tally.points.update(board.kills())
+        tally.repeated_steps += int(board.row(0)[STEPS_MADE]) - self._soak.steps
         return folder
 
     def plan(self, kills: int) -> list[Kill]:

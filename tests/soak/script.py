@@ -1,18 +1,16 @@
 """pretrain_gpt.py as a soaked run has it: each rank tells where it is, and dies on demand.
 
-A few functions of Megatron's are wrapped by name: each sets the rank's phase on the board, and before or
-after it is a point where an aimed kill may be due. Nothing that they compute is changed.
+A few functions of Megatron's are wrapped by name: before or after each is a point where an aimed kill may be
+due. Nothing that they compute is changed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import runpy
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,46 +23,37 @@ from megatron.training import checkpointing, training
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.soak.board import PHASE, PHASES, PID, STEPS, Board  # noqa: E402
+from tests.soak.board import PID, STEPS, Board  # noqa: E402
 
 RANK = int(os.environ["RANK"])
 board = Board(Path(os.environ["SOAK_BOARD"]))
 mine, due = board.row(RANK), board.due()
 passed: Counter[str] = Counter()
+saving: list[bool] = []
+"""Empty outside a save."""
 
 
 def point(name: str) -> None:
     """A place where a kill may be due."""
-    # Some places of a save are passed in other phases too.
-    if name.startswith("save") and PHASES[mine[PHASE]] != "save":
+    if name.startswith("save") and not saving:  # some places of a save are passed elsewhere too
         return
     passed[name] += 1
     if due is not None and (due.point, due.nth, due.rank) == (name, passed[name], RANK):
         board.kill(due)
 
 
-@contextlib.contextmanager
-def phase(name: str) -> Iterator[None]:
-    before, mine[PHASE] = mine[PHASE], PHASES.index(name)
-    try:
-        yield
-    finally:
-        mine[PHASE] = before
-
-
-def wrap(owner: Any, name: str, shown: str | None = None, before: str = "", after: str = "") -> None:
-    """Have owner.name set phase `shown` while it runs, with kill points before and after it."""
+def wrap(owner: Any, name: str, before: str = "", after: str = "") -> None:
+    """Have kill points before and after owner.name."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with phase(shown) if shown else contextlib.nullcontext():
-            if before:
-                point(before)
-            result = original(*args, **kwargs)
-            if after:
-                point(after)
-            return result
+        if before:
+            point(before)
+        result = original(*args, **kwargs)
+        if after:
+            point(after)
+        return result
 
     setattr(owner, name, wrapped)
 
@@ -86,38 +75,37 @@ class TornTracker:
 
 
 def wrap_everything() -> None:
-    wrap(training, "load_checkpoint", "load", before="load: begins", after="load: done")
-    original = training.train_step
+    wrap(training, "load_checkpoint", before="load: begins", after="load: done")
+    step, save = training.train_step, training.save_checkpoint
 
-    @functools.wraps(original)
+    @functools.wraps(step)
     def train_step(*args: Any, **kwargs: Any) -> Any:
         mine[STEPS] += 1
-        mine[PHASE] = PHASES.index("compute")
-        result = original(*args, **kwargs)
-        mine[PHASE] = PHASES.index("between steps")
+        result = step(*args, **kwargs)
         point("step done")
         return result
 
-    training.train_step = train_step
+    @functools.wraps(save)
+    def save_checkpoint(*args: Any, **kwargs: Any) -> None:
+        saving.append(True)
+        point("save: begins")
+        save(*args, **kwargs)
+        point("save: announced")
+        saving.clear()
+
+    training.train_step, training.save_checkpoint = train_step, save_checkpoint
     # Between these two the bucket's exchange is under way, beside the backward pass.
-    group = _ParamAndGradBucketGroup
-    wrap(group, "start_grad_sync", "exchange", before="exchange: begins", after="exchange: under way")
-    wrap(group, "finish_grad_sync", "exchange", before="exchange: awaited", after="exchange: done")
-    optimizer = DistributedOptimizer
-    wrap(optimizer, "step_with_ready_grads", "optimizer", before="optimizer: begins", after="optimizer: done")
-    wrap(optimizer, "_copy_main_params_to_model_params", after="optimizer: weights not gathered")
-    wrap(training, "save_checkpoint", "save", before="save: begins", after="save: announced")
+    wrap(_ParamAndGradBucketGroup, "start_grad_sync", "exchange: begins", "exchange: under way")
+    wrap(_ParamAndGradBucketGroup, "finish_grad_sync", "exchange: awaited", "exchange: done")
+    wrap(DistributedOptimizer, "step_with_ready_grads", "optimizer: begins", "optimizer: done")
+    wrap(DistributedOptimizer, "_copy_main_params_to_model_params", after="optimizer: weights not gathered")
     wrap(filesystem_async, "_write_item", after="save: inside a file")
     wrap(serialization, "save_config", before="save: no metadata")
-    wrap(
-        checkpointing,
-        "get_checkpoint_tracker_filename",
-        before="save: files complete",
-        after="save: before tracker",
-    )
+    tracker = "get_checkpoint_tracker_filename"
+    wrap(checkpointing, tracker, "save: files complete", "save: before tracker")
     checkpointing.maybe_msc = TornTracker(checkpointing.maybe_msc)
 
 
-mine[PID], mine[PHASE] = os.getpid(), PHASES.index("start-up")
+mine[PID] = os.getpid()
 wrap_everything()
 runpy.run_path(str(ROOT / "pretrain_scripts" / "pretrain_gpt.py"), run_name="__main__")

@@ -89,55 +89,37 @@ class Cluster:
 @contextlib.contextmanager
 def running(folder: Path, cpus: int = 2) -> Iterator[Cluster]:
     """Start the cluster in `folder`, wait until its nodes are idle; end every daemon afterwards."""
-    environment = {
-        **os.environ,
-        "PATH": os.environ["PATH"] + ":/usr/sbin:/sbin",
-        "SLURM_CONF": str(folder / "slurm.conf"),
-    }
+    path = os.environ["PATH"] + ":/usr/sbin:/sbin"
+    cluster = Cluster({**os.environ, "PATH": path, "SLURM_CONF": str(folder / "slurm.conf")})
     _write(folder, cpus)
     daemons: list[subprocess.Popen[bytes]] = []
-    cluster = Cluster(environment)
+
+    def daemon(*command: str) -> None:
+        null = subprocess.DEVNULL
+        options = {"env": cluster.environment, "stdin": null, "stdout": null, "stderr": null}
+        daemons.append(subprocess.Popen(command, **options))
+
     try:
         munge = folder / "munge"
-        for command in (
-            *(
-                [
-                    "munged",
-                    "--foreground",
-                    "--force",
-                    f"--key-file={munge / 'key'}",
-                    f"--socket={munge / 'socket'}",
-                ],
-            ),
-            *(["slurmctld", "-D", "-c"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]),
-        ):
-            if command[0] == "munged":
-                command += [f"--pid-file={munge / 'pid'}", f"--log-file={munge / 'log'}"]
-                command += [f"--seed-file={munge / 'seed'}"]
-            daemons.append(
-                subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                )
-            )
-            if command[0] == "munged":
-                _wait(lambda: (munge / "socket").exists(), 10, "munged made no socket")
+        files = (f"--{one}-file={munge / one}" for one in ("key", "pid", "log", "seed"))
+        daemon("munged", "--foreground", "--force", f"--socket={munge / 'socket'}", *files)
+        _wait(lambda: (munge / "socket").exists(), 10, "munged made no socket")
+        daemon("slurmctld", "-D", "-c")
+        for node in ("n1", "n2"):
+            daemon("slurmd", "-D", "-N", node)
         _wait(lambda: _idle(cluster), 60, f"no idle nodes: see {folder}")
         yield cluster
     finally:
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
             cluster.run("scancel", "--user=root")
             time.sleep(1)
-        for daemon in reversed(daemons):
-            daemon.terminate()
-        for daemon in daemons:
+        for process in reversed(daemons):
+            process.terminate()
+        for process in daemons:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                daemon.wait(10)
-            daemon.kill()
-            daemon.wait()
+                process.wait(10)
+            process.kill()
+            process.wait()
 
 
 def _write(folder: Path, cpus: int) -> None:

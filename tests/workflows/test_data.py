@@ -1,6 +1,7 @@
 """prepare-data: what goes in comes out through Megatron's own reader, and a data set is whole or absent."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -71,9 +72,6 @@ def megatron_tokenizer(prefix: Path) -> types.SimpleNamespace:
     return build_tokenizer(types.SimpleNamespace(**args))
 
 
-# What goes in comes out.
-
-
 def test_bytes(package, tmp_path):
     (package / "raw.txt").write_bytes(bytes(range(256)))
     (package / ".hidden").write_text("no")
@@ -126,9 +124,6 @@ def test_packages_in_their_order_wherever_they_are_installed(tmp_path, monkeypat
     assert sorted(orders[0][0]) == [b"1", b"2", b"5"]
 
 
-# Tokenizers.
-
-
 @pytest.fixture
 def offline(monkeypatch):
     def refuse(*args: object) -> None:
@@ -140,6 +135,7 @@ def offline(monkeypatch):
 
 def test_bpe_agrees_with_megatrons_tokenizer(package, tmp_path, offline):
     (package / "trap.txt").write_text("before <|endoftext|> after")
+    (package / "bad.txt").write_bytes(b"ab\xff\xfecd")  # no UTF-8: replaced for a tokenizer of text
     prepare(SOURCE, tmp_path / "set", "bpe:320")
     tokenizer = megatron_tokenizer(tmp_path / "set")
     assert (tokenizer.vocab_size, tokenizer.eod) == (320, 0)
@@ -148,14 +144,8 @@ def test_bpe_agrees_with_megatrons_tokenizer(package, tmp_path, offline):
     assert all(d[-1] == tokenizer.eod and tokenizer.eod not in d[:-1] for d in ids)
     for text in TEXTS.values():
         assert [*tokenizer.tokenize(text), tokenizer.eod] in ids
-    assert {tokenizer.detokenize(d[:-1]) for d in ids} == {*TEXTS.values(), "before <|endoftext|> after"}
-
-
-def test_bytes_that_are_no_utf8_are_replaced_for_a_text_tokenizer(package, tmp_path):
-    (package / "bad.txt").write_bytes(b"ab\xff\xfecd")
-    prepare("installed:corpus_of_a_test/bad.txt", tmp_path / "set", "bpe:300")
-    (ids,) = documents(tmp_path / "set")
-    assert megatron_tokenizer(tmp_path / "set").detokenize(ids[:-1].tolist()) == "ab\ufffd\ufffdcd"
+    strange = ["before <|endoftext|> after", "ab\ufffd\ufffdcd"]
+    assert {tokenizer.detokenize(d[:-1]) for d in ids} == {*TEXTS.values(), *strange}
 
 
 def test_a_tokenizer_trained_before_serves_other_text_and_may_be_moved(package, tmp_path, offline):
@@ -180,9 +170,6 @@ def test_a_tokenizer_trained_before_serves_other_text_and_may_be_moved(package, 
     assert (tmp_path / "other.bin").stat().st_ino != before
 
 
-# Whole or absent.
-
-
 def test_same_source_and_tokenizer_are_left_alone(package, tmp_path, capsys):
     prefix = tmp_path / "set"
     prepare(SOURCE, prefix)
@@ -196,11 +183,7 @@ def test_same_source_and_tokenizer_are_left_alone(package, tmp_path, capsys):
     assert b"changed" in texts(prefix)
     prepare(SOURCE, prefix, "bpe:300")
     assert megatron_tokenizer(prefix).vocab_size == 300
-
-
-def test_a_data_set_of_an_earlier_release_is_read_and_not_taken_for_another(package, tmp_path):
-    prefix = tmp_path / "set"
-    prepare(SOURCE, prefix, "bpe:300")
+    # A data set of an earlier release is read, and not taken for another.
     content = json.loads((tmp_path / "set.json").read_text())
     content |= {"tokenizer": "file", "options": {"tokenizer": "x/tokenizer.json", "json_key": "text"}}
     (tmp_path / "set.json").write_text(json.dumps(content))
@@ -235,14 +218,12 @@ def in_child(work: Callable[[], object]) -> int:
 
 def kill_before(owner: type, names: list[str], calls: int) -> None:
     """Make the process kill itself, as kill -9 does, before it makes one more than `calls` of these calls."""
-    counted = 0
+    counted = itertools.count()
 
     def wrap(function: Callable[..., object]) -> Callable[..., object]:
         def counting(*args: object, **kwargs: object) -> object:
-            nonlocal counted
-            if counted == calls:
+            if next(counted) == calls:
                 os.kill(os.getpid(), signal.SIGKILL)
-            counted += 1
             return function(*args, **kwargs)
 
         return counting
@@ -316,9 +297,6 @@ def test_data_of_others_is_not_overwritten(package, tmp_path):
             prepare(SOURCE, theirs)
     assert (tmp_path / "mine.json").read_text() == '{"text": "precious"}\n'
     assert load_manifest(tmp_path / "mine") is None
-
-
-# Bad input, one line each.
 
 
 @pytest.mark.parametrize(

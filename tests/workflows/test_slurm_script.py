@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from workflows.engine_runs import ROOT
-from workflows.test_train import CONFIG, SMALL
-
-from megatron_patch.workflows.run.run_folder import latest_step
+from workflows.test_train import CONFIG, SMALL, until
 
 SCRIPT = ROOT / "pretrain_scripts/slurm/pretrain.sbatch"
 HOSTS = 1024
@@ -45,29 +41,20 @@ SHOWS = '#!/bin/sh\nprintf "%s\\n" "$MASTER_ADDR" "$MASTER_PORT" "$@"\nexit ${ST
 
 @pytest.fixture
 def start(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
-    for name, text in (
-        ("scontrol", SCONTROL),
-        ("srun", SRUN.format(python=sys.executable)),
-        ("shows", SHOWS),
-    ):
-        (tmp_path / "bin").mkdir(exist_ok=True)
+    (tmp_path / "bin").mkdir()
+    srun = SRUN.format(python=sys.executable)
+    for name, text in (("scontrol", SCONTROL), ("srun", srun), ("shows", SHOWS)):
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
+    path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
 
     def started(
         *arguments: str, nodes: int = 1, hosts: int = HOSTS, **variables: str
     ) -> subprocess.Popen[str]:
-        environment = {
-            **os.environ,
-            "PATH": f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-            **{"STAND_INS": str(tmp_path), "HOSTS": str(hosts), "OUT": str(tmp_path / "run")},
-            **{
-                "SLURM_JOB_ID": "12345",
-                "SLURM_JOB_NODELIST": "node[1-1024]",
-                "SLURM_JOB_NUM_NODES": str(nodes),
-            },
-            **{"MEGATRON_LOCO": str(tmp_path / "bin/shows"), **variables},
-        }
+        job = {"SLURM_JOB_ID": "12345", "SLURM_JOB_NODELIST": "node[1-1024]"}
+        job |= {"SLURM_JOB_NUM_NODES": str(nodes), "STAND_INS": str(tmp_path), "HOSTS": str(hosts)}
+        job |= {"OUT": str(tmp_path / "run"), "MEGATRON_LOCO": str(tmp_path / "bin/shows")}
+        environment = {**os.environ, "PATH": path, **job, **variables}
         pipe = subprocess.PIPE
         return subprocess.Popen(
             [str(SCRIPT), *arguments], cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True
@@ -85,12 +72,13 @@ def log(tmp_path: Path, node: int = 0) -> list[str]:
     return (tmp_path / f"run-slurm/job-12345-node-{node}.log").read_text().splitlines()
 
 
-@pytest.mark.parametrize("hosts", [1, 2, HOSTS])
 def test_it_starts_however_many_nodes_the_job_has(
-    hosts: int, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    for _ in range(100 if hosts == HOSTS else 10):
-        assert ended(start(CONFIG, hosts=hosts)) == (0, "", "")
+    """As often as it takes to see a pipe that closes before scontrol has written all names."""
+    for hosts, times in ((1, 1), (HOSTS, 40)):
+        for _ in range(times):
+            assert ended(start(CONFIG, hosts=hosts)) == (0, "", "")
     told = log(tmp_path)
     assert told.count("node1") == told.count("22345") == told.count("train")
 
@@ -107,9 +95,7 @@ def test_the_shell_that_submits_names_no_address(
         assert rest[rest.index("--out") + 1] == str(tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    "word", ["--out", "--out=there", "--ou", "--overwrite", "--resume", "--resume-or-start"]
-)
+@pytest.mark.parametrize("word", ["--out=there", "--ou", "--overwrite", "--resume"])
 def test_what_is_the_scripts_own_is_refused(
     word: str, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
@@ -120,29 +106,18 @@ def test_what_is_the_scripts_own_is_refused(
     assert not (tmp_path / "run-slurm").exists()
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ([], "megatron.save_interval: not set"),
-        (["megatron.save_interval=5", "megatron.load=/pretrained"], "megatron.pretrained_checkpoint=DIR"),
-        (["megatron.save_interval=5", "megatron.finetune=true"], "megatron.finetune: True"),
-        (["megatron.save_interval=5", "compression.bits=5"], "compression.bits: 5"),
-    ],
-)
 def test_a_job_that_could_not_be_resumed_ends_at_its_first_start(
-    settings: list[str], words: str, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     command = str(Path(sys.executable).with_name("megatron-loco"))
-    variables = {"MEGATRON_LOCO": command, "NPROC_PER_NODE": "2"}
-    status, out, err = ended(start(CONFIG, *SMALL, *settings, nodes=2, **variables))
+    status, out, err = ended(start(CONFIG, *SMALL, nodes=2, MEGATRON_LOCO=command, NPROC_PER_NODE="2"))
     assert (status, out, err.count("\n")) == (2, "", 1), err
-    assert err.startswith("megatron-loco: error: ")
-    assert words in err
+    assert err.startswith("megatron-loco: error: megatron.save_interval: not set")
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "requeued").exists()
 
 
-@pytest.mark.parametrize(("status", "requeued"), [("0", False), ("1", True), ("2", False), ("143", True)])
+@pytest.mark.parametrize(("status", "requeued"), [("0", False), ("2", False), ("143", True)])
 def test_a_job_that_was_asked_to_stop_is_requeued_unless_it_was_a_mistake(
     status: str, requeued: bool, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
@@ -151,42 +126,10 @@ def test_a_job_that_was_asked_to_stop_is_requeued_unless_it_was_a_mistake(
         f'#!/usr/bin/env bash\ntrap "exit {status}" USR1\ntouch "$STAND_INS/here"\n'
         "while true; do sleep 0.05; done\n"
     )
-    stops.parent.joinpath("stops").chmod(0o755)
+    stops.chmod(0o755)
     process = start(CONFIG, MEGATRON_LOCO=str(stops))
     until((tmp_path / "here").exists, process)
     process.send_signal(signal.SIGUSR1)
     found, out, _ = ended(process)
     assert found == (0 if requeued else int(status))
     assert (tmp_path / "requeued").exists() == requeued == ("back into the queue" in out)
-
-
-def until(happened: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 300
-    while not happened():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_stopped_and_requeued_it_resumes_where_it_saved(
-    elsewhere: bool, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
-    saved = tmp_path / "elsewhere" if elsewhere else tmp_path / "run/checkpoints"
-    settings = [*SMALL, "megatron.train_iters=300", "megatron.save_interval=10"]
-    settings += [f"megatron.save={saved}"] if elsewhere else []
-    command = str(Path(sys.executable).with_name("megatron-loco"))
-    variables = {"MEGATRON_LOCO": command, "NPROC_PER_NODE": "2"}
-    process = start(CONFIG, *settings, **variables)
-    until(lambda: (latest_step(saved) or 0) >= 20, process)
-    process.send_signal(signal.SIGUSR1)
-    status, out, err = ended(process)
-    assert (status, "back into the queue" in out) == (0, True), err
-    assert (tmp_path / "requeued").read_text() == "12345\n"
-    step = latest_step(saved)
-    assert f"--resume starts from the checkpoint of step {step}" in err
-    assert ended(start(CONFIG, *settings, SLURM_RESTART_COUNT="1", **variables))[0] == 0
-    assert f"at iteration {step}" in (tmp_path / "run/logs/rank-0.log").read_text()
-    records = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
-    assert [record["step"] for record in records] == list(range(1, 301))

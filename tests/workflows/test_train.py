@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -178,3 +180,22 @@ def children(pid: int) -> list[str]:
 
 def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
+
+
+def records(folder: Path) -> list[tuple[int, float]]:
+    """Step and loss of every logged step of a run."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [(record["step"], record["loss"]) for record in map(json.loads, lines)]
+
+
+def until(
+    happened: Callable[[], bool],
+    process: subprocess.Popen[str] | None = None,
+    told: Callable[[], str] = str,
+) -> None:
+    """Wait, ten minutes at most; a process must not end meanwhile. `told` is what a failure shows."""
+    deadline = time.monotonic() + 600
+    while not happened():
+        assert process is None or process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, told()
+        time.sleep(0.02)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +52,6 @@ def test_a_part_that_fails_or_hangs_leaves_the_others_results(
     assert driven(monkeypatch, tmp_path, parts[2:])[0] == 0
 
 
-def test_by_their_limits_all_parts_take_eight_minutes(tmp_path: Path) -> None:
-    parts = command.parts(tmp_path)
-    at_once = max(part.seconds for part in parts if not part.alone)
-    assert at_once + sum(part.seconds for part in parts if part.alone) <= command.SECONDS
-    assert command.SECONDS <= 490 - 20, "the machine is looked at, too"
-
-
 MEMCHECK = """\
 ========= Invalid __global__ write of size 4 bytes
 =========     at {kernel}+0x90 in planted.py:1
@@ -83,65 +74,6 @@ def test_what_compute_sanitizer_says(name: str, kernels: list[str], found: bool)
     part.log = [MEMCHECK.format(kernel=kernel) for kernel in kernels]
     (check,) = command._of_memcheck(part)["checks"].values()
     assert check is found
-
-
-RACE = """
-import torch
-from torch.cuda._sanitizer import EventHandler
-from benchmarks.gpu.sanitized import races
-weights, sums = torch.zeros(8), torch.zeros(8)
-handler, arguments = EventHandler(), {"weights": weights, "sums": sums}
-found = [len(races(handler, stream, kernel, arguments)) for stream, kernel in
-         ((1, "sums_kernel"), (1, "sums_kernel"), (2, "sums_kernel"), (2, "of_torch"))]
-handler._handle_device_synchronization()
-print(found, len(races(handler, 3, "sums_kernel", arguments)))
-"""
-
-
-def in_tests_environment(code: str) -> list[str]:
-    """The lines that a script prints which imports from tests/."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()
-
-
-def test_torch_s_sanitizer_finds_a_race_that_is_planted_between_launches() -> None:
-    assert in_tests_environment(RACE)[-1] == "[0, 0, 1, 0] 0"
-
-
-STEPS = """
-from order.gpu import KERNELS, recording
-KERNELS["twin_wire_kernel"] = {"sink": "changes"}
-with recording() as gpu:
-    from benchmarks.gpu import model
-    from benchmarks.gpu.twin_group import TwinsRead, Wire
-    from megatron_patch.megatron import doors
-    print("5 ms:", Wire.seconds_of_5_ms())
-    model.one_of(4)
-    TwinsRead().checks, Wire.bytes_per_second = False, 1e9
-    for method in ("stock", "none", "loco", "loco+exact"):
-        with gpu.all_made_here():
-            training = model.megatron(model.SHAPES["tiny"], method, bucket=60_000)
-            for _ in range(3):
-                training.step(1)
-        print(method, gpu.machine.found, gpu.machine.operations.count("twin_wire_kernel") > 0)
-        training.close()
-        doors.disable()
-"""
-
-
-@pytest.mark.slow
-def test_the_twins_step_has_no_race_and_no_tensor_of_the_host_on_a_recorded_gpu() -> None:
-    """Collectives, on a stream of their own, and the kernel that takes a link's time are ordered."""
-    told = in_tests_environment("from megatron_patch.megatron.cpu import device\ndevice.install()" + STEPS)
-    assert told[-4:] == [f"{method} [] True" for method in ("stock", "none", "loco", "loco+exact")]
 
 
 def test_the_pages_say_what_the_newest_results_say() -> None:
@@ -172,75 +104,21 @@ def test_what_failed_or_was_not_run_is_said_so() -> None:
     assert cells["step, 1.3 B parameters, 100 Gbit/s"] == "300; 1.25 x; 1.50 x; not run yet"
 
 
-def bare_environment() -> Path:
-    """The Python of an environment like a lent machine's; it is installed once."""
-    folder = ROOT / ".compat" / "gpu-torch2.11.0"
-    if not folder.exists():
-        uv = Path(sys.executable).with_name("uv")
-        part = folder.with_suffix(f".{os.getpid()}")
-        subprocess.run([uv, "venv", "--quiet", "--relocatable", "--python", sys.executable, part], check=True)
-        wanted = ["torch==2.11.0", "triton==3.6.0", "numpy==2.5.2"]
-        wanted += [f"{name}=={metadata.version(name)}" for name in ("pytest", "hypothesis")]
-        install = [uv, "pip", "install", "--quiet", "--python", part / "bin" / "python"]
-        subprocess.run([*install, *wanted], check=True)
-        part.rename(folder)
-    return folder / "bin" / "python"
-
-
-COMPILED = """
-from triton import compile
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from benchmarks.gpu import kernels
-for kernel, signature in (
-    (kernels.planted_kernel, {"pointer": "*i32"}),
-    (kernels.twin_wire_kernel, {"nanoseconds": "i32", "sink": "*i64"}),
-):
-    print("entry" in compile(ASTSource(kernel, signature, {}), target=GPUTarget("cuda", 90, 32)).asm["ptx"])
-"""
-
-
 @pytest.mark.slow
-def test_all_of_it_runs_with_stand_ins_on_a_bare_machine(tmp_path: Path) -> None:
-    """With torch 2.11, Triton 3.6, NumPy 2.5, and what `make gpu` packs; each part's results are there."""
-    made = ["make", "gpu", f"VENV={Path(sys.executable).parents[1]}"]
-    packed = subprocess.run(made, cwd=ROOT, check=True, capture_output=True, text=True)
-    assert "python3 -m benchmarks.gpu --out DIR" in packed.stdout
-    python, out = bare_environment(), tmp_path / "out"
+def test_all_of_it_runs_with_stand_ins(tmp_path: Path) -> None:
+    """Each part's results are there, and the example is of this command."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).with_name("interpreter"))
-
-    def run(*arguments: str) -> str:
-        done = subprocess.run(
-            [python, "-m", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        return done.stdout
-
-    run("benchmarks.gpu", "--out", str(out))
-    results = json.loads((out / "results.json").read_text(encoding="utf-8"))
-    assert results["device"] == command.STAND_IN
-    versions = {"torch": "2.11.0", "triton": "3.6.0", "numpy": "2.5.2", "megatron-core": "0.19.2"}
-    assert versions.items() <= results["versions"].items()
-    checks = {name: part["checks"] for name, part in results["parts"].items() if "checks" in part}
-    assert all(all(found.values()) for found in checks.values())
-    assert results["parts"]["bits"]["cases"]["0"] > 0
-    example = json.loads(EXAMPLE.read_text(encoding="utf-8"))
-    assert shape(results) == shape(example), "the example is of this command"
-    environment["TRITON_INTERPRET"] = "0"
-    compiled = subprocess.run(
-        [python, "-c", COMPILED], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    command_line = [sys.executable, "-m", "benchmarks.gpu", "--out", str(tmp_path)]
+    done = subprocess.run(
+        command_line, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
-    assert compiled.stdout.split() == ["True", "True"], compiled.stderr
-    # Several ranks of a step are real.
-    environment |= {"PYTHONPATH": os.pathsep.join((environment["PYTHONPATH"], str(ROOT / ".gpu")))}
-    environment |= {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
-    step = ["-m", "benchmarks.gpu.step", "--model", "tiny", "--steps", "1", "--methods", "stock;loco+exact"]
-    told = run("torch.distributed.run", "--nproc-per-node=2", "--master-port=29620", *step)
-    lines = [json.loads(line.removeprefix(MARK)) for line in told.splitlines() if line.startswith(MARK)]
-    assert lines[0] | {"backend": "gloo", "ranks": 2} == lines[0]
-    assert any("its own links" in line.get("methods", {}).get("loco+exact", {}) for line in lines)
-    shutil.rmtree(out)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert results["device"] == command.STAND_IN
+    checks = [part["checks"] for part in results["parts"].values() if "checks" in part]
+    assert all(all(found.values()) for found in checks)
+    assert results["parts"]["bits"]["cases"]["0"] > 0
+    assert shape(results) == shape(json.loads(EXAMPLE.read_text(encoding="utf-8")))
 
 
 def shape(found: Any) -> Any:

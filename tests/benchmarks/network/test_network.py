@@ -9,14 +9,10 @@ import itertools
 import json
 import math
 import os
-import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +20,11 @@ import pytest
 
 from benchmarks.command_line import main
 from benchmarks.network import command as network
-from benchmarks.network import hosts, lifeline, methods, results
+from benchmarks.network import hosts, methods, results
 from benchmarks.network.command import ALL_METHODS, measure, plan
 from benchmarks.network.plan import Plan
-from benchmarks.network.ranks import Ranks
 from benchmarks.network.results import Cell
 from megatron_patch.errors import UserError
-from megatron_patch.workflows.run.launcher import RankFailed
 
 
 def planned(*flags: str) -> Plan:
@@ -39,37 +33,29 @@ def planned(*flags: str) -> Plan:
     return plan(parser.parse_args(flags))
 
 
-# --- what is measured ------------------------------------------------------------------------------------
-
-
 def test_what_a_name_measures():
     parsed = {name: methods.parse(name) for name in ALL_METHODS}
     assert [method.name for method in parsed.values()] == list(ALL_METHODS)
     # The honest baseline, and its exact gather: Megatron's all-to-all with a sum in fp32.
     base, none_exact, loco = (parsed[name] for name in ("bf16_alltoall", "none_exact", "loco4"))
-    assert base.fp32_accumulation
-    assert none_exact.fp32_accumulation
-    assert not loco.fp32_accumulation
+    outer = methods.parse("outer10_none_exact")
+    assert [one.fp32_accumulation for one in (base, none_exact, loco, outer)] == [True, True, False, False]
     assert base.compression(1) is None
     options = none_exact.compression(1)
     assert (options.method, options.weight_gather) == ("none", "exact")
-    assert dataclasses.replace(parsed["loco4_exact"].compression(4), weight_gather="stock") == (
-        loco.compression(4)
-    )
+    exact = parsed["loco4_exact"].compression(4)
+    assert dataclasses.replace(exact, weight_gather="stock") == loco.compression(4)
     # 1-bit Adam in either phase, beside an all-reduce: all ranks hold the whole optimizer.
     compressed, warming_up, two_hop = map(
         methods.parse, ("onebit_adam", "onebit_adam_warmup", "onebit_adam_two_hop")
     )
     assert all(method.replicated for method in (parsed["bf16_allreduce"], compressed, warming_up, two_hop))
-    assert not loco.replicated
     assert compressed.compression(1, settle=30).warmup_steps == 29
     assert warming_up.compression(1).warmup_steps > 10**6
     options = two_hop.compression(4)
     assert (options.topology, options.ranks_per_node, options.bits) == ("two_hop", 4, 1)
-    outer = methods.parse("outer30d10_error_feedback4_exact")
-    options = outer.compression(2)
+    options = methods.parse("outer30d10_error_feedback4_exact").compression(2)
     assert (options.outer_interval, options.outer_delay, options.bits) == (30, 10, 4)
-    assert not methods.parse("outer10_none_exact").fp32_accumulation, "only for a single optimizer instance"
 
 
 def test_the_baseline_is_measured_first_and_weights_settle_before():
@@ -107,9 +93,6 @@ def test_a_mistake_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("megatron-loco: error: ")
     assert all(word in line for word in words), line
-
-
-# --- rows ------------------------------------------------------------------------------------------------
 
 
 def answer(step: float, exchange: float, sent: int = 0, weight_bits: float | None = 16.0) -> dict[str, Any]:
@@ -236,12 +219,6 @@ def test_a_whole_run_of_onebit_adam_has_steps_of_both_phases() -> None:
     assert line in results.markdown(rows)
 
 
-# --- links and left-overs --------------------------------------------------------------------------------
-
-
-# --- the real thing --------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def root() -> None:
     try:
@@ -252,70 +229,15 @@ def root() -> None:
         pytest.skip(str(error))
 
 
-TINY = "--layers 1 --hidden 64 --ffn 128 --heads 2 --vocabulary 1024 --sequence 8 --buckets 2"
-
-
-def command(out: Path, *flags: str) -> list[str]:
-    start = [sys.executable, "-m", "benchmarks.network", "--hosts", "2"]
-    return [*start, *TINY.split(), "--out", str(out), *flags]
-
-
-def processes() -> dict[str, str]:
-    """The command lines of the processes that this test has started, and that they have; by process."""
-    mark = f"MEGATRON_LOCO_TEST={os.environ['MEGATRON_LOCO_TEST']}".encode()  # other tests run beside it
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it is gone
-            if mark in (process / "environ").read_bytes().split(b"\0"):
-                found[process.name] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-    return found
-
-
-def ours() -> list[str]:
-    """Processes of this test's network benchmark."""
-    parts = ("benchmarks.network.rank", "benchmarks.network.agent")
-    return [words for words in processes().values() if any(part in words for part in parts)]
-
-
-def open_namespaces() -> set[str]:
-    """Network namespaces that this process holds."""
-    found = set()
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            found.add(str(descriptor.readlink()))
-    return {name for name in found if name.startswith("net:")}
-
-
-def wait_for(condition: Any, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.2)  # to look through /proc takes time itself
-    return bool(condition())
-
-
-@pytest.fixture
-def untouched(root: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Afterwards no process, namespace or interface is there that the test has made.
-
-    The last process or descriptor takes its namespace with it.
-    """
-    monkeypatch.setenv("MEGATRON_LOCO_TEST", str(uuid.uuid4()))
-
-    def found() -> set[str]:
-        return open_namespaces() | set(processes()) | set(map(str, Path("/sys/class/net").iterdir()))
-
-    before = found()
-    yield
-    assert wait_for(lambda: found() <= before, 60), (found() - before, processes())
-
-
-@pytest.mark.usefixtures("untouched")
+@pytest.mark.usefixtures("root")
 def test_three_methods_over_two_hosts(tmp_path: Path) -> None:
     flags = (
+        "--layers 1 --hidden 64 --ffn 128 --heads 2 --vocabulary 1024 --sequence 8 --buckets 2 --hosts 2 "
         "--ranks-per-host 2 --methods bf16_alltoall,onebit_adam,loco4_exact --rates 100 "
-        "--accumulation 2 --steps 1 --passes 1 --settle 5 --learning-rate 1e-3"
+        f"--accumulation 2 --steps 1 --passes 1 --settle 5 --learning-rate 1e-3 --out {tmp_path}"
     )
-    run = subprocess.run(command(tmp_path, *flags.split()), capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-m", "benchmarks.network", *flags.split()]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     assert "loco4_exact" in run.stdout
     assert "left" in run.stderr
@@ -354,50 +276,6 @@ def test_three_methods_over_two_hosts(tmp_path: Path) -> None:
     assert saved - in_exchanges == pytest.approx(in_gathers, rel=0.15)
     # 2 of 6 payloads go from each of two ranks to the other host; the owners' 3 go around by one of them.
     assert 7 / 6 * onebit["gradient_bytes"] < onebit["exchange_interface_bytes"] < exact["gradient_bytes"]
-
-
-@pytest.mark.usefixtures("untouched")
-@pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
-def test_nothing_is_left_when_the_command_is_ended(how: signal.Signals, tmp_path: Path) -> None:
-    flags = ["--methods", "bf16_alltoall", "--rates", "1", "--steps", "1000"]
-    temporary = tmp_path / ("long" * 28)  # a name longer than the path of a unix socket may be
-    temporary.mkdir()
-    with subprocess.Popen(
-        command(tmp_path, *flags),
-        env=os.environ | {"TMPDIR": str(temporary)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell's background job ignores it.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as process:
-        assert wait_for(lambda: process.poll() is not None or len(ours()) == 4, 300)  # 2 agents, 2 ranks
-        os.kill(process.pid, how)
-        _, said = process.communicate(timeout=300)
-    assert process.returncode == {signal.SIGINT: 130, signal.SIGKILL: -9}[how], said
-    assert wait_for(lambda: not ours(), 60)
-    if how != signal.SIGKILL:
-        assert list(temporary.iterdir()) == []
-    assert "Traceback" not in said
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("untouched")
-def test_a_cut_link_fails_every_rank_in_time() -> None:
-    llama = {"layers": 1, "hidden": 64, "ffn": 128, "heads": 2, "vocabulary": 1024, "sequence": 8}
-    cell = {"method": "loco4", "buckets": 2, "ranks_per_host": 1, "overlap": False}
-    cell |= {"learning_rate": 3e-4, "settle": 3}
-    patience = 4.0
-    with lifeline.folder() as folder, hosts.Network(3) as network:
-        ranks = Ranks(network, 1, folder, patience)
-        with ranks:
-            ranks.ask(do="prepare", llama=llama | {"microbatch": 1}, accumulation=1, steps=2, **cell)
-            network.shape(5)  # a step is all exchange
-            threading.Timer(1.0, network.cut, [1]).start()
-            start = time.monotonic()
-            with pytest.raises(RankFailed):
-                ranks.ask(do="measure", steps=100_000, accumulation=1)
-        assert time.monotonic() - start < 1.0 + 1.25 * patience + 20  # last words, and a busy machine
 
 
 @pytest.mark.usefixtures("root")

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from worker_pool import WorkerPool
+
+from benchmarks.network import collectives
 
 SHAPE = {"layers": 1, "hidden": 32, "ffn": 64, "heads": 2, "vocabulary": 128, "sequence": 8}
 
@@ -308,3 +311,20 @@ def poisoned() -> str:
 def test_a_skipped_step_is_not_measured_as_one_without_bytes(pool: Any) -> None:
     for said in pool.run(poisoned, world_size=2):
         assert "the optimizer skipped a step" in said
+
+
+def curves(local: int) -> list[dict[str, Any]]:
+    """In a worker: the curves up to 16 KiB."""
+    return collectives.measure(local, 1 << 14)
+
+
+def test_groups_of_two_hosts_share_the_uplink(pool: WorkerPool) -> None:
+    """Four ranks as two hosts of two: all, inside and between; and as four hosts of one."""
+    measured, *others = pool.run(curves, 2, world_size=4)
+    assert all(other == measured for other in others)
+    assert {(one["scope"], one["ranks"]) for one in measured} == {("all", 4), ("inside", 2), ("between", 2)}
+    assert {one["collective"] for one in measured} == {"all_to_all", "reduce_scatter", "all_gather"}
+    assert all(one["seconds"] > 0 for one in measured)
+    sent = [one["bytes"] for one in measured if (one["scope"], one["collective"]) == ("all", "all_to_all")]
+    assert sent == [3072, 12288]
+    assert {one["scope"] for one in pool.run(curves, 1, world_size=4)[0]} == {"all"}

@@ -12,6 +12,7 @@ import pytest
 from matplotlib.image import imread
 from scipy import stats
 
+from megatron_patch.errors import UserError
 from megatron_patch.workflows import plots
 from megatron_patch.workflows.ablation import definition
 from megatron_patch.workflows.ablation.command import write
@@ -23,8 +24,10 @@ from megatron_patch.workflows.run import run_folder
 from megatron_patch.workflows.run.configuration import shipped
 from megatron_patch.workflows.run.run_folder import State
 
-SHIPPED = sorted(shipped("configs/ablations").glob("*.yaml"))
-READY = [*SHIPPED, *sorted((Path(__file__).parents[3] / "benchmarks/ablations").glob("*.yaml"))]
+READY = [
+    *sorted(shipped("configs/ablations").glob("*.yaml")),
+    *sorted((Path(__file__).parents[3] / "benchmarks/ablations").glob("*.yaml")),
+]
 TEXT = """\
 base: configs/models/llama_tiny.yaml
 seeds: [3, 1]
@@ -59,96 +62,61 @@ def test_a_definition_is_its_grid_and_its_cells_over_the_seeds(tmp_path: Path) -
     assert [run.seed for run in runs] == [3] * 6 + [1] * 6, "seed by seed: complete pairs as early as can be"
     last = runs[-1]
     assert last.folder == tmp_path / "out/method=loco,error_beta=0.5,save_error=false/seed-1"
-    assert last.configured.megatron["train_iters"] == 20
-    assert last.configured.megatron["lr"] == 1e-3
-    assert last.configured.megatron["seed"] == 1
+    flags = last.configured.megatron
+    assert (flags["train_iters"], flags["lr"], flags["seed"]) == (20, 1e-3, 1)
     assert (last.configured.compression.beta, last.configured.compression.save_error) == (0.5, False)
-
-
-def test_a_value_that_is_a_path_makes_no_folders(tmp_path: Path) -> None:
+    # The command line changes base and seeds; a value that is a path makes no folders.
+    runs = definition.read(define(tmp_path), (), "configs/models/moe_tiny.yaml", [7]).runs(tmp_path)
+    assert {(run.seed, run.configured.megatron["num_experts"]) for run in runs} == {(7, 4)}
     cell = definition.Cell({"launch.script": "../other script.py", "megatron.lr": 1e-3})
     assert cell.name == "script=.._other_script.py,lr=0.001"
     assert cell.overrides == ["launch.script=../other script.py", "megatron.lr=0.001"]
 
 
-def test_the_command_line_changes_base_and_seeds(tmp_path: Path) -> None:
-    ablation = definition.read(define(tmp_path), (), "configs/models/moe_tiny.yaml", [7])
-    runs = ablation.runs(tmp_path)
-    assert {run.seed for run in runs} == {7}
-    assert all(run.configured.megatron["num_experts"] == 4 for run in runs)
-
-
 @pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
 def test_ready_made_ones(path: Path, tmp_path: Path) -> None:
-    """Every cell is a configuration; the runs that the first line announces are as many."""
+    """The runs that the first line announces are as many; every shipped cell is a configuration."""
     ablation = definition.read(path)
-    runs = ablation.runs(tmp_path)
-    assert f" {len(runs)} runs" in " ".join(path.read_text().splitlines()[:4])
-    long = runs[0].configured.megatron["train_iters"] >= 1000
-    beside_long = path.stem.startswith("long_") and path.stem != "long_runs"  # hours for every seed
-    assert len(ablation.seeds) >= (1 if beside_long else 3 if long else 5)
-    assert runs[0].configured.compression.method == "none"
-    distinct = {repr(run.configured) for run in runs}
-    assert len(distinct) == len(runs), "no two runs are the same"
-
-
-def test_the_ready_made_ones_are_found_by_name() -> None:
-    names = {"bits_by_method", "beta_and_reset", "bits", "start_step", "long", "muon", "onebit_warmup"}
-    assert names <= {path.stem for path in SHIPPED}
-    assert len(SHIPPED) <= 8
-    assert definition.find("bits_by_method") == shipped("configs/ablations/bits_by_method.yaml")
+    assert f" {len(ablation.cells) * len(ablation.seeds)} runs" in " ".join(path.read_text().splitlines()[:4])
+    assert ablation.baseline.settings["compression.method"] == "none"
+    if path.is_relative_to(shipped("configs")):
+        assert definition.find(path.stem) == path
+        runs = ablation.runs(tmp_path)
+        assert len({repr(run.configured) for run in runs}) == len(runs), "no two runs are the same"
 
 
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("contrast:", "contrsat:", ["contrsat", "did you mean contrast"]),
-        ("contrast: compression.method", "contrast: compression.beta", ["contrast", "compression.beta"]),
-        ("[3, 1]", "[1, 1]", ["seeds", "different"]),
-        ("[3, 1]", "3", ["seeds", "list"]),
-        ("[4, 2]", "4", ["grid", "compression.bits", "list"]),
-        ("[4, 2]", "[4, 5]", ["cell method=naive,bits=5", "bits", "8, 4, 2, 1"]),
-        ("[4, 2]", "[4, 4]", ["bits=4", "twice"]),
-        ("compression.bits:", "bits:", ["grid", "'bits'", "section.key"]),
-        ("{megatron.train_iters: 20}", "{megatron.seed: 20}", ["megatron.seed", "seeds"]),
-        ("llama_tiny", "lama_tiny", ["lama_tiny.yaml", "did you mean llama_tiny.yaml"]),
-        ("{megatron.train_iters: 20}", "{launch.nnodes: 2}", ["launch.nnodes", "Slurm"]),
-        ("overrides: {megatron.train_iters: 20}", "compression: {bits: 4}", ["compression", "overrides"]),
+        ("contrast:", "contrsat:", "contrsat.*did you mean contrast"),
+        ("contrast: compression.method", "contrast: compression.beta", r"contrast.*compression\.beta"),
+        ("[3, 1]", "[1, 1]", "seeds.*different"),
+        ("[4, 2]", "4", r"grid.*compression\.bits.*list"),
+        ("[4, 2]", "[4, 5]", "cell method=naive,bits=5.*bits.*8, 4, 2, 1"),
+        ("[4, 2]", "[4, 4]", "bits=4.*twice"),
+        ("compression.bits:", "bits:", r"grid.*'bits'.*section\.key"),
+        ("{megatron.train_iters: 20}", "{megatron.seed: 20}", r"megatron\.seed.*seeds"),
+        ("llama_tiny", "lama_tiny", r"lama_tiny\.yaml.*did you mean llama_tiny\.yaml"),
+        ("{megatron.train_iters: 20}", "{launch.nnodes: 2}", r"launch\.nnodes.*Slurm"),
     ],
 )
-def test_mistakes(
-    old: str, new: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes(old: str, new: str, words: str, tmp_path: Path) -> None:
     assert old in TEXT
-    path = define(tmp_path, TEXT.replace(old, new))
-    assert main(["ablate", str(path), "--dry-run"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("megatron-loco: error: ")
-    assert error.count("\n") == 1
-    for word in words:
-        assert word in error
+    with pytest.raises(UserError, match=words) as caught:
+        definition.read(define(tmp_path, TEXT.replace(old, new))).runs(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["bits_by_metod"], ["bits_by_metod", "did you mean bits_by_method"]),
-        (["bits_by_method", "--seeds", "1,x"], ["seeds", "1,x"]),
-        (["bits_by_method", "--task", "125"], ["task", "0 to 124"]),
-        (["bits_by_method", "--dry-run", "--collect"], ["not allowed with"]),
-    ],
-)
-def test_mistakes_on_the_command_line(
-    arguments: list[str], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["ablate", *arguments, "--out", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    for word in words:
-        assert word in error
+def test_mistakes_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in (
+        (["bits_by_metod"], "did you mean bits_by_method"),
+        (["bits", "--seeds", "1,x"], "1,x"),
+        (["bits", "--task", "999"], "task: 999"),
+        (["bits", "--dry-run", "--collect"], "not allowed with"),
+    ):
+        assert main(["ablate", *arguments, "--out", str(tmp_path / "out")]) == 2
+        assert words in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-# -- folders ------------------------------------------------------------------------------------------
 
 
 def summary(loss: float | None, steps: int = 20) -> dict[str, object]:
@@ -208,22 +176,19 @@ def test_runs_of_another_configuration_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, out = define(tmp_path), tmp_path / "out"
-    for run in definition.read(path).runs(out):
+    for run in definition.read(path).runs(out)[:3]:
         leave(run, 2.0)
     assert main(["ablate", str(path), "megatron.lr=5e-4", "--out", str(out)]) == 2
     error = capsys.readouterr().err
     assert "method=none/seed-3 holds a run of another configuration" in error
     assert "--overwrite" in error
     assert main(["ablate", str(path), "--out", str(out), "--dry-run"]) == 0
-    assert capsys.readouterr().out.count(" done ") == 12
-
-
-# -- numbers ------------------------------------------------------------------------------------------
+    assert capsys.readouterr().out.count(" done ") == 3
 
 
 def test_the_interval_is_that_of_the_paired_t_test() -> None:
     rng = np.random.default_rng(5)
-    for n in (2, 3, 5, 12):
+    for n in (2, 3, 12):
         reference = {seed: float(loss) for seed, loss in enumerate(rng.normal(2, 0.1, n))}
         losses = {seed: loss + float(rng.normal(0.01, 0.02)) for seed, loss in reference.items()}
         found = interval(list(percent(losses, reference).values()))
@@ -235,27 +200,14 @@ def test_the_interval_is_that_of_the_paired_t_test() -> None:
         assert found.spread == pytest.approx(np.std(differences, ddof=1))
 
 
-def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
-    rng = np.random.default_rng(6)
-    covered = 0
-    for _ in range(1000):
-        found = interval(rng.normal(0.3, 1.0, 5).tolist())
-        assert found is not None
-        assert found.low is not None
-        assert found.high is not None
-        covered += found.low <= 0.3 <= found.high
-    assert 925 <= covered <= 970
-
-
 def test_what_can_be_said() -> None:
     assert interval([]) is None
-    verdicts = {
-        (1.0,): "one seed",
-        (1.0, -1.0): "contains zero",
-        (1.0, 1.1): "worse",
-        (-1.0, -1.1): "better",
-    }
-    for values, verdict in verdicts.items():
+    for values, verdict in (
+        ([1.0], "one seed"),
+        ([1.0, -1.0], "contains zero"),
+        ([1.0, 1.1], "worse"),
+        ([-1.0, -1.1], "better"),
+    ):
         found = interval(values)
         assert found is not None
         assert found.verdict == verdict
@@ -310,12 +262,8 @@ def test_results(ablation: Ablation, tmp_path: Path) -> None:
     text = (out / "ablation.md").read_text()
     assert "loco,error_beta=0.5,save_error=false seed 1: failed" in text
     assert "| method=naive,bits=4 | 2 of 2 | 2.1210 ± 0.1428 | +1.00 % |" in text
-    assert not list(out.glob("*.partial"))
-
     plots.draw_differences(out / "differences.png", results)
-    plots.draw_curves(out / "curves.png", results)
-    for name in ("differences.png", "curves.png"):
-        check_picture(out / name)
+    check_picture(out / "differences.png")
 
 
 def check_picture(path: Path) -> None:
@@ -326,26 +274,15 @@ def check_picture(path: Path) -> None:
         assert edge.min() == 1, f"{path.name}: something is cut off"
 
 
-def test_long_names_leave_room_for_what_the_axis_says(tmp_path: Path) -> None:
-    text = TEXT.replace("save_error: false", "reset_interval: 10, compression.block_size: shard")
-    ablation = definition.read(define(tmp_path, text))
-    runs = ablation.runs(tmp_path)
-    for run in runs:
-        leave(run, 2.0 + 0.1 * len(run.cell.name))
-    plots.draw_differences(tmp_path / "differences.png", Results(ablation, runs))
-    check_picture(tmp_path / "differences.png")
-
-
 def test_results_of_a_part(ablation: Ablation, tmp_path: Path) -> None:
     """--collect while runs are still missing, and with none at all."""
-    out = tmp_path / "out"
-    runs = ablation.runs(out)
-    for count in (0, 1, 3):
+    runs = ablation.runs(tmp_path)
+    for count in (0, 3):
         for run in runs[:count]:
             leave(run, 2.0)
         results = Results(ablation, runs)
         lines = list(csv.DictReader(io.StringIO(results.csv())))
         assert [line["state"] for line in lines] == ["done"] * count + ["not run"] * (12 - count)
-        assert "one seed" in results.markdown() or count < 2
-        plots.draw_differences(out / "differences.png", results)
-        plots.draw_curves(out / "curves.png", results)
+        plots.draw_differences(tmp_path / "differences.png", results)
+        plots.draw_curves(tmp_path / "curves.png", results)
+    assert "one seed" in results.markdown()

@@ -1,15 +1,14 @@
-"""results_curves.csv and the pictures: what a run logged comes back, and a damaged file is named."""
+"""results_curves.csv, pictures and lines over the steps: what a run logged comes back."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from matplotlib.image import imread
+from scipy import stats
 from workflows.ablation.test_ablation import check_picture, define, leave
 
 from megatron_patch.errors import UserError
@@ -18,6 +17,7 @@ from megatron_patch.workflows.ablation import definition, records
 from megatron_patch.workflows.ablation.definition import Run
 from megatron_patch.workflows.ablation.records import Point
 from megatron_patch.workflows.ablation.results import Results
+from megatron_patch.workflows.ablation.statistics import over_steps
 
 TEXT = """\
 base: configs/models/llama_tiny.yaml
@@ -28,48 +28,34 @@ cells:
   - {compression.method: naive, compression.bits: 4}
   - {compression.method: naive, compression.bits: 2}
 """
-POINTS = st.builds(
-    Point,
-    step=st.integers(1, 10**9),
-    loss=st.none() | st.integers(0, 10**6).map(lambda k: k / 1000),
-    gradient_bits=st.integers(0, 32000).map(lambda k: k / 1000),
-    weight_bits=st.integers(0, 32000).map(lambda k: k / 1000),
-)
 
 
-@given(st.lists(POINTS, max_size=5), st.lists(POINTS, min_size=1, max_size=5))
-@settings(max_examples=30, deadline=None)
-def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, first: list, second: list) -> None:
-    folder = tmp_path_factory.mktemp("curves")
-    runs = definition.read(define(folder, TEXT)).runs(folder / "out")[:2]
-    path = folder / "results_curves.csv"
-    path.write_text(records.curves_text(list(zip(runs, (first, second), strict=True))))
-    assert list(records.read_curves(path).values()) == [points for points in (first, second) if points]
-    assert records.beside(folder / "results.csv") == path
-    assert records.read_curves(folder / "none.csv") == {}
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    runs = definition.read(define(tmp_path, TEXT)).runs(tmp_path / "out")[:3]
+    path = tmp_path / "results_curves.csv"
+    first = [Point(5, 2.125, 4.125, 16.0), Point(10**9, None, 0.0, 2.071)]
+    second = [Point(1, 1000.0, 32.0, 32.0)]
+    path.write_text(records.curves_text(list(zip(runs, (first, second, []), strict=True))))
+    assert list(records.read_curves(path).values()) == [first, second]
+    assert records.beside(tmp_path / "results.csv") == path
+    assert records.read_curves(tmp_path / "none.csv") == {}
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "words"),
-    [
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "curves.csv"
+    text = ",".join(records.CURVE_COLUMNS) + "\nmethod_naive,1,5,2.5,4.100,3.000,0123\n"
+    for old, new, words in (
         ("cell,seed", "cell,sead", "no file of curves"),
         ("naive,1,5,2.5", "naive,1,five,2.5", "line 2: invalid literal"),
         ("naive,1,5,2.5", "naive,1,5,2.5,7", "line 2: too many values"),
         ("method", "\udcff", "cannot be read"),
-    ],
-)
-def test_a_damaged_file_is_named(old: str, new: str, words: str, tmp_path: Path) -> None:
-    path = tmp_path / "curves.csv"
-    text = ",".join(records.CURVE_COLUMNS) + "\nmethod=naive,1,5,2.5,4.100,3.000,0123\n".replace(
-        "=naive", "_naive"
-    )
-    assert old in text
-    path.write_bytes(text.replace(old, new, 1).encode("utf-8", "surrogateescape"))
-    with pytest.raises(UserError, match=f"{path}.*{words}"):
-        records.read_curves(path)
+    ):
+        path.write_bytes(text.replace(old, new, 1).encode("utf-8", "surrogateescape"))
+        with pytest.raises(UserError, match=f"{path}.*{words}"):
+            records.read_curves(path)
 
 
-def test_the_picture_shows_loss_difference_and_bits(tmp_path: Path) -> None:
+def test_the_picture_has_room_for_all(tmp_path: Path) -> None:
     """A definition without a contrast: a band needs two seeds, and NaN is left out."""
     ablation = definition.read(define(tmp_path, TEXT))
     rng = np.random.default_rng(3)
@@ -77,11 +63,8 @@ def test_the_picture_shows_loss_difference_and_bits(tmp_path: Path) -> None:
     for run in runs:
         loss = {step: 5 * step**-0.2 + 0.02 * rng.standard_normal() for step in range(1, 201)}
         leave_curve(run, loss | {7: float("nan")})
-    for seeds, name in ((3, "band.png"), (1, "one.png")):
-        plots.draw_curves(tmp_path / name, Results(ablation, runs[: 3 * seeds]))
-        check_picture(tmp_path / name)
-    pale = [_pale(imread(tmp_path / name)[..., :3]) for name in ("band.png", "one.png")]
-    assert pale[0] > 20 * max(pale[1], 100), "the band of intervals"
+    plots.draw_curves(tmp_path / "band.png", Results(ablation, runs))
+    check_picture(tmp_path / "band.png")
 
 
 def leave_curve(run: Run, losses: dict[int, float]) -> None:
@@ -99,7 +82,41 @@ def leave_curve(run: Run, losses: dict[int, float]) -> None:
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def _pale(pixels: np.ndarray) -> int:
-    """Pixels of the bands' colours: orange or green at 12 %."""
-    colors = [1 - 0.12 * (1 - np.array(rgb)) for rgb in ((1, 0.498, 0.055), (0.173, 0.627, 0.173))]
-    return sum(int((abs(pixels - color).max(-1) < 0.01).sum()) for color in colors)
+def test_a_line_over_the_steps_is_found() -> None:
+    """The warm-up's quarter plays no part."""
+    rng = np.random.default_rng(1)
+    slopes = rng.normal(0.2, 0.05, 5)
+    differences = {
+        seed: {step: (0.1 + slope * math.log2(step) if step > 500 else 40.0) for step in range(10, 2001, 10)}
+        for seed, slope in enumerate(slopes)
+    }
+    found = over_steps(differences)
+    assert found is not None
+    known = stats.t.interval(0.95, 4, slopes.mean(), stats.sem(slopes))
+    assert (found.doubling.low, found.doubling.high) == pytest.approx(known)
+    last = [np.mean([d for step, d in each.items() if step > 1500]) for each in differences.values()]
+    assert found.last.mean == pytest.approx(np.mean(last))
+
+
+def test_short_runs_have_no_trend() -> None:
+    line = dict.fromkeys(range(10, 991, 10), 0.1)
+    assert over_steps({1: line}) is None
+    assert over_steps({1: dict.fromkeys(range(250, 2001, 250), 0.1)}) is None, "6 points"
+    found = over_steps({1: line, 2: dict.fromkeys(range(10, 1001, 10), 0.1)})
+    assert found is not None
+    assert (found.last.n, found.doubling.n) == (1, 1)
+
+
+def test_the_table_is_of_long_runs_alone(tmp_path: Path) -> None:
+    ablation = definition.read(define(tmp_path, TEXT))
+    runs = ablation.runs(tmp_path / "out")
+    for steps, rows in ((200, 0), (2000, 2)):
+        for run in runs:
+            factor = 1.0 if run.cell == ablation.baseline else 1 + 0.01 * math.log2(steps)
+            leave_curve(run, dict.fromkeys(range(10, steps + 1, 10), 3.0 * factor))
+        results = Results(ablation, runs)
+        assert len(results.trend_rows()) == rows
+        assert ("Over the steps" in results.markdown()) == bool(rows)
+    for row in results.trend_rows():
+        assert row[1:3] == ("3", f"{math.log2(2000):+.2f} %")
+        assert row[4] in ("+0.00", "-0.00")  # points

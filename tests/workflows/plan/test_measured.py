@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_patch.workflows.cli import main
 from megatron_patch.workflows.plan import constants
+from megatron_patch.workflows.plan.constants import CONSTANTS, EXACT_BITS, GPUS, exact_bits
 
 EXAMPLE = constants.RESULTS / "of_a_cpu.json"
 H100 = {"device": "NVIDIA H100 80GB HBM3", "gpus": 1}
@@ -39,10 +42,14 @@ RATES = {
 }
 
 
-def test_a_cpus_results_are_no_gpus(folder: Path) -> None:
+def test_what_measured_nothing_on_a_gpu_changes_nothing(folder: Path) -> None:
     shutil.copy(EXAMPLE, folder)
     assert constants.newest(folder) == {}
     assert constants.numbers_of(constants.GPUS["H100"]) == constants.CONSTANTS
+    constants.newest.cache_clear()
+    put(folder, "a.json", {}, **H100, date="2027-01-01", parts={"rates": {"rates": {"adam_bytes": 2e12}}})
+    numbers = constants.numbers_of(constants.GPUS["H100"])
+    assert [name for name, one in numbers.items() if one != constants.CONSTANTS[name]] == ["memory_share"]
 
 
 def test_what_was_measured_last_is_taken_and_says_so(folder: Path) -> None:
@@ -68,35 +75,46 @@ def test_what_was_measured_last_is_taken_and_says_so(folder: Path) -> None:
     assert a100["compress"].value == pytest.approx(constants.CONSTANTS["compress"].value * lanes)
 
 
-def test_a_part_that_did_not_run_measured_nothing(folder: Path) -> None:
-    put(folder, "a.json", {}, **H100, date="2027-01-01", parts={"rates": {"rates": {"adam_bytes": 2e12}}})
-    numbers = constants.numbers_of(constants.GPUS["H100"])
-    assert [name for name, one in numbers.items() if one != constants.CONSTANTS[name]] == ["memory_share"]
-
-
 def test_plan_computes_with_them_and_says_so(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def planned(*flags: str) -> tuple[dict[str, Any], str]:
-        file = tmp_path / "plan" / "plan.json"
-        given = ["plan", "configs/models/llama2_7b.yaml", "--inter-gbit", "100", *flags]
-        assert main([*given, "--json", str(file)]) == 0
-        return json.loads(file.read_text(encoding="utf-8")), capsys.readouterr().out
-
-    computed, said = planned()
-    assert "\nPredicted, not measured.\n" in said
     slow = {name: dict.fromkeys(rates, 1e9) for name, rates in RATES.items() if isinstance(rates, dict)}
-    put(folder, "h100.json", RATES | slow, **H100, date="2027-01-01")
-    constants.newest.cache_clear()
-    found, said = planned()
-    assert "Predicted, not measured; 5 of 5 kernels' rates were measured on this GPU." in said
+    seconds = []
+    for measured in (False, True):
+        if measured:
+            put(folder, "h100.json", RATES | slow, **H100, date="2027-01-01")
+            constants.newest.cache_clear()
+        file = tmp_path / "plan" / "plan.json"
+        given = ["plan", "configs/models/llama2_7b.yaml", "--inter-gbit", "100"]
+        assert main([*given, "--json", str(file)]) == 0
+        found, said = json.loads(file.read_text(encoding="utf-8")), capsys.readouterr().out
+        kernels = "; 5 of 5 kernels' rates were measured on this GPU" if measured else ""
+        assert f"\nPredicted, not measured{kernels}.\n" in said
+        seconds += [one["step_seconds"] for one in found["methods"] if one["name"] == "loco4_exact"]
     assert found["constants"]["compress"] == {
         "value": 1e9,
         "unit": "elements/s",
         "kind": "measured",
         "source": "NVIDIA H100 80GB HBM3, 2027-01-01: benchmarks/gpu/results/h100.json",
     }
-    exact = [next(m for m in one["methods"] if m["name"] == "loco4_exact") for one in (computed, found)]
-    assert exact[1]["step_seconds"] > 1.4 * exact[0]["step_seconds"]
-    of_others, _ = planned("--gpu", "A100")
-    assert of_others["constants"]["compress"]["kind"] == "computed"
+    assert seconds[1] > 1.4 * seconds[0]
+
+
+def test_every_number_has_a_unit_a_kind_and_a_source() -> None:
+    for name, one in CONSTANTS.items():
+        assert one.value > 0, name
+        assert one.kind in ("data sheet", "measured", "paper", "computed", "assumed"), name
+        assert one.unit, name
+        assert len(one.source) > 10, name
+    assert all(gpu.name == name for name, gpu in GPUS.items())
+
+
+def test_measured_bits_come_back() -> None:
+    for ratio, bits in EXACT_BITS:
+        assert exact_bits(ratio) == pytest.approx(bits)
+
+
+@given(st.floats(0, 10), st.floats(0, 10))
+def test_bits_rise_with_the_learning_rate_and_stay_in_bounds(one: float, two: float) -> None:
+    low, high = sorted((one, two))
+    assert 0 <= exact_bits(low) <= exact_bits(high) <= 16

@@ -13,18 +13,9 @@ from megatron_patch.workflows.plan import methods
 from megatron_patch.workflows.plan.cluster import Cluster, Link
 from megatron_patch.workflows.plan.job import Job
 from megatron_patch.workflows.plan.methods import parse
-from megatron_patch.workflows.plan.step import added_bytes, forward_seconds, simulate
+from megatron_patch.workflows.plan.step import Timeline, added_bytes, forward_seconds, simulate
 
-ALL = (
-    "stock",
-    "stock_bf16",
-    "none_exact",
-    "loco4",
-    "loco4_exact",
-    "loco4_flat_exact",
-    "naive2_exact",
-    "onebit_adam",
-)
+ALL = ("stock", "none_exact", "loco4_exact", "loco4_flat_exact", "onebit_adam")
 
 
 def computing(one: Job, on: Cluster) -> float:
@@ -53,32 +44,22 @@ def test_a_pipelines_bubble_is_that_of_one_forward_one_backward() -> None:
     assert simulate(interleaved, on, methods.FREE).seconds < found
 
 
-@pytest.mark.parametrize(("nodes", "per_node"), [(8, 2), (2, 8)])
-def test_a_pipeline_waits_for_what_its_stages_send(nodes: int, per_node: int) -> None:
+def test_a_pipeline_waits_for_what_its_stages_send() -> None:
     """With few bytes the last stage's microbatches wait, and the first and last through all stages."""
     one = job(batch=128, pipeline=4)
-    on = cluster(nodes=nodes, per_node=per_node, latency=0.0)
-    on = dataclasses.replace(on, processor=dataclasses.replace(on.processor, optimizer=0.0))
-    base = simulate(one, on, methods.FREE).seconds
     sending = dataclasses.replace(one, passed_bytes=1000.0)
-    between = nodes == 8
-    assert sending.passes_between_nodes(on) == between
-    each = 1000 * 2 / on.between.bandwidth if between else 1000 / on.inside.bandwidth
-    rest = one.microbatches(on.world) - 1
-    found = simulate(sending, on, methods.FREE).seconds
-    assert found - base == pytest.approx((rest + 2 * 3) * each, rel=1e-4)
-    interleaved = dataclasses.replace(one, virtual=2)
-    hidden = simulate(dataclasses.replace(interleaved, passed_bytes=1000.0), on, methods.FREE).seconds
-    assert hidden - simulate(interleaved, on, methods.FREE).seconds == pytest.approx(6 * each, rel=1e-4)
-
-
-def test_without_overlap_stock_adds_its_bytes_over_the_links() -> None:
-    one = dataclasses.replace(job(batch=16, overlap=False), gradient_bytes=2)
-    on = cluster(nodes=16, per_node=1, latency=0.0)
-    base = simulate(one, on, methods.FREE).seconds
-    elements = one.buckets(0, on, False)[0].elements
-    sent = 15 / 16 * elements * (2 + 2)
-    assert simulate(one, on, parse("stock")).seconds == pytest.approx(base + sent / on.between.bandwidth)
+    for nodes, per_node in ((8, 2), (2, 8)):
+        on = cluster(nodes=nodes, per_node=per_node, latency=0.0)
+        on = dataclasses.replace(on, processor=dataclasses.replace(on.processor, optimizer=0.0))
+        between = nodes == 8
+        assert sending.passes_between_nodes(on) == between
+        each = 1000 * 2 / on.between.bandwidth if between else 1000 / on.inside.bandwidth
+        for virtual, waits in ((1, one.microbatches(on.world) - 1 + 2 * 3), (2, 2 * 3)):
+            base, found = (
+                simulate(dataclasses.replace(this, virtual=virtual), on, methods.FREE).seconds
+                for this in (one, sending)
+            )
+            assert found - base == pytest.approx(waits * each, rel=1e-4)
 
 
 def test_an_all_reduce_is_two_rings_and_gathers_nothing() -> None:
@@ -121,12 +102,6 @@ def test_two_hops_send_a_quarter_of_what_four_ranks_a_node_send_flat() -> None:
     assert (two.uplink_bytes - weights) / (flat.uplink_bytes - weights) == pytest.approx(1 / 4, rel=0.01)
 
 
-def test_compression_hides_behind_many_microbatches() -> None:
-    on = cluster(nodes=2, bandwidth=12e9)
-    few, many = (simulate(job(batch=count), on, parse("stock")) for count in (16, 1024))
-    assert many.exposed / many.seconds < 0.1 * few.exposed / few.seconds
-
-
 @pytest.mark.parametrize("name", ALL)
 @given(
     nodes=st.sampled_from((1, 2, 4, 8)),
@@ -139,19 +114,12 @@ def test_compression_hides_behind_many_microbatches() -> None:
 )
 @settings(max_examples=12, deadline=None)
 def test_more_bandwidth_and_faster_kernels_are_never_slower(
-    name: str,
-    nodes: int,
-    per_node: int,
-    count: int,
-    pipeline: int,
-    experts: bool,
-    overlap: bool,
-    bandwidth: float,
+    name: str, nodes: int, per_node: int, count: int, pipeline: int, bandwidth: float, **kinds: bool
 ) -> None:
     if nodes * per_node < 2 * pipeline:
         return
     replicas = nodes * per_node // pipeline
-    one = job(batch=replicas * count, pipeline=pipeline, experts=experts, overlap=overlap)
+    one = job(batch=replicas * count, pipeline=pipeline, **kinds)
     on = cluster(nodes=nodes, per_node=per_node, bandwidth=bandwidth)
     method = parse(name)
     found = simulate(one, on, method)
@@ -184,3 +152,25 @@ def test_fp32_accumulation_drains_each_bucket_before_the_next() -> None:
     step = simulate(one, cluster(nodes=4, per_node=4, bandwidth=1e8), parse("stock"))
     tasks = {task.name: task for task in step.tasks}
     assert tasks["dense bucket 1: all_to_all"].start >= tasks["dense bucket 0: sum"].end
+
+
+def test_a_part_waits_for_others_for_its_stream_and_for_its_latency() -> None:
+    line = Timeline({"processor": 1.0, "link": 100.0})
+    first = line.place("first", {"processor": 2.0}, (), "compute")
+    second = line.place("second", {"processor": 1.0}, (), "compute")
+    sent = line.place("sent", {"link": 300.0}, [first], "network", latency=0.5)
+    assert (first.end, second.start, second.end) == (2.0, 2.0, 3.0)
+    assert (sent.start, sent.end) == (2.0, 5.5)
+    assert line.end == 5.5
+
+
+def test_a_resource_serves_in_turn_and_what_is_served_at_once_delays_what_follows() -> None:
+    line = Timeline({"link": 100.0})
+    assert line.place("bulk", {"link": 400.0}, (), "a").end == 4.0
+    assert line.place("small", {"link": 100.0}, (), "b", at_once=True).end == 1.0
+    assert line.place("later", {"link": 100.0}, (), "c").end == 6.0
+
+
+def test_the_slowest_of_a_parts_resources_decides() -> None:
+    line = Timeline({"link": 100.0, "processor": 0.5})
+    assert line.place("one", {"link": 100.0, "processor": 2.0}, ()).end == 4.0

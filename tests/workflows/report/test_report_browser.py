@@ -6,11 +6,10 @@ no driver, no port. Without a Chromium on the PATH the tests are skipped; in CI 
 
 from __future__ import annotations
 
-import base64
-import io
 import itertools
 import json
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 from report_runs import write_run
 
 from megatron_patch.workflows import cli
@@ -57,9 +55,7 @@ MEASURE = """(() => {
     wide: [...document.querySelectorAll("body *")].filter(element =>
       !element.closest(".box, pre, .legend, svg") && size(element).right > innerWidth + 1
     ).map(element => element.tagName),
-    ids: [...document.querySelectorAll("[id]")].map(element => element.id),
-    headings: [...document.querySelectorAll("h1, h2, h3, h4")].map(heading => +heading.tagName[1]),
-    bodies: document.body.innerText.length,
+    colours: [getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color],
   };
 })()"""
 
@@ -132,22 +128,14 @@ class Browser:
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")  # undefined has none
 
-    def screenshot(self) -> bytes:
-        """The whole page, as PNG."""
-        return base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"])
-
     def complaints(self) -> list[str]:
         """Errors and warnings of the console, exceptions, violations of the page's policy."""
-        kinds = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
-        return [json.dumps(event["params"]) for event in self.events if event["method"] in kinds]
+        found = self.of("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
+        return list(map(json.dumps, found))
 
-    def requests(self) -> list[str]:
-        """The addresses that the page has asked for, its own among them."""
-        return [
-            event["params"]["request"]["url"]
-            for event in self.events
-            if event["method"] == "Network.requestWillBeSent"
-        ]
+    def of(self, *kinds: str) -> list[dict[str, Any]]:
+        """The parameters of the events of these kinds since the page was opened."""
+        return [event["params"] for event in self.events if event["method"] in kinds]
 
     def close(self) -> None:
         self._process.terminate()
@@ -200,14 +188,15 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     [("exact", 400, False), ("many", 1280, False), ("many", 400, False), ("two", 1280, True)],
 )
 def test_the_page_reads_well(
-    browser: Browser, pages: dict[str, Path], name: str, width: int, dark: bool, tmp_path: Path
+    browser: Browser, pages: dict[str, Path], name: str, width: int, dark: bool
 ) -> None:
     browser.open(pages[name], width, dark)
     # With everything unfolded, as a reader may have it.
     browser.evaluate('document.querySelectorAll("details").forEach(item => item.open = true)')
     seen = browser.evaluate(MEASURE)
     assert browser.complaints() == []
-    assert browser.requests() == [pages[name].as_uri()]
+    requests = [sent["request"]["url"] for sent in browser.of("Network.requestWillBeSent")]
+    assert requests == [pages[name].as_uri()]
     assert seen["inner"] == width
     assert seen["scroll"] <= width
     assert seen["wide"] == []
@@ -221,22 +210,9 @@ def test_the_page_reads_well(
         assert picture["label"]
         assert "none" not in picture["strokes"]  # the page's colours have arrived
         assert len(set(picture["strokes"])) >= (4 if name == "many" else 1)
-    assert len(seen["ids"]) == len(set(seen["ids"]))
-    levels = seen["headings"]
-    assert levels[0] == 1
-    assert levels.count(1) == 1
-    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
 
-    image = Image.open(io.BytesIO(browser.screenshot())).convert("RGB")
-    image.save(tmp_path / "page.png")
-    assert image.width == width
-    assert image.height > 1500
-    background = image.getpixel((2, 2))
-    assert (sum(background) < 150) is dark
-    assert len(image.getcolors(1 << 24) or []) > 100
-    top = image.crop((0, 0, width, 900))
-    painted = sum(count for count, colour in top.getcolors(1 << 24) or [] if colour != background)
-    assert painted > 0.02 * width * 900
+    background, text = (sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in seen["colours"])
+    assert (background < 150) is (text > 450) is dark
 
 
 def test_pointing_at_the_legend_leaves_one_curve(browser: Browser, pages: dict[str, Path]) -> None:
@@ -252,19 +228,3 @@ def test_pointing_at_the_legend_leaves_one_curve(browser: Browser, pages: dict[s
     })()""")
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=spot[0], y=spot[1])
     assert browser.evaluate(opacity) == [0.12, 1]
-
-
-def test_the_page_s_own_policy_stops_what_is_put_into_it(
-    browser: Browser, pages: dict[str, Path], tmp_path: Path
-) -> None:
-    """Were a text of a run to slip through unescaped, it could neither run nor call home."""
-    page = tmp_path / "page.html"
-    added = '<img src="http://address.invalid/x.png"><script>document.title = "taken"</script></body>'
-    page.write_text(pages["two"].read_text(encoding="utf-8").replace("</body>", added), encoding="utf-8")
-    browser.open(page, 1280)
-    assert browser.evaluate("document.title").startswith("2 runs")
-    refused = [complaint for complaint in browser.complaints() if "Content Security Policy" in complaint]
-    assert any("x.png" in complaint for complaint in refused)
-    assert any("inline script" in complaint for complaint in refused)
-    blocked = [event["params"] for event in browser.events if event["method"] == "Network.loadingFailed"]
-    assert [failed["blockedReason"] for failed in blocked] == ["csp"]  # before any name was looked up

@@ -139,16 +139,14 @@ def test_one_line_names_the_flag_and_what_it_must_be(
         (TINY, "train_iters=null train_samples=2000 lr_warmup_iters=0 lr_warmup_samples=64"),
         (TINY, "num_query_groups=3"),  # nothing reads it without group_query_attention
         (TINY, "group_query_attention=true num_query_groups=2 tensor_model_parallel_size=4"),
-        (TINY, "hidden_size=120 rotary_percent=0.5"),
         (TINY, "kv_channels=15 position_embedding_type=learned_absolute"),
         (TINY, "eval_iters=0 eval_interval=-1 exit_interval=0 ddp_bucket_size=0 loss_scale=-1"),
+        (TINY, "ddp_reduce_scatter_with_fp32_accumulation=true"),
         (TINY, "optimizer=sgd use_distributed_optimizer=false"),
         (TINY, "bf16=true recompute_granularity=full recompute_method=uniform recompute_num_layers=1"),
         (TINY, "num_layers=4 pipeline_model_parallel_size=2 num_layers_per_virtual_pipeline_stage=1"),
         (TINY, "mock_data=false data_path=[set] split=99,1,0"),
-        (TINY, "ddp_reduce_scatter_with_fp32_accumulation=true"),
         (MOE, "tensor_model_parallel_size=2 sequence_parallel=true moe_router_topk=4"),
-        (MOE, "moe_router_load_balancing_type=none moe_aux_loss_coeff=0"),
     ],
 )
 def test_what_trains_is_not_refused(recipe: str, settings: str, parser: argparse.ArgumentParser) -> None:

@@ -18,30 +18,26 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def write(path: Path, steps: range) -> None:
-    """A new file in the place of the old one, as megatron/metrics.py leaves it after a restart."""
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in steps))
-    partial.replace(path)
-
-
-def append(path: Path, steps: range) -> None:
-    with path.open("a") as stream:
+def log(path: Path, steps: range, begin: bool = False) -> None:
+    """Steps behind the others; or in a new file in the place of the old one, as metrics.py begins anew."""
+    partial = path.with_suffix(".partial") if begin else path
+    with partial.open("a") as stream:
         stream.writelines(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in steps)
+    partial.replace(path)
 
 
 def test_a_resumed_run_is_shown_where_it_stands(
     tmp_path: Path, clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    write(path, range(1, 48))  # died at step 47, goes on from 40
+    log(path, range(1, 48), begin=True)  # died at step 47, goes on from 40
     with StepProgress("run", 100, path, done=40) as shown:
         shown.tick()
         assert capsys.readouterr().err == ""  # the steps of the attempt that died are not its own
-        write(path, range(1, 42))
+        log(path, range(1, 42), begin=True)
         shown.tick()
         clock[0] += 20
-        append(path, range(42, 52))
+        log(path, range(42, 52))
         shown.tick()
         assert capsys.readouterr().err == "run: step 51/100  loss 1.000  2.00 s/step  1:38 left\n"
 
@@ -51,18 +47,18 @@ def test_a_restart_is_a_line_of_its_own_and_begins_the_measurement_anew(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     with StepProgress("run", 100, path) as shown:
-        write(path, range(1, 2))
+        log(path, range(1, 2), begin=True)
         shown.tick()
         clock[0] += 10
-        append(path, range(2, 12))
+        log(path, range(2, 12))
         shown.tick()
         shown.say("restart 1 of 3: rank 2 raised [/gloo/pair.cc:545] timed out")
         clock[0] += 60  # starting again
         shown.tick()
-        write(path, range(1, 10))
+        log(path, range(1, 10), begin=True)
         shown.tick()
         clock[0] += 36
-        append(path, range(10, 28))
+        log(path, range(10, 28))
         shown.tick()
     assert capsys.readouterr().err.splitlines() == [
         "run: step 11/100  loss 1.000  1.00 s/step  1:29 left",

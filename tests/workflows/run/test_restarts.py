@@ -1,4 +1,4 @@
-"""A run that is killed and goes on: restarts by the launcher, `--resume`, folders that hold checkpoints."""
+"""A run that is killed or asked to stop, and goes on: restarts, `--resume`, folders that hold checkpoints."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -20,13 +21,14 @@ from types import SimpleNamespace
 
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
-from worker_pool import in_warm_process
 from workflows.engine_runs import MODEL, SCRIPT, cpu_flags
 from workflows.test_train import (
     CONFIG,
     SMALL,
     alive,
-    run_command,
+    ranks_of,
+    records,
+    until,
     warm_megatron_loco,
 )
 
@@ -37,17 +39,11 @@ from megatron_patch.workflows.run import launcher, run_folder
 from megatron_patch.workflows.run.job import Job, Launch
 from megatron_patch.workflows.run.run_folder import latest_step, only_one
 
-FILES = ("config.yaml", "command.txt", "metrics.jsonl", "summary.json")
 SUMMARY = {
     **{"steps": 5, "world_size": 2, "valid_loss": 1.0, "train_loss": 1.0, "device": "cpu"},
     **{"step_seconds": {"median": 0.1}, "compensation_bytes": 5, "versions": {"a": "1"}},
     **{name: {"bits_per_element": 4.1, "bytes_per_step": 10} for name in ("gradient_wire", "weight_wire")},
 }
-
-
-def records(folder: Path) -> list[tuple[int, float]]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [(record["step"], record["loss"]) for record in map(json.loads, lines)]
 
 
 def attempts_of(folder: Path) -> list[dict[str, str]]:
@@ -192,7 +188,8 @@ def test_what_a_folder_holds_decides(
 
 
 def record_of_a_run(folder: Path) -> None:
-    for name in (*FILES, "logs/rank-0.log", "tensorboard/events", "failures/rank-1.json"):
+    names = ("config.yaml", "command.txt", "metrics.jsonl", "summary.json", "logs/rank-0.log")
+    for name in (*names, "tensorboard/events", "failures/rank-1.json"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"old {name}")
 
@@ -216,27 +213,13 @@ def test_what_a_run_keeps_of_the_one_before(tmp_path: Path, resume: bool) -> Non
     assert latest_step(tmp_path / "checkpoints") == 20
 
 
-def train_on_a_full_disk(arguments: tuple[str, ...], folder: Path) -> None:
-    """In a process of its own: there is room for one file."""
-    room = iter([True, False])
-
+def test_a_full_disk_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, text: str) -> None:
-        if not next(room):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        path.write_text(text)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    run_folder.write_whole = full
-    run_command(arguments, folder, False)
-
-
-def test_a_full_disk_is_said_in_one_line(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    arguments = ("train", CONFIG, *SMALL, "--out", str(out))
-    in_warm_process(train_on_a_full_disk, arguments, tmp_path, log=tmp_path / "log", timeout=200)
-    assert (tmp_path / "status").read_text() == "2"
-    assert (tmp_path / "stderr").read_text().splitlines()[-1] == (
-        f"megatron-loco: error: out: {out} cannot be written: No space left on device"
-    )
+    monkeypatch.setattr(run_folder, "write_whole", full)
+    with pytest.raises(UserError, match=f"out: {tmp_path} cannot be written: No space left on device"):
+        run_folder.begin(tmp_path, {"config.yaml": ""})
 
 
 @contextlib.contextmanager
@@ -313,12 +296,6 @@ def test_several_runs_do_not_save_in_one_place(tmp_path: Path, capsys: pytest.Ca
     write_checkpoint(tmp_path / "loco", 20)
     assert main(["compare", CONFIG, "--overwrite", "--out", str(tmp_path)]) == 2
     assert f"{tmp_path / 'loco/checkpoints'} holds a run's checkpoints" in capsys.readouterr().err
-
-
-def test_megatron_saves_and_loads_in_one_place(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", CONFIG, *SMALL, *ELSEWHERE, "--dry-run"]) == 0
-    words = capsys.readouterr().out.split()
-    assert [words[words.index(flag) + 1] for flag in ("--save", "--load")] == ["elsewhere"] * 2
 
 
 @pytest.mark.parametrize(("state", "how"), [("checkpoint", "resume"), ("stopped", "overwrite"), ("new", "")])
@@ -416,29 +393,94 @@ def test_torchrun_starts_ranks_again_with_the_same_losses(tmp_path: Path) -> Non
     assert len(list(killed.logs.glob("*/attempt_*"))) == 2
 
 
-@pytest.mark.slow
-def test_a_killed_launcher_leaves_no_torchrun_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)])
+def test_a_killed_launcher_leaves_no_rank_behind(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its lock on the folder is gone: ranks that trained on would write beside the next run's."""
-    script = tmp_path / "script.py"
+    from megatron_patch.megatron import run_script
+
+    told, script = tmp_path / "pids", tmp_path / "script.py"
     script.write_text(
-        "import os, pathlib, sys, time\n"
-        "pathlib.Path(sys.argv[1]).write_text(f'{os.getpid()} {os.getppid()}')\n"
+        "import os, pathlib, time\n"
+        f"pathlib.Path({str(told)!r}).write_text(f'{{os.getpid()}} {{os.getppid()}}')\n"
         "time.sleep(1000)\n"
     )
-    told = tmp_path / "pids"
-    job = Job(Launch(device="cuda", nproc_per_node=1), script, [str(told)], tmp_path / "run")
+    monkeypatch.setattr(run_script, "main", lambda argv: runpy.run_path(str(script)))
+    job = Job(Launch(device=device, nproc_per_node=1), script, [], tmp_path / "run")
     process = multiprocessing.get_context("fork").Process(target=run, args=(job,))
     process.start()
     until(lambda: told.exists() and len(told.read_text().split()) == 2)
-    assert process.pid
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.join()
     for pid in map(int, told.read_text().split()):
         until(lambda pid=pid: not alive(pid) or Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z")
 
 
-def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def stopping_job(folder: Path, monkeypatch: pytest.MonkeyPatch, saves: bool, fails: bool = False) -> Job:
+    """Two ranks that run until SIGTERM, and save before they end if `saves`, or fail to do so if `fails`."""
+    import torch  # noqa: F401  (once, and not in every forked rank)
+
+    from megatron_patch.megatron import run_script
+
+    folder.mkdir(exist_ok=True)
+
+    def rank_main(argv: list[str]) -> int:
+        ended: list[int] = []
+        if saves:
+            signal.signal(signal.SIGTERM, lambda number, frame: ended.append(number))
+        (folder / f"ready-{os.environ['RANK']}").touch()
+        deadline = time.monotonic() + 300
+        while not ended and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if fails:
+            run_script._leave_failure(OSError("disk full"), user=False)
+            return 1
+        (folder / f"saved-{os.environ['RANK']}").touch()
+        return 0
+
+    monkeypatch.setattr(run_script, "main", rank_main)
+    return Job(Launch(device="cpu", nproc_per_node=2, max_restarts=3), Path(SCRIPT), [], folder)
+
+
+def asking(folder: Path, *numbers: signal.Signals) -> Callable[[], None]:
+    """A tick that sends these signals to this process; SIGUSR1, as some schedulers do, to the ranks too."""
+    left = list(numbers)
+
+    def tick() -> None:
+        if left and len(list(folder.glob("ready-*"))) == 2:
+            number = left.pop(0)
+            if number == signal.SIGUSR1:
+                for pid in ranks_of(os.getpid()):
+                    os.kill(pid, number)
+            os.kill(os.getpid(), number)
+
+    return tick
+
+
+@pytest.mark.parametrize(
+    ("numbers", "name"),
+    [
+        ([signal.SIGUSR1], "SIGUSR1"),
+        ([signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM], "SIGTERM"),
+    ],
+)
+def test_ranks_may_save_and_nothing_is_started_again(
+    numbers: list[signal.Signals], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = [signal.getsignal(number) for number in launcher.ASKING]
+    job = stopping_job(tmp_path, monkeypatch, saves=True)
+    assert launcher.start(job, asking(tmp_path, *numbers), say=pytest.fail) == name
+    assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
+    assert [signal.getsignal(number) for number in launcher.ASKING] == before
+
+
+def test_ranks_that_cannot_save_just_end_and_a_save_that_fails_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = stopping_job(tmp_path, monkeypatch, saves=False)
+    assert launcher.start(job, asking(tmp_path, signal.SIGTERM), say=pytest.fail) == "SIGTERM"
+    assert not list(tmp_path.glob("saved-*"))
+    job = stopping_job(tmp_path / "other", monkeypatch, saves=True, fails=True)
+    with pytest.raises(launcher.Stopped, match=r"stopped by SIGTERM, and rank \d failed: OSError: disk full"):
+        launcher.start(job, asking(tmp_path / "other", signal.SIGTERM), say=pytest.fail)
