@@ -1,13 +1,15 @@
-"""Which megatron-core is tested, that it has every symbol that is replaced, and the range of releases.
+"""Which megatron-core is tested, that it has what is replaced in it, and the range of releases.
 
-What else the package relies on fails in the behaviour tests of tests/with_megatron, which run on the
-same releases.
+What else the package relies on fails in the behaviour tests of tests/with_megatron, which run on the same
+releases; whole runs of Megatron's training loop are made on the locked one only.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
+from typing import Any
 
 import pytest
 from with_megatron.tiny_model import build
@@ -50,6 +52,43 @@ def test_every_symbol_that_is_replaced_is_there(pool):
         f"{name} has no parameter speed",
         "megatron.core.optimizer.optimizer.NoOptimizer.step is missing",
     ]
+
+
+LOOP = {
+    "train_step": {"model"},
+    "training_log": {"iteration", "loss_dict", "grad_norm"},
+    "evaluate_and_print_results": {"prefix"},
+    "evaluate": set(),
+}
+"""Functions of the training loop that the metrics wrap, and the arguments that they read."""
+
+
+def claims_of_the_loop() -> dict[str, bool]:
+    """In a worker: what is true of Megatron's training loop and its checkpoints."""
+    from megatron.training import checkpointing, global_vars, training
+
+    def calls(function: Any) -> set[str]:
+        return set(inspect.unwrap(function).__code__.co_names)
+
+    source = inspect.getsource(checkpointing)
+    claims = {
+        f"{name} takes them": arguments <= set(inspect.signature(getattr(training, name)).parameters)
+        for name, arguments in LOOP.items()
+    }
+    return claims | {
+        "train calls them by name": LOOP.keys() - {"evaluate"} <= calls(training.train),
+        "evaluate is called by name": "evaluate" in calls(training.evaluate_and_print_results),
+        "writers": hasattr(global_vars, "get_tensorboard_writer")
+        and hasattr(global_vars, "get_wandb_writer"),
+        "core's save is called": "dist_checkpointing.save(" in source,
+        "core's load is called": "dist_checkpointing.load(" in source,
+        "folders": checkpointing.get_checkpoint_name("f", 7, return_base_dir=True) == "f/iter_0000007",
+    }
+
+
+def test_the_training_loop_is_as_the_hooks_expect(pool):
+    (claims,) = pool.run(claims_of_the_loop, world_size=1)
+    assert [claim for claim, holds in claims.items() if not holds] == []
 
 
 def warnings_of(release: str | None) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,24 +31,10 @@ from megatron_patch.config import CompressionConfig
 from megatron_patch.session.session import Session
 
 
-class Recorded:
-    """An exchange, and its handle, that note when they are waited for."""
-
-    def __init__(self, name: str, waits: list[str]) -> None:
-        self.name, self.waits = name, waits
-
-    def start(self, *_: object) -> Recorded:
-        return self
-
-    def wait(self) -> None:
-        self.waits.append(self.name)
-
-    @property
-    def senders(self) -> list[Any]:
-        return []
-
-    def traffic(self, tensor: object) -> ExchangeTraffic:
-        return ExchangeTraffic()
+def recorded(name: str, waits: list[str]) -> Any:
+    """An exchange that notes when its handle is waited for."""
+    handle = SimpleNamespace(wait=lambda: waits.append(name))
+    return SimpleNamespace(start=lambda *_: handle, senders=[], traffic=lambda tensor: ExchangeTraffic())
 
 
 def test_an_exchange_waits_for_old_ones_of_its_own_group_only():
@@ -55,8 +42,7 @@ def test_an_exchange_waits_for_old_ones_of_its_own_group_only():
     waits: list[str] = []
     chunks = [Session(CompressionConfig(method="loco"), torch.device("cpu")) for _ in range(2)]
     for number, group in enumerate(("dense", "dense", "expert", "dense", "expert", "expert")):
-        exchange = Recorded(f"{group} {number}", waits)
-        chunks[number % 2].start(exchange, None, None, True, group)
+        chunks[number % 2].start(recorded(f"{group} {number}", waits), None, None, True, group)
     assert waits == ["dense 0", "expert 2"]
 
 

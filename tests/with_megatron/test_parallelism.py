@@ -59,11 +59,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         BF16 | {"ddp": BF16["ddp"] | {"average_in_collective": True}},
         {"bits": 4, "ranks_per_node": 2, "topology": "two_hop"},
     ),
-    "two-hop-tp2-pp2-dp2-on-a-node": (  # a group within a node has no second hop
-        8,
-        {"tp": 2, "pp": 2},
-        {"bits": 4, "ranks_per_node": 4},
-    ),
+    "two-hop-tp2-dp4": (8, {"tp": 2}, {"bits": 4, "ranks_per_node": 4}),
     # Sums over 4 ranks of a node have no fixed order, so blocks fork at ties: small ones, or much would.
     "two-hop-ep2-dp8": (8, MOE, {"bits": 4, "block_size": 16, "ranks_per_node": 4}),
     "two-hop-instances2-dp4": (8, {"instances": 2}, {"bits": 4, "ranks_per_node": 2}),

@@ -27,7 +27,7 @@ def weight_run(
     megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**{"start_step": 0} | options))
     weights = [attachment_of(chunk).weights for chunk in gpt.chunks]
     told, bits = [], []
-    other = AROUND[around]
+    (other,) = (one for one in AROUND if one.__name__ == around)
     other(gpt, -1)
     for step in range(steps):
         gpt.backward(step)
@@ -186,17 +186,7 @@ def one_copy_changes(gpt: Any, step: int) -> None:
         bits[step % bits.numel()] ^= 1 << (step % 8)
 
 
-AROUND = {
-    one.__name__: one
-    for one in (
-        nothing,
-        evaluations,
-        evaluations_in_inference_mode,
-        forced_twice,
-        user_edits,
-        one_copy_changes,
-    )
-}
+AROUND = (nothing, evaluations, evaluations_in_inference_mode, forced_twice, user_edits, one_copy_changes)
 
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray:

@@ -62,7 +62,3 @@ def test_what_cannot_be_repaired_is_logged(
     with caplog.at_level(logging.WARNING):
         tracker.repair(tmp_path)
     assert "cannot be repaired: [Errno 28] No space left" in caplog.text
-    (tmp_path / tracker.NAME).unlink()
-    (tmp_path / tracker.NAME).mkdir()
-    tracker.repair(tmp_path)
-    assert tracker.latest(tmp_path) is None

@@ -30,17 +30,8 @@ def test_a_chain_in_a_chain_is_stepped_part_by_part():
     assert leaves_of(rest) == [rest]
 
 
-HALF = {
-    "dtypes": ("float16",),
-    "grad_reduce_in_fp32": False,
-    "optimizer": {
-        "initial_loss_scale": 256.0,
-        "loss_scale_window": 2,
-        "hysteresis": 1,
-        "min_loss_scale": 1.0,
-    },
-}
-
+SCALING = {"initial_loss_scale": 256.0, "loss_scale_window": 2, "hysteresis": 1, "min_loss_scale": 1.0}
+HALF = {"dtypes": ("float16",), "grad_reduce_in_fp32": False, "optimizer": SCALING}
 needs_mimo = pytest.mark.skipif(
     core_before("0.18"), reason="this Megatron has no optimizer that steps others by halves"
 )

@@ -34,7 +34,7 @@ def fp16(**ddp: Any) -> dict[str, Any]:
 # name: (ranks, model, method, what happens around steps)
 ONEBIT = {"method": "onebit_adam", "warmup_steps": 3}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
-    "dp4": (4, bf16(), {}, "nothing"),
+    "loco-two-hop-dp4": (4, bf16(), LOCO | {"ranks_per_node": 2}, "nothing"),
     "dp4-overlap-evaluations": (4, bf16(**GATHERED), {}, "evaluations"),
     "dp2-overlap-inference-mode": (2, bf16(**GATHERED), {}, "evaluations_in_inference_mode"),
     "dp2-overlap-forced": (2, bf16(**GATHERED), {}, "forced_twice"),
