@@ -4,7 +4,7 @@
     bridge_training.py FOLDER STEPS STOP CHANGE
 
 trains up to STOP of STEPS steps from the checkpoint in FOLDER, if there is one, and saves there every 5
-steps, by Bridge's own checkpoint manager. CHANGE is none, async (saves) or without (error states).
+steps, by Bridge's own checkpoint manager. CHANGE is none or async (saves).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def main() -> None:
     if change == "async":
         cfg.checkpoint.async_save, cfg.checkpoint.async_strategy = True, "mcore"
         patching.restore(symbols.RESULTS_QUEUE)  # the stand-in's is not for processes that write
-    config = megatron_patch.CompressionConfig(method="loco", bits=4, save_error=change != "without")
+    config = megatron_patch.CompressionConfig(method="loco", bits=4)
     cfg.model.register_post_wrap_hook(partial(megatron_patch.attach, config=config))
     for module in (train, evaluation):  # ModelOpt's, which says None where nothing is distilled
         module.get_tensor_shapes_adjust_fn_for_distillation = lambda *args, **kwargs: None

@@ -26,9 +26,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def train(folder: Path, stop: int, change: str = "none", ranks: int = 2) -> str:
-    """Everything that the ranks print; `change` is none, async (saves) or without (error states)."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+def train(folder: Path, stop: int, change: str) -> str:
+    """Everything that the ranks print; `change` is none or async (saves)."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     done = subprocess.run(
         [*torchrun, str(SCRIPT), str(folder), str(STEPS), str(stop), change],
         env=os.environ | CPU_ENVIRONMENT | {"OMP_NUM_THREADS": "1", "PYTHONPATH": _path()},
@@ -79,14 +79,3 @@ def test_bridge_resumes_bit_for_bit_with_the_error_states_in_its_checkpoint(
     assert sum(one.numel() for one in expected.values()) > 3 * 85_504
     for name, one in expected.items():
         torch.testing.assert_close(resumed[name], one, rtol=0, atol=0, msg=name)
-    if change == "async":
-        return
-    others = tmp_path / "others"
-    train(others, HALF)
-    line = "errors start from zero: the checkpoint is of another layout (data 2 -> 4)"
-    assert line in train(others, STEPS, ranks=4)
-    without = tmp_path / "without"
-    train(without, HALF, "without")
-    assert "they were not saved" in train(without, STEPS, "without")
-    other = tensors(without, STEPS)
-    assert any(not torch.equal(other[name], one) for name, one in expected.items() if name in other)

@@ -32,6 +32,13 @@ EPSILON = 1e-2
 """Adam's eps, as large as gradients are: with 1e-8 a gradient off by a constant factor would train alike."""
 
 
+BF16 = {"dtype": "bf16", "ddp": {"grad_reduce_in_fp32": False}}
+OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 1500}
+GATHERED = OVERLAP | {"overlap_param_gather": True}
+MOE = {"experts": 4, "ep": 2}
+"""Arguments of `build`, and of its `ddp`."""
+
+
 @dataclass
 class GPT:
     """The DDP-wrapped chunks of one rank, their optimizer, and how to train them: one step is `backward`,
@@ -83,25 +90,12 @@ class GPT:
 
     def backward(self, step: int) -> None:
         """All microbatches of a step, the gradients' exchange, and finalize_model_grads."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        iterators = [self.batches(step) for _ in self.chunks]
-        with self._hooked():
-            reduced = get_forward_backward_func()(
-                forward_step_func=_forward_step,
-                data_iterator=_one_or_all(iterators),
-                model=_one_or_all(self.chunks),
-                num_microbatches=self.microbatches,
-                seq_length=SEQUENCE,
-                micro_batch_size=MICROBATCH,
-                forward_only=False,
-            )
-        self.losses.extend(float(loss / tokens) for loss, tokens in reduced)
+        self.evaluate(step, forward_only=False)
 
-    def evaluate(self, step: int) -> None:
+    def evaluate(self, step: int, forward_only: bool = True) -> None:
         """The forward passes of a step alone; their losses count with the others."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -114,7 +108,7 @@ class GPT:
                 num_microbatches=self.microbatches,
                 seq_length=SEQUENCE,
                 micro_batch_size=MICROBATCH,
-                forward_only=True,
+                forward_only=forward_only,
             )
         self.losses.extend(float(loss / tokens) for loss, tokens in reduced)
 
@@ -124,6 +118,11 @@ class GPT:
         if successful:
             self.scheduler.step(increment=1)
         return successful
+
+    def step(self, step: int) -> bool:
+        """`backward` and `update`."""
+        self.backward(step)
+        return self.update()
 
     @contextlib.contextmanager
     def _hooked(self) -> Iterator[None]:
@@ -192,7 +191,6 @@ def build(
     dispatcher: str = "alltoall",
     sequence_parallel: bool = False,
     tied: bool = False,
-    learned_positions: bool = False,
     dtype: str = "fp32",
     microbatches: int = 2,
     per_token_loss: bool = False,
@@ -201,7 +199,6 @@ def build(
     muon: str | None = None,
     learning_rate: float = LEARNING_RATE,
     frozen: tuple[str, ...] = (),
-    torch_fsdp2: bool = False,
     seed: int = 1234,
 ) -> GPT:
     """Initialize Megatron's process groups (once a run), and build the model, its DDP and its optimizer.
@@ -212,11 +209,10 @@ def build(
         experts: number of experts of every layer's MLP; None: dense.
         shared_experts: size of the experts that every token passes.
         tied: one weight for the embedding and the output layer.
-        learned_positions: learned absolute position embeddings instead of rotary ones.
         dtype: of the parameters: "fp32", "bf16" or "fp16".
-        ddp, optimizer: more fields of DistributedDataParallelConfig and OptimizerConfig.
+        ddp, optimizer: more fields of DistributedDataParallelConfig, which may ask for Megatron-FSDP, and of
+            OptimizerConfig.
         frozen: parts of the names of parameters that are not trained.
-        torch_fsdp2: as --use-torch-fsdp2, in place of DDP; `ddp` asks for Megatron-FSDP.
         muon: trains matrices by Muon, others by Adam (megatron-core 0.18 and later). "layout": with
             --use-distributed-optimizer, layer-wise; "no_layout": layer-wise with
             --no-use-layer-wise-param-layout; "replicated": without the distributed optimizer.
@@ -278,11 +274,11 @@ def build(
         apply_rope_fusion=False,
         **half,
     )
-    models = _models(config, vpp, tied, learned_positions)
+    models = _models(config, vpp, tied)
     for name, parameter in (pair for model in models for pair in model.named_parameters()):
         if any(part in name for part in frozen):
             parameter.requires_grad_(False)
-    chunks = _wrapped(config, ddp_config, models, muon == "layout", torch_fsdp2)
+    chunks = _wrapped(config, ddp_config, models, muon == "layout")
     optimizer_options = {
         "lr": learning_rate,
         "min_lr": learning_rate,
@@ -321,7 +317,7 @@ def _muon(mode: str) -> dict[str, Any]:
     }
 
 
-def _models(config: Any, vpp: int | None, tied: bool, learned_positions: bool) -> list[Any]:
+def _models(config: Any, vpp: int | None, tied: bool) -> list[Any]:
     """This rank's chunks of the model."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
@@ -340,7 +336,7 @@ def _models(config: Any, vpp: int | None, tied: bool, learned_positions: bool) -
                 pre_process=parallel_state.is_pipeline_first_stage(**stages),
                 post_process=parallel_state.is_pipeline_last_stage(**stages),
                 share_embeddings_and_output_weights=tied,
-                position_embedding_type="learned_absolute" if learned_positions else "rope",
+                position_embedding_type="rope",
                 vp_stage=stages["vp_stage"],
             )
         )
@@ -352,19 +348,12 @@ def _models(config: Any, vpp: int | None, tied: bool, learned_positions: bool) -
     return models
 
 
-def _wrapped(
-    config: Any, ddp_config: Any, models: list[Any], layer_wise: bool, torch_fsdp2: bool
-) -> list[Any]:
-    """The chunks in Megatron's DDP, or one of its FSDPs, as megatron.training.get_model wraps them."""
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        FullyShardedDataParallel,
-        TorchFullyShardedDataParallel,
-    )
+def _wrapped(config: Any, ddp_config: Any, models: list[Any], layer_wise: bool) -> list[Any]:
+    """The chunks in Megatron's DDP, or its FSDP, as megatron.training.get_model wraps them."""
+    from megatron.core.distributed import DistributedDataParallel, FullyShardedDataParallel
 
-    if torch_fsdp2 or ddp_config.use_megatron_fsdp:
-        wrapper = TorchFullyShardedDataParallel if torch_fsdp2 else FullyShardedDataParallel
-        return [wrapper(config, ddp_config, model) for model in models]
+    if ddp_config.use_megatron_fsdp:
+        return [FullyShardedDataParallel(config, ddp_config, model) for model in models]
     layouts = _layer_wise_layouts(models, ddp_config) if layer_wise else [{}] * len(models)
     return [
         DistributedDataParallel(config, ddp_config, model, disable_bucketing=number > 0, **layouts[number])

@@ -1,9 +1,8 @@
 """Stand-ins for what Megatron's precision-aware and offloaded optimizers need a GPU for.
 
-FusedAdam is Transformer Engine's, a CUDA kernel. What the exchanges can notice of it is the same here: it
-takes gradients from `decoupled_grad`, holds fp32 main weights itself, and writes the model's bf16 weights
-inside its own step. Of the offloaded optimizer, HybridDeviceOptimizer, all is Megatron's but the choice of
-parameters, which asks whether they are on a GPU.
+FusedAdam is Transformer Engine's, a CUDA kernel: it takes gradients from `decoupled_grad`, holds fp32 main
+weights, and writes the model's bf16 weights inside its own step. Of the offloaded optimizer,
+HybridDeviceOptimizer, all is Megatron's but the choice of parameters, which asks whether they are on a GPU.
 """
 
 from __future__ import annotations

@@ -21,8 +21,10 @@ from simulation.agreement import Agreement
 from simulation.all_reduce_float64 import AllReduceAgreement
 from simulation.codes import round_to_gradient_dtype
 from simulation.loco_float64 import LoCoSimulation, block_labels
+from with_megatron.gpt_model import BETAS, EPSILON, LEARNING_RATE, WEIGHT_DECAY
 
 DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
+ADAM = AdamOptions(LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY)
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,15 @@ class Layout:
         """The first and the last stage's rank of this rank's pipeline."""
         apart = self.world // self.pp
         return [rank % apart, rank % apart + self.world - apart]
+
+
+def layout_of(ranks: int, model: dict[str, Any]) -> Layout:
+    """The layout of a model of gpt_model.build or tiny_model.build."""
+    sizes = {key: model[key] for key in ("tp", "pp", "ep", "expert_tp", "instances") if key in model}
+    if "expert_parallel" in model:
+        sizes["ep"] = model["expert_parallel"]
+    distributed = model.get("ddp", {}).get("use_distributed_optimizer", True)
+    return Layout(ranks, distributed=distributed and model.get("muon", "layout") == "layout", **sizes)
 
 
 @dataclass(frozen=True)
@@ -361,3 +372,24 @@ def copies(reports: list[dict[str, Any]], layout: Layout) -> list[list[tuple[int
                 key = (name, layout.stage(rank))
             found.setdefault(key, []).append((rank, name))
     return [ranks_and_names for ranks_and_names in found.values() if len(ranks_and_names) > 1]
+
+
+def apart(reports: list[dict[str, Any]], layout: Layout, weights: Any) -> list[str]:
+    """The copies of parameters that are not bit for bit equal; `weights` takes them from a report."""
+    found = []
+    for (rank, name), *others in copies(reports, layout):
+        mine = weights(reports[rank])[name]
+        for other, its_name in others:
+            if not np.array_equal(mine, weights(reports[other])[its_name]):
+                found.append(f"{name} of rank {rank}, {its_name} of rank {other}")
+    return found
+
+
+def distance(reports: list[dict[str, Any]], mine: str, theirs: str = "uncompressed") -> float:
+    """How far two trainings ended from one another, in units of the way that the second one went."""
+
+    def squares(a: str, b: str) -> float:
+        pairs = [(report[a][name], report[b][name]) for report in reports for name in report[a]]
+        return sum(float(((x.double() - y.double()) ** 2).sum()) for x, y in pairs)
+
+    return (squares(mine, theirs) / squares("initial", theirs)) ** 0.5

@@ -1,7 +1,7 @@
 """Trains a model in a worker and writes down, outside the product, what an exchange starts from and leaves.
 
 A model is anything with `chunks` (Megatron's DDP), `parameters` by name, `backward(step)`, `update()`,
-`gather()`, `loss_scale` and `tokens(step)`: gpt_model.GPT, and tiny_training.TinyTraining.
+`gather()`, `loss_scale` and `tokens(step)`: gpt_model.GPT, and tiny_model.TinyTraining.
 
 Per step and bucket: this rank's own gradient, as it was before Megatron scaled it; what each sender sent;
 its error after the optimizer's step. Per step: the parameters. `start_grad_sync` is wrapped on the instance,
@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from coded_values import coded_values, decoded
+from with_megatron.seam_runs import attach, attachment_of
+
+import megatron_patch
 
 PARTS = {"reduce-scatter": ("scatter",), "all-reduce": ("reduce", "owner")}
-"""By the kind of a stage, what its senders are called here."""
-"""What the comparison calls each kind of sender; in two hops, `scatter` is of a node's sum."""
+"""By the kind of a stage, what its senders are called here; in two hops, `scatter` is of a node's sum."""
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
@@ -27,13 +29,8 @@ def weights(model: Any) -> dict[str, torch.Tensor]:
 
 def trained(model: Any, compression: dict[str, Any] | None, steps: int) -> dict[str, torch.Tensor]:
     """Train, with compression or (None) without; returns the weights."""
-    import megatron_patch
-
     if compression is not None:
-        megatron_patch.attach(
-            model.chunks,
-            megatron_patch.CompressionConfig(**{"method": "loco", "start_step": 0} | compression),
-        )
+        attach(model.chunks, compression)
     for step in range(steps):
         model.backward(step)
         model.update()
@@ -44,11 +41,7 @@ def trained(model: Any, compression: dict[str, Any] | None, steps: int) -> dict[
 
 def recorded(model: Any, compression: dict[str, Any], steps: int) -> dict[str, Any]:
     """Train with compression and return the record: see the top of this file."""
-    import megatron_patch
-
-    megatron_patch.attach(
-        model.chunks, megatron_patch.CompressionConfig(**{"method": "loco", "start_step": 0} | compression)
-    )
+    attach(model.chunks, compression)
     recorder = _Recorder(model)
     report: dict[str, Any] = {
         "buckets": recorder.describe(),
@@ -88,33 +81,42 @@ def _marks(parameter: torch.nn.Parameter) -> dict[str, Any]:
     }
 
 
+def buckets_of(model: Any) -> list[tuple[dict[str, Any], Any]]:
+    """Every bucket of all chunks, in their order, and what is in it."""
+    names = {id(parameter): name for name, parameter in model.parameters.items()}
+    return [
+        (
+            {
+                "expert": place >= len(chunk.bucket_groups),
+                "numel": bucket.grad_data.numel(),
+                "dtype": str(bucket.grad_data.dtype),
+                "parameters": {names[id(p)]: span for p, span in bucket.param_to_index.items()},
+                "shapes": {names[id(p)]: tuple(p.shape) for p in bucket.param_to_index},
+            },
+            bucket,
+        )
+        for chunk in model.chunks
+        for place, group in enumerate(chunk.bucket_groups + chunk.expert_parallel_bucket_groups)
+        for bucket in group.buckets
+    ]
+
+
 class _Recorder:
     """Wraps the bucket groups and senders of an attached model."""
 
     def __init__(self, model: Any) -> None:
-        from megatron_patch.megatron.attach import attachment_of
-
-        self.names = names = {id(parameter): name for name, parameter in model.parameters.items()}
+        self.names = {id(parameter): name for name, parameter in model.parameters.items()}
         self.groups: list[Any] = []
         self.buckets: list[tuple[dict[str, Any], dict[str, Any]]] = []  # description, senders by their part
         self.gradients: dict[int, torch.Tensor] = {}
         self.sent: dict[int, dict[str, torch.Tensor]] = {}
-        for number, chunk in enumerate(model.chunks):
-            attachment = attachment_of(chunk)
+        described = buckets_of(model)
+        for chunk in model.chunks:
             groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
-            for place, (group, seam) in enumerate(zip(groups, attachment.seams, strict=True)):
+            for group, seam in zip(groups, attachment_of(chunk).seams, strict=True):
                 assert seam.group is group
                 first = len(self.buckets)
-                for index, bucket in enumerate(group.buckets):
-                    inside = {names[id(p)]: span for p, span in bucket.param_to_index.items()}
-                    description = {
-                        "chunk": number,
-                        "expert": place >= len(chunk.bucket_groups),
-                        "numel": bucket.grad_data.numel(),
-                        "dtype": str(bucket.grad_data.dtype),
-                        "parameters": inside,
-                        "shapes": {names[id(p)]: tuple(p.shape) for p in bucket.param_to_index},
-                    }
+                for index in range(len(group.buckets)):
                     senders = {
                         part: sender
                         for stage in seam.stages
@@ -125,7 +127,7 @@ class _Recorder:
                     }
                     for part, sender in senders.items():
                         self._keep_sent(len(self.buckets), part, sender)
-                    self.buckets.append((description, senders))
+                    self.buckets.append((described[len(self.buckets)][0], senders))
                 self._keep_gradients(first, group)
                 self.groups.append(group)
 

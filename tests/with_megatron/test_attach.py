@@ -1,7 +1,4 @@
-"""Switching on and off: attach, enable, disable; what is refused, and a single rank.
-
-On Megatron's real DDP, buckets and distributed optimizer (tiny_model.py), 4 ranks unless said otherwise.
-"""
+"""Switching on and off: attach, enable, disable; what is refused, and a single rank."""
 
 from __future__ import annotations
 
@@ -9,36 +6,17 @@ import enum
 from typing import Any
 
 import pytest
-from with_megatron.seam_runs import SEVERAL, built, logged, same, trained
+import torch
+from with_megatron.seam_runs import SEVERAL, built, logged, refusal, same, session_of, trained
+from with_megatron.tiny_model import build
 
-MODELS = [
-    {},
-    SEVERAL,
-    {"dtypes": ("bfloat16",), "grad_reduce_in_fp32": False},
-    {"dtypes": ("float32", "bfloat16"), "grad_reduce_in_fp32": False, "single_group": True, "overlap": True},
-]
-
-
-def stock_and_none(model: dict[str, Any]) -> tuple[Any, Any, Any]:
-    return trained(model, None), trained(model, {"method": "none"}), trained(model, {"method": "loco"})
-
-
-@pytest.mark.parametrize("model", MODELS, ids=["plain", "several", "bf16", "mixed"])
-def test_method_none_is_bit_identical_to_stock_megatron(pool, model):
-    for stock, none, loco in pool.run(stock_and_none, model):
-        assert same(stock, none)
-        assert not same(stock, loco), "the comparison can fail"
-        assert none["events"]["uncompressed_syncs"] == 0
-        assert 16 <= none["bits"] <= 32
-        assert loco["bits"] < 9, "tiny payloads have more padding and scales than 4.125 bits"
+import megatron_patch
+from megatron_patch.config import CompressionConfig
+from megatron_patch.errors import UserError
 
 
 def attach_and_disable() -> dict[str, Any]:
     from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer, MixedPrecisionOptimizer
-
-    import megatron_patch
-    from megatron_patch import CompressionConfig, UserError
-    from megatron_patch.megatron.attach import session_of
 
     classes = (ChainedOptimizer, MixedPrecisionOptimizer, FP32Optimizer)
     stock_steps = [cls.step for cls in classes]
@@ -61,10 +39,9 @@ def attach_and_disable() -> dict[str, Any]:
         and [cls.step for cls in classes] == wrapped_steps
         and compressor.ledger.steps == 1
     )
-    try:
+    with pytest.raises(UserError) as error:
         megatron_patch.attach([tiny.ddp], CompressionConfig(method="loco", bits=4, start_step=0))
-    except UserError as error:
-        report["refusal"] = str(error)
+    report["refusal"] = str(error.value)
     tiny.step(tiny.random_gradients(1))
     report["steps"] = compressor.ledger.steps
 
@@ -75,21 +52,10 @@ def attach_and_disable() -> dict[str, Any]:
         and session_of(tiny.ddp) is None
     )
     megatron_patch.disable()
-    # Same weights, same further gradients, stock exchange: the shards must be the stock ones.
-    other, _ = built(SEVERAL, None)
-    report["stock again"] = all(
-        bool((mine == theirs).all())
-        for step in range(2, 4)
-        for mine, theirs in zip(
-            tiny.exchange(tiny.random_gradients(step)),
-            other.exchange(other.random_gradients(step)),
-            strict=True,
-        )
-    )
+    tiny.exchange(tiny.random_gradients(2))
     report["counted after"] = compressor.ledger.steps
     megatron_patch.attach(tiny.ddp, CompressionConfig(method="loco", bits=4, start_step=0))
     report["attached anew"] = session_of(tiny.ddp).config.bits
-    megatron_patch.disable()
     return report
 
 
@@ -105,84 +71,58 @@ def test_attaching_is_idempotent_and_disabling_leaves_no_trace(pool):
 def enable_and_disable() -> dict[str, Any]:
     from megatron.core.distributed import DistributedDataParallel
 
-    import megatron_patch
-    from megatron_patch import CompressionConfig
-    from megatron_patch.megatron.attach import session_of
-
     stock = DistributedDataParallel.__init__
-    report: dict[str, Any] = {"attached": trained(SEVERAL, {"bits": 2})}
+    report: dict[str, Any] = {}
     megatron_patch.enable(CompressionConfig(bits=8, start_step=0))
-    megatron_patch.enable(CompressionConfig(method="loco", bits=2, start_step=0))
-    report["name"] = DistributedDataParallel.__init__.__name__
+    megatron_patch.enable(CompressionConfig(bits=2, start_step=0))
+    report["name"] = DistributedDataParallel.__init__.__name__ == "__init__"
     report["wrapped once"] = DistributedDataParallel.__init__.__wrapped__ is stock
-    tiny, compressor = built(SEVERAL, {}, attached=False)
-    report["bits"] = compressor.config.bits
-    report["shards"] = [tiny.step(tiny.random_gradients(step)) for step in range(5)]
-    report["weights"] = tiny.weights()
-    report["steps"] = compressor.ledger.steps
+    tiny, _ = built(SEVERAL, None)
+    compressor = session_of(tiny.ddp)
+    report["bits"] = compressor.config.bits == 2
+    tiny.step(tiny.random_gradients(0))
+    report["steps"] = compressor.ledger.steps == 1
     megatron_patch.disable()
     report["unwrapped"] = DistributedDataParallel.__init__ is stock
-    later, none = built({}, {}, attached=False)
-    report["later is stock"] = none is None and "start_grad_sync" not in vars(later.groups[0])
+    later, _ = built({}, None)
+    report["later is stock"] = session_of(later.ddp) is None
+    report["later is left alone"] = "start_grad_sync" not in vars(later.groups[0])
     report["earlier is detached"] = session_of(tiny.ddp) is None
     return report
 
 
 def test_enabling_attaches_what_is_built_later_and_disabling_ends_it(pool):
+    """That it trains as `attach` does is in test_doors.py."""
     for report in pool.run(enable_and_disable):
-        # attach after the optimizer was built, enable before: the same numbers.
-        assert same(report, report["attached"])
-        assert (report["bits"], report["steps"], report["name"]) == (2, 5, "__init__")
-        for fact in ("wrapped once", "unwrapped", "later is stock", "earlier is detached"):
-            assert report[fact], fact
+        assert report == dict.fromkeys(report, True)
 
 
 def refusals() -> dict[str, Any]:
-    import torch
-    from with_megatron.tiny_model import build
-
-    import megatron_patch
-    from megatron_patch.megatron.attach import session_of
-
-    answers = {}
     sharded, experts = build().ddp, build().ddp
     sharded.config.tensor_parallel_num_weight_shards = 2
     experts.config.tensor_parallel_num_weight_shards = 1
     experts.config.expert_tensor_parallel_num_weight_shards = 2
-    megatron_patch.attach(
-        [sharded], megatron_patch.CompressionConfig(method="none")
-    )  # no gradient compressed
+    megatron_patch.attach([sharded], CompressionConfig(method="none"))  # no gradient is compressed
     assert session_of(sharded) is not None
     megatron_patch.disable()
     graphs, older_graphs = build().ddp, build().ddp
     graphs.config.cuda_graph_impl = "full_iteration"
     older_graphs.config.cuda_graph_impl = "local"
     older_graphs.config.cuda_graph_scope = [enum.Enum("CudaGraphScope", ["full_iteration"]).full_iteration]
-    for name, chunk in (
-        ("tensor_parallel_num_weight_shards", sharded),
-        ("expert_tensor_parallel_num_weight_shards", experts),
-        ("cuda_graph_impl", graphs),
-        ("cuda_graph_scope", older_graphs),
-        ("Linear", torch.nn.Linear(2, 2)),
-    ):
-        try:
-            megatron_patch.attach([chunk])
-        except megatron_patch.UserError as error:
-            answers[name] = str(error)
-        assert session_of(chunk) is None
-    megatron_patch.disable()
+    chunks = {
+        "tensor_parallel_num_weight_shards": sharded,
+        "expert_tensor_parallel_num_weight_shards": experts,
+        "cuda_graph_impl": graphs,
+        "cuda_graph_scope": older_graphs,
+        "Linear": torch.nn.Linear(2, 2),
+    }
+    answers = {name: refusal(megatron_patch.attach, [chunk]) for name, chunk in chunks.items()}
+    assert not any(session_of(chunk) for chunk in chunks.values())
     return answers
 
 
 def test_what_cannot_be_served_is_refused_by_name(pool):
     (answers,) = pool.run(refusals, world_size=1)
-    assert set(answers) == {
-        "tensor_parallel_num_weight_shards",
-        "expert_tensor_parallel_num_weight_shards",
-        "cuda_graph_impl",
-        "cuda_graph_scope",
-        "Linear",
-    }
     for name, message in answers.items():
         assert name in message
         assert "\n" not in message
@@ -191,29 +131,24 @@ def test_what_cannot_be_served_is_refused_by_name(pool):
 
 def gradients_in_fp64(method: str) -> str:
     from megatron.core.distributed import DistributedDataParallel
-    from with_megatron.tiny_model import build
-
-    import megatron_patch
 
     tiny = build(grad_reduce_in_fp32=False)
     ddp = DistributedDataParallel(tiny.ddp.config, tiny.ddp.ddp_config, tiny.ddp.module.double())
-    try:
-        megatron_patch.attach([ddp], megatron_patch.CompressionConfig(method=method, start_step=0))
+
+    def train() -> None:
+        megatron_patch.attach([ddp], CompressionConfig(method=method, start_step=0))
         ddp([gradient.double() for gradient in tiny.random_gradients(0)]).backward()
         ddp.finish_grad_sync()
-    except megatron_patch.UserError as error:
-        return str(error)
-    finally:
-        megatron_patch.disable()
-    return "trained"
+
+    return refusal(train)
 
 
 def test_gradients_in_fp64_are_refused_when_they_are_attached_unless_none_is_compressed(pool):
     for told in pool.run(gradients_in_fp64, "loco", world_size=2):
         assert told.startswith("gradients in torch.float64 cannot be compressed")
         assert "grad_reduce_in_fp32" in told
-    assert pool.run(gradients_in_fp64, "none", world_size=2) == ["trained"] * 2
-    assert pool.run(gradients_in_fp64, "loco", world_size=1) == ["trained"]
+    assert pool.run(gradients_in_fp64, "none", world_size=2) == [""] * 2
+    assert pool.run(gradients_in_fp64, "loco", world_size=1) == [""]
 
 
 def single_rank(compression: dict[str, Any] | None) -> dict[str, Any]:

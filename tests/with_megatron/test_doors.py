@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from with_megatron.seam_runs import logged
+import torch
+from with_megatron.seam_runs import attach, built, logged, refusal
+from with_megatron.tiny_model import build
 from workflows.engine_runs import DOORS, OPTIONS, UNTIED, Run, engine
+
+import megatron_patch
 
 WARM_UP, LAST = 4, 12
 FLAGS = [
@@ -66,41 +70,21 @@ def test_compression_starts_when_the_learning_rate_has_stopped_rising(runs: Path
     assert f"expected at step {start}" in expected
 
 
-# --- mistakes --------------------------------------------------------------------------------------------
-
-
 def mistaken() -> dict[str, str]:
     """In a worker: what each mistake is answered with."""
-    import torch
-    from with_megatron.tiny_model import build
-
-    import megatron_patch
-
     tiny = build()
     config = megatron_patch.CompressionConfig(bits=4)
     doors: dict[str, Any] = {
         "attach unwrapped": lambda: megatron_patch.attach(tiny.ddp.module, config),
         "attach a module": lambda: megatron_patch.attach([torch.nn.Linear(1, 1)]),
         "attach a generator": lambda: megatron_patch.attach(chunk for chunk in [tiny.ddp]),
-        "attach nothing": lambda: megatron_patch.attach(None),
         "attach options": lambda: megatron_patch.attach(tiny.ddp, {"bits": 4}),
         "enable options": lambda: megatron_patch.enable({"bits": 4}),
-        "enable bits": lambda: megatron_patch.enable(4),
         "report unwrapped": lambda: megatron_patch.report(tiny.ddp.module),
-        "report a generator": lambda: megatron_patch.report(chunk for chunk in [tiny.ddp]),
         "state_dict unwrapped": lambda: megatron_patch.state_dict(tiny.ddp.module),
         "load_state_dict unwrapped": lambda: megatron_patch.load_state_dict([tiny.ddp.module], {}),
-        "state_dict a generator": lambda: megatron_patch.state_dict(chunk for chunk in [tiny.ddp]),
     }
-    answers = {}
-    for name, door in doors.items():
-        try:
-            door()
-            answers[name] = "nothing"
-        except megatron_patch.UserError as error:
-            answers[name] = str(error)
-    megatron_patch.disable()
-    return answers
+    return {name: refusal(door) for name, door in doors.items()}
 
 
 def test_a_mistake_at_a_door_is_one_line_that_names_it(pool):
@@ -109,7 +93,7 @@ def test_a_mistake_at_a_door_is_one_line_that_names_it(pool):
             caller, _, what = name.partition(" ")
             assert line.startswith(f"{caller}(): "), name
             assert "\n" not in line
-            if what in ("options", "bits"):
+            if what == "options":
                 assert "CompressionConfig(bits=4)" in line
             else:
                 assert "Megatron's DistributedDataParallel" in line
@@ -117,89 +101,57 @@ def test_a_mistake_at_a_door_is_one_line_that_names_it(pool):
         assert "generator" in answers["attach a generator"]
 
 
-def fsdp(options: dict[str, Any]) -> tuple[str, bool]:
-    """In a worker: what building Megatron's other wrappers says after `enable`, and after `disable`."""
-    from megatron.core.distributed.data_parallel_base import _BaseDataParallel
-    from megatron.core.transformer import TransformerConfig
-
-    import megatron_patch
-
-    class Sharded(_BaseDataParallel):
-        """Stands for Megatron-FSDP and Torch-FSDP2, which derive from the same class."""
-
-        def __init__(self) -> None:
-            super().__init__(config, torch.nn.Linear(2, 2))
-
-    import torch
-
-    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
-    megatron_patch.enable(megatron_patch.CompressionConfig(**options))
-    try:
-        Sharded()
-        answer = "built"
-    except megatron_patch.UserError as error:
-        answer = str(error)
-    megatron_patch.disable()
-    return answer, isinstance(Sharded(), _BaseDataParallel)
-
-
-@pytest.mark.parametrize(
-    ("options", "refused"),
-    [({}, True), ({"method": "none", "weight_gather": "exact"}, True), ({"method": "none"}, False)],
-    ids=str,
-)
-def test_fsdp_is_refused_when_it_is_built_unless_nothing_is_on(pool, options, refused):
+def fsdp() -> tuple[list[str], bool]:
+    """In a worker: what building Megatron's other wrappers says; whether all derive from what says it."""
     from megatron.core.distributed import TorchFullyShardedDataParallel
     from megatron.core.distributed.data_parallel_base import _BaseDataParallel
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+    from megatron.core.transformer import TransformerConfig
 
+    class Sharded(_BaseDataParallel):
+        def __init__(self) -> None:
+            super().__init__(config, torch.nn.Linear(2, 2))
+
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    answers = []
+    for options in ({}, {"method": "none", "weight_gather": "exact"}, {"method": "none"}):
+        megatron_patch.enable(megatron_patch.CompressionConfig(**options))
+        answers.append(refusal(Sharded))
+        megatron_patch.disable()
+    Sharded()
     # From 0.20 on FullyShardedDataParallel is a function that makes one of several classes.
     named = [value for name, value in vars(mcore_fsdp_adapter).items() if "FullySharded" in name]
-    classes = [value for value in named if isinstance(value, type)]
-    assert classes
-    assert all(issubclass(one, _BaseDataParallel) for one in [TorchFullyShardedDataParallel, *classes])
-    for answer, built in pool.run(fsdp, options, world_size=1):
-        assert built
-        assert ("--use-megatron-fsdp" in answer) == refused
-        assert (answer == "built") != refused
+    classes = [TorchFullyShardedDataParallel, *(value for value in named if isinstance(value, type))]
+    return answers, len(classes) > 1 and all(issubclass(one, _BaseDataParallel) for one in classes)
 
 
-def attached_again() -> dict[str, Any]:
-    from with_megatron.seam_runs import built
+def test_fsdp_is_refused_when_it_is_built_unless_nothing_is_on(pool):
+    ((answers, all_are),) = pool.run(fsdp, world_size=1)
+    assert ["--use-megatron-fsdp" in answer for answer in answers] == [True, True, False]
+    assert answers[2] == ""
+    assert all_are
 
-    import megatron_patch
-    from megatron_patch.megatron.attach import session_of
 
+def attached_again() -> tuple[tuple[int, int], bool, list[str]]:
     tiny, _ = built({}, {"start_step": 2})
     for step in range(3):
         tiny.step(tiny.random_gradients(step))
     megatron_patch.disable()
     tiny.step(tiny.random_gradients(3))
     with logged() as lines:
-        megatron_patch.attach(tiny.ddp, megatron_patch.CompressionConfig(start_step=2))
-    state = session_of(tiny.ddp)
-    found = {
-        "steps": (state.ledger.steps, state.ledger.steps_seen),
-        "active": state.ledger.onset.started,
-        "lines": lines,
-    }
-    megatron_patch.disable()
-    return found
+        ledger = attach([tiny.ddp], {"start_step": 2}).ledger
+    return (ledger.steps, ledger.steps_seen), ledger.onset.started, lines
 
 
 def test_a_model_that_is_attached_again_counts_on_and_says_so(pool):
-    found, *_ = pool.run(attached_again, world_size=2)
-    assert found["steps"] == (3, 3)
-    assert found["active"]
-    assert any("attached again: steps count on from 3" in line for line in found["lines"])
+    (steps, started, lines), _ = pool.run(attached_again, world_size=2)
+    assert steps == (3, 3)
+    assert started
+    assert any("attached again: steps count on from 3" in line for line in lines)
 
 
 def overridden() -> dict[str, bool]:
     """Another tool's override of the bucket groups' methods, set before and after ours."""
-    from with_megatron.seam_runs import built
-
-    import megatron_patch
-
     found = {}
     for name in ("start_grad_sync", "start_param_sync"):
         tiny, _ = built({}, None)

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch.distributed as dist
+from with_megatron.gpt_model import build
+from with_megatron.recording import weights
+
+import megatron_patch
 
 
 def continue_at(path: str, step: int) -> None:
@@ -39,9 +46,6 @@ def test_lines_from_the_first_new_step_on_are_replaced(pool, before, step, after
 
 def tokens_of_a_growing_batch(folder: str) -> list[float]:
     """In a worker: tokens of three steps, as logged; batches of 2, 4 and 6 samples of 8 tokens."""
-    from types import SimpleNamespace
-    from unittest import mock
-
     from megatron_patch.megatron import metrics
 
     run = metrics.RunMetrics(Path(folder))
@@ -70,14 +74,6 @@ def test_tokens_are_counted_by_the_batch_that_a_step_had(pool, tmp_path):
 
 def of_outer_steps(folder: str, compression: dict[str, Any]) -> Any:
     """In a worker: lines and bytes of six steps, and fp32 weights before and after outer steps."""
-    from types import SimpleNamespace
-    from unittest import mock
-
-    import torch.distributed as dist
-    from with_megatron.gpt_model import build
-    from with_megatron.recording import weights
-
-    import megatron_patch
     from megatron_patch.megatron import metrics
 
     gpt = build(instances=2)
@@ -89,8 +85,7 @@ def of_outer_steps(folder: str, compression: dict[str, Any]) -> Any:
     with mock.patch.object(metrics, "get_args", return_value=args):
         for step in range(6):
             run._before_step({"model": gpt.chunks})
-            gpt.backward(step)
-            gpt.update()
+            gpt.step(step)
             run._log_step({"iteration": step + 1, "loss_dict": {}, "grad_norm": None})
             sent.append(megatron_patch.report(gpt.chunks).gradient_bytes)
             if step % 3 == 2:
@@ -98,18 +93,12 @@ def of_outer_steps(folder: str, compression: dict[str, Any]) -> Any:
                 kept.append(weights(gpt))
     if run._file:
         run._file.close()
-    megatron_patch.disable()
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines() if dist.get_rank() == 3 else []
     return [json.loads(line) for line in lines], sent, kept
 
 
 @pytest.mark.parametrize(
-    "compression",
-    [
-        {"method": "none"},
-        {"method": "error_feedback", "bits": 4},
-        {"method": "error_feedback", "bits": 4, "outer_delay": 1},
-    ],
+    "compression", [{"method": "none"}, {"method": "error_feedback", "bits": 4, "outer_delay": 1}]
 )
 def test_outer_steps_bytes_are_spread_over_the_steps(pool, compression, tmp_path):
     """Every line has the mean of three steps, whichever lines are logged, and the norm of what has moved."""

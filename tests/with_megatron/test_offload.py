@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from coded_values import flat_error
+from with_megatron.checkpoint.whole_checkpoints import read, write
+from with_megatron.gpt_model import GATHERED, build
+from with_megatron.seam_runs import attach, refusal
 
-OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 1500, "overlap_param_gather": True}
+import megatron_patch
+
 CASES: dict[str, dict[str, Any]] = {
-    "loco": {"method": "loco", "start_step": 0},
     "exact gather": {"method": "loco", "start_step": 0, "weight_gather": "exact"},
     "onebit_adam": {"method": "onebit_adam", "warmup_steps": 2},
     "none": {"method": "none", "weight_gather": "exact"},
@@ -21,21 +25,14 @@ CASES: dict[str, dict[str, Any]] = {
 def trained(case: str, offloads: str) -> tuple[list[float], list[tuple[int, int]]]:
     """In a worker: six steps; after some of them all is moved away and asked for, or needed, again.
 
-    In the last case the first bucket's weights are on their way then, as a trainer may have asked for them.
-
     Returns the losses, and (bytes on the device with it, without it) of each time.
     """
-    from with_megatron.gpt_model import build
-
-    import megatron_patch
-
     on_its_way = case == "gather on its way"
-    gpt = build(dtype="bf16", ddp=OVERLAP if on_its_way else {})
+    gpt = build(dtype="bf16", ddp=GATHERED if on_its_way else {})
     megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**CASES[case]))
     held = []
     for step in range(6):
-        gpt.backward(step)
-        gpt.update()
+        gpt.step(step)
         if offloads != "never" and step in (1, 3, 4):
             before = megatron_patch.report(gpt.chunks).device_bytes
             if on_its_way:
@@ -46,12 +43,13 @@ def trained(case: str, offloads: str) -> tuple[list[float], list[tuple[int, int]
                 megatron_patch.reload()
     gpt.gather()
     weights = [float(parameter.double().sum()) for parameter in gpt.parameters.values()]
-    megatron_patch.disable()
     return [*gpt.losses, *weights], held
 
 
-@pytest.mark.parametrize("offloads", ["and reloads", "alone"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "offloads"),
+    [*((case, "alone") for case in CASES), ("exact gather", "and reloads")],
+)
 def test_a_run_goes_on_as_if_nothing_had_been_moved(pool: Any, case: str, offloads: str) -> None:
     """Without `reload` too: what needs it first brings it back."""
     stayed = pool.run(trained, case, "never", world_size=2)
@@ -65,22 +63,10 @@ def test_a_run_goes_on_as_if_nothing_had_been_moved(pool: Any, case: str, offloa
 
 def saved_while_away(folder: str) -> tuple[bool, str]:
     """In a worker: whether a checkpoint that is written meanwhile has the errors; a refusal within a step."""
-    import torch
-    from with_megatron.checkpoint.whole_checkpoints import read, write
-    from with_megatron.gpt_model import build
-
-    import megatron_patch
-    from megatron_patch.megatron.attach import session_of
-
     gpt = build()
-    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(method="loco", start_step=0))
-    session = session_of(gpt.chunks[0])
+    session = attach(gpt.chunks, {})
     gpt.backward(0)
-    refusal = ""
-    try:
-        megatron_patch.offload(gpt.chunks)
-    except megatron_patch.UserError as error:
-        refusal = str(error)
+    refused = refusal(megatron_patch.offload, gpt.chunks)
     gpt.update()
     before = [flat_error(sender.error).clone() for sender in session.senders]
     megatron_patch.offload(gpt.chunks)
@@ -88,11 +74,10 @@ def saved_while_away(folder: str) -> tuple[bool, str]:
     session.clear_errors()
     read(gpt, Path(folder))
     same = all(torch.equal(a, flat_error(s.error)) for a, s in zip(before, session.senders, strict=True))
-    megatron_patch.disable()
-    return same and all(bool(error.any()) for error in before), refusal
+    return same and all(bool(error.any()) for error in before), refused
 
 
 def test_a_checkpoint_has_what_lies_in_host_memory(pool: Any, tmp_path: Path) -> None:
-    for same, refusal in pool.run(saved_while_away, str(tmp_path / "checkpoint"), world_size=2):
+    for same, refused in pool.run(saved_while_away, str(tmp_path / "checkpoint"), world_size=2):
         assert same
-        assert "call it between steps" in refusal
+        assert "call it between steps" in refused

@@ -1,33 +1,34 @@
-"""What attaching says of the groups of ranks, and of two hops.
-
-On Megatron's real DDP, buckets and distributed optimizer (tiny_model.py), 4 ranks unless said otherwise.
-"""
+"""What attaching says of the groups of ranks, and of two hops."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from typing import Any
+from unittest import mock
 
-import pytest
 from with_megatron.seam_runs import built, logged
 
+import megatron_patch
 
-def announced(compression: dict[str, Any]) -> list[str]:
-    """What attaching says."""
-    import megatron_patch
 
-    with logged() as lines:
-        built({}, compression)
-    megatron_patch.disable()
-    return lines
+def announced(compressions: list[dict[str, Any]], flags: dict[str, Any] | None = None) -> list[list[str]]:
+    """What attaching says with each compression, in a training loop of Megatron's that has these flags."""
+    from megatron.training import global_vars
+
+    found = []
+    with mock.patch.object(global_vars, "_GLOBAL_ARGS", Namespace(**flags) if flags else None):
+        for compression in compressions:
+            with logged() as lines:
+                built({}, compression)
+            megatron_patch.disable()
+            found.append(lines)
+    return found
 
 
 TOPOLOGIES = {
-    "unknown": ({}, None),
     "auto": ({"ranks_per_node": 2}, "reduce-scatter in two hops over 2 nodes of 2 ranks: "),
     "asked for": ({"ranks_per_node": 2, "topology": "two_hop"}, "in two hops over 2 nodes of 2 ranks"),
     "flat": ({"ranks_per_node": 2, "topology": "flat"}, None),
-    "one node": ({"ranks_per_node": 4}, None),
     "one node, asked for": (
         {"ranks_per_node": 4, "topology": "two_hop"},
         "one hop, not two, for a group of ranks: all of its ranks are on one node",
@@ -39,83 +40,59 @@ TOPOLOGIES = {
 }
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES)
-def test_the_topology_is_said_and_so_is_why_not_two_hops(pool, name):
-    compression, line = TOPOLOGIES[name]
-    lines, *others = pool.run(announced, compression)
-    assert not any(others)
-    hops = [text for text in lines if "hop" in text]
-    assert len(hops) == (1 if line else 0)
-    if line:
-        assert line in hops[0]
+def test_the_topology_is_said_and_so_is_why_not_two_hops(pool):
+    first, *others = pool.run(announced, [compression for compression, _ in TOPOLOGIES.values()])
+    assert not any(lines for of_rank in others for lines in of_rank)
+    for lines, (_, line) in zip(first, TOPOLOGIES.values(), strict=True):
+        hops = [text for text in lines if "hop" in text]
+        assert len(hops) == (1 if line else 0)
+        assert line is None or line in hops[0]
 
 
-@pytest.mark.parametrize(
-    ("compression", "warned"),
-    [
-        ({"bits": 4}, False),
-        ({"bits": 2, "method": "naive"}, False),
-        ({"bits": 2, "method": "loco", "start_step": "auto"}, False),
-        ({"bits": 2, "method": "loco", "start_step": 0}, True),
-        ({"bits": 2, "method": "error_feedback", "start_step": 0}, True),
-        ({"bits": 2, "method": "error_feedback", "start_step": 1}, False),
-    ],
-)
-def test_error_feedback_with_few_bits_from_the_first_step_on_is_warned_of(pool, compression, warned):
-    lines = pool.run(announced, compression)[0]
-    assert any("from the first step on" in line for line in lines) == warned
+def test_error_feedback_with_few_bits_from_the_first_step_on_is_warned_of(pool):
+    compressions = {
+        "start": {"bits": 4},
+        "method": {"bits": 2, "method": "naive"},
+        "auto": {"bits": 2, "method": "loco", "start_step": "auto"},
+        "loco": {"bits": 2, "method": "loco", "start_step": 0},
+        "error_feedback": {"bits": 2, "method": "error_feedback", "start_step": 0},
+        "later": {"bits": 2, "method": "error_feedback", "start_step": 1},
+    }
+    found = pool.run(announced, list(compressions.values()), world_size=2)[0]
+    warned = [name for name, lines in zip(compressions, found, strict=True) if "first step on" in str(lines)]
+    assert warned == ["loco", "error_feedback"]
 
 
-def announced_under(flags: dict[str, Any], compression: dict[str, Any]) -> list[str]:
-    """What attaching says in a job of Megatron's training loop with these flags."""
-    from megatron.training import global_vars
-
-    before, global_vars._GLOBAL_ARGS = global_vars._GLOBAL_ARGS, Namespace(**flags)
-    try:
-        return announced(compression)
-    finally:
-        global_vars._GLOBAL_ARGS = before
-
-
-@pytest.mark.parametrize(
-    ("compression", "warned"),
-    [
-        ({"bits": 4, "start_step": "auto"}, False),
-        ({"bits": 4, "start_step": 0}, True),
-        ({"bits": 4, "start_step": 119}, True),
-        ({"bits": 4, "start_step": 120}, False),
-        ({"method": "none"}, False),
-        ({"method": "onebit_adam", "warmup_steps": 5}, False),
-    ],
-)
-def test_compression_within_the_warm_up_is_warned_of(pool, compression, warned):
+def test_compression_within_the_warm_up_is_warned_of(pool):
+    compressions = [
+        *({"bits": 4, "start_step": start} for start in ("auto", 0, 119, 120)),
+        {"method": "none"},
+        {"method": "onebit_adam", "warmup_steps": 5},
+    ]
     flags = {"lr_warmup_fraction": 0.12, "train_iters": 1000, "global_batch_size": 8}
-    lines = pool.run(announced_under, flags, compression)[0]
-    found = [line for line in lines if "warm-up of 120 steps" in line]
-    assert len(found) == warned
-    assert all("start_step auto, the default" in line for line in found)
+    found = pool.run(announced, compressions, flags, world_size=2)[0]
+    warnings = [[line for line in lines if "warm-up of 120 steps" in line] for lines in found]
+    assert [len(lines) for lines in warnings] == [0, 1, 1, 0, 0, 0]
+    assert all("start_step auto, the default" in line for lines in warnings for line in lines)
 
 
-AUTO = {"bits": 4, "start_step": "auto"}
+STARTS = [
+    ({"bits": 4, "start_step": "auto"}, "when the learning rate has stopped rising: expected at step 123"),
+    ({"bits": 4, "start_step": 120}, "after 120 optimizer steps"),
+    ({"bits": 4, "start_step": 0}, None),
+    ({"method": "none"}, None),
+    ({"method": "onebit_adam", "warmup_steps": 5}, None),
+]
 
 
-@pytest.mark.parametrize(
-    ("compression", "line"),
-    [
-        (AUTO, "compression starts when the learning rate has stopped rising: expected at step 123"),
-        ({"bits": 4, "start_step": 120}, "compression starts after 120 optimizer steps"),
-        ({"bits": 4, "start_step": 0}, None),
-        ({"method": "none"}, None),
-        ({"method": "onebit_adam", "warmup_steps": 5}, None),
-    ],
-)
-def test_the_log_says_when_compression_is_expected_to_start(pool, compression, line):
+def test_the_log_says_when_compression_is_expected_to_start(pool):
     flags = {"optimizer": "adam", "lr_warmup_iters": 120, "train_iters": 1000, "global_batch_size": 8}
-    lines, *others = pool.run(announced_under, flags, compression)
-    assert not any(others)
-    starts = [text for text in lines if "compression starts " in text and "within" not in text]
-    assert len(starts) == (line is not None)
-    assert all(line in text for text in starts)
-    without = [text for text in pool.run(announced, compression)[0] if "stopped rising" in text]
-    assert len(without) == (compression == AUTO)
+    compressions = [compression for compression, _ in STARTS]
+    first, other = pool.run(announced, compressions, flags, world_size=2)
+    assert not any(other)
+    for lines, (_, line) in zip(first, STARTS, strict=True):
+        starts = [text for text in lines if "compression starts " in text and "within" not in text]
+        assert [f"compression starts {line}" in text for text in starts] == [True] * (line is not None)
+    without = pool.run(announced, compressions[:1], world_size=2)[0][0]
+    assert any("stopped rising" in text for text in without)
     assert not any("expected" in text for text in without), "no flags are seen"

@@ -1,11 +1,15 @@
-"""What Megatron's flags say of the learning rate's warm-up, with batches that grow too."""
+"""What Megatron's flags say: the learning rate's warm-up, with batches that grow too; what is refused."""
 
 from __future__ import annotations
 
+import inspect
 from argparse import Namespace
 from typing import Any
 
 import pytest
+
+from megatron_patch.errors import UserError
+from megatron_patch.megatron.unsupported import refuse_flags
 
 
 def warm_up(flags: dict[str, Any], calculator: dict[str, Any] | None) -> int:
@@ -33,10 +37,8 @@ BATCH = {"global_batch_size": 64}
     ("flags", "steps"),
     [
         ({}, 0),
-        (BATCH, 0),
         ({**BATCH, "lr_warmup_iters": 25}, 25),
         ({**BATCH, "lr_warmup_iters": 0, "lr_warmup_samples": 0, "lr_warmup_fraction": None}, 0),
-        ({**BATCH, "lr_warmup_fraction": 0.015, "train_iters": 100}, 2),
         ({**BATCH, "lr_warmup_fraction": 0.07, "train_iters": 100}, 7),  # 0.07 * 100 is 7.000000000000001
         ({**BATCH, "lr_warmup_fraction": 0.1, "train_iters": 100, "lr_decay_iters": 50}, 5),
         ({**BATCH, "lr_warmup_samples": 1000, "train_samples": 50000}, 16),
@@ -65,8 +67,6 @@ def grown(thresholds: list[tuple[int, int]], samples: int) -> int:
 
 def test_a_schedule_of_batch_sizes_is_followed(pool):
     """By the final batch it would be a third of the steps."""
-    import inspect
-
     from megatron.core import num_microbatches_calculator as microbatches
 
     if (
@@ -84,3 +84,42 @@ def test_a_schedule_of_batch_sizes_is_followed(pool):
     expected = grown([(0, 32), (4000, 64), (12000, 128), (30000, 256)], 20_000)
     assert found == expected
     assert found > 3 * 20_000 / 256
+
+
+OUTER = {"compression_method": "none", "compression_outer_interval": 30, "optimizer": "adam"}
+INSTANCES = {"num_distributed_optimizer_instances": 2}
+FSDP = {
+    "use_megatron_fsdp": True,
+    "data_parallel_sharding_strategy": "optim_grads",
+    "outer_dp_sharding_strategy": "no_shard",
+    "compression_method": "loco",
+}
+EXACT = {"compression_weight_gather": "exact", "overlap_param_gather": True, "qk_clip": True}
+QK = "leave out overlap_param_gather, or set weight_gather to stock"
+GRAPH, WGRADS = "optimizer_cuda_graph", "save_wgrads_interval"
+HASHES, VERSION = "check_weight_hash_across_dp_replicas_interval", "megatron_fsdp_version"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words", "served"),
+    [
+        (OUTER, "num_distributed_optimizer_instances", INSTANCES),
+        (OUTER | INSTANCES | {"use_megatron_fsdp": True}, "leave it out", {"use_megatron_fsdp": False}),
+        (OUTER | INSTANCES | {"optimizer": "muon"}, "use adam", {"optimizer": "adam"}),
+        (OUTER | INSTANCES | {HASHES: 10}, "differ between outer steps", {HASHES: None}),
+        (EXACT, QK, {"overlap_param_gather": False}),
+        (EXACT, QK, {"qk_clip": False}),
+        (EXACT, QK, {"compression_weight_gather": "stock"}),
+        ({GRAPH: True}, "optimizer_cuda_graph: True", {GRAPH: False}),
+        ({"compression_method": "onebit_adam", WGRADS: 10}, "10 .* leave it out", {WGRADS: None}),
+        # On Megatron's main branch it is another implementation, which no release has yet.
+        (FSDP | {VERSION: 2}, "megatron_fsdp_version: 2 .* use 1$", {VERSION: 1}),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_ranks_start(
+    flags: dict[str, Any], words: str, served: dict[str, Any]
+) -> None:
+    with pytest.raises(UserError, match=words) as error:
+        refuse_flags(Namespace(**flags))
+    assert "\n" not in str(error.value)
+    refuse_flags(Namespace(**flags | served))

@@ -111,7 +111,6 @@ def build(
     single_group: bool = False,
     instances: int = 1,
     expert_parallel: int = 1,
-    per_token_loss: bool = False,
     optimizer: dict[str, Any] | None = None,
     ddp: dict[str, Any] | None = None,
     seed: int = 1234,
@@ -122,7 +121,6 @@ def build(
         dtypes: parameters take these dtypes in turn.
         experts: indices of parameters that belong to experts.
         single_group: all buckets in one bucket group (as in chunks of an interleaved schedule).
-        instances: `num_distributed_optimizer_instances`.
         optimizer, ddp: more fields of OptimizerConfig and DistributedDataParallelConfig.
     """
     from megatron.core import parallel_state, tensor_parallel
@@ -139,7 +137,6 @@ def build(
         num_layers=1,
         hidden_size=8,
         num_attention_heads=1,
-        calculate_per_token_loss=per_token_loss,
         num_moe_experts=2 if expert_parallel > 1 else None,
         expert_model_parallel_size=expert_parallel,
     )
@@ -193,3 +190,48 @@ def build(
     elif "bfloat16" in dtypes:
         options["params_dtype"] = torch.bfloat16
     return Tiny(wrapped, get_megatron_optimizer(OptimizerConfig(**options), [wrapped]))
+
+
+class TinyTraining:
+    """A Tiny as recording.py trains it, with two backward passes a step, of random gradients.
+
+    `written`: gradients are written into main_grad instead.
+    """
+
+    loss_scale = 1.0
+
+    def __init__(self, tiny: Tiny, written: bool = False) -> None:
+        self.tiny = tiny
+        self.chunks = [tiny.ddp]
+        self.written = written
+
+    @property
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """All parameters of this rank."""
+        return dict(self.tiny.ddp.module.named_parameters())
+
+    def backward(self, step: int) -> None:
+        """A step's backward passes and its exchange."""
+        ddp: Any = self.tiny.ddp
+        ddp.zero_grad_buffer()
+        passes = [self.tiny.random_gradients(2 * step + number) for number in range(2)]
+        if self.written:
+            for parameter, gradient in zip(self.tiny.parameters, passes[0], strict=True):
+                parameter.main_grad.copy_(gradient)
+        else:
+            with ddp.no_sync():
+                for gradients in passes[:-1]:
+                    self.tiny.backward(gradients)
+            self.tiny.backward(passes[-1])
+        ddp.finish_grad_sync()
+
+    def update(self) -> bool:
+        """The optimizer's step on those gradients."""
+        return self.tiny.optimizer.step()[0]
+
+    def gather(self) -> None:
+        """Parameters are gathered by `update` already."""
+
+    def tokens(self, step: int) -> int:
+        """No loss of tokens here."""
+        return 0

@@ -8,35 +8,26 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from with_megatron.gpt_model import build
+from with_megatron.seam_runs import attach, attachment_of, leaves_of
+
+import megatron_patch
 
 RATE = {"learning_rate": 5e-4, "optimizer": {"adam_eps": 1e-8}}
 """For weights N(0, 0.15^2) this rate is as 5e-5 for the usual N(0, 0.02^2)."""
 
 
 def weight_run(
-    model: dict[str, Any],
-    options: dict[str, Any],
-    steps: int,
-    around: str = "nothing",
+    model: dict[str, Any], options: dict[str, Any], steps: int, around: str = "nothing"
 ) -> dict[str, Any]:
-    """Train; all that a rank has at the end, and what every step told.
-
-    Args:
-        model: of gpt_model.build.
-        options: of CompressionConfig.
-        around: what else happens, by its name in `AROUND`.
-    """
-    from with_megatron.gpt_model import build
-
-    import megatron_patch
-    from megatron_patch.megatron.attach import attachment_of
-
+    """Train; all that a rank has at the end, and what every step told; `around` is in AROUND."""
     optimizer = {"optimizer": RATE["optimizer"] | model.get("optimizer", {})}
     gpt = build(**({"learning_rate": RATE["learning_rate"]} | model | optimizer))
     megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**{"start_step": 0} | options))
     weights = [attachment_of(chunk).weights for chunk in gpt.chunks]
     told, bits = [], []
-    other = AROUND[around]
+    (other,) = (one for one in AROUND if one.__name__ == around)
     other(gpt, -1)
     for step in range(steps):
         gpt.backward(step)
@@ -94,15 +85,11 @@ def unused_module(weight_gather: str, steps: int) -> dict[str, Any]:
 
     Adam's momentum moves its weights on all the same.
     """
-    import torch.distributed as dist
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import MegatronModule
-
-    import megatron_patch
-    from megatron_patch.megatron.attach import attachment_of
 
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
@@ -127,9 +114,7 @@ def unused_module(weight_gather: str, steps: int) -> dict[str, Any]:
     options = {"optimizer": "adam", "lr": 1e-3, "bf16": True, "params_dtype": torch.bfloat16}
     options |= {"use_distributed_optimizer": True, "overlap_param_gather": True, "clip_grad": 0.0}
     optimizer = get_megatron_optimizer(OptimizerConfig(**options), [model])
-    megatron_patch.attach(
-        [model], megatron_patch.CompressionConfig(method="none", weight_gather=weight_gather)
-    )
+    attach([model], {"method": "none", "weight_gather": weight_gather})
     losses = []
     for step in range(steps):
         model.zero_grad_buffer()
@@ -201,33 +186,7 @@ def one_copy_changes(gpt: Any, step: int) -> None:
         bits[step % bits.numel()] ^= 1 << (step % 8)
 
 
-def precision_aware(gpt: Any, step: int) -> None:
-    """A stand-in for Transformer Engine's optimizer: bf16 shards are written inside the inner step."""
-    if step >= 0:
-        return
-    for part in gpt.optimizer.chained_optimizers:
-        write, inner = part._copy_main_params_to_model_params, part.optimizer.step
-
-        def step_and_write(inner: Any = inner, write: Any = write) -> None:
-            inner()
-            write()
-
-        part.optimizer.step = step_and_write
-        part._copy_main_params_to_model_params = lambda: None
-
-
-AROUND = {
-    one.__name__: one
-    for one in (
-        nothing,
-        evaluations,
-        evaluations_in_inference_mode,
-        forced_twice,
-        user_edits,
-        one_copy_changes,
-        precision_aware,
-    )
-}
+AROUND = (nothing, evaluations, evaluations_in_inference_mode, forced_twice, user_edits, one_copy_changes)
 
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray:
@@ -237,8 +196,6 @@ def bits_of(tensor: torch.Tensor) -> np.ndarray:
 
 def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
     """Main parameters and states of every optimizer in a chain, in their order."""
-    from megatron_patch.megatron.seams.optimizer_step import leaves_of
-
     for part in leaves_of(optimizer):
         for group in part.optimizer.param_groups if part.optimizer is not None else ():
             for parameter in group["params"]:

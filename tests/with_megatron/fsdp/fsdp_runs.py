@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
+from coded_values import sent_codes
+from with_megatron.gpt_model import build
+from with_megatron.seam_runs import attachment_of, errors_of, logged, session_of
 
-STEPS = 4
+import megatron_patch
+
+STEPS = 3
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl in the folder of a run of Megatron's engine."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def log(folder: Path) -> str:
+    """What its first rank has printed."""
+    return (folder / "rank-0.log").read_text()
 
 
 def train(model: dict[str, Any], compression: dict[str, Any]) -> dict[str, Any]:
@@ -16,11 +33,6 @@ def train(model: dict[str, Any], compression: dict[str, Any]) -> dict[str, Any]:
     element, shape)] of the peers' tensors end to end), `padding` (how many elements belong to none), `place`
     (this rank's first element in them), and what went `in`, was `sent` and came `out`, fp32.
     """
-    from with_megatron.gpt_model import build
-
-    import megatron_patch
-    from megatron_patch.megatron.attach import attachment_of
-
     gpt = build(**model)
     (chunk,) = gpt.chunks
     options = {"method": "loco", "start_step": 0} | compression
@@ -29,8 +41,7 @@ def train(model: dict[str, Any], compression: dict[str, Any]) -> dict[str, Any]:
     _record(chunk, attachment_of(chunk), record)
     ends = []
     for step in range(STEPS):
-        gpt.backward(step)
-        assert gpt.update()
+        assert gpt.step(step)
         ends.append(len(record))
     report = megatron_patch.report(gpt.chunks)
     inside = report.gradient_bytes_inside_node
@@ -43,8 +54,6 @@ def train(model: dict[str, Any], compression: dict[str, Any]) -> dict[str, Any]:
 
 
 def _record(chunk: Any, attachment: Any, record: list[dict[str, Any]]) -> None:
-    from coded_values import sent_codes
-
     session = attachment.session
     start = session.start
     # Where parameters lie is upstream's own word, not ours.
@@ -88,13 +97,6 @@ def _record(chunk: Any, attachment: Any, record: list[dict[str, Any]]) -> None:
 def saved_and_restored(model: dict[str, Any], folder: str, save: bool) -> dict[str, Any]:
     """Two steps whose errors are saved as Megatron's loop saves them in fsdp_dtensor folders, or loaded from
     there; the errors before and after loading, and what the log says."""
-    from pathlib import Path
-
-    from with_megatron.gpt_model import build
-    from with_megatron.seam_runs import errors_of, logged
-
-    import megatron_patch
-    from megatron_patch.megatron.attach import session_of
     from megatron_patch.megatron.checkpoint import training_loop
     from megatron_patch.megatron.checkpoint.dist_checkpointing import restore
     from megatron_patch.megatron.checkpoint.states import rank_state_of
@@ -105,8 +107,7 @@ def saved_and_restored(model: dict[str, Any], folder: str, save: bool) -> dict[s
         megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(method="loco", start_step=0))
         session = session_of(gpt.chunks[0])
         for step in range(2 if save else 0):
-            gpt.backward(step)
-            gpt.update()
+            gpt.step(step)
         before = errors_of(session)
         if save:
             manifest, data = pack(rank_state_of(gpt.chunks), 1.0)
@@ -118,5 +119,4 @@ def saved_and_restored(model: dict[str, Any], folder: str, save: bool) -> dict[s
         rank = rank_state_of(gpt.chunks)
         restore(rank, Path(folder), lambda: training_loop._saved(Path(folder)), 0, 1.0)
         after = errors_of(session)
-    megatron_patch.disable()
     return {"before": before, "after": after, "lines": lines, "steps": session.ledger.steps}

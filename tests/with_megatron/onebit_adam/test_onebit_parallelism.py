@@ -1,10 +1,9 @@
 """1-bit Adam under Megatron's parallelisms, against float64.
 
-Every case trains a tiny GPT (gpt_model.py) across the switch. A rank's gradients are written down as the
-optimizer's step begins, when finalize_model_grads has been over them. From those alone the test computes
-momentum, errors, variance and weights in float64, for every bucket and the ranks that Layout says exchange
-it, and the mean of what several ranks of the model hold copies of. The norms that clip are checked against
-those of the gradients, and the warm-up must be method none bit for bit.
+A rank's gradients are written down as the optimizer's step begins, after finalize_model_grads. From those
+alone the test computes momentum, errors, variance and weights in float64, for every bucket and the ranks that
+Layout says exchange it, and the mean of what several ranks hold copies of. The norms that clip are checked
+against those of the gradients, and the warm-up must be method none bit for bit.
 """
 
 from __future__ import annotations
@@ -15,15 +14,17 @@ import numpy as np
 import pytest
 from simulation.loco_float64 import block_labels
 from simulation.onebit_adam_float64 import one_bit, shard_blocks
-from with_megatron.gpt_model import BETAS, EPSILON, LEARNING_RATE, WEIGHT_DECAY
-from with_megatron.parallelism_agreement import Layout, copies
+from with_megatron.gpt_model import BETAS, EPSILON, LEARNING_RATE, MOE, OVERLAP, WEIGHT_DECAY, build
+from with_megatron.parallelism_agreement import Layout, apart, copies, layout_of
+from with_megatron.recording import buckets_of, described, trained, weights
+from with_megatron.seam_runs import session_of
+
+import megatron_patch
 
 WARMUP, STEPS = 4, 8
 BLOCK = 256
 """More than the 64 that Megatron aligns parameters to: copies are cut in other blocks on every rank."""
 REPLICATED = {"use_distributed_optimizer": False}
-OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 1500}
-MOE = {"experts": 4, "ep": 2}
 HALF = {"grad_reduce_in_fp32": False}
 CLIPPED = {"optimizer": {"clip_grad": 0.5}}
 
@@ -38,28 +39,13 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"per_token_loss": True, "ddp": OVERLAP | {"overlap_param_gather": True}},
     ),
-    "tp2-dp2-bf16": (4, {"tp": 2, "dtype": "bf16", "ddp": HALF}),
     "dp4-bf16-replicated": (4, {"dtype": "bf16", "ddp": HALF | REPLICATED, **CLIPPED}),
     "ep2-dp4-fp16": (4, MOE | {"dtype": "fp16", "optimizer": {"initial_loss_scale": 2.0**10}}),
-}
-SLOW = {
-    "tp2-dp2": (4, {"tp": 2, **CLIPPED}),
-    "ep2-dp4": (4, MOE | CLIPPED),
-    "tp2-pp2-dp2-tied": (8, {"tp": 2, "pp": 2, "tied": True, **CLIPPED}),
-    "pp2-vpp2-dp2": (4, {"pp": 2, "vpp": 2, "layers": 4, **CLIPPED}),
-    "tp2-dp2-fp16": (4, {"tp": 2, "dtype": "fp16", "optimizer": {"initial_loss_scale": 2.0**10}}),
-    "ep2-dp4-average": (4, MOE | {"ddp": {"average_in_collective": True}}),
 }
 
 
 def train_case(model: dict[str, Any]) -> dict[str, Any]:
     """In a worker: the record of STEPS steps, and the weights that method none has after the warm-up."""
-    from with_megatron.gpt_model import build
-    from with_megatron.recording import described, trained, weights
-
-    import megatron_patch
-    from megatron_patch.megatron.attach import session_of
-
     none = trained(build(**model), {"method": "none"}, WARMUP)
     gpt = build(**model)
     config = {
@@ -69,26 +55,12 @@ def train_case(model: dict[str, Any]) -> dict[str, Any]:
         "ranks_per_node": 1,
     }
     megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(method="onebit_adam", **config))
-    names = {id(parameter): name for name, parameter in gpt.parameters.items()}
-    buckets = [
-        (bucket, place >= len(chunk.bucket_groups))
-        for chunk in gpt.chunks
-        for place, group in enumerate(chunk.bucket_groups + chunk.expert_parallel_bucket_groups)
-        for bucket in group.buckets
-    ]
+    buckets = buckets_of(gpt)
     report: dict[str, Any] = {
         "none": none,
         "parameters": described(gpt),
         "initial": weights(gpt),
-        "buckets": [
-            {
-                "expert": expert,
-                "numel": bucket.grad_data.numel(),
-                "parameters": {names[id(p)]: span for p, span in bucket.param_to_index.items()},
-                "shapes": {names[id(p)]: tuple(p.shape) for p in bucket.param_to_index},
-            }
-            for bucket, expert in buckets
-        ],
+        "buckets": [description for description, _ in buckets],
         "steps": [],
     }
     for step in range(STEPS):
@@ -96,14 +68,13 @@ def train_case(model: dict[str, Any]) -> dict[str, Any]:
         gpt.backward(step)
         if step:  # only now are the parameters of the last step surely gathered
             report["steps"][-1]["weights"] = weights(gpt)
-        record["gradients"] = [bucket.grad_data.float().clone() for bucket, _ in buckets]
+        record["gradients"] = [bucket.grad_data.float().clone() for _, bucket in buckets]
         successful, record["norm"], _ = gpt.optimizer.step()
         assert successful
         gpt.scheduler.step(increment=1)
         report["steps"].append(record)
     gpt.gather()
     report["steps"][-1]["weights"] = weights(gpt)
-    megatron_patch.disable()
     return report
 
 
@@ -240,26 +211,17 @@ class _Simulation:
                     assert (rest <= bound).all(), f"{where}: off by {off.max():.1e}, bound {bound:.1e}"
 
 
-def _layout(ranks: int, model: dict[str, Any]) -> Layout:
-    sizes = {key: model[key] for key in ("tp", "pp", "ep", "expert_tp") if key in model}
-    return Layout(ranks, distributed=model.get("ddp", {}).get("use_distributed_optimizer", True), **sizes)
-
-
-@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("name", CASES)
 def test_weights_are_the_simulated_ones_and_copies_stay_equal(pool: Any, name: str) -> None:
-    ranks, model = {**CASES, **SLOW}[name]
-    reports, layout = pool.run(train_case, model, world_size=ranks), _layout(ranks, model)
+    ranks, model = CASES[name]
+    reports, layout = pool.run(train_case, model, world_size=ranks), layout_of(ranks, model)
     simulation = _Simulation(reports, layout, model)
-    together = copies(reports, layout)
     for number in range(STEPS):
         steps = [report["steps"][number] for report in reports]
         assert {step["active"] for step in steps} == {number >= WARMUP}
         simulation.step(number)
         simulation.compare(number)
-        for (rank, parameter), *others in together:
-            for other, its_name in others:
-                same = np.array_equal(steps[rank]["weights"][parameter], steps[other]["weights"][its_name])
-                assert same, f"step {number}: {parameter} of rank {rank}, {its_name} of rank {other}"
+        assert not apart(reports, layout, lambda report, number=number: report["steps"][number]["weights"])
     for report in reports:
         for parameter, values in report["none"].items():
             assert np.array_equal(values, report["steps"][WARMUP - 1]["weights"][parameter]), parameter

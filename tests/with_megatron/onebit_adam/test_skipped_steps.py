@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from argparse import Namespace
 from typing import Any
 
 import pytest
+import torch
+from with_megatron.onebit_adam.test_onebit_resume import equal, start, state_of
+from with_megatron.seam_runs import REPLICATED, events_of, leaves_of, refusal
 
-from megatron_patch import CompressionConfig, UserError
+from megatron_patch import UserError
 from megatron_patch.megatron.unsupported import refuse_flags
 
-REPLICATED = {"ddp": {"use_distributed_optimizer": False}, "optimizer": {"use_distributed_optimizer": False}}
 EXPERTS = {"experts": (1, 4), "expert_parallel": 2, "overlap": True}
 WARMUP = 2
 SCALE = 2.0**12
@@ -20,12 +21,6 @@ FP16 = {"initial_loss_scale": SCALE, "min_loss_scale": 1.0, "hysteresis": 1, "lo
 
 def bad_gradients(model: dict[str, Any]) -> dict[str, Any]:
     """In a worker: good steps, and between them steps with one element of one rank not finite."""
-    import torch
-    from with_megatron.onebit_adam.test_onebit_resume import equal, start, state_of
-
-    import megatron_patch
-    from megatron_patch.megatron.seams.optimizer_step import leaves_of
-
     tiny, attachment = start(model, {"warmup_steps": WARMUP}, seed=1234)
     compressor, rank = attachment.session, torch.distributed.get_rank()
     wrong: list[str] = []
@@ -43,9 +38,8 @@ def bad_gradients(model: dict[str, Any]) -> dict[str, Any]:
         successful, _, _ = tiny.optimizer.step()
         after = state_of(tiny, attachment)
         scales = [part.get_loss_scale().item() for part in leaves_of(tiny.optimizer)]
-        changed = [
-            name for name in ("weights", "main weights", "adam", "errors") if not _same(before, after, name)
-        ]
+        names = ("weights", "main weights", "adam", "errors")
+        changed = [name for name in names if not equal(before[name], after[name])]
         dropped = scales == [scale / 2] * len(scales)
         if successful == bool(found):
             wrong.append(f"{step}: {'made' if successful else 'skipped'}")
@@ -59,18 +53,10 @@ def bad_gradients(model: dict[str, Any]) -> dict[str, Any]:
             wrong.append(f"{step}: a good step changed {changed}")
         if not all(bool(weights.isfinite().all()) for weights in after["weights"]):
             wrong.append(f"{step}: weights are not finite")
-    report = {
+    return {
         "wrong": wrong,
-        "events": {"steps": compressor.ledger.steps, **dataclasses.asdict(compressor.ledger.events)},
+        "events": events_of(compressor),
     }
-    megatron_patch.disable()
-    return report
-
-
-def _same(before: dict[str, Any], after: dict[str, Any], name: str) -> bool:
-    from with_megatron.onebit_adam.test_onebit_resume import equal
-
-    return equal(before[name], after[name])
 
 
 @pytest.mark.parametrize(
@@ -84,48 +70,16 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_changes_nothing(pool: 
         assert (report["events"]["steps"], report["events"]["skipped_steps"]) == (6, 3)
 
 
-def without_gradients(model: dict[str, Any]) -> list[bool]:
-    """In a worker: 20 steps in which two parameters' gradients are zero; which parameters moved."""
-    import torch
-    from with_megatron.onebit_adam.test_onebit_resume import start
-
-    import megatron_patch
-
-    optimizer = {"weight_decay": 0.0} | model.get("optimizer", {})
-    tiny, _ = start(model | {"optimizer": optimizer}, {"warmup_steps": 5}, 1)
-    before = [p.detach().clone() for p in tiny.parameters]
-    for step in range(20):
-        gradients = tiny.random_gradients(step)
-        gradients[1].zero_()
-        gradients[3].zero_()  # five elements in the middle of a block
-        tiny.optimizer.zero_grad()
-        tiny.step(gradients)
-    moved = [not torch.equal(a, b) for a, b in zip(before, tiny.parameters, strict=True)]
-    megatron_patch.disable()
-    return moved
-
-
-@pytest.mark.parametrize("model", [{}, REPLICATED], ids=["distributed", "replicated"])
-def test_a_parameter_whose_gradient_is_always_zero_stays_put(pool: Any, model: dict[str, Any]) -> None:
-    assert pool.run(without_gradients, model) == [[True, False, True, False, True]] * 4
-
-
-def refusal(model: dict[str, Any], settings: dict[str, Any]) -> str:
+def refused(model: dict[str, Any], settings: dict[str, Any]) -> str:
     """In a worker: what attaching a model and making a step says; `settings` go into its optimizer's."""
-    from with_megatron.onebit_adam.test_onebit_resume import start
 
-    import megatron_patch
-
-    try:
+    def step() -> None:
         tiny, _ = start(model, {"warmup_steps": 5}, 1)
         for name, value in settings.items():
             setattr(tiny.optimizer.config, name, value)
         tiny.step(tiny.random_gradients(0))
-    except megatron_patch.UserError as error:
-        return str(error)
-    finally:
-        megatron_patch.disable()
-    return "nothing"
+
+    return refusal(step)
 
 
 SGD = {"ddp": REPLICATED["ddp"], "optimizer": {**REPLICATED["optimizer"], "optimizer": "sgd"}}
@@ -142,43 +96,11 @@ def test_what_it_cannot_serve_is_refused_in_one_line(pool: Any, option: str) -> 
     """By every rank's model, and before that by the command line, from Megatron's flags."""
     model, settings, value = REFUSED[option]
     flags = Namespace(**{"compression_method": "onebit_adam", "weight_decay": 0.1, option: value})
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as error:
         refuse_flags(flags)
-    for line in (str(refused.value), *pool.run(refusal, model, settings)):
-        shown = "SGD" if option == "optimizer" and line != str(refused.value) else value
+    for line in (str(error.value), *pool.run(refused, model, settings)):
+        shown = "SGD" if option == "optimizer" and line != str(error.value) else value
         assert line.startswith(f"megatron.{option}: {shown!r} cannot be combined with")
         assert "onebit_adam" in line
         assert "\n" not in line
     refuse_flags(Namespace(**{**vars(flags), "compression_method": "none", "optimizer": "adam"}))
-
-
-def test_saving_gradients_that_are_never_reduced_is_refused() -> None:
-    flags = {"compression_method": "onebit_adam", "save_wgrads_interval": 10}
-    with pytest.raises(UserError, match=r"save_wgrads_interval: 10 .* leave it out"):
-        refuse_flags(Namespace(**flags))
-    refuse_flags(Namespace(**flags | {"compression_method": "loco"}))
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"bits": 4}, "compression.bits: 4 is not allowed; it must be 1 "),
-        ({"start_step": 3}, "compression.start_step: 3 is not allowed; it must be 0 "),
-        (
-            {"warmup": "auto", "warmup_steps": 5},
-            "compression.warmup: 'auto' is not allowed; it must be fixed",
-        ),
-        ({"warmup": "fixed"}, "compression.warmup_steps: None is not allowed; it must be a whole number"),
-        ({"warmup_steps": 0}, "compression.warmup_steps: 0 is not allowed; it must be a whole number"),
-        (
-            {"warmup": "fixd", "warmup_steps": 5},
-            "compression.warmup: 'fixd' is not allowed; it must be one of",
-        ),
-    ],
-    ids=str,
-)
-def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], line: str) -> None:
-    with pytest.raises(UserError) as refused:
-        CompressionConfig(method="onebit_adam", **options)
-    assert str(refused.value).startswith(line)
-    assert "\n" not in str(refused.value)

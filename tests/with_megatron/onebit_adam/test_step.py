@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from simulation.loco_float64 import block_labels
 from simulation.onebit_adam_float64 import OneBitAdamSimulation, shard_blocks
+from with_megatron.seam_runs import REPLICATED, attach, refusal
+from with_megatron.tiny_model import build
 
 RANKS = 4
-STEPS = 60
-WARMUP = 15
+STEPS = 32
+WARMUP = 10
 OPTIMIZER = {"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 1.0, "adam_beta2": 0.95}
-REPLICATED = {"ddp": {"use_distributed_optimizer": False}, "optimizer": {"use_distributed_optimizer": False}}
 
 
 def learning_rate(step: int) -> float:
@@ -24,16 +28,9 @@ def learning_rate(step: int) -> float:
 
 def train(model: dict[str, Any], compression: dict[str, Any]) -> dict[str, Any]:
     """In a worker: STEPS steps of a tiny model; what the simulation needs, in the order of the buckets."""
-    import torch
-    from with_megatron.tiny_model import build
-
-    import megatron_patch
-    from megatron_patch.megatron.attach import session_of
-
     model = {**model, "optimizer": OPTIMIZER | model.get("optimizer", {})}
     tiny = build(**model)
-    megatron_patch.attach([tiny.ddp], megatron_patch.CompressionConfig(method="onebit_adam", **compression))
-    compressor = session_of(tiny.ddp)
+    compressor = attach([tiny.ddp], {"method": "onebit_adam", **compression})
 
     def in_order(values: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat([flat.double() for flat in tiny.in_buckets(values)])
@@ -67,21 +64,17 @@ def train(model: dict[str, Any], compression: dict[str, Any]) -> dict[str, Any]:
                 "weights": in_order([p.detach() for p in tiny.parameters]),
                 "norm": norm,
                 "active": active,
-                "bits": 8 * compressor.report.traffic.nbytes / sum(report["lengths"]),
             }
         )
     report["events"] = {"steps": compressor.ledger.steps, **dataclasses.asdict(compressor.ledger.events)}
     report["phase"] = compressor.ledger.phase
-    megatron_patch.disable()
     return report
 
 
 @pytest.mark.parametrize(
     ("model", "compression"),
     [
-        ({}, {}),
         ({"overlap": True, "bucket_size": 400}, {}),
-        (REPLICATED, {}),
         (REPLICATED | {"average": True, "bucket_size": 400}, {"block_size": 64}),
         ({}, {"error_compensation": False}),
         (REPLICATED, {"ranks_per_node": 2}),
@@ -133,17 +126,10 @@ def test_formulas_over_the_switch(pool: Any, model: dict[str, Any], compression:
 
 def freed(active: bool) -> list[bool]:
     """Whether a model and its optimizer are freed, in the warm-up or after it, without `disable`."""
-    import gc
-    import weakref
-
-    from with_megatron.tiny_model import build
-
-    import megatron_patch
     from megatron_patch.megatron.attach import attached_chunks, onebit_of
 
     tiny = build(optimizer=OPTIMIZER)
-    config = megatron_patch.CompressionConfig(method="onebit_adam", warmup_steps=1 if active else 9)
-    megatron_patch.attach(tiny.ddp, config)
+    attach([tiny.ddp], {"method": "onebit_adam", "warmup_steps": 1 if active else 9})
     for step in range(3):
         tiny.ddp.zero_grad_buffer()
         tiny.step(tiny.random_gradients(step))
@@ -154,7 +140,6 @@ def freed(active: bool) -> list[bool]:
         gc.collect()
     found += [reference() is None for reference in references]
     found.append(attached_chunks() == [])
-    megatron_patch.disable()
     return found
 
 
@@ -164,22 +149,15 @@ def test_a_model_that_is_thrown_away_is_freed(pool: Any, active: bool) -> None:
 
 
 def stepped_one_by_one() -> str:
-    from with_megatron.tiny_model import build
-
-    import megatron_patch
-
     tiny = build(experts=(0, 2), expert_parallel=2, optimizer=OPTIMIZER)
-    config = megatron_patch.CompressionConfig(method="onebit_adam", warmup_steps=2)
-    megatron_patch.attach(tiny.ddp, config)
-    try:
+    attach([tiny.ddp], {"method": "onebit_adam", "warmup_steps": 2})
+
+    def step() -> None:
         tiny.exchange(tiny.random_gradients(0))
         for part in tiny.optimizer.chained_optimizers:
             part.step()
-    except megatron_patch.UserError as error:
-        return str(error)
-    finally:
-        megatron_patch.disable()
-    return "nothing"
+
+    return refusal(step)
 
 
 def test_a_loop_that_steps_chained_optimizers_one_by_one_is_told_what_to_call(pool: Any) -> None:

@@ -31,14 +31,19 @@ def parameters() -> list[update.Tensors]:
 def test_parameters_move_as_the_formulas_say(weight_decay: float) -> None:
     before, after = parameters(), parameters()
     sizes = update.Sizes(**{**vars(SIZES), "weight_decay": weight_decay})
+    held, clamped, without = update.held(before, sizes).tolist(), 0, 0
     update.update(after, sizes)
     for (x, m, v, _), (found, *_, exp_avg) in zip(before, after, strict=True):
         step = (m.double() / sizes.momentum_bias) / ((v.double() / sizes.variance_bias).sqrt() + sizes.eps)
+        clamped += int(((step.abs() > sizes.most) & (v != 0)).sum())
+        without += int((v == 0).sum())
         step = step.clamp(-sizes.most, sizes.most)
         step[v == 0] = 0
         wanted = x.double() * (1 - sizes.lr * weight_decay) - sizes.lr * step
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-7)
         assert torch.equal(exp_avg, m)
+    assert held == pytest.approx([clamped, without], abs=2)  # one or two may be within rounding of the bound
+    assert min(held) > 100
 
 
 def test_batches_move_them_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,10 +26,10 @@ def runs(model: dict[str, Any], compression: dict[str, Any]) -> tuple[Any, Any, 
     return plain, asked, messages
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("more", [{"overlap": True, "bucket_size": 300}, {}], ids=["overlap", "plain"])
 @pytest.mark.parametrize("compression", [{"bits": 4}, {"bits": 4, "ranks_per_node": 2}], ids=["flat", "two"])
-def test_it_is_fulfilled_and_changes_nothing(pool, overlap, compression):
-    model = BF16 | ({"overlap": True, "bucket_size": 300} if overlap else {})
+def test_it_is_fulfilled_and_changes_nothing(pool, more, compression):
+    model = BF16 | more
     for rank, (plain, asked, messages) in enumerate(pool.run(runs, model, compression)):
         assert same(plain, asked)
         told = [line for line in messages if NAME in line]
@@ -38,11 +38,8 @@ def test_it_is_fulfilled_and_changes_nothing(pool, overlap, compression):
         assert all(("inside a node" in line) == ("ranks_per_node" in compression) for line in told)
 
 
-def start_late(model: dict[str, Any]) -> tuple[Any, Any, list[str]]:
-    return runs(model, {"bits": 4, "start_step": 3})
-
-
 def test_before_compression_starts_megatron_sums(pool):
-    for plain, asked, _ in pool.run(start_late, BF16 | {"overlap": True, "bucket_size": 300}):
+    model, compression = BF16 | {"overlap": True, "bucket_size": 300}, {"bits": 4, "start_step": 3}
+    for plain, asked, _ in pool.run(runs, model, compression):
         assert asked["events"]["uncompressed_syncs"] > 0
         assert not same(plain, asked), "before step 3 Megatron's sum, in fp32, is another"

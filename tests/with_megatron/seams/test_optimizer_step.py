@@ -6,7 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from with_megatron.seam_runs import attach, built, core_before, errors_of, session_of
+from with_megatron.tiny_model import build
 
+import megatron_patch
 from megatron_patch.megatron.seams.optimizer_step import leaves_of, updates
 
 
@@ -26,80 +30,39 @@ def test_a_chain_in_a_chain_is_stepped_part_by_part():
     assert leaves_of(rest) == [rest]
 
 
-# --- steps that are made in two halves -------------------------------------------------------------------
+SCALING = {"initial_loss_scale": 256.0, "loss_scale_window": 2, "hysteresis": 1, "min_loss_scale": 1.0}
+HALF = {"dtypes": ("float16",), "grad_reduce_in_fp32": False, "optimizer": SCALING}
+needs_mimo = pytest.mark.skipif(
+    core_before("0.18"), reason="this Megatron has no optimizer that steps others by halves"
+)
 
 
-class Pair:
-    """An optimizer around others that steps as Megatron's MimoOptimizer does: by their halves."""
-
-    def __init__(self, *optimizers: Any) -> None:
-        self.optimizers = optimizers
-
-    def step(self) -> bool:
-        found = False
-        for optimizer in self.optimizers:
-            found |= optimizer.prepare_grads()
-        if found:
-            return False
-        for optimizer in self.optimizers:
-            optimizer.step_with_ready_grads()
-        return True
-
-
-HALF = {
-    "dtypes": ("float16",),
-    "grad_reduce_in_fp32": False,
-    "optimizer": {
-        "initial_loss_scale": 256.0,
-        "loss_scale_window": 2,
-        "hysteresis": 1,
-        "min_loss_scale": 1.0,
-    },
-}
-
-
-def by_halves(outer: str, overflows: tuple[int, ...], own_overflow: bool) -> dict[str, Any]:
-    """In a worker: fp16 steps, whole or by halves; an overflow in this model or in the other one."""
-    import torch
-    from with_megatron.seam_runs import errors_of
-    from with_megatron.tiny_model import build
-
-    import megatron_patch
-    from megatron_patch.megatron.attach import session_of
-
+def by_halves(whole: bool, overflows: tuple[int, ...], own_overflow: bool) -> dict[str, Any]:
+    """In a worker: fp16 steps of two models, whole or by halves; an overflow in one of them."""
     tiny, other = build(**HALF), build(**HALF)
-    config = megatron_patch.CompressionConfig(method="loco", bits=4, start_step=0, weight_gather="exact")
-    megatron_patch.attach([tiny.ddp, other.ddp], config)
+    attach([tiny.ddp, other.ddp], {"weight_gather": "exact"})
     state = session_of(tiny.ddp)
-    if outer == "mimo":
+    if not whole:
         from megatron.core.models.mimo.optimizer import MimoOptimizer, ModuleOptimizerInfo
 
-        infos = {
-            name: ModuleOptimizerInfo(one.optimizer, None, None, True)
-            for name, one in (("a", tiny), ("b", other))
-        }
-        optimizer: Any = MimoOptimizer(infos, tiny.optimizer.config)
-    elif outer == "pair":
-        optimizer = Pair(tiny.optimizer, other.optimizer)
+        optimizers = {"a": tiny.optimizer, "b": other.optimizer}
+        infos = {name: ModuleOptimizerInfo(one, None, None, True) for name, one in optimizers.items()}
+        both = MimoOptimizer(infos, tiny.optimizer.config)
     scales, skipped, errors, weights = [], [], [], []
     for step in range(7):
         for one in (tiny, other):
             gradients = one.random_gradients(step)
-            hit = step in overflows and (one is tiny) == own_overflow
-            if hit:
+            if step in overflows and (one is tiny) == own_overflow:
                 gradients[0][0, 0] = torch.inf
             one.exchange([1e-2 * gradient for gradient in gradients])
-        if outer == "whole":
-            tiny.optimizer.step()
-            other.optimizer.step()
-        else:
+        for optimizer in (tiny.optimizer, other.optimizer) if whole else (both,):
             optimizer.step()
         scales.append(float(tiny.optimizer.get_loss_scale()))
         skipped.append(state.ledger.events.skipped_steps)
         errors.append(float(sum(abs(error).sum() for error in errors_of(state))))
         weights.append(megatron_patch.report(tiny.ddp).weight_bytes)
     tiny.exchange(tiny.random_gradients(9))  # which ends a step that another model's overflow has skipped
-    found = {
+    return {
         "scales": scales,
         "skipped": skipped,
         "ended": state.ledger.events.skipped_steps,
@@ -109,17 +72,12 @@ def by_halves(outer: str, overflows: tuple[int, ...], own_overflow: bool) -> dic
         "weights": tiny.weights().tolist(),
         "steps": state.ledger.steps,
     }
-    megatron_patch.disable()
-    return found
 
 
-@pytest.mark.parametrize("outer", ["pair", "mimo"])
-def test_halves_of_steps_are_steps(pool: Any, outer: str) -> None:
+@needs_mimo
+def test_halves_of_steps_are_steps(pool: Any) -> None:
     """Overflows are counted, errors follow the loss scale, and the exact gather sends its messages."""
-    if outer == "mimo":
-        pytest.importorskip("megatron.core.models.mimo.optimizer")
-    whole = pool.run(by_halves, "whole", (3,), True, world_size=2)
-    found = pool.run(by_halves, outer, (3,), True, world_size=2)
+    whole, found = (pool.run(by_halves, whole, (3,), True, world_size=2) for whole in (True, False))
     assert found[0]["skipped"] == [0, 0, 0, 1, 1, 1, 1]
     assert found[0]["scales"][1] == 2 * found[0]["scales"][3], "it grew, and it fell"
     for report, same in zip(found, whole, strict=True):
@@ -129,15 +87,13 @@ def test_halves_of_steps_are_steps(pool: Any, outer: str) -> None:
         assert report["weights"] == same["weights"]
 
 
+@needs_mimo
 def test_a_step_that_another_model_s_overflow_skips_is_skipped(pool: Any) -> None:
     """This model's optimizer has prepared its gradients, and was not asked to use them."""
-    for report in pool.run(by_halves, "pair", (3, 5), False, world_size=2):
+    for report in pool.run(by_halves, False, (3, 5), False, world_size=2):
         assert report["ended"] == 2
         assert report["replays"] == 0
         assert report["steps"] == 5
-
-
-# --- torch's own scaler ----------------------------------------------------------------------------------
 
 
 def with_a_scaler(optimizers: int, grows: bool) -> dict[str, Any]:
@@ -145,11 +101,6 @@ def with_a_scaler(optimizers: int, grows: bool) -> dict[str, Any]:
 
     Errors after each pass are in units of the scale at which they were made.
     """
-    import torch
-    from with_megatron.seam_runs import built, errors_of
-
-    import megatron_patch
-
     tiny, state = built({"ddp": {"use_distributed_optimizer": False}}, {"bits": 4, "error_dtype": "fp32"})
     parts = [tiny.parameters[start::optimizers] for start in range(optimizers)]
     each = [torch.optim.SGD(part, lr=1e-3) for part in parts]
@@ -173,9 +124,7 @@ def with_a_scaler(optimizers: int, grows: bool) -> dict[str, Any]:
         scaler.update()
         for optimizer in each:
             optimizer.zero_grad(set_to_none=True)
-    found = {"errors": errors, "scales": scales, "skipped": skipped, "steps": state.ledger.steps}
-    megatron_patch.disable()
-    return found
+    return {"errors": errors, "scales": scales, "skipped": skipped, "steps": state.ledger.steps}
 
 
 @pytest.mark.parametrize("optimizers", [1, 2])

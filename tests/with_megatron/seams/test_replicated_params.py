@@ -5,33 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from with_megatron.gpt_model import build
+from with_megatron.seam_runs import attach
 
-MARK = "average_gradients_across_tp_domain"
+import megatron_patch
 
 
-def marked(model: dict[str, Any], method: str) -> dict[str, Any]:
-    """Names of all parameters, and of the marked ones before, while and after compression is attached."""
-    from with_megatron.gpt_model import build
-
-    import megatron_patch
-
+def marked(model: dict[str, Any], method: str) -> list[list[str]]:
+    """Names of the marked parameters before, while and after compression is attached, and of unsplit ones."""
     gpt = build(**model)
 
-    def names() -> list[str]:
-        return [name for name, parameter in gpt.parameters.items() if hasattr(parameter, MARK)]
+    def names(mark: str = "average_gradients_across_tp_domain") -> list[str]:
+        return [name for name, parameter in gpt.parameters.items() if getattr(parameter, mark, False)]
 
-    report = {"before": names()}
-    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(method=method))
-    report["attached"] = names()
+    before = names()
+    attach(gpt.chunks, {"method": method})
+    attached = names()
     megatron_patch.disable()
-    return report | {
-        "after": names(),
-        "whole": [
-            name
-            for name, parameter in gpt.parameters.items()
-            if not getattr(parameter, "tensor_model_parallel", False)
-        ],
-    }
+    split = names("tensor_model_parallel")
+    return [before, attached, names(), [name for name in gpt.parameters if name not in split]]
 
 
 @pytest.mark.parametrize(
@@ -42,10 +34,10 @@ def marked(model: dict[str, Any], method: str) -> dict[str, Any]:
         ({"tp": 2, "sequence_parallel": True}, "loco", False),
         ({}, "loco", False),
     ],
-    ids=["tp2", "tp2-none", "tp2-sp", "dp4"],
+    ids=["tp2", "tp2-none", "tp2-sp", "dp2"],
 )
 def test_what_is_not_split_is_averaged_unless_megatron_sums_it(pool, model, method, all_whole):
-    for report in pool.run(marked, model, method):
-        assert report["before"] == report["after"] == []
-        assert report["whole"]
-        assert report["attached"] == (report["whole"] if all_whole else [])
+    for before, attached, after, whole in pool.run(marked, model, method, world_size=2):
+        assert before == after == []
+        assert whole
+        assert attached == (whole if all_whole else [])
