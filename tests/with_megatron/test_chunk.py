@@ -25,6 +25,7 @@ from with_megatron.seam_runs import (
 )
 
 import megatron_patch
+from megatron_patch import disable
 from megatron_patch.collectives.exchange import ExchangeTraffic
 from megatron_patch.collectives.workspace import Pool
 from megatron_patch.config import CompressionConfig
@@ -48,8 +49,6 @@ def test_an_exchange_waits_for_old_ones_of_its_own_group_only():
 
 def test_the_chunks_of_a_rank_share_their_buffers():
     """One chunk's payloads are over when the next one's begin; after `disable` there are others."""
-    from megatron_patch import disable
-
     first, second = (Session(CompressionConfig(method="loco"), torch.device("cpu")) for _ in range(2))
     taken = first.workspace.take(3, 1000)
     first.workspace.give(taken)

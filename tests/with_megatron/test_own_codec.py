@@ -16,6 +16,11 @@ from with_megatron.recording import weights
 from with_megatron.seam_runs import attach, refusal
 
 import megatron_patch
+from megatron_patch.collectives.all_reduce import AllReduce
+from megatron_patch.collectives.reduce_scatter import ReduceScatter
+from megatron_patch.quantization.codec import Encoded
+from megatron_patch.quantization.payload import read_payload, write_payload
+from megatron_patch.quantization.uniform import Uniform
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "pretrain_scripts" / "own_codec.py"
@@ -91,10 +96,6 @@ def attached_with_a_wrong_codec(fault: str) -> str:
     """In a worker: what is said when a model is attached with a codec that has this fault."""
     from with_megatron.tiny_model import build
 
-    from megatron_patch.quantization.codec import Encoded
-    from megatron_patch.quantization.payload import read_payload, write_payload
-    from megatron_patch.quantization.uniform import Uniform
-
     class Faulty(Uniform):
         def encode(self, h: Any, layout: Any, payload: Any) -> Encoded:
             codes, scales = self.quantize(h)
@@ -143,9 +144,6 @@ def test_a_codec_that_does_not_decode_what_it_encodes_is_refused(pool, fault, sa
 
 def through_own_exchange() -> tuple[float, list[str]]:
     """In a worker: the largest difference to the flat exchanges that it consists of, and what was made."""
-    from megatron_patch.collectives.all_reduce import AllReduce
-    from megatron_patch.collectives.reduce_scatter import ReduceScatter
-
     made = []
 
     @megatron_patch.register_exchange("counted")

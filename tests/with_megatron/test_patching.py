@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from worker_pool import in_warm_process
 
+import megatron_patch
 from megatron_patch.megatron import patching, symbols
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_patch"
@@ -107,7 +109,6 @@ def test_the_document_lists_every_symbol_and_the_file_that_replaces_it():
 
 def whole_way(path: str) -> None:
     """In a process that has Megatron and the stand-ins: switch everything on and off again."""
-    import torch
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.distributed.data_parallel_base import _BaseDataParallel
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -115,7 +116,6 @@ def whole_way(path: str) -> None:
     from megatron.training import checkpointing, training
     from torch.optim.optimizer import _global_optimizer_post_hooks
 
-    import megatron_patch
     from megatron_patch.megatron import attach
     from megatron_patch.megatron.cpu import device, torch_adam
     from megatron_patch.megatron.metrics import RunMetrics

@@ -31,6 +31,7 @@ from with_megatron.seam_runs import attachment_of, core_before, logged
 
 import megatron_patch
 from megatron_patch.config import DEFAULT_ERROR_BETA
+from megatron_patch.weights.batch import WeightsDiffer
 
 BUCKETS = {"ddp": OVERLAP}
 MOE = {"experts": 4, "layers": 1}
@@ -384,8 +385,6 @@ def test_models_of_one_checkpoint_keep_apart(pool: Any, tmp_path: Path) -> None:
 
 def unread(folder: str) -> tuple[str, bool]:
     """In a worker: what saving raises after a gather that did not fit, of which nothing is known yet."""
-    from megatron_patch.weights.batch import WeightsDiffer
-
     gpt = build(dtype="bf16")
     megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(method="none", weight_gather="exact"))
     gpt.step(0)

@@ -12,6 +12,7 @@ from with_megatron.gpt_model import build
 from with_megatron.seam_runs import attachment_of, errors_of, logged, session_of
 
 import megatron_patch
+from megatron_patch.session.states import pack
 
 STEPS = 3
 
@@ -100,7 +101,6 @@ def saved_and_restored(model: dict[str, Any], folder: str, save: bool) -> dict[s
     from megatron_patch.megatron.checkpoint import training_loop
     from megatron_patch.megatron.checkpoint.dist_checkpointing import restore
     from megatron_patch.megatron.checkpoint.states import rank_state_of
-    from megatron_patch.session.states import pack
 
     gpt = build(**model)
     with logged() as lines:

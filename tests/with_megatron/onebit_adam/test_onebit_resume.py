@@ -18,6 +18,7 @@ from with_megatron.seam_runs import REPLICATED, attachment_of, leaves_of
 from with_megatron.tiny_model import build
 
 import megatron_patch
+from megatron_patch.session.states import Saved, apply, pack
 
 OVERLAP = {"overlap": True, "bucket_size": 400}
 RANKS = 4
@@ -81,7 +82,6 @@ def _put_back(tiny: Any, state: dict[str, Any]) -> None:
 def resume(model: dict[str, Any], compression: dict[str, Any], switch: int) -> dict[str, Any]:
     """In a worker: a run left alone, saved before and after the switch, and one from every checkpoint."""
     from megatron_patch.megatron.checkpoint.states import rank_state_of
-    from megatron_patch.session.states import Saved, apply, pack
 
     tiny, attachment = start(model, compression, seed=1234)
     kept: dict[int, tuple[dict[str, Any], tuple[str, Any]]] = {}

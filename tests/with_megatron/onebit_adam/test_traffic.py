@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from collectives.setups import setup_of
 
+from megatron_patch.collectives.all_reduce import AllReduce
 from megatron_patch.quantization.blocks import Contents
 
 PARAMETERS = 2**22 + 5  # the last shard is shorter
@@ -15,8 +16,6 @@ PARAMETERS = 2**22 + 5  # the last shard is shorter
 
 def bits_of_momentum() -> float:
     """A rank's bits in both directions, for each parameter that it does not own."""
-    from megatron_patch.collectives.all_reduce import AllReduce
-
     setup = setup_of(method="onebit_adam", warmup_steps=1)
     exchange = AllReduce(Contents(PARAMETERS), dist.group.WORLD, setup)
     others = PARAMETERS * (dist.get_world_size() - 1) / dist.get_world_size()
