@@ -1,7 +1,4 @@
-"""What every exchange promises: its output, the bytes that it says it sends, the states that are saved.
-
-Their numbers are in test_numbers.py.
-"""
+"""The bytes that every exchange says it sends are those that it sends. Its numbers: test_numbers.py."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ def exchanged(name: str, options: dict[str, Any], dtype: str) -> dict[str, Any]:
     setup = setup_of(topology="auto", ranks_per_node=ranks_per_node, **options)
     make = make_all_reduces if name.endswith("all_reduce") else make_reduce_scatters
     (exchange,) = make([Contents(NUMEL)], dist.group.WORLD, setup).exchanges
-    rank, sent = dist.get_rank(), {"inside": 0.0, "between": 0.0}
+    sent = {"inside": 0.0, "between": 0.0}
 
     def counting(call: Any, share: Any) -> Any:
         def counted(output: Any, input: Any, *args: Any, group: Any, **kwargs: Any) -> Any:
@@ -47,46 +44,25 @@ def exchanged(name: str, options: dict[str, Any], dtype: str) -> dict[str, Any]:
         "all_gather_into_tensor": lambda n: n - 1,
     }
     before = {call: getattr(dist, call) for call in calls}
-    tensor = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank)).to(getattr(torch, dtype))
-    mine = tensor.clone()
-    output = mine if name.endswith("all_reduce") else mine.view(RANKS, -1)[rank]
-    said = exchange.traffic(mine)
+    tensor = torch.randn(NUMEL).to(getattr(torch, dtype))
+    output = tensor if name.endswith("all_reduce") else tensor.view(RANKS, -1)[dist.get_rank()]
+    said = exchange.traffic(tensor)
     try:
         for call, share in calls.items():
             setattr(dist, call, counting(before[call], share))
-        exchange.start(mine, output, average=True).wait()
+        exchange.start(tensor, output, average=True).wait()
     finally:
         for call, original in before.items():
             setattr(dist, call, original)
-    exact = tensor.double()
-    dist.all_reduce(exact)
-    exact = exact / RANKS
-    wanted = exact if name.endswith("all_reduce") else exact.view(RANKS, -1)[rank]
-    return {
-        "off": ((output.double() - wanted).abs().max() / wanted.abs().max()).item(),
-        "sent": sent,
-        "said": {"inside": said.inside, "between": said.between.nbytes},
-        "elements": said.between.elements,
-        "describe": exchange.describe(),
-        "sizes": [sender.layout.numel for sender in exchange.senders],
-    }
+    told = {"inside": said.inside, "between": said.between.nbytes}
+    return {"sent": sent, "said": told, "elements": said.between.elements}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", EXCHANGES)
-def test_the_traffic_is_what_is_sent_and_the_output_the_mean(pool, name, dtype):
+def test_the_traffic_is_what_is_sent(pool, name, dtype):
     options = {"method": "naive", "bits": 8, "block_size": 64}
     for report in pool.run(exchanged, name, options, dtype, world_size=RANKS):
-        assert 0 < report["off"] < 0.05
         assert report["said"] == report["sent"]
         assert report["elements"] == EXCHANGES[name]
         assert (report["said"]["inside"] > 0) == ("two_hop" in name)
-
-
-@pytest.mark.parametrize("name", EXCHANGES)
-def test_every_element_is_sent_once_a_rank_or_node_and_owned_once(pool, name):
-    reports = pool.run(exchanged, name, {"bits": 4}, "float32", world_size=RANKS)
-    sent = sum(report["sizes"][0] for report in reports)
-    assert sent == NUMEL * (RANKS // 2 if "two_hop" in name else RANKS)
-    if "all_reduce" in name:
-        assert sum(report["sizes"][1] for report in reports) == NUMEL

@@ -221,9 +221,3 @@ def test_skipped_steps_of_fp16_do_not_count(pool):
     for found in pool.run(own_loop, "fp16", RATES, {"start_step": "auto"}, world_size=2):
         assert found["compressed"] == [False] * 7 + [True] * 2
         assert found["steps"][-1] == (7, 9)
-
-
-def test_zero_is_at_once_and_a_number_a_number(pool):
-    for start in (0, 2):
-        for found in pool.run(own_loop, "plain", RATES, {"start_step": start}, world_size=2):
-            assert found["compressed"] == [False] * start + [True] * (7 - start)

@@ -1,11 +1,10 @@
-"""A second coder of the weight code, written from docs/weight_code.md without the package's code.
+"""A second encoder of the weight code, written from docs/weight_code.md without the package's code.
 
 Weights are lists of 16-bit patterns, 0 to 65535, and messages are lists of bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -24,25 +23,11 @@ SYMBOL_OF = np.array([max(s for s in range(ESCAPE) if LOWEST[s] <= size) for siz
 """By |d|, where 513 stands for all that are larger."""
 
 
-class Wrong(Exception):
-    """A message that is not right."""
-
-
-def encode(old: list[int], new: list[int], fp16: bool, tiles: tuple[int, int] | None = None) -> list[int]:
-    """`tiles`: the logarithm of a tile's size and its states, where a sender would choose others."""
-    header, body = _coded(old, new, fp16, tiles)
-    if not tiles and 12 + len(body) >= 12 + 2 * len(new):
+def encode(old: list[int], new: list[int], fp16: bool) -> list[int]:
+    header, body = _coded(old, new, fp16)
+    if len(body) >= 2 * len(new):
         header, body = [71, 0, 0, 0], b"".join(x.to_bytes(2, "little") for x in new)
     return [*header, *first_sum(new).to_bytes(8, "little"), *body]
-
-
-def decode(message: list[int], old: list[int]) -> list[int] | None:
-    """The new weights; None: the message is not right."""
-    try:
-        new = _decoded(message, old)
-    except Wrong:
-        return None
-    return new if _number(message, 4, 8) == first_sum(new) else None
 
 
 def entropy(old: list[int] | np.ndarray, new: list[int] | np.ndarray, fp16: bool) -> float:
@@ -130,32 +115,16 @@ def _tables(frequencies: list[list[int]]) -> bytes:
     return bytes(written) + bytes(-len(written) % 4)
 
 
-def _read_tables(message: list[int]) -> tuple[list[list[int]], int]:
-    """Frequencies, and where the zeros behind the tables end."""
-    nibbles = [_number(message, 12 + k // 2, 1) >> 4 * (k % 2) & 15 for k in range(CONTEXTS)]
-    at, forms = 20, []
-    for nibble in nibbles:
-        byte = nibble
-        if nibble == 15:
-            byte, at = _number(message, at, 1), at + 1
-        if byte % 128 >= ESCAPE:
-            raise Wrong
-        forms.append((byte % 128, byte // 128))
-    total = sum(s + escape for s, escape in forms)
+def _end_of_tables(message: list[int]) -> int:
+    """Where the zeros behind the tables end."""
+    at, total = 20, 0
+    for k in range(CONTEXTS):
+        form = message[12 + k // 2] >> 4 * (k % 2) & 15
+        if form == 15:
+            form, at = message[at], at + 1
+        total += form % 128 + form // 128
     end = at + total + -(-total // 4)
-    _number(message, at, end - at)
-    numbers = iter(
-        message[at + k] + 256 * (message[at + total + k // 4] >> 2 * (k % 4) & 3) for k in range(total)
-    )
-    return [_of_context(numbers, *form) for form in forms], end + -end % 4
-
-
-def _of_context(numbers: Iterator[int], s: int, escape: int) -> list[int]:
-    rare = next(numbers) if escape else 0
-    others = [next(numbers) for _ in range(s)] + [0] * (ESCAPE - 1 - s) + [rare]
-    if sum(others) >= TOTAL:
-        raise Wrong
-    return [TOTAL - sum(others), *others]
+    return end + -end % 4
 
 
 # --- Tiles -----------------------------------------------------------------------------------------------
@@ -196,20 +165,12 @@ class Parts:
 
 
 def parts(message: list[int], numel: int) -> Parts:
-    """The parts of a coded message; Wrong: it is shorter than that."""
-    form, tables = _number(message, 2, 1), _read_tables(message)[1]
+    """The parts of a coded message."""
+    form, tables = message[2], _end_of_tables(message)
     tiles = -(-numel // (1 << form % 8 + 12))
     states = tables + 4 * tiles
     words = states + 4 * tiles * (8 if form & 8 else 32)
-    if len(message) < words:
-        raise Wrong
     return Parts(range(12, tables), range(tables, states), range(states, words), range(words, len(message)))
-
-
-def _number(message: list[int], at: int, size: int) -> int:
-    if at + size > len(message):
-        raise Wrong
-    return int.from_bytes(bytes(message[at : at + size]), "little")
 
 
 _Code = tuple[int, int, int, int]
@@ -226,9 +187,7 @@ def _codes(frequencies: list[int]) -> list[_Code]:
 # --- Messages --------------------------------------------------------------------------------------------
 
 
-def _coded(
-    old: list[int], new: list[int], fp16: bool, tiles: tuple[int, int] | None
-) -> tuple[list[int], bytes]:
+def _coded(old: list[int], new: list[int], fp16: bool) -> tuple[list[int], bytes]:
     """The header's first 4 bytes, and what follows the header."""
     n = len(old)
     if not n:
@@ -242,7 +201,7 @@ def _coded(
     for i in np.flatnonzero(counted).tolist():
         counts[contexts[i]][symbols[i]] += 1
     frequencies = [_frequencies(row, n >= 1 << 21) for row in counts]
-    t, lanes = tiles or _tiles(n, _mean(counts, frequencies))
+    t, lanes = _tiles(n, _mean(counts, frequencies))
     codes = [_codes(f) for f in frequencies]
     lengths, states, words = b"", b"", b""
     for low in range(0, n, 1 << t):
@@ -272,56 +231,3 @@ def _encode_tile(
             backwards.append(moves[i] % 0x10000)
         states[i % lanes] = (((x // f << b) + r) << 10) + start + x % f
     return backwards[::-1], states
-
-
-def _decoded(message: list[int], old: list[int]) -> list[int]:
-    """The weights, whatever the sum says."""
-    n, kind = len(old), _number(message, 0, 12) % 256
-    if kind == 71 and len(message) == 12 + 2 * n:
-        return [_number(message, 12 + 2 * i, 2) for i in range(n)]
-    form = message[2]
-    if kind != 51 or form >= 32 or form % 8 > 6:
-        raise Wrong
-    frequencies, where = _read_tables(message)[0], parts(message, n)
-    x = np.array(old, np.int64)
-    contexts = _contexts(_exponents(x, form >= 16), message[1])
-    lanes, size = 8 if form & 8 else 32, 1 << form % 8 + 12
-    slots = [[code for s, code in enumerate(_codes(f)) for _ in range(f[s])] for f in frequencies]
-    at, moves = where.words.start, []
-    for tile, low in enumerate(range(0, n, size)):
-        end = at + 2 * _number(message, where.counts[4 * tile], 4)
-        if end > len(message):
-            raise Wrong
-        words = [message[k] + 256 * message[k + 1] for k in range(at, end, 2)]
-        states = [_number(message, where.states[4 * (tile * lanes + lane)], 4) for lane in range(lanes)]
-        moves += _decode_tile(contexts[low : low + size], words, states, slots)
-        at = end
-    if at != len(message):
-        raise Wrong
-    places = (_lines(x) + np.array(moves, np.int64)) % 0x10000
-    return _lines(places).tolist()
-
-
-def _decode_tile(
-    contexts: list[int], words: list[int], states: list[int], slots: list[list[_Code]]
-) -> list[int]:
-    moves, words, lanes = [], words[::-1], len(states)
-    for i, context in enumerate(contexts):
-        x, d = states[i % lanes], 0
-        slot = x % 1024
-        s, f, start, b = slots[context][slot]
-        r = (x >> 10) % (1 << b)
-        x = f * (x >> 10 + b) + slot - start
-        if len(words) < (s == ESCAPE) + (x < 1 << 15):
-            raise Wrong
-        if s == ESCAPE:
-            d = words.pop()
-        elif s:
-            d = (LOWEST[s] + r // 2) * (-1 if r % 2 else 1)
-        if x < 1 << 15:
-            x = (x << 16) + words.pop()
-        states[i % lanes] = x
-        moves.append(d)
-    if words or any(x != 1 << 15 for x in states):
-        raise Wrong
-    return moves
