@@ -311,7 +311,7 @@ class Comparison:
             for name in bucket["parameters"]
         }
         for combine, copies in (*self._tensor_copies(), *self._tied_copies()):
-            total = combine([gradients[copy].astype(np.float64) for copy in copies])
+            total = combine([gradients[copy].astype(np.float64) for copy in copies], axis=0)
             for copy in copies:
                 gradients[copy] = round_to_gradient_dtype(total, dtypes[copy[1]])
         if self.scaling.per_token:
@@ -332,9 +332,9 @@ class Comparison:
             for name, marks in self.reports[rank]["parameters"].items():
                 copies = [(peer, name) for peer in self.layout.tensor_peers(rank)]
                 if marks["sequence_parallel"]:
-                    yield _sum, copies
+                    yield np.sum, copies
                 elif not marks["tensor_parallel"] and not marks["expert"]:
-                    yield _mean, copies  # the same gradient on all, but for how it was rounded
+                    yield np.mean, copies  # the same gradient on all, but for how it was rounded
 
     def _tied_copies(self) -> Iterator[tuple[Any, list[tuple[int, str]]]]:
         """The embedding of the first stage and the output layer of the last, where they are one weight."""
@@ -349,15 +349,7 @@ class Comparison:
             ]
             if copies:
                 assert len(copies) == 2
-                yield _sum, copies
-
-
-def _sum(parts: list[np.ndarray]) -> np.ndarray:
-    return np.sum(parts, axis=0)
-
-
-def _mean(parts: list[np.ndarray]) -> np.ndarray:
-    return np.sum(parts, axis=0) / len(parts)
+                yield np.sum, copies
 
 
 def copies(reports: list[dict[str, Any]], layout: Layout) -> list[list[tuple[int, str]]]:
