@@ -33,7 +33,6 @@ MARKED = {
         "workflows/ablation/test_ablate.py",
         "workflows/report/test_report_browser.py",
         "workflows/run/test_restarts.py",
-        "workflows/run/test_stop_signals.py",
         "workflows/test_engine.py",
         "workflows/test_slurm_script.py",
         "workflows/test_train.py",
