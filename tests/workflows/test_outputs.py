@@ -76,8 +76,9 @@ def test_a_broken_summary_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     path.write_text(whole)
     assert run_folder.look(one.folder, one.configured) is run_folder.State.DONE
     broken = [whole[: len(whole) // 2].encode(), b"", b"\xff", b"[]", b"{}"]
-    broken += [json.dumps(SUMMARY | {"steps": value}).encode() for value in ("text", [1])]
-    broken += [json.dumps(SUMMARY | {"versions": "text"}).encode()]
+    for name, value in (("steps", "text"), ("steps", [1]), ("versions", "text"), ("valid_loss", "text")):
+        broken.append(json.dumps(SUMMARY | {name: value}).encode())
+    broken.append(json.dumps({name: value for name, value in SUMMARY.items() if name != "device"}).encode())
     for text in broken:
         path.write_bytes(text)
         with pytest.raises(UserError, match=r"summary\.json.*(remove it|leave the run out)"):

@@ -80,6 +80,7 @@ def test_bad_flags(section: dict[str, object], line: str, parser: argparse.Argum
         (TINY, "megatron.lr_warmup_iters=200", "megatron.lr_warmup_iters: 200 must be below the 200 steps"),
         (TINY, "megatron.lr=null", "lr: must be given"),
         (TINY, "megatron.train_iters=0", "train_iters: 0 must be 1 or more"),
+        (TINY, "megatron.eval_interval=0", "eval_interval: 0 must be 1 or more"),
         (TINY, "megatron.tensor_model_parallel_size=0", "tensor_model_parallel_size: 0 must be 1 or more"),
         (
             TINY,
