@@ -8,11 +8,7 @@ import math
 
 import pytest
 
-from megatron_patch.config import (
-    ERROR_DTYPES,
-    METHODS,
-    CompressionConfig,
-)
+from megatron_patch.config import ERROR_DTYPES, METHODS, CompressionConfig
 from megatron_patch.errors import UserError
 
 BITS = (8, 4, 2, 1)

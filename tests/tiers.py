@@ -37,13 +37,7 @@ MARKED = {
         "workflows/test_slurm_script.py",
         "workflows/test_train.py",
     ),
-    "policy": (
-        "test_docker.py",
-        "test_docs.py",
-        "test_forge.py",
-        "test_site.py",
-        "test_supply_chain.py",
-    ),
+    "policy": ("test_docker.py", "test_docs.py", "test_forge.py", "test_site.py", "test_supply_chain.py"),
     "thorough": (
         "with_megatron/onebit_adam/test_onebit_parallelism.py",
         "with_megatron/seams/test_bad_gradients.py",

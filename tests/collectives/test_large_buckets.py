@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import tracemalloc
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,6 @@ from megatron_patch.quantization import blocks
 from megatron_patch.quantization.blocks import Contents, Span
 
 MOST_BYTES = 200e6
-SECONDS = 1.0
 
 
 @dataclass
@@ -86,7 +84,6 @@ def test_a_bucket_of_billions_is_attached_at_once(split, shards, even):
     with HostTensors():
         ReduceScatter(contents(1e9, 8, 8), Group(8), setup_of(device="meta"))  # for which torch imports much
     tracemalloc.start()
-    began = time.perf_counter()
     with HostTensors() as host:
         made = [
             ReduceScatter(bucket, Group(shards, shards - 1), setup_of(device="meta")),
@@ -95,12 +92,10 @@ def test_a_bucket_of_billions_is_attached_at_once(split, shards, even):
             TwoHopAllReduce(bucket, hops, setup_of(device="meta")),
         ]
         sent = [exchange.traffic(torch.empty(bucket.numel, device="meta")) for exchange in made]
-    seconds = time.perf_counter() - began
     python = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert 4.1 < 8 * sent[0].between.nbytes / sent[0].between.elements < 4.2
     assert host.nbytes + python < MOST_BYTES, "of four exchanges together"
-    assert seconds < 5 * SECONDS, "of four exchanges, each of which may take a second"
 
 
 def test_a_shard_that_is_too_long_is_refused_before_anything_is_counted(monkeypatch):

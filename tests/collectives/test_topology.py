@@ -121,12 +121,6 @@ def test_ranks_that_read_unlike_environments_all_go_flat_and_say_why(
         assert "same ranks_per_node" in scatter
 
 
-def test_ranks_that_read_the_same_take_two_hops(pool: Any) -> None:
-    for told in pool.run(with_unlike_environments, ["2"] * 4, world_size=4):
-        assert told == ["reduce-scatter in two hops over 2 nodes of 2 ranks: None",
-                        "all-reduce in two hops over 2 nodes of 2 ranks: None"]  # fmt: skip
-
-
 def made_while_bound() -> list[object]:
     """The device that the default group has while groups are made, and afterwards."""
     original, seen = dist.new_group, []

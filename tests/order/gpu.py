@@ -432,9 +432,7 @@ def _of_fold(given: dict[str, Any]) -> Iterator[tuple[int, int, bool]]:
         yield int(address), int(length) * size, False
 
 
-_TABLES: dict[str, Callable[[dict[str, Any]], Iterator[tuple[int, int, bool]]]] = {
-    "_fold_kernel": _of_fold,
-}
+_TABLES: dict[str, Callable[[dict[str, Any]], Iterator[tuple[int, int, bool]]]] = {"_fold_kernel": _of_fold}
 """Kernels that find their tensors' addresses in a table."""
 
 

@@ -118,11 +118,7 @@ class Machine:
     # --- work ---------------------------------------------------------------------------------------------
 
     def launch(
-        self,
-        queue: Queue,
-        what: str,
-        reads: Iterable[torch.Tensor] = (),
-        writes: Iterable[torch.Tensor] = (),
+        self, queue: Queue, what: str, reads: Iterable[torch.Tensor] = (), writes: Iterable[torch.Tensor] = ()
     ) -> np.ndarray:
         """An operation on tensors of this machine's memory; others are left out. Returns what it knows."""
         self._begin(queue, what)

@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from coded_values import flat_error
 from pytorch.runs import full, gradients_of, wrapped
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from with_megatron.seam_runs import logged
 
 import megatron_patch
@@ -157,29 +155,6 @@ def test_a_loop_that_puts_weights_back_says_so(pool, kind: str) -> None:
     for rel in pool.run(put_back, kind, True, world_size=2):
         assert rel[5] < 0.2
     assert min(rel[5] for rel in pool.run(put_back, kind, False, world_size=2)) > 1, "what it is for"
-
-
-def accumulated(kind: str) -> tuple[tuple[int, int, int], int, bool]:
-    """Three passes a step without `no_sync`, and with gradients clipped between: none is dropped."""
-    loop, kept = Loop(kind), []
-    for step in range(4):
-        for microbatch in range(3):
-            before = [error.clone() for error in loop.errors()]
-            loop.loss(3 * step + microbatch).backward()
-            kept.append(not before or all(map(bool, [e.any() for e in before])))
-            torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1e6)
-        loop.step()
-    found = loop.told(), loop.ledger.events.repeated_exchanges, all(kept)
-    megatron_patch.disable()
-    return found
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_accumulation_without_no_sync_drops_nothing(pool, kind: str) -> None:
-    for told, repeated, kept in pool.run(accumulated, kind, world_size=4 if kind == "hybrid" else 2):
-        assert told == (4, 4, 0)
-        assert repeated == 8
-        assert kept
 
 
 def adversaries(kind: str, scaled: bool, frozen: bool) -> dict[str, Any]:
@@ -334,39 +309,6 @@ def test_an_overflow_that_a_fused_optimizer_skips_is_forgotten(pool, kind: str) 
     for found in pool.run(fused_overflow, kind, world_size=2):
         assert found[3]
         assert not found[4]
-
-
-def actor_and_critic(fused: bool) -> tuple[tuple[int, int, int], bool]:
-    """One DDP whose halves are trained by losses and optimizers of their own, in turns."""
-
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.halves = nn.ModuleList([nn.Linear(64, 32), nn.Linear(64, 32)])
-
-        def forward(self, which: int, x: Any) -> Any:
-            return self.halves[which](x)
-
-    torch.manual_seed(0)
-    model = DistributedDataParallel(Both(), find_unused_parameters=True)
-    megatron_patch.attach(model, megatron_patch.CompressionConfig(**LOCO))
-    attachment, kept = attach.attachment_of(model), True
-    each = [torch.optim.AdamW(half.parameters(), lr=1e-3, fused=fused) for half in model.module.halves]
-    for number in range(8):
-        before = [flat_error(sender.error).clone() for sender in attachment.session.senders]
-        each[number % 2].zero_grad()
-        kept &= all(map(torch.equal, before, [flat_error(s.error) for s in attachment.session.senders]))
-        model(number % 2, torch.randn(4, 64)).square().mean().backward()
-        each[number % 2].step()
-    ledger = attachment.session.ledger
-    found = (ledger.steps, ledger.steps_seen, ledger.events.skipped_steps), kept and before[0].any().item()
-    megatron_patch.disable()
-    return found
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_an_actor_and_its_critic_keep_their_errors(pool, fused: bool) -> None:
-    assert pool.run(actor_and_critic, fused, world_size=2) == [((8, 8, 0), True)] * 2
 
 
 def several_passes(kind: str, how: str) -> tuple[tuple[int, int, int], int, list[float]]:

@@ -127,10 +127,7 @@ def usable(codec: Codec, block_size: int | str) -> Codec:
 
 
 def compress_by(
-    backend: Backend | Any,
-    sender: Sender,
-    gradient: torch.Tensor,
-    payload: torch.Tensor,
+    backend: Backend | Any, sender: Sender, gradient: torch.Tensor, payload: torch.Tensor
 ) -> None:
     """Sender.compress by a backend, or by the torch reference, whatever the device would have."""
     error, beta = ({}, 0.0) if sender.error is None else (sender.error.tensors(), sender.error.beta)

@@ -80,9 +80,7 @@ def exchanged(codec: Codec, error: str | None, seed: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("error", ["int8", None])
 @pytest.mark.parametrize(
-    "codec",
-    [Uniform(8), Uniform(4), Levels(4, HADAMARD), Sign()],
-    ids=lambda c: f"{c.name}{c.bits}",
+    "codec", [Uniform(8), Uniform(4), Levels(4, HADAMARD), Sign()], ids=lambda c: f"{c.name}{c.bits}"
 )
 def test_the_reference_s_bits_are_those_of_one_division(codec: Codec, error: str | None) -> None:
     with only_torch():

@@ -1,10 +1,6 @@
-"""Adam with decoupled weight decay in float64: what a parameter should be after each step.
+"""Torch's AdamW in float64: what a parameter should be after each step.
 
-    p <- p - lr*wd*p
-    m <- b1*m + (1-b1)*g        v <- b2*v + (1-b2)*g^2
-    p <- p - lr * (m / (1-b1^t)) / (sqrt(v / (1-b2^t)) + eps)
-
-As Megatron runs it: on an fp32 copy of the parameter, whose rounding is what `bound` allows for.
+Megatron runs Adam on an fp32 copy of the parameter, whose rounding is what `bound` allows for.
 """
 
 from __future__ import annotations
@@ -12,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 # Significant bits of a dtype, and the distance of its subnormal numbers.
 PRECISION = {"bf16": (8, 2.0**-133), "fp16": (11, 2.0**-24)}
@@ -31,22 +28,22 @@ class AdamSimulation:
     """One parameter, flat. `decays`: whether weight decay acts on it."""
 
     def __init__(self, initial: np.ndarray, options: AdamOptions, *, decays: bool):
-        self.value = initial.astype(np.float64)
-        self.mean = np.zeros_like(self.value)
-        self.square = np.zeros_like(self.value)
+        self._parameter = torch.from_numpy(initial.astype(np.float64)).requires_grad_()
+        decay = options.weight_decay if decays else 0.0
+        self._adam = torch.optim.AdamW(
+            [self._parameter], options.lr, options.betas, options.eps, weight_decay=decay
+        )
         self.options = options
-        self.decay = options.weight_decay if decays else 0.0
         self.steps = 0
 
+    @property
+    def value(self) -> np.ndarray:
+        return self._parameter.detach().numpy()
+
     def step(self, gradient: np.ndarray) -> None:
-        lr, (beta1, beta2) = self.options.lr, self.options.betas
+        self._parameter.grad = torch.from_numpy(gradient)
+        self._adam.step()
         self.steps += 1
-        self.value -= lr * self.decay * self.value
-        self.mean = beta1 * self.mean + (1 - beta1) * gradient
-        self.square = beta2 * self.square + (1 - beta2) * gradient**2
-        unbiased = self.mean / (1 - beta1**self.steps)
-        size = np.sqrt(self.square / (1 - beta2**self.steps))
-        self.value -= lr * unbiased / (size + self.options.eps)
 
     def bound(self, dtype: str) -> np.ndarray:
         """How far the real parameter, of `dtype`, may be from `value`.

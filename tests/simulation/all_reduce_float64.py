@@ -65,11 +65,7 @@ class AllReduceAgreement:
         return round_to_gradient_dtype(np.concatenate(parts).astype(np.float32), self.dtype)
 
     def end_step(
-        self,
-        *,
-        errors: np.ndarray | None = None,
-        owner_errors: list[np.ndarray] | None = None,
-        **ending: Any,
+        self, *, errors: np.ndarray | None = None, owner_errors: list[np.ndarray] | None = None, **ending: Any
     ) -> None:
         """As Agreement's; both phases' errors are cleared and rescaled together."""
         self.senders.end_step(errors=errors, **ending)

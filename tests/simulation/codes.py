@@ -64,10 +64,7 @@ def round_to_gradient_dtype(values: np.ndarray, dtype: str) -> np.ndarray:
 
 # --- codes -----------------------------------------------------------------------------------------------
 
-LEVELS = {
-    4: np.array([3, 9, 15, 21, 28, 36, 46, 61]),
-    2: np.array([3, 10]),
-}
+LEVELS = {4: np.array([3, 9, 15, 21, 28, 36, 46, 61]), 2: np.array([3, 10])}
 LEVEL_STEPS = {4: 0.0448032, 2: 0.151035}
 
 

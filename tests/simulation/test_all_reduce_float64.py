@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from seeds import seeded
 
-from simulation.adam_float64 import AdamOptions, AdamSimulation
 from simulation.all_reduce_float64 import AllReduceAgreement
 
 RAGGED = [(1, 5), (3, 100), (4, 13), (4, 5), (4, 9), (2, 257)]
@@ -59,22 +57,3 @@ def test_resets_and_skipped_steps_clear_both_phases():
         assert all(simulation.errors().any() for simulation in simulations)
         agreement.end_step(**ending)
         assert not any(simulation.errors().any() for simulation in simulations)
-
-
-@pytest.mark.parametrize("decays", [False, True])
-def test_adam_is_torch_s_adamw_and_the_bound_holds_for_fp32(decays):
-    options = AdamOptions(lr=1e-2, betas=(0.9, 0.95), eps=1e-2, weight_decay=0.1)
-    initial = gradients(1, 2000)[0]
-    simulations = {dtype: AdamSimulation(initial, options, decays=decays) for dtype in ("float64", "float32")}
-    for dtype, simulation in simulations.items():
-        parameter = torch.nn.Parameter(torch.from_numpy(initial).to(getattr(torch, dtype)))
-        optimizer = torch.optim.AdamW(
-            [parameter], lr=1e-2, betas=options.betas, eps=1e-2, weight_decay=0.1 if decays else 0.0
-        )
-        for step in range(1, 6):
-            gradient = gradients(1, 2000, step)[0] * 0.03
-            parameter.grad = torch.from_numpy(gradient).to(parameter.dtype)
-            optimizer.step()
-            simulation.step(gradient.astype(np.float64))
-            off = np.abs(parameter.detach().numpy().astype(np.float64) - simulation.value)
-            assert np.all(off <= (1e-14 if dtype == "float64" else simulation.bound("fp32")))

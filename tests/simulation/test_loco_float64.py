@@ -215,11 +215,7 @@ def test_error_is_the_moving_average_where_beta_weighs_the_old_one(beta, error_d
         target = beta * previous + (1 - beta) * (gradients + previous - result.sent)
         largest = np.abs(target.reshape(4, 16)).max(axis=1).repeat(16)
         # Half a step of the 8-bit scale (up to 2^-7 above a/127), half a bf16 ulp, or fp32 rounding.
-        slack = {
-            "int8": largest / 127 * 0.5 * (1 + 2**-7),
-            "bf16": np.abs(target[0]) * 2.0**-8,
-            "fp32": 0,
-        }
+        slack = {"int8": largest / 127 * 0.5 * (1 + 2**-7), "bf16": np.abs(target[0]) * 2.0**-8, "fp32": 0}
         assert np.all(np.abs(result.errors - target)[0] <= slack[error_dtype] + 1e-6)
         if error_dtype == "bf16":
             assert set(np.abs(result.errors[0])) <= set(ALL_BF16)

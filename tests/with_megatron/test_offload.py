@@ -47,8 +47,7 @@ def trained(case: str, offloads: str) -> tuple[list[float], list[tuple[int, int]
 
 
 @pytest.mark.parametrize(
-    ("case", "offloads"),
-    [*((case, "alone") for case in CASES), ("exact gather", "and reloads")],
+    ("case", "offloads"), [*((case, "alone") for case in CASES), ("exact gather", "and reloads")]
 )
 def test_a_run_goes_on_as_if_nothing_had_been_moved(pool: Any, case: str, offloads: str) -> None:
     """Without `reload` too: what needs it first brings it back."""

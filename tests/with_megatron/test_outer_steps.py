@@ -168,10 +168,7 @@ EXCHANGED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         BF16 | {"instances": 2},
         {"bits": 4, "weight_gather": "exact", "outer_interval": 6, "outer_delay": 3},
     ),
-    "delayed by a step, 2 bits, experts": (
-        MOE | {"instances": 2},
-        {"bits": 2, **DELAYED, "outer_delay": 1},
-    ),
+    "delayed by a step, 2 bits, experts": (MOE | {"instances": 2}, {"bits": 2, **DELAYED, "outer_delay": 1}),
     "delayed, 4 bits, virtual chunks": ({"instances": 2, **CHUNKS}, {"bits": 4, **DELAYED, **PLAIN}),
 }
 

@@ -48,7 +48,7 @@ EXPERTS = [
     *("--expert-model-parallel-size", "2", *UNTIED),
 ]
 PARALLEL = [  # embeddings and output weights are tied, over two pipeline stages
-    *("--tensor-model-parallel-size", "2", "--sequence-parallel", "--pipeline-model-parallel-size", "2"),
+    *("--tensor-model-parallel-size", "2", "--sequence-parallel", "--pipeline-model-parallel-size", "2")
 ]
 
 

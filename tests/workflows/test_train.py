@@ -193,9 +193,7 @@ def records(folder: Path) -> list[tuple[int, float]]:
 
 
 def until(
-    happened: Callable[[], bool],
-    process: subprocess.Popen[str] | None = None,
-    told: Callable[[], str] = str,
+    happened: Callable[[], bool], process: subprocess.Popen[str] | None = None, told: Callable[[], str] = str
 ) -> None:
     """Wait, ten minutes at most; a process must not end meanwhile. `told` is what a failure shows."""
     deadline = time.monotonic() + 600

@@ -71,10 +71,7 @@ def trained(method: str, overlap: bool) -> dict[str, Any]:
     training: Training
     if method.startswith("ddp"):
         training = ddp_training.DdpTraining(
-            llama,
-            powersgd_rank=2 if method == "ddp_powersgd" else None,
-            learning_rate=1e-4,
-            overlap=overlap,
+            llama, powersgd_rank=2 if method == "ddp_powersgd" else None, learning_rate=1e-4, overlap=overlap
         )
     else:
         training = megatron_training.MegatronTraining(

@@ -35,10 +35,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     # The distributed optimizer gives tied embeddings a bucket of their own: copies cannot differ there.
     "pp2-dp2-tied-replicated": (4, {"pp": 2, "tied": True, "ddp": REPLICATED, **CLIPPED}),
     "tp2-sp-ep2-dp2": (4, MOE | {"tp": 2, "expert_tp": 1, "sequence_parallel": True}),
-    "dp4-overlap-per-token": (
-        4,
-        {"per_token_loss": True, "ddp": OVERLAP | {"overlap_param_gather": True}},
-    ),
+    "dp4-overlap-per-token": (4, {"per_token_loss": True, "ddp": OVERLAP | {"overlap_param_gather": True}}),
     "dp4-bf16-replicated": (4, {"dtype": "bf16", "ddp": HALF | REPLICATED, **CLIPPED}),
     "ep2-dp4-fp16": (4, MOE | {"dtype": "fp16", "optimizer": {"initial_loss_scale": 2.0**10}}),
 }
@@ -48,12 +45,7 @@ def train_case(model: dict[str, Any]) -> dict[str, Any]:
     """In a worker: the record of STEPS steps, and the weights that method none has after the warm-up."""
     none = trained(build(**model), {"method": "none"}, WARMUP)
     gpt = build(**model)
-    config = {
-        "warmup_steps": WARMUP,
-        "block_size": BLOCK,
-        "error_dtype": "fp32",
-        "ranks_per_node": 1,
-    }
+    config = {"warmup_steps": WARMUP, "block_size": BLOCK, "error_dtype": "fp32", "ranks_per_node": 1}
     megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(method="onebit_adam", **config))
     buckets = buckets_of(gpt)
     report: dict[str, Any] = {

@@ -53,10 +53,7 @@ def bad_gradients(model: dict[str, Any]) -> dict[str, Any]:
             wrong.append(f"{step}: a good step changed {changed}")
         if not all(bool(weights.isfinite().all()) for weights in after["weights"]):
             wrong.append(f"{step}: weights are not finite")
-    return {
-        "wrong": wrong,
-        "events": events_of(compressor),
-    }
+    return {"wrong": wrong, "events": events_of(compressor)}
 
 
 @pytest.mark.parametrize(

@@ -79,11 +79,7 @@ def skipped_steps(model: dict[str, Any]) -> dict[str, Any]:
             wrong += [
                 f"{step}, {'bad' if poisoned else 'good'}: {name}" for name, so in facts.items() if not so
             ]
-    return {
-        "wrong": wrong,
-        "events": events_of(compressor),
-        "injections": injections,
-    }
+    return {"wrong": wrong, "events": events_of(compressor), "injections": injections}
 
 
 @pytest.mark.parametrize("exchange", list(EXCHANGES))

@@ -22,15 +22,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 from workflows.engine_runs import MODEL, SCRIPT, cpu_flags
-from workflows.test_train import (
-    CONFIG,
-    SMALL,
-    alive,
-    ranks_of,
-    records,
-    until,
-    warm_megatron_loco,
-)
+from workflows.test_train import CONFIG, SMALL, alive, ranks_of, records, until, warm_megatron_loco
 
 from megatron_patch.errors import UserError
 from megatron_patch.workflows import train
@@ -463,10 +455,7 @@ def asking(folder: Path, *numbers: signal.Signals) -> Callable[[], None]:
 
 @pytest.mark.parametrize(
     ("numbers", "name"),
-    [
-        ([signal.SIGUSR1], "SIGUSR1"),
-        ([signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM], "SIGTERM"),
-    ],
+    [([signal.SIGUSR1], "SIGUSR1"), ([signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM], "SIGTERM")],
 )
 def test_ranks_may_save_and_nothing_is_started_again(
     numbers: list[signal.Signals], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
