@@ -24,7 +24,6 @@ from megatron_patch.collectives.topology import two_hops
 from megatron_patch.collectives.two_hop import TwoHopAllReduce, TwoHopReduceScatter
 from megatron_patch.collectives.workspace import Workspace
 from megatron_patch.config import CompressionConfig
-from megatron_patch.megatron.onebit_adam import norm_sketch
 from megatron_patch.quantization import packing, rotation
 from megatron_patch.quantization.blocks import Contents
 from megatron_patch.quantization.layout import BlockLayout
@@ -46,7 +45,7 @@ ERRORS = ("int8", "bf16", "fp32")
 @contextmanager
 def defaults(dtype: torch.dtype | None, device: str | None) -> Iterator[None]:
     """Within the block torch has these defaults, and nothing is cached that was computed under others."""
-    for cached in (rotation.signs, packing.largest_scale, norm_sketch.signs):
+    for cached in (rotation.signs, packing.largest_scale):
         cached.cache_clear()
     before = torch.get_default_dtype()
     try:
@@ -63,16 +62,15 @@ def fingerprint(tensors: list[torch.Tensor]) -> str:
     return hashlib.sha256(raw).hexdigest()
 
 
-def assert_same_under_all_defaults(work: Callable[[], Any], devices: bool = True) -> None:
+def assert_same_under_all_defaults(work: Callable[[], Any]) -> None:
     with defaults(torch.float32, None):
         wanted = work()
     assert wanted
     for dtype in DTYPES:
         with defaults(dtype, None):
             assert work() == wanted, dtype
-    if devices:
-        with defaults(None, META):
-            assert work() == wanted
+    with defaults(None, META):
+        assert work() == wanted
 
 
 def exchanged(options: dict[str, Any], error: str, gradients: list[torch.Tensor], spans: Any) -> str:
@@ -109,25 +107,6 @@ def test_a_sender_s_bits_do_not_depend_on_torch_s_defaults(kernels, options):
             assert_same_under_all_defaults(work)
     else:
         assert_same_under_all_defaults(work)
-
-
-def test_the_norm_s_sketch_does_not_depend_on_torch_s_defaults():
-    kernel = pytest.importorskip("megatron_patch.megatron.onebit_adam.sketch_kernel")
-    values = gradient_of(5000, seeded(4), torch.float32, "plain")
-
-    def folded(by_kernel: bool) -> str:
-        sketch = norm_sketch.NormSketch(3, CPU)
-        sketch.add(values, 0.5)
-        table = norm_sketch.signs(CPU)
-        if by_kernel:
-            rows = norm_sketch.rows_of(sketch._pieces)
-            return fingerprint([kernel.fold(rows, table, norm_sketch.COLUMNS)])
-        return fingerprint([norm_sketch.fold(sketch._pieces, table)])
-
-    assert_same_under_all_defaults(lambda: folded(False))
-    assert_same_under_all_defaults(
-        lambda: folded(True), devices=False
-    )  # Triton's interpreter allocates its own
 
 
 # --- over process groups ---------------------------------------------------------------------------------

@@ -19,19 +19,6 @@ def made(machine: Machine, queue: Any, numel: int = 16) -> torch.Tensor:
     return tensor
 
 
-def test_bytes_count_and_not_tensors() -> None:
-    machine = Machine()
-    one, other = machine.queue("one"), machine.queue("other")
-    tensor = made(machine, one, 64)
-    machine.wait(other, machine.record(one))
-    machine.launch(one, "write", writes=[tensor[:32]])
-    machine.launch(other, "write", writes=[tensor[32:]])
-    machine.launch(other, "read", reads=[tensor.view(8, 8)[4:, ::2]])
-    assert machine.found == []
-    machine.launch(other, "read", reads=[tensor.view(8, 8)[3:, 1]])
-    assert machine.found == ["read on other: 4 bytes of a tensor: not ordered after write on one"]
-
-
 @pytest.mark.parametrize("shape", [(4, 6), (3, 5, 7)])
 def test_the_bytes_of_a_view_are_those_it_writes(shape: tuple[int, ...]) -> None:
     whole = torch.zeros(shape, dtype=torch.int16)

@@ -132,12 +132,3 @@ def test_programs_of_a_launch_do_not_share_bytes() -> None:
         )
     with pytest.raises(Fault, match="nothing was written"):
         run("ld.global.b32 { %r4 }, [ %rd2 + 0 ]", written=False)
-
-
-def test_a_quotient_may_be_a_bit_off_and_is_one_for_all_threads_that_compute_it() -> None:
-    body = "and.b32 %r4, %r1, 15; cvt.rn.f32.u32 %r4, %r4; div.full.f32 %r4, %r4, 0f40400000; "
-    found = run(body + "st.global.b32 [ %rd2 + 0 ], { %r4 }").view(np.float32).reshape(-1, 16)
-    exact = np.arange(16, dtype=np.float32) / np.float32(3)
-    assert (found == found[0]).all()
-    assert (found[0] != exact).any()
-    assert (abs(found[0] - exact) <= np.spacing(exact)).all()

@@ -11,7 +11,7 @@ from megatron_patch.collectives.sender import decompress
 from megatron_patch.quantization import native
 from megatron_patch.quantization.layout import BlockLayout
 from megatron_patch.quantization.levels import Levels
-from megatron_patch.quantization.rotation import HADAMARD, NONE, signs
+from megatron_patch.quantization.rotation import HADAMARD, NONE
 from megatron_patch.quantization.sign import Sign
 from megatron_patch.quantization.uniform import Uniform
 
@@ -58,34 +58,3 @@ def test_every_length_from_1_to_1000_comes_back(codec):
         decompress(payload, codec, layout, decoded)
         loco.decompress_reduce(payload, codec, layout, wanted)
         assert same(decoded, wanted)
-        if codec.name == "uniform" and not codec.rotation.rotated:
-            scales = payload[0, layout.code_bytes :][: 2 * layout.blocks].view(torch.bfloat16).float()
-            half = scales.repeat_interleave(128)[:size] / 2
-            assert ((gradient - decoded).abs() <= half * (1 + 1e-6)).all()
-
-
-@pytest.mark.parametrize("block", [16, 128, 1024])
-@pytest.mark.parametrize("variant", range(len(native.variants())))
-def test_a_block_of_zeros_stays_one_and_sums_beyond_fp32_are_not_finite(block, variant):
-    """Rotated, a block of 1e38 with the signs of its own rotation adds up to more than fp32 holds."""
-    codec, size = Levels(4, HADAMARD), 3 * block
-    layout = BlockLayout.of(size, 1, 4, block)
-    gradient = torch.zeros(size)
-    gradient[:block] = torch.linspace(-1, 1, block)
-    gradient[2 * block :] = 3e38 * signs(block)
-    sent = []
-    for backend in (native, loco):
-        sender = sender_of(layout, CPU, "int8", 0.8)
-        sender.codec = codec
-        payload = torch.empty(1, layout.payload_bytes, dtype=torch.uint8)
-        with native.using(variant):
-            compress_by(backend, sender, gradient, payload)
-        decoded = torch.empty(size)
-        with native.using(variant):
-            native.decompress_reduce(payload, codec, layout, decoded)
-        assert torch.isfinite(decoded[: 2 * block]).all()
-        assert not decoded[block : 2 * block].any()
-        assert decoded[2 * block :].isnan().all()
-        assert sender.statistics[4] == 1
-        sent.append(payload)
-    assert same(*sent)

@@ -72,27 +72,6 @@ def test_a_missing_symbol_is_named_with_its_path_and_the_release(module):
         patching.replace("torch:nothing_of_the_kind", lambda before: before)
 
 
-def test_what_may_be_missing_is_gone_again_after_it(module):
-    patching.replace("made_up:new", lambda before: (before, 7), may_be_missing=True)
-    assert module.new == (None, 7)
-    patching.restore("made_up:new")
-    assert not hasattr(module, "new")
-
-
-def test_values_are_swapped_for_a_block_even_if_it_fails(module):
-    original, seen = module.function, []
-
-    def fails() -> None:
-        with patching.swapped({"made_up:function": 5}):
-            seen.append(module.function)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fails()
-    assert seen == [5]
-    assert module.function is original
-
-
 def test_the_document_lists_every_symbol_and_the_file_that_replaces_it():
     rows = re.findall(
         r"^\| `(megatron\.[\w.]+)` \| `([\w/.]+)` \| .+ \| .+ \|$", DOCUMENT.read_text("utf-8"), re.M
