@@ -206,12 +206,6 @@ def test_pages_name_source_files_that_are_there() -> None:
     assert [one for one in named if not any(file.endswith(f"/{one[1]}") for file in there)] == []
 
 
-def test_anchors_are_those_of_github(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# One block, from `g` to s\n## 1-bit Adam\n## 1-bit Adam\n```\n# code\n```\n")
-    assert anchors(page) == {"one-block-from-g-to-s", "1-bit-adam", "1-bit-adam-1"}
-
-
 def repeated() -> str:
     """What pages say of repeated measurements."""
     with (ROOT / "docs/plan/network.csv").open(encoding="utf-8") as file:

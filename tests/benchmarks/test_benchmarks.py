@@ -35,12 +35,6 @@ def test_a_line_over_sizes_agrees_with_a_regression() -> None:
     assert found.there.n == 7
 
 
-def test_too_few_models_are_refused() -> None:
-    for models in ([(1e6, [0.1, 0.2, 0.3])], [(1e6, [0.1]), (3e6, [0.2])]):
-        with pytest.raises(ValueError, match="two sizes"):
-            over_sizes(models, 1e9)
-
-
 def test_the_command_line_says_how_to_run_what_left_it(capsys: pytest.CaptureFixture[str]) -> None:
     for given, way in (
         (["bench", "network", "--hosts", "2"], "python -m benchmarks.network --hosts 2"),

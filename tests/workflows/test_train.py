@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from worker_pool import in_warm_process
@@ -192,9 +193,7 @@ def records(folder: Path) -> list[tuple[int, float]]:
     return [(record["step"], record["loss"]) for record in map(json.loads, lines)]
 
 
-def until(
-    happened: Callable[[], bool], process: subprocess.Popen[str] | None = None, told: Callable[[], str] = str
-) -> None:
+def until(happened: Callable[[], bool], process: Any = None, told: Callable[[], str] = str) -> None:
     """Wait, ten minutes at most; a process must not end meanwhile. `told` is what a failure shows."""
     deadline = time.monotonic() + 600
     while not happened():

@@ -52,30 +52,6 @@ def test_a_part_that_fails_or_hangs_leaves_the_others_results(
     assert driven(monkeypatch, tmp_path, parts[2:])[0] == 0
 
 
-MEMCHECK = """\
-========= Invalid __global__ write of size 4 bytes
-=========     at {kernel}+0x90 in planted.py:1
-========= ERROR SUMMARY: 1 error
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "kernels", "found"),
-    [
-        ("planted", ["planted_kernel"], True),
-        ("planted", [], False),
-        ("planted", ["planted_kernel", "compress_kernel"], False),
-        ("memory", [], True),
-        ("memory", ["void at::native::fill"], False),
-    ],
-)
-def test_what_compute_sanitizer_says(name: str, kernels: list[str], found: bool) -> None:
-    part = Part(name, 1, "", "", "", memcheck=True)
-    part.log = [MEMCHECK.format(kernel=kernel) for kernel in kernels]
-    (check,) = command._of_memcheck(part)["checks"].values()
-    assert check is found
-
-
 def test_the_pages_say_what_the_newest_results_say() -> None:
     every = list(constants.newest(constants.RESULTS).values())
     for path, text in page.pages(every).items():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_patch.workflows.cli import main
 from megatron_patch.workflows.plan import constants
-from megatron_patch.workflows.plan.constants import CONSTANTS, EXACT_BITS, GPUS, exact_bits
+from megatron_patch.workflows.plan.constants import CONSTANTS, GPUS, exact_bits
 
 EXAMPLE = constants.RESULTS / "of_a_cpu.json"
 H100 = {"device": "NVIDIA H100 80GB HBM3", "gpus": 1}
@@ -107,11 +107,6 @@ def test_every_number_has_a_unit_a_kind_and_a_source() -> None:
         assert one.unit, name
         assert len(one.source) > 10, name
     assert all(gpu.name == name for name, gpu in GPUS.items())
-
-
-def test_measured_bits_come_back() -> None:
-    for ratio, bits in EXACT_BITS:
-        assert exact_bits(ratio) == pytest.approx(bits)
 
 
 @given(st.floats(0, 10), st.floats(0, 10))
