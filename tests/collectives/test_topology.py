@@ -143,20 +143,6 @@ def test_groups_are_not_split_off_the_whole_job(pool: Any) -> None:
     assert pool.run(made_while_bound, world_size=4) == [["None", "None", "cpu:0"]] * 4
 
 
-def fake() -> tuple[int, int]:
-    """Two hops over the process group of Megatron's --fake-process-group."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=16)
-    hops = two_hops(dist.group.WORLD, 8)
-    return hops.nodes, hops.local
-
-
-def test_two_hops_of_megatron_s_fake_process_group(pool: Any) -> None:
-    assert pool.run(fake, world_size=1) == [(2, 8)]
-
-
 def groups_of_my_own() -> dict[str, list[int]]:
     """Even and odd ranks are data-parallel groups; odd ones make theirs later, and rank 7's group none."""
     rank = dist.get_rank()

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from coded_values import flat_error
 from pytorch.runs import full, gradients_of, wrapped
@@ -131,26 +130,3 @@ def moved_buckets() -> list[tuple[int, bool]]:
 
 def test_errors_start_from_zero_when_ddp_changes_its_buckets(pool) -> None:
     assert pool.run(moved_buckets, world_size=4) == [[(2, True), (2, False)]] * 4
-
-
-def without_an_optimizer(kind: dict[str, Any]) -> tuple[int, bool]:
-    """Only rank 0's optimizer has parameters: passes that ended, and whether exchanges are compressed."""
-    model, _ = built(kind, {"method": "loco"})
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2) if dist.get_rank() == 0 else None
-    whole, ended = getattr(model, "module", model), 0
-    for step in range(14):
-        model(gradients_of(whole, dist.get_rank(), step, torch.float32)).backward()
-        if optimizer:
-            optimizer.step()
-        model.zero_grad()
-        ended += 1
-    found = ended, attach.attachment_of(model).session.active
-    megatron_patch.disable()
-    return found
-
-
-@pytest.mark.parametrize("kind", [DDP, FLAT], ids=str)
-def test_ranks_whose_optimizer_steps_are_not_seen_ask_when_the_others_do(pool, kind) -> None:
-    """As with a ZeRO-1 of one's own, in which a rank may own nothing."""
-    told = pool.run(without_an_optimizer, kind, world_size=2)
-    assert told == [(14, True)] * 2, "a constant rate has stopped rising after ten steps"

@@ -34,14 +34,11 @@ def gather_of(numel: int, dtype: str = "bfloat16", seed: int = 0) -> tuple[Any, 
     return bucket, WeightGather(bucket, dist.group.WORLD, Workspace(torch.device("cpu")), "bucket 7")
 
 
-def update(bucket: Any, step: int, rate: float | None = 1e-4) -> None:
-    """What an optimizer does: this rank's shard alone changes; without a rate, to any bits."""
+def update(bucket: Any, step: int) -> None:
+    """What an optimizer does: this rank's shard alone changes."""
     own = bucket.view(RANKS, -1)[dist.get_rank()]
     generator = torch.Generator().manual_seed(seeded(1000 * step + dist.get_rank()))
-    if rate is None:
-        own.view(torch.int16).random_(-0x8000, 0x8000, generator=generator)
-    else:
-        own += rate * torch.randn(own.numel(), generator=generator).to(own.dtype)
+    own += 1e-4 * torch.randn(own.numel(), generator=generator).to(own.dtype)
 
 
 def wanted_of(bucket: Any) -> Any:
@@ -60,13 +57,13 @@ def sent(gather: Any) -> Any:
     return Batch([gather]).start(gather._workspace, own_may_have_changed=True)
 
 
-def steps(numel: int, dtype: str, rate: float | None) -> list[tuple[bool, bool, float]]:
+def steps(numel: int, dtype: str) -> list[tuple[bool, bool, float]]:
     """For each step whether the messages were sent, whether the weights are right, bits a weight."""
     bucket, gather = gather_of(numel, dtype)
     told = []
     for step in range(4):
         gather.remember()
-        update(bucket, step, rate)
+        update(bucket, step)
         wanted = wanted_of(bucket)
         (agreed,) = agree([gather])
         assert agreed.difference is None
@@ -162,16 +159,11 @@ def messages_that_change() -> list[str]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("numel", SIZES)
 def test_every_rank_gets_the_weights_to_the_bit(pool, numel, dtype):
-    for told in pool.run(steps, numel, dtype, 1e-4, world_size=RANKS):
+    for told in pool.run(steps, numel, dtype, world_size=RANKS):
         for sent, right, bits in told:
             assert right
             assert bits < 16 or not sent
             assert sent == (numel >= 300), "long messages are not sent at all"
-
-
-def test_weights_that_change_in_all_bits_are_gathered_in_full(pool):
-    for told in pool.run(steps, 5000, "float16", None, world_size=RANKS):
-        assert [(sent, right) for sent, right, _ in told] == [(False, True)] * 4
 
 
 @pytest.mark.parametrize("which", [OWN, COPY])

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -80,21 +81,98 @@ def test_what_failed_or_was_not_run_is_said_so() -> None:
     assert cells["step, 1.3 B parameters, 100 Gbit/s"] == "300; 1.25 x; 1.50 x; not run yet"
 
 
+def bare_environment() -> Path:
+    """The Python of an environment like a lent machine's; it is installed once."""
+    folder = ROOT / ".compat" / "gpu-torch2.11.0"
+    if not folder.exists():
+        uv = Path(sys.executable).with_name("uv")
+        part = folder.with_suffix(f".{os.getpid()}")
+        subprocess.run([uv, "venv", "--quiet", "--relocatable", "--python", sys.executable, part], check=True)
+        wanted = ["torch==2.11.0", "triton==3.6.0", "numpy==2.5.2"]
+        wanted += [f"{name}=={metadata.version(name)}" for name in ("pytest", "hypothesis")]
+        install = [uv, "pip", "install", "--quiet", "--python", part / "bin" / "python"]
+        subprocess.run([*install, *wanted], check=True)
+        part.rename(folder)
+    return folder / "bin" / "python"
+
+
+COMPILED = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from benchmarks.gpu import kernels
+for kernel, signature in (
+    (kernels.planted_kernel, {"pointer": "*i32"}),
+    (kernels.twin_wire_kernel, {"nanoseconds": "i32", "sink": "*i64"}),
+):
+    print("entry" in compile(ASTSource(kernel, signature, {}), target=GPUTarget("cuda", 90, 32)).asm["ptx"])
+"""
+
+
 @pytest.mark.slow
-def test_all_of_it_runs_with_stand_ins(tmp_path: Path) -> None:
-    """Each part's results are there, and the example is of this command."""
+def test_all_of_it_runs_with_stand_ins_on_a_bare_machine(tmp_path: Path) -> None:
+    """With torch 2.11, Triton 3.6 and what `make gpu` packs; each part's results are there."""
+    made = ["make", "gpu", f"VENV={Path(sys.executable).parents[1]}"]
+    subprocess.run(made, cwd=ROOT, check=True, capture_output=True)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command_line = [sys.executable, "-m", "benchmarks.gpu", "--out", str(tmp_path)]
-    done = subprocess.run(
-        command_line, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    environment["PYTHONPATH"] = str(Path(__file__).with_name("interpreter"))
+    python = bare_environment()
+
+    def run(*arguments: str) -> str:
+        done = subprocess.run(
+            [python, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    run("-m", "benchmarks.gpu", "--out", str(tmp_path))
     results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert results["device"] == command.STAND_IN
+    assert {"torch": "2.11.0", "triton": "3.6.0"}.items() <= results["versions"].items()
+    example = json.loads(EXAMPLE.read_text(encoding="utf-8"))
+    assert shape(results) == shape(example), "the example is of this command, with all of its checks"
     checks = [part["checks"] for part in results["parts"].values() if "checks" in part]
     assert all(all(found.values()) for found in checks)
     assert results["parts"]["bits"]["cases"]["0"] > 0
-    assert shape(results) == shape(json.loads(EXAMPLE.read_text(encoding="utf-8")))
+    environment["TRITON_INTERPRET"] = "0"
+    assert run("-c", COMPILED).split() == ["True", "True"]
+
+
+STEPS = """
+from order.gpu import KERNELS, recording
+KERNELS["twin_wire_kernel"] = {"sink": "changes"}
+with recording() as gpu:
+    from benchmarks.gpu import model
+    from benchmarks.gpu.twin_group import TwinsRead, Wire
+    from megatron_patch.megatron import doors
+    print("5 ms:", Wire.seconds_of_5_ms())
+    model.one_of(4)
+    TwinsRead().checks, Wire.bytes_per_second = False, 1e9
+    for method in ("stock", "none", "loco", "loco+exact"):
+        with gpu.all_made_here():
+            training = model.megatron(model.SHAPES["tiny"], method, bucket=60_000)
+            for _ in range(3):
+                training.step(1)
+        print(method, gpu.machine.found, gpu.machine.operations.count("twin_wire_kernel") > 0)
+        training.close()
+        doors.disable()
+"""
+
+
+@pytest.mark.slow
+def test_the_twins_step_has_no_race_and_no_tensor_of_the_host_on_a_recorded_gpu() -> None:
+    """Collectives, on a stream of their own, and the kernel that takes a link's time are ordered."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from megatron_patch.megatron.cpu import device\ndevice.install()" + STEPS],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    *_, stock, none, loco, exact = done.stdout.splitlines() or [""] * 4
+    assert (stock, none) == ("stock [] True", "none [] True"), done.stdout + done.stderr
+    assert (loco, exact) == ("loco [] True", "loco+exact [] True"), done.stdout + done.stderr
 
 
 def shape(found: Any) -> Any:
