@@ -5,28 +5,26 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import worker_pool
 from worker_pool import WorkerError, in_warm_process
 
-# --- functions that run in the workers (torch is imported in them: this process does not need it) ---------
+# --- functions that run in the workers -------------------------------------------------------------------
 
 
 def sum_of_ranks(factor: int = 1, *, offset: int = 0) -> int:
-    import torch
-
     value = torch.tensor(factor * torch.distributed.get_rank() + offset)
     torch.distributed.all_reduce(value)
     return value.item()
 
 
 def describe_group() -> dict:
-    import torch
-
     return {
         "backend": torch.distributed.get_backend(),
         "rank": torch.distributed.get_rank(),
@@ -43,21 +41,15 @@ def echo(value: object) -> object:
 
 
 def random_numbers() -> list[float]:
-    import torch
-
     return [random.random(), float(np.random.rand()), torch.rand(1).item()]
 
 
 def wait_for_peers() -> None:
-    import torch
-
     torch.distributed.all_reduce(torch.zeros(8))
 
 
 def fail_on(rank: int, how: str) -> None:
     """Every other rank waits in a collective for the one that fails."""
-    import torch
-
     if torch.distributed.get_rank() != rank:
         wait_for_peers()
     elif how == "raise":
@@ -71,16 +63,12 @@ def fail_on(rank: int, how: str) -> None:
 
 
 def fail_while_others_sleep() -> None:
-    import torch
-
     if torch.distributed.get_rank() == 1:
         raise ValueError("the true cause")
     time.sleep(600)
 
 
 def sleep_on(rank: int) -> str:
-    import torch
-
     if torch.distributed.get_rank() == rank:
         time.sleep(600)
     return "done"
@@ -90,7 +78,6 @@ def set_every_state(fail: bool) -> list[str]:
     """Leave behind what a test of the project may leave behind; returns what `states_left` says of it."""
     from argparse import Namespace
 
-    import torch
     from megatron.core import (
         num_microbatches_calculator,
         parallel_state,
@@ -114,7 +101,6 @@ def set_every_state(fail: bool) -> list[str]:
 
 
 def states_left() -> list[str]:
-    import torch
     from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.training import global_vars
@@ -149,7 +135,6 @@ def test_results_come_back_in_rank_order(pool):
 
 
 def test_arguments_and_results_travel(pool, tmp_path):
-    torch = pytest.importorskip("torch")
     large = np.arange(3_000_000, dtype=np.float32)  # more than a pipe holds at once
     tensors = [
         torch.ones(3, dtype=torch.bfloat16),
@@ -247,8 +232,6 @@ def test_nothing_is_left_of_a_run(pool, fail):
 
 
 def fork_a_child(folder: Path, status: int) -> None:
-    import sys
-
     child = os.fork()
     if child == 0:
         os._exit(status)
