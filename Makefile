@@ -25,7 +25,7 @@ pretrain: $(READY) ## train the tiny LLaMA uncompressed, and with 4-bit LoCo and
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test: $(READY) ## the tests to run before a commit (4 minutes on 2 cores)
+test: $(READY) ## the tests to run before a commit (3 minutes on 2 cores)
 	@$(PYTEST) -m "not (thorough or e2e or policy or slow)" --durations 5
 
 test-all: $(READY) ## all tests that need no GPU, but for those of minutes each (15 minutes)
@@ -52,7 +52,7 @@ gpu: $(READY) ## pack what a machine with GPUs and no network needs to be measur
 	@echo "bring along: this repository's files, .gpu, megatron_patch/quantization/native/libmegatron_loco.so"
 	@echo "there, at its root: python3 -m benchmarks.gpu --out DIR    (490 s at most)"
 
-test-slow: $(READY) ## the tests that take minutes each
+test-slow: $(READY) ## the tests that take minutes each, and kernels of every GPU and Triton
 	@$(BIN)/python -m pytest -m slow
 
 bench-network: $(READY) ## training over slow links made of network namespaces (root)
