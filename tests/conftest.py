@@ -25,14 +25,17 @@ import tiers
 from worker_pool import WorkerPool
 
 LONG = (
-    "test_ablate.py",
-    "test_resume.py",
     "test_engine.py",
+    "test_gpu.py",
     "test_network.py",
+    "test_order.py",
     "test_parallelism.py",
+    "test_ptx.py",
+    "test_resume.py",
     "test_save_restore.py",
     "test_soak.py",
-    "test_train.py",
+    "test_torch_scripts.py",
+    "test_weight_code.py",
 )
 """Files of half a minute and more begin early, or one process would be left with them."""
 
