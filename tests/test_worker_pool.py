@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import sys
 import time
@@ -38,10 +37,6 @@ def describe_group() -> dict:
 
 def echo(value: object) -> object:
     return value
-
-
-def random_numbers() -> list[float]:
-    return [random.random(), float(np.random.rand()), torch.rand(1).item()]
 
 
 def wait_for_peers() -> None:
@@ -152,12 +147,6 @@ def test_arguments_and_results_travel(pool, tmp_path):
             assert torch.equal(received, sent)
 
 
-def test_every_run_starts_from_the_same_seeds(pool):
-    first = pool.run(random_numbers, world_size=2)
-    assert first[0] == first[1]
-    assert pool.run(random_numbers, world_size=2) == first
-
-
 # --- what it reports -------------------------------------------------------------------------------------
 
 
@@ -196,16 +185,6 @@ def test_a_worker_that_dies_is_the_cause(pool, how, said):
         pool.run(fail_on, 1, how)
     assert (caught.value.rank, caught.value.kind) == (1, "died")
     assert pool.run(sum_of_ranks) == [6] * 4
-
-
-def test_a_worker_killed_between_runs_is_replaced(pool):
-    pids = [group["pid"] for group in pool.run(describe_group)]
-    os.kill(pids[1], signal.SIGKILL)
-    pool.workers[1].process.join()
-    assert pool.run(sum_of_ranks) == [6] * 4
-    now = [group["pid"] for group in pool.run(describe_group)]
-    assert now[1] != pids[1]
-    assert [now[0], *now[2:]] == [pids[0], *pids[2:]]
 
 
 def test_a_timeout_names_the_rank_and_where_it_is(pool):

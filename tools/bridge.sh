@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs tests/bridge with the wheel of Megatron-Bridge, which lies in .compat/bridge without its dependencies: what they
-# are for needs a GPU, and has stand-ins (tests/bridge/stand_ins.py).
+# are for needs a GPU, and has stand-ins (tests/stand_ins.py).
 # Usage: tools/bridge.sh VENV
 set -euo pipefail
 venv=$1

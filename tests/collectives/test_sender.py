@@ -13,7 +13,7 @@ from simulation.agreement import Agreement
 from simulation.codes import round_to_gradient_dtype
 from simulation.loco_float64 import LoCoSimulation
 
-from megatron_patch.collectives.sender import MovingAverageError, Sender
+from megatron_patch.collectives.sender import Sender
 from megatron_patch.config import CompressionConfig
 from megatron_patch.loco import STATISTICS
 from megatron_patch.quantization.layout import BlockLayout
@@ -162,15 +162,6 @@ def test_statistics_are_the_energies_of_the_step(bits, rotated):
             "non_finite_blocks": 0,
         }
         assert measured == pytest.approx(wanted, rel=1e-5)
-
-
-@pytest.mark.parametrize(("error_dtype", "nbytes"), [("int8", 1 + 2 / 128), ("bf16", 2), ("fp32", 4)])
-def test_the_error_takes_the_memory_it_says(error_dtype, nbytes):
-    layout = BlockLayout.of(4 * 4096, 4, 4, 128)
-    error = MovingAverageError(layout, 0.8, error_dtype, CPU)
-    assert error.nbytes == nbytes * layout.numel
-    assert sum(tensor.nbytes for tensor in error.tensors().values()) == error.nbytes
-    assert not error.decode().any()
 
 
 @pytest.mark.parametrize("error_dtype", ["int8", "bf16", "fp32"])

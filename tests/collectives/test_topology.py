@@ -45,14 +45,6 @@ def test_others_say_why_not(ranks: Any, per_node: int | None, why: str, irregula
     assert caught.value.irregular == irregular
 
 
-def test_ranks_on_a_node_are_configured_or_torchrun_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert ranks_per_node(None) is None
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert ranks_per_node(None) == 8
-    assert ranks_per_node(4) == 4
-
-
 SLURM = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
 from with_megatron.seam_runs import built, logged
 
 import megatron_patch
@@ -96,3 +98,20 @@ def test_the_log_says_when_compression_is_expected_to_start(pool):
     without = pool.run(announced, compressions[:1], world_size=2)[0][0]
     assert any("stopped rising" in text for text in without)
     assert not any("expected" in text for text in without), "no flags are seen"
+
+
+def outer_line(**options: Any) -> str:
+    from megatron_patch.megatron.startup_log import _outer_line
+
+    bucket = SimpleNamespace(grad_data=torch.empty(2_000_000, device="meta"))
+    group = SimpleNamespace(intra_distributed_optimizer_instance_size=2, buckets=[bucket])
+    config = megatron_patch.CompressionConfig(outer_interval=30, **options)
+    return _outer_line(config, [SimpleNamespace(group=group)])
+
+
+def test_outer_steps_say_what_they_take(pool: Any) -> None:
+    (line,) = pool.run(outer_line, outer_momentum=0.0, world_size=1)
+    assert "average 1,000,000 weights a rank every 30 steps (rate 1.0, momentum 0.0), in 4 bits; " in line
+    assert "this takes 4 MB a rank. With Adam, multiply the learning rate by the square root" in line
+    (late,) = pool.run(outer_line, outer_momentum=0.9, outer_delay=15, world_size=1)
+    assert "in 1 turn, each overlapped with 15 steps; this takes 8 MB a rank, and 8 bytes for" in late

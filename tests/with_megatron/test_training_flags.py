@@ -96,6 +96,7 @@ FSDP = {
 }
 EXACT = {"compression_weight_gather": "exact", "overlap_param_gather": True, "qk_clip": True}
 QK = "leave out overlap_param_gather, or set weight_gather to stock"
+AWARE, OFFLOAD = "use_precision_aware_optimizer", "optimizer_cpu_offload"
 GRAPH, WGRADS = "optimizer_cuda_graph", "save_wgrads_interval"
 HASHES, VERSION = "check_weight_hash_across_dp_replicas_interval", "megatron_fsdp_version"
 
@@ -106,6 +107,8 @@ HASHES, VERSION = "check_weight_hash_across_dp_replicas_interval", "megatron_fsd
         (OUTER, "num_distributed_optimizer_instances", INSTANCES),
         (OUTER | INSTANCES | {"use_megatron_fsdp": True}, "leave it out", {"use_megatron_fsdp": False}),
         (OUTER | INSTANCES | {"optimizer": "muon"}, "use adam", {"optimizer": "adam"}),
+        (OUTER | INSTANCES | {AWARE: True}, "hides the fp32", {AWARE: False}),
+        (OUTER | INSTANCES | {OFFLOAD: True}, OFFLOAD, {OFFLOAD: False}),
         (OUTER | INSTANCES | {HASHES: 10}, "differ between outer steps", {HASHES: None}),
         (EXACT, QK, {"overlap_param_gather": False}),
         (EXACT, QK, {"qk_clip": False}),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from with_megatron.seam_runs import attach, core_before, errors_of, session_of
+from with_megatron.seam_runs import attach, built, core_before, errors_of, session_of
 from with_megatron.tiny_model import build
 
 import megatron_patch
@@ -94,3 +94,42 @@ def test_a_step_that_another_model_s_overflow_skips_is_skipped(pool: Any) -> Non
         assert report["ended"] == 2
         assert report["replays"] == 0
         assert report["steps"] == 5
+
+
+def with_a_scaler(grows: bool) -> dict[str, Any]:
+    """In a worker: torch's GradScaler, whose scale may double every two steps, and which skips an overflow.
+
+    Megatron exchanges after the backward pass. Errors are in units of the scale at which they were made.
+    """
+    tiny, state = built({"ddp": {"use_distributed_optimizer": False}}, {"bits": 4, "error_dtype": "fp32"})
+    optimizer = torch.optim.SGD(tiny.parameters, lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2 if grows else 100)
+    errors, scales, skipped = [], [], []
+    for step in range(7):
+        gradients = tiny.random_gradients(step)
+        if step == 4:
+            for gradient in gradients:
+                gradient.view(-1)[0] = torch.inf
+        tiny.ddp.zero_grad_buffer()
+        scaler.scale(tiny.ddp(gradients)).backward()
+        tiny.ddp.finish_grad_sync()
+        scales.append(scaler.get_scale())
+        errors.append([error / scales[-1] for error in errors_of(state)])
+        skipped.append(state.ledger.events.skipped_steps)
+        for parameter in tiny.parameters:
+            parameter.grad = parameter.main_grad.clone()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+    return {"errors": errors, "scales": scales, "skipped": skipped, "steps": state.ledger.steps}
+
+
+def test_torch_s_scaler_rescales_errors_and_skips_steps(pool: Any) -> None:
+    """Powers of two change no bit: with a scale that grows, errors are those of a constant one."""
+    constant = pool.run(with_a_scaler, False, world_size=2)
+    for found, same in zip(pool.run(with_a_scaler, True, world_size=2), constant, strict=True):
+        assert found["scales"] == [4.0, 4.0, 8.0, 8.0, 16.0, 8.0, 8.0]
+        assert found["skipped"] == same["skipped"] == [0, 0, 0, 0, 0, 1, 1]
+        assert found["steps"] == same["steps"] == 6
+        for mine, theirs in zip(found["errors"], same["errors"], strict=True):
+            assert all((a == b).all() and a.any() for a, b in zip(mine, theirs, strict=True))

@@ -140,7 +140,11 @@ def test_groups_lie_on_nodes(job: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama_350m", "llama2_7b", "llama2_13b", "llama2_70b", "llama3_70b", "mixtral_8x7b"]
+    "name",
+    [
+        *("llama_350m", "llama2_7b", "llama2_13b", "llama2_70b", "llama3_8b", "llama3_70b"),
+        *("mixtral_8x7b", "qwen3_30b_a3b"),
+    ],
 )
 def test_memory_added_is_the_recipes_header_without_stock(name: str, job: Make) -> None:
     header = shipped(f"configs/models/{name}.yaml").read_text(encoding="utf-8")

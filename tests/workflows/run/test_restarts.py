@@ -55,6 +55,7 @@ def job_of(folder: Path, restarts: int, monkeypatch: pytest.MonkeyPatch, ends: l
             while not attempts_of(folder) or ends[len(attempts_of(folder)) - 1] != "done":
                 time.sleep(0.01)
             return 0
+        until(lambda: (folder / "rank-0").exists())
         with (folder / "attempts").open("a") as stream:
             stream.write(json.dumps({"port": os.environ["MASTER_PORT"]}) + "\n")
         os.write(1, b"hello\n")
