@@ -104,6 +104,13 @@ def test_a_flat_exchange_is_the_simulation_s(pool, case: str) -> None:
         assert exchanges > 3, "sets of parameters have exchanges of their own"
 
 
+def test_a_divide_factor_divides_the_sum(pool) -> None:
+    sums, halves = (
+        pool.run(train, {"factor": factor}, LOCO, world_size=4)[0]["norms"] for factor in (1.0, 2.0)
+    )
+    assert halves[0] == sums[0] / 2
+
+
 @pytest.mark.parametrize("case", HYBRID)
 def test_a_hybrid_exchange_is_the_simulation_s(pool, case: str) -> None:
     how, compression = HYBRID[case]
