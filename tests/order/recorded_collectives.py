@@ -36,9 +36,6 @@ class Work:
         self.waited = True
         return True
 
-    def is_completed(self) -> bool:
-        return self._gpu.machine.over(self._end)
-
 
 class Recorder:
     """The collectives of one rank.
