@@ -25,12 +25,8 @@ def sum_of_ranks(factor: int = 1, *, offset: int = 0) -> int:
 
 def describe_group() -> dict:
     return {
-        "backend": torch.distributed.get_backend(),
         "rank": torch.distributed.get_rank(),
-        "size": torch.distributed.get_world_size(),
         "environment": [int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")],
-        "threads": torch.get_num_threads(),
-        "dynamo": os.environ["TORCHDYNAMO_DISABLE"],
         "pid": os.getpid(),
     }
 
@@ -125,7 +121,6 @@ def test_results_come_back_in_rank_order(pool):
     groups = pool.run(describe_group)
     assert [group["rank"] for group in groups] == [0, 1, 2, 3]
     for rank, group in enumerate(groups):
-        assert (group["backend"], group["size"], group["threads"], group["dynamo"]) == ("gloo", 4, 1, "1")
         assert group["environment"] == [rank, rank, 4]
 
 
@@ -160,11 +155,8 @@ def test_the_rank_that_raised_is_the_cause(pool, monkeypatch):
     assert message.startswith("rank 2 of 4 raised in test_worker_pool.fail_on: ValueError: the true cause")
     assert 'raise ValueError("the true cause")' in message  # its traceback
     assert message.count("Traceback") == 1  # and nobody else's
-    assert [line[:12] for line in message.splitlines() if line.startswith("then")] == [
-        "then rank 0:",
-        "then rank 1:",
-        "then rank 3:",
-    ]
+    then = [line[:12] for line in message.splitlines() if line.startswith("then")]
+    assert then == ["then rank 0:", "then rank 1:", "then rank 3:"]
     # Its peers were freed by the lost connection: nobody had to be restarted.
     assert [group["pid"] for group in pool.run(describe_group)] == before
 
