@@ -57,10 +57,6 @@ HYBRID: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"replicas": 2, "microbatches": 3, "sync": "all-reduce last"},
         {"bits": 2},
     ),
-    "a group, all-reduce in the last microbatch": (
-        {"replicas": 2, "group": True, "microbatches": 2, "sync": "all-reduce last"},
-        {},
-    ),
     "no sync before the last": ({"replicas": 2, "microbatches": 2, "sync": "last"}, {}),
     "bf16": ({"replicas": 2, "precision": BF16}, {}),
     "unused in every other step": ({"replicas": 2, "unused": (0, 1)}, {}),
@@ -136,6 +132,13 @@ NONE = {
     "hybrid": ("4 bits", "an exchange a microbatch", "no sync before the last", "bf16", "replicas alone"),
 }
 SETUPS = [FLAT[case][0] for case in NONE["flat"]] + [HYBRID[case][0] for case in NONE["hybrid"]]
+
+
+def test_what_waits_for_its_all_reduce_is_added(pool) -> None:
+    how = {"replicas": 2, "microbatches": 2}
+    waits = pool.run(train, how | {"sync": "all-reduce last"}, {"method": "none"}, world_size=4)[0]
+    stock = pool.run(train, how | {"sync": "last"}, None, world_size=4)[0]
+    np.testing.assert_allclose(waits["norms"], stock["norms"], rtol=1e-5)
 
 
 @pytest.mark.parametrize("how", SETUPS, ids=str)
