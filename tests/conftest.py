@@ -27,13 +27,10 @@ from worker_pool import WorkerPool
 LONG = (
     "test_engine.py",
     "test_gpu.py",
-    "test_network.py",
     "test_order.py",
     "test_parallelism.py",
     "test_ptx.py",
     "test_resume.py",
-    "test_save_restore.py",
-    "test_soak.py",
     "test_torch_scripts.py",
     "test_weight_code.py",
 )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from coded_values import flat_error
 from pytorch.runs import full, gradients_of, wrapped
@@ -17,6 +18,7 @@ from with_megatron.seam_runs import logged
 
 import megatron_patch
 from megatron_patch.pytorch import attach
+from megatron_patch.session.states import RankState, Saved, apply, pack
 
 LOCO = {"method": "loco", "start_step": 0, "reset_interval": 0}
 FLAT, HYBRID = {"kind": "flat"}, {"kind": "hybrid", "replicas": 2}
@@ -108,6 +110,22 @@ def test_in_another_layout_errors_start_from_zero(
         assert not any(values.any() for values in report["errors"])
         assert any("of another layout" in line for line in report["lines"]) == (rank == 0)
         assert report["step"] == 6
+
+
+def in_another_scale() -> bool:
+    """In a worker: errors of a pass with the loss scale 4, restored where the scaler has 8."""
+    model, optimizer = built(DDP, LOCO)
+    steps(model, optimizer, 0, 3)
+    rank, before = RankState([attach.attachment_of(model)]), errors(model)
+    text, data = pack(rank, 4.0)
+    apply(rank, Saved([dist.get_rank()], lambda _: text, lambda _: data), 8.0)
+    after = errors(model)
+    megatron_patch.disable()
+    return any(map(np.any, before)) and all(map(np.array_equal, after, [2 * error for error in before]))
+
+
+def test_errors_are_restored_in_the_loss_scale_that_is_loaded(pool) -> None:
+    assert pool.run(in_another_scale, world_size=2) == [True] * 2
 
 
 def moved_buckets() -> list[tuple[int, bool]]:
