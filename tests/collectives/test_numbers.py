@@ -117,7 +117,6 @@ def two_in_flight() -> dict[str, Any]:
 def wire_bytes(bits: int, numel: int, tries: int) -> tuple[int, int, float]:
     """What the interface counts while all ranks' payloads travel, the smallest of several tries; what they
     have, and what this rank says that it sends."""
-
     ranks = dist.get_world_size()
     reduce_scatter = ReduceScatter(Contents(numel), dist.group.WORLD, setup_of(method="naive", bits=bits))
     counted: list[int] = []

@@ -54,7 +54,7 @@ def block_labels(
             labels[first : first + size] = EXACT
             continue
         row = math.prod(shape[1:]) if len(shape) > 1 else size
-        row = size if row < 16 else row
+        row = max(size, 1) if row < 16 else row
         for row_start in range(first, first + size, row):
             for start in range(row_start, row_start + row, block_size):
                 labels[start : min(start + block_size, row_start + row)] = label

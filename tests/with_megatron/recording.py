@@ -180,7 +180,6 @@ class _Recorder:
         group.start_grad_sync = start
 
     def _keep_sent(self, place: int, part: str, sender: Any) -> None:
-
         compress = sender.compress
 
         def compress_and_keep(gradient: torch.Tensor, payload: torch.Tensor) -> None:

@@ -103,6 +103,7 @@ class Tiny:
 def build(
     *,
     dtypes: tuple[str, ...] = ("float32",),
+    shapes: tuple[tuple[int, ...], ...] = SHAPES,
     experts: tuple[int, ...] = (),
     grad_reduce_in_fp32: bool = True,
     overlap: bool = False,
@@ -146,7 +147,7 @@ def build(
         def __init__(self) -> None:
             super().__init__(config=config)
             generator = torch.Generator().manual_seed(seeded(seed))
-            for index, shape in enumerate(SHAPES):
+            for index, shape in enumerate(shapes):
                 values = torch.randn(shape, generator=generator)
                 parameter = torch.nn.Parameter(values.to(torch_dtypes[index % len(torch_dtypes)]))
                 tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

@@ -182,6 +182,7 @@ def test_steps_keep_their_length_whatever_the_counter_says(pool: Any, how: str) 
         assert report["after"] == pytest.approx(report["before"], rel=0.3)
         assert report["tensor"] == pytest.approx(report["tensor before"], rel=0.35)
         assert report["new"] == (how in ("one tensor", "revived") and report["rank"] == 0)
+        assert report["stay"] == (how == "revived" and report["rank"] == 0)
 
 
 def test_a_variance_that_is_young_when_it_is_frozen_is_scaled(pool: Any) -> None:
@@ -224,6 +225,7 @@ def lengths(how: str) -> dict[str, Any]:
             found["tensor before"] = found["before"]
         found["after"], found["tensor"] = steps[-1]
         found["new"] = any("new warm-up" in line for line in lines)
+        found["stay"] = any("step 1 after" in line and "221 had no gradient" in line for line in lines)
     return found | {"rank": rank}
 
 

@@ -13,7 +13,7 @@ import torch
 from simulation.loco_float64 import block_labels
 from simulation.onebit_adam_float64 import OneBitAdamSimulation, shard_blocks
 from with_megatron.seam_runs import REPLICATED, attach, refusal
-from with_megatron.tiny_model import build
+from with_megatron.tiny_model import SHAPES, build
 
 RANKS = 4
 STEPS = 32
@@ -77,7 +77,7 @@ def train(model: dict[str, Any], compression: dict[str, Any]) -> dict[str, Any]:
         ({"overlap": True, "bucket_size": 400}, {}),
         (REPLICATED | {"average": True, "bucket_size": 400}, {"block_size": 64}),
         ({}, {"error_compensation": False}),
-        (REPLICATED, {"ranks_per_node": 2}),
+        (REPLICATED | {"shapes": (*SHAPES, (0, 7))}, {"ranks_per_node": 2}),
         ({"overlap": True}, {"ranks_per_node": 2}),
     ],
 )
