@@ -271,12 +271,11 @@ def _built(setup: Setup) -> tuple[list[Any], Any]:
     from with_megatron import tiny_model
 
     chunks = []
-    shapes, tiny_model.SHAPES = tiny_model.SHAPES, tiny_model.SHAPES * setup.layers
     for number in range(setup.chunks):
         model = dict(setup.model)
         model["ddp"] = {**model.get("ddp", {}), "overlap_param_gather": setup.gathers_overlap}
-        chunks.append(tiny_model.build(**model, single_group=number > 0))
-    tiny_model.SHAPES = shapes
+        shapes = tiny_model.SHAPES * setup.layers
+        chunks.append(tiny_model.build(**model, shapes=shapes, single_group=number > 0))
     optimizer = chunks[0].optimizer
     if len(chunks) > 1:
         config = optimizer.chained_optimizers[0].config
