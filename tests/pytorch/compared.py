@@ -59,6 +59,7 @@ def compare_all_reduces(reports: list[dict[str, Any]], compression: dict[str, An
         return AllReduceAgreement(len(reports), len(first["in"]), labels=labels_of(first), **options)
 
     def check(agreement: AllReduceAgreement, entries: list[dict[str, Any]]) -> None:
+        assert entries[0]["average"]
         sent = _rows(entries, "sent")[:, : len(entries[0]["in"])]
         held = agreement.exchange(_rows(entries, "in"), sent=sent)
         assert all(np.array_equal(entry["out"].numpy(), held) for entry in entries)
