@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import yaml
 from worker_pool import WorkerPool
 
+from megatron_patch.workflows.run import configuration
 from megatron_patch.workflows.run.configuration import shipped
 
 RECIPES = sorted(shipped("configs/models").glob("*.yaml"))
@@ -36,7 +38,7 @@ NCCL_BYTES = 3.3e9
 def dry_runs(recipes: list[Path]) -> dict[str, dict[str, Any]]:
     """In a worker: for each recipe what its dry run returns, leaves and prints, and Megatron's arguments."""
     from megatron_patch.workflows import cli
-    from megatron_patch.workflows.run import configuration, megatron_flags
+    from megatron_patch.workflows.run import megatron_flags
     from megatron_patch.workflows.run.prepare import prepare_run
 
     parser = functools.cache(megatron_flags.build_parser)  # a quarter of a second each
@@ -101,4 +103,38 @@ def test_what_the_header_says(name: str, facts: dict[str, dict[str, Any]]) -> No
     assert memory is not None
     communicators = NCCL_BYTES * (2 if args["num_experts"] else 1)
     assert float(memory[3]) == pytest.approx(communicators / 1e9)
+    assert float(memory[4]) == pytest.approx(activation_bytes(args) / 1e9, rel=0.05)
     assert sum(map(float, memory.groups())) < 76, "80 GB, less what the allocator takes"
+
+
+def activation_bytes(args: dict[str, Any]) -> float:
+    """bf16, flash attention, nothing recomputed; a pipeline's first stage holds as much as all layers do."""
+    hidden, tokens = args["hidden_size"], args["seq_length"] * args["micro_batch_size"]
+    heads = args["num_attention_heads"]
+    query = heads * (args["kv_channels"] or hidden // heads)
+    groups = args["num_query_groups"] if args["group_query_attention"] else heads
+    feed_forward = 6 * args["ffn_hidden_size"]
+    if args["num_experts"]:
+        feed_forward = args["moe_router_topk"] * (6 * args["moe_ffn_hidden_size"] + 4 * hidden)
+    layer = 8 * hidden + 4 * query + 4 * query * groups / heads + feed_forward
+    logits = 8 * args["vocab_size"] if args["pipeline_model_parallel_size"] == 1 else 0
+    return tokens * (layer * args["num_layers"] + logits) / args["tensor_model_parallel_size"]
+
+
+@pytest.mark.parametrize("job", sorted(path.stem for path in shipped("configs/jobs").glob("*.yaml")))
+def test_jobs_make_as_few_micro_batches_as_they_say(job: str) -> None:
+    file = shipped(f"configs/jobs/{job}.yaml")
+    lines = [line.removeprefix("# ") for line in file.read_text().splitlines() if line.startswith("#")]
+    stated = re.findall(r"(\d+)(?: micro-batch\w*)? of (\w+) \(DP (\d+)\)", " ".join(lines))
+    assert {model for _, model, _ in stated} == {"llama3_8b", "qwen3_30b_a3b"}
+    for microbatches, model, replicas in stated:
+        run = configuration.load(shipped(f"configs/models/{model}.yaml"), and_files=[file])
+        flags = run.megatron
+        parts = [flags.get(f"{way}_model_parallel_size", 1) for way in ("tensor", "pipeline")]
+        data = run.launch.nnodes * run.launch.nproc_per_node // math.prod(parts)
+        assert data == int(replicas)
+        assert flags["global_batch_size"] == int(microbatches) * data * flags["micro_batch_size"]
+        assert 1 <= int(microbatches) <= 8
+        assert flags["grad_reduce_in_bf16"]
+        assert run.compression.weight_gather == "exact"
+        assert flags["lr_warmup_iters"] < flags["train_iters"]
