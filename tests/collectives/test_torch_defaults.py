@@ -6,6 +6,7 @@ Scripts set both: `torch.set_default_dtype(torch.bfloat16)` while a model is bui
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,9 +25,11 @@ from megatron_patch.collectives.topology import two_hops
 from megatron_patch.collectives.two_hop import TwoHopAllReduce, TwoHopReduceScatter
 from megatron_patch.collectives.workspace import Workspace
 from megatron_patch.config import CompressionConfig
+from megatron_patch.megatron.onebit_adam import norm_sketch
 from megatron_patch.quantization import packing, rotation
 from megatron_patch.quantization.blocks import Contents
 from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.weights import code
 from megatron_patch.weights.batch import Batch
 from megatron_patch.weights.gather import WeightGather, agree
 
@@ -45,7 +48,7 @@ ERRORS = ("int8", "bf16", "fp32")
 @contextmanager
 def defaults(dtype: torch.dtype | None, device: str | None) -> Iterator[None]:
     """Within the block torch has these defaults, and nothing is cached that was computed under others."""
-    for cached in (rotation.signs, packing.largest_scale):
+    for cached in (rotation.signs, packing.largest_scale, norm_sketch.signs):
         cached.cache_clear()
     before = torch.get_default_dtype()
     try:
@@ -107,6 +110,37 @@ def test_a_sender_s_bits_do_not_depend_on_torch_s_defaults(kernels, options):
             assert_same_under_all_defaults(work)
     else:
         assert_same_under_all_defaults(work)
+
+
+def test_the_weight_code_s_reference_does_not_depend_on_torch_s_defaults():
+    """Shares of 1,024 on both sides of a half, where a rounded half would be another frequency."""
+
+    def work() -> list[str]:
+        found = []
+        for numel, changed in itertools.product((2047, 2048, 4095), (511, 1023, 1024, 1025)):
+            old = torch.arange(numel, dtype=torch.int16, device=CPU)
+            new = old.clone()
+            new[:changed] += 1
+            message = torch.zeros(code.bound(numel), dtype=torch.uint8, device=CPU)
+            facts = torch.zeros(code.FACTS, dtype=torch.int64, device=CPU)
+            size = code.encode(old, new, False, message, facts)
+            shards, verdict = old[None].clone(), torch.zeros(1, dtype=torch.int32, device=CPU)
+            code.decode(message[None], torch.tensor([[0, size]], device=CPU), shards, -1, verdict)
+            found.append(fingerprint([message[:size], facts, shards, verdict]))
+        return found
+
+    assert_same_under_all_defaults(work)
+
+
+def test_the_norm_s_sketch_does_not_depend_on_torch_s_defaults():
+    values = gradient_of(5000, seeded(4), torch.float32, "plain")
+
+    def folded() -> str:
+        sketch = norm_sketch.NormSketch(3, CPU)
+        sketch.add(values, 0.5)
+        return fingerprint([norm_sketch.fold(sketch._pieces, norm_sketch.signs(CPU))])
+
+    assert_same_under_all_defaults(folded)
 
 
 # --- over process groups ---------------------------------------------------------------------------------

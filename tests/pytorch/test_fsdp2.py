@@ -23,9 +23,10 @@ from simulation.loco_float64 import block_labels
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_patch
-from megatron_patch.pytorch import attach
+from megatron_patch.pytorch import attach, fsdp2
 
 ROOT = Path(__file__).resolve().parents[2]
 BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
@@ -139,6 +140,23 @@ def test_what_waits_for_its_all_reduce_is_added(pool) -> None:
     waits = pool.run(train, how | {"sync": "all-reduce last"}, {"method": "none"}, world_size=4)[0]
     stock = pool.run(train, how | {"sync": "last"}, None, world_size=4)[0]
     np.testing.assert_allclose(waits["norms"], stock["norms"], rtol=1e-5)
+
+
+def test_replicas_are_compared_without_a_copy_of_the_weights() -> None:
+    class Sizes(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(
+            self, function: Any, types: Any, arguments: Any = (), options: Any = None
+        ) -> Any:
+            result = function(*arguments, **(options or {}))
+            self.most = max(self.most, result.numel() if result.dtype == torch.float64 else 0)
+            return result
+
+    weights = torch.ones(1000, dtype=torch.bfloat16)
+    with Sizes() as sizes:
+        assert fsdp2._two_sums(weights).tolist() == [1000, 1000**0.5]
+    assert sizes.most == 2
 
 
 @pytest.mark.parametrize("how", SETUPS, ids=str)

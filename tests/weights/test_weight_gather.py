@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from seeds import seeded
 
 from megatron_patch.collectives.workspace import Pool, Workspace
-from megatron_patch.weights.batch import Batch, WeightsDiffer
+from megatron_patch.weights.batch import Batch, WeightsDiffer, batches
 from megatron_patch.weights.gather import WeightGather, agree
 
 RANKS = 4
@@ -205,6 +207,24 @@ def test_a_message_that_changes_on_its_way_is_an_error_or_says_the_same(pool):
         assert "silently wrong" not in errors
         assert (len(errors) > TRIALS // 2) == (rank == 2)
         assert all("bucket 7 on rank 2, shard of rank 1" in text for text in errors)
+
+
+def test_a_batch_s_messages_take_no_more_memory_than_the_largest_bucket():
+    ranks, random, gathers = 16, np.random.default_rng(seeded(1)), []
+    group, workspace = SimpleNamespace(size=lambda: ranks, rank=lambda: 3), Workspace(torch.device("cpu"))
+    for shard in random.integers(64, 640, 30):
+        gathers.append(WeightGather(torch.zeros(ranks * shard, dtype=torch.bfloat16), group, workspace, ""))
+        assert gathers[-1].agreed(random.integers(shard // 8, shard, ranks))
+    made = list(batches(gathers))
+    assert [gather for batch in made for gather in batch.gathers] == gathers
+    assert len(made) < len(gathers) / 2
+    for batch in made:
+        assert ranks * batch.width <= max(ranks * gather.shard_nbytes for gather in gathers)
+        lengths = np.stack([gather.lengths for gather in batch.gathers])
+        assert (lengths % 8 == 0).all()
+        assert torch.equal(batch.places[1:, :, 0], torch.from_numpy(lengths.cumsum(0)[:-1]))
+        parts = [batch.nbytes_of(gather) for gather in batch.gathers]
+        assert sum(parts) == pytest.approx(batch.width * (ranks - 1))
 
 
 def test_a_buffer_that_an_evaluation_needs_first_serves_a_training_too():
