@@ -1,8 +1,9 @@
-"""A loop of accelerate's under FSDP2 with 4-bit LoCo: `torchrun accelerate_loop.py`."""
+"""A loop of accelerate's under FSDP2 with 4-bit LoCo: `torchrun accelerate_loop.py REPLICAS`."""
 
 from __future__ import annotations
 
 import inspect
+import sys
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,8 @@ plugin = FullyShardedDataParallelPlugin(
     transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
     cpu_ram_efficient_loading=False,
 )
-sizes = ParallelismConfig(dp_shard_size=dist.get_world_size())
+replicas = int(sys.argv[1])
+sizes = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=dist.get_world_size() // replicas)
 accelerator = Accelerator(
     cpu=True, fsdp_plugin=plugin, parallelism_config=sizes, gradient_accumulation_steps=2
 )

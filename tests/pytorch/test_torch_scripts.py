@@ -34,10 +34,13 @@ def test_a_script_trains_as_it_says(script: str, ranks: int, arguments: list[str
     assert bits[-1] < 5
 
 
-def test_accelerate_trains_under_fsdp2() -> None:
+@pytest.mark.parametrize(
+    ("replicas", "where"), [(1, "reduce-scatter over 2"), (2, "all-reduce between 2 replicas")]
+)
+def test_accelerate_trains_under_fsdp2(replicas: int, where: str) -> None:
     """Also with its accumulation of two microbatches, which exchanges once a step."""
-    printed = trained(Path(__file__).with_name("accelerate_loop.py"), 2, [])
-    assert "megatron-loco: FSDP2 reduce-scatter over 2" in printed
+    printed = trained(Path(__file__).with_name("accelerate_loop.py"), 2 * replicas, [str(replicas)])
+    assert f"megatron-loco: FSDP2 {where}" in printed
     found = re.findall(r"^loss ([\d.]+), ([\d.]+) bits/gradient", printed, re.MULTILINE)
     losses, bits = zip(*((float(loss), float(count)) for loss, count in found), strict=True)
     assert len(losses) == 6

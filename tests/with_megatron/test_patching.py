@@ -70,6 +70,8 @@ def test_a_missing_symbol_is_named_with_its_path_and_the_release(module):
         patching.replace("torch:no.such", lambda before: before)
     with pytest.raises(RuntimeError, match="torch:nothing_of_the_kind is missing"):
         patching.replace("torch:nothing_of_the_kind", lambda before: before)
+    with pytest.raises(AssertionError, match="not listed"):
+        patching.replace("megatron.core.utils:divide", lambda before: before)
 
 
 def test_the_document_lists_every_symbol_and_the_file_that_replaces_it():

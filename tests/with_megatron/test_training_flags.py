@@ -99,6 +99,7 @@ QK = "leave out overlap_param_gather, or set weight_gather to stock"
 AWARE, OFFLOAD = "use_precision_aware_optimizer", "optimizer_cpu_offload"
 GRAPH, WGRADS = "optimizer_cuda_graph", "save_wgrads_interval"
 HASHES, VERSION = "check_weight_hash_across_dp_replicas_interval", "megatron_fsdp_version"
+SHARDS = "tensor_parallel_num_weight_shards"
 
 
 @pytest.mark.parametrize(
@@ -115,6 +116,7 @@ HASHES, VERSION = "check_weight_hash_across_dp_replicas_interval", "megatron_fsd
         (EXACT, QK, {"compression_weight_gather": "stock"}),
         ({GRAPH: True}, "optimizer_cuda_graph: True", {GRAPH: False}),
         ({"compression_method": "onebit_adam", WGRADS: 10}, "10 .* leave it out", {WGRADS: None}),
+        ({SHARDS: 2}, f"{SHARDS}: 2 .* leave it out", {SHARDS: None}),
         # On Megatron's main branch it is another implementation, which no release has yet.
         (FSDP | {VERSION: 2}, "megatron_fsdp_version: 2 .* use 1$", {VERSION: 1}),
     ],

@@ -8,7 +8,6 @@ The engine's checkpoints are resumed in test_resume.py, other layouts are in tes
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,7 +122,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_resumed_run_is_the_undisturbed_one(pool: Any, tmp_path: Path, name: str) -> None:
+def test_a_resumed_run_is_the_undisturbed_one(pool: Any, name: str) -> None:
     """Saved in the warm-up, as it ends, and in the compressed phase."""
     model, compression, switch = CASES[name]
     for report in pool.run(resume, model, compression, switch, world_size=RANKS):

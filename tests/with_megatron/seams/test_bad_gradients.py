@@ -87,3 +87,16 @@ def test_every_rank_skips_the_step_and_drops_the_scale_in_fp16(pool, exchange):
     for report in pool.run(skipped_steps, EXCHANGES[exchange]):
         assert report["wrong"] == []
         assert report["events"]["skipped_steps"] == report["events"]["steps"] == report["injections"] >= 9
+
+
+def checked() -> None:
+    tiny, _ = built({"ddp": {"check_for_nan_in_grad": True}}, {})
+    gradients = tiny.random_gradients(0)
+    gradients[2][1, 1] = float("nan")
+    with pytest.raises(Exception, match="NaN in local grad norm"):
+        tiny.exchange(gradients)
+    torch.distributed.barrier()
+
+
+def test_megatron_s_check_of_the_local_gradient_still_comes_first(pool):
+    pool.run(checked)

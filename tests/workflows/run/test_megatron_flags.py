@@ -19,6 +19,7 @@ from megatron_patch.workflows.run.configuration import shipped
 
 TINY, MOE = "llama_tiny", "moe_tiny"
 FSDP = "megatron.use_megatron_fsdp=true"
+AT_LEAST_1 = ("tensor_model_parallel_size", "num_attention_heads", "log_interval", "save_interval")
 SHARDED = f"{FSDP} megatron.data_parallel_sharding_strategy=optim_grads"
 
 
@@ -81,7 +82,7 @@ def test_bad_flags(section: dict[str, object], line: str, parser: argparse.Argum
         (TINY, "megatron.lr=null", "lr: must be given"),
         (TINY, "megatron.train_iters=0", "train_iters: 0 must be 1 or more"),
         (TINY, "megatron.eval_interval=0", "eval_interval: 0 must be 1 or more"),
-        (TINY, "megatron.tensor_model_parallel_size=0", "tensor_model_parallel_size: 0 must be 1 or more"),
+        *((TINY, f"megatron.{name}=0", f"{name}: 0 must be 1 or more") for name in AT_LEAST_1),
         (
             TINY,
             "megatron.group_query_attention=true megatron.num_query_groups=3",
@@ -100,6 +101,7 @@ def test_bad_flags(section: dict[str, object], line: str, parser: argparse.Argum
             FSDP + " megatron.data_parallel_sharding_strategy=optim",
             "'optim' cannot be combined with gradient compression",
         ),
+        (TINY, FSDP + " megatron.data_parallel_sharding_strategy=no_shard", "'no_shard' cannot be combined"),
         (TINY, FSDP + " compression.method=onebit_adam", "use_megatron_fsdp"),
         (TINY, SHARDED + " megatron.outer_dp_sharding_strategy=optim", "drops gradient scaling"),
         (
