@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the seam's contract and behaviour tests on the oldest and the middle supported megatron-core, each with a torch of its
-# time (and that torch's Triton), or on a checkout of Megatron-LM with the locked torch. The environments lie in the
-# user's cache, by a digest of what they hold: all clones of one machine share them.
+# time (and that torch's Triton), or on a checkout of Megatron-LM with the locked torch. The former's environments lie in
+# the user's cache, by a digest of what they hold: all clones of one machine share them.
 # Usage: [MEGATRON_LM=CHECKOUT] tools/compat.sh VENV [pytest's arguments, instead of the tests that run by default ...]
 #   MEGATRON_LM   a checkout of Megatron-LM: tests run on it, then its own tests of distributed training with and
 #                 without compression attached (tools/upstream.sh)
@@ -29,16 +29,23 @@ environment() { # CORE TORCH NUMPY: sets `folder`. An interrupted installation m
   rest=$(grep -vE '^(torch|triton|nvidia-|cuda-|numpy|megatron-core|networkx|sympy|setuptools|fsspec)' requirements.lock)
   digest=$(printf '%s\n' "$packages" "$rest" "$("$venv/bin/python" -V)" | sha256sum | cut -c1-12)
   folder=$cache/$1-torch$2-$digest
-  [ ! -d "$folder" ] || return 0
-  echo "installing megatron-core $1 with torch $2 (4 GB the first time)"
   mkdir -p "$cache"
-  rm -rf "$cache/$1-torch$2"-*
-  "$venv/bin/uv" venv --quiet --relocatable --python "$venv/bin/python" "$folder.partial"
-  printf '%s\n' "$rest" >"$folder.partial/rest.txt"
-  # shellcheck disable=SC2086
-  VIRTUAL_ENV=$folder.partial UV_LINK_MODE=${UV_LINK_MODE:-hardlink} "$venv/bin/uv" pip install --quiet --compile-bytecode \
-    --constraint "$folder.partial/rest.txt" $packages
-  mv "$folder.partial" "$folder"
+  (
+    flock 9 # Another clone may be installing it.
+    if [ -d "$folder" ]; then
+      touch "$folder"
+      exit
+    fi
+    echo "installing megatron-core $1 with torch $2 (4 GB the first time)"
+    rm -rf "$folder.partial"
+    find "$cache" -maxdepth 1 -name "$1-torch$2-*" -mtime +30 -exec rm -rf {} + # No clone has used it for a month.
+    "$venv/bin/uv" venv --quiet --relocatable --python "$venv/bin/python" "$folder.partial"
+    printf '%s\n' "$rest" >"$folder.partial/rest.txt"
+    # shellcheck disable=SC2086
+    VIRTUAL_ENV=$folder.partial UV_LINK_MODE=${UV_LINK_MODE:-hardlink} "$venv/bin/uv" pip install --quiet --compile-bytecode \
+      --constraint "$folder.partial/rest.txt" $packages
+    mv "$folder.partial" "$folder"
+  ) 9>"$cache/lock"
 }
 
 if [ -n "${MEGATRON_LM:-}" ]; then
