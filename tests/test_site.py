@@ -45,4 +45,5 @@ def test_every_page_is_in_the_navigation_but_those_that_stay_in_the_repository()
     hooks = (ROOT / "tools/site/hooks.py").read_text(encoding="utf-8")
     off = {"log.md", "licences.md", "outer_steps.md", "weight_code.md"}
     assert all(f'"docs/{page}"' in hooks for page in off)
+    assert len(navigation()) <= 18
     assert navigation() - {"index.md"} == {path.name for path in (ROOT / "docs").glob("*.md")} - off

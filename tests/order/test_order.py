@@ -1,7 +1,7 @@
 """On a GPU the exchanges' work is in order: no race, no early free, and all ranks call alike.
 
-No GPU runs here. The package's own code, under Megatron's, launches and waits as on one, and accounts are
-kept of it (machine.py); 8 ranks are made one after the other.
+No GPU runs here. The package's own code, under Megatron's or PyTorch's, launches and waits as on one, and
+accounts are kept of it (machine.py); 8 ranks are made one after the other.
 """
 
 from __future__ import annotations

@@ -39,8 +39,6 @@ _LINE = re.compile(r"^\s*(?:@(!?)%(p\d+)\s+)?([a-z_][\w.:]*)\s*([^;]*);")
 _FMA = ctypes.CDLL("libm.so.6").fma
 _FMA.restype, _FMA.argtypes = ctypes.c_double, [ctypes.c_double] * 3
 
-Operand = Callable[[np.dtype], Any]
-
 
 class Program:
     """A kernel's PTX.

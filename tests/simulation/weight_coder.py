@@ -42,12 +42,8 @@ def entropy(old: list[int] | np.ndarray, new: list[int] | np.ndarray, fp16: bool
 # --- Moves -----------------------------------------------------------------------------------------------
 
 
-def line(x: int) -> int:
-    """A pattern's place, which is one of 0 to 65535 as well; they stand for themselves modulo 2^16."""
-    return x ^ 0x7FFF if x & 0x8000 else x
-
-
 def _lines(x: np.ndarray) -> np.ndarray:
+    """Each pattern's place, which is one of 0 to 65535 as well; they stand for themselves modulo 2^16."""
     return np.where(x & 0x8000, x ^ 0x7FFF, x)
 
 
