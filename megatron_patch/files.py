@@ -81,7 +81,7 @@ def load_yaml(path: Path) -> tuple[str, Any]:
 
     text = read_yaml(path)
     try:
-        return text, yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        return text, yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
     except (yaml.YAMLError, ValueError, TypeError) as error:  # A date that does not exist is a ValueError.
         raise Unfit(yaml_problem(error)) from error
 
@@ -93,7 +93,7 @@ def read_yaml(path: Path) -> str:
     depth = 0
     try:
         text = path.read_text(encoding="utf-8")
-        for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # noqa: TID251
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > DEEPEST:
                 line = event.start_mark.line + 1

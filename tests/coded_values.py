@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,16 +53,22 @@ def decoded(sender: Any, payload: torch.Tensor) -> torch.Tensor:
     return sender.codec.decode(rows_of(sender.layout, payload), sender.layout)
 
 
+def keep_sent(sender: Any, keep: Callable[[torch.Tensor], None]) -> None:
+    """From now on `keep` gets what each of the sender's payloads says, [n]."""
+    compress = sender.compress
+
+    def compress_and_keep(gradient: torch.Tensor, payload: torch.Tensor) -> None:
+        compress(gradient, payload)
+        keep(coded_values(sender.layout, decoded(sender, payload)))
+
+    sender.compress = compress_and_keep
+
+
 @contextmanager
 def sent_codes(sender: Any, entry: dict[str, Any]) -> Iterator[None]:
     """Within the block what the sender's payloads say is kept as `entry["sent"]`."""
     compress = sender.compress
-
-    def keep(gradient: torch.Tensor, payload: torch.Tensor) -> None:
-        compress(gradient, payload)
-        entry["sent"] = coded_values(sender.layout, decoded(sender, payload))
-
-    sender.compress = keep
+    keep_sent(sender, lambda sent: entry.update(sent=sent))
     try:
         yield
     finally:

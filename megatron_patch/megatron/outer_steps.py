@@ -476,7 +476,7 @@ def packed(of_chunks: list[OuterSteps], optimizer: Any) -> torch.Tensor:
 
 def restore(of_chunks: list[OuterSteps], data: torch.Tensor | None) -> None:
     """Have the next step begin from the states that `packed` has returned; None: the checkpoint has none."""
-    saved = [] if data is None else torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+    saved = [] if data is None else torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)  # noqa: TID251
     fits = [layout for layout, _ in saved] == [outer.layout() for outer in of_chunks]
     for place, outer in enumerate(of_chunks):
         outer.forget()

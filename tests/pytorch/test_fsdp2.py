@@ -220,20 +220,23 @@ def test_what_cannot_be_served_is_refused_in_one_line(pool) -> None:
         assert "\n" not in line
 
 
-def unlike_replicas() -> str:
-    model, _ = sharded({"replicas": 2})
-    rank = torch.distributed.get_rank()
-    with torch.no_grad():
-        if rank == 3:
-            next(model.parameters()).to_local()[0, 0] += 1
-    megatron_patch.attach(model)
+def refused_by_backward(model: Any) -> str:
     try:
-        model(gradients_of(model, rank, 0, torch.float32)).backward()
+        model(gradients_of(model, torch.distributed.get_rank(), 0, torch.float32)).backward()
     except megatron_patch.UserError as error:
         return str(error)
     finally:
         megatron_patch.disable()
     return ""
+
+
+def unlike_replicas() -> str:
+    model, _ = sharded({"replicas": 2})
+    with torch.no_grad():
+        if torch.distributed.get_rank() == 3:
+            next(model.parameters()).to_local()[0, 0] += 1
+    megatron_patch.attach(model)
+    return refused_by_backward(model)
 
 
 def test_replicas_that_differ_at_the_start_are_refused(pool) -> None:
@@ -265,13 +268,7 @@ def in_backward() -> str:
     for parameter in model.parameters():
         optimizer = torch.optim.SGD([parameter], lr=0.1)
         parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
-    try:
-        model(gradients_of(model, torch.distributed.get_rank(), 0, torch.float32)).backward()
-    except megatron_patch.UserError as error:
-        return str(error)
-    finally:
-        megatron_patch.disable()
-    return ""
+    return refused_by_backward(model)
 
 
 def test_an_optimizer_within_the_backward_pass_is_refused(pool) -> None:

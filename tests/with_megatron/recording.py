@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from coded_values import coded_values, decoded
+from coded_values import coded_values, keep_sent
 from with_megatron.seam_runs import attach, attachment_of
 
 import megatron_patch
@@ -145,7 +145,10 @@ class _Recorder:
             "gradients": [self.gradients[place] for place in range(len(self.buckets))],
             "sent": [self.sent.get(place, {}) for place in range(len(self.buckets))],
             "errors": [
-                {part: _flat(sender.error.decode(), sender) for part, sender in s.items()}
+                {
+                    part: coded_values(sender.layout, sender.error.decode())[: sender.layout.numel]
+                    for part, sender in s.items()
+                }
                 for _, s in self.buckets
             ],
         }
@@ -180,17 +183,9 @@ class _Recorder:
         group.start_grad_sync = start
 
     def _keep_sent(self, place: int, part: str, sender: Any) -> None:
-        compress = sender.compress
-
-        def compress_and_keep(gradient: torch.Tensor, payload: torch.Tensor) -> None:
-            compress(gradient, payload)
+        def keep(sent: torch.Tensor) -> None:
             of_bucket = self.sent.setdefault(place, {})
             assert part not in of_bucket, "a sender was used twice in one step"
-            of_bucket[part] = _flat(decoded(sender, payload), sender)
+            of_bucket[part] = sent[: sender.layout.numel]
 
-        sender.compress = compress_and_keep
-
-
-def _flat(blocks: torch.Tensor, sender: Any) -> torch.Tensor:
-    """[n, blocks, b] -> [B]: without what follows a short shard."""
-    return coded_values(sender.layout, blocks)[: sender.layout.numel]
+        keep_sent(sender, keep)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from coded_values import coded_values, decoded
+from coded_values import keep_sent
 from simulation.all_reduce_float64 import AllReduceAgreement
 from simulation.loco_float64 import block_labels
 from with_megatron.gpt_model import GATHERED, MOE, OVERLAP, build
@@ -111,7 +111,7 @@ def _watch(outer: Any, entries: list[dict[str, Any]]) -> None:
         for name, sender in zip(
             ("sent", "owned"), shard.exchange.senders if shard.exchange else (), strict=False
         ):
-            _keep_codes(sender, entry["steps"], name)
+            keep_sent(sender, lambda sent, name=name, steps=entry["steps"]: steps[-1].update({name: sent}))
         receive = shard.receive
 
         def receiving(masters: Any, *rates: float, shard=shard, steps=entry["steps"], own=receive) -> None:
@@ -144,16 +144,6 @@ def _noted(outer: Any, entries: list[dict[str, Any]], name: str, masters: Any) -
             entry["first"] = weights
         else:
             entry["steps"].append({"before": weights})
-
-
-def _keep_codes(sender: Any, steps: list[dict[str, Any]], name: str) -> None:
-    compress = sender.compress
-
-    def keep(gradient: Any, payload: Any) -> None:
-        compress(gradient, payload)
-        steps[-1][name] = coded_values(sender.layout, decoded(sender, payload))
-
-    sender.compress = keep
 
 
 CHUNKS = {"pp": 2, "vpp": 2, "layers": 4}

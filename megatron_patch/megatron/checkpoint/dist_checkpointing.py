@@ -282,5 +282,5 @@ def _unpickled(value: Any) -> Any:
     """Return the value of a ShardedObject, which is saved as a list of one and may still be pickled."""
     if isinstance(value, io.BytesIO):
         value.seek(0)
-        value = torch.load(value, weights_only=True)
+        value = torch.load(value, weights_only=True)  # noqa: TID251
     return value[0] if isinstance(value, list) else value

@@ -114,7 +114,7 @@ def _saved(folder: Path) -> Saved | None:
     @functools.cache
     def read(saved: int) -> dict[str, Any]:
         try:
-            content = torch.load(_file(folder, saved), map_location="cpu", weights_only=True)
+            content = torch.load(_file(folder, saved), map_location="cpu", weights_only=True)  # noqa: TID251
             assert isinstance(content, dict)
         except Exception as error:  # torch's errors differ between releases.
             raise Damaged(f"{_file(folder, saved).name} cannot be read: {error}") from error
