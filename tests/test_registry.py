@@ -11,6 +11,8 @@ import megatron_patch
 from megatron_patch import registry
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
+from megatron_patch.quantization.levels import LEVELS
+from megatron_patch.quantization.rotation import NONE
 
 
 @pytest.fixture(autouse=True)
@@ -72,9 +74,6 @@ def test_an_unknown_name_is_refused_with_those_that_are_known():
 
 
 def test_the_package_s_own_are_as_their_modules_say():
-    from megatron_patch.quantization.levels import LEVELS
-    from megatron_patch.quantization.rotation import NONE
-
     for name, entry in registry.codecs().items():
         for bits in entry.bits:
             codec = entry.make(bits, NONE)

@@ -6,15 +6,21 @@ import functools
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from order.gpu import CUDA, KERNELS, recording
+from with_megatron.tiny_model import build
 
 import megatron_patch
 from megatron_patch import releases
+from megatron_patch.collectives import sender
 from megatron_patch.megatron import run_script
-from megatron_patch.quantization import backends
+from megatron_patch.quantization import backends, triton_kernels
+from megatron_patch.session import session
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -81,18 +87,11 @@ def test_ddp_needs_nothing_of_fsdp2():
 
 
 def kernels_that_do_not_compile() -> str:
-    from unittest import mock
-
-    from order.gpu import CUDA, recording
-
-    from megatron_patch.quantization import triton_kernels
-    from megatron_patch.session.session import Session
-
     broken = mock.Mock(side_effect=RuntimeError("PassManager::run failed\nand a long tail"))
     compress = mock.patch.object(triton_kernels, "compress", broken)
     named = mock.patch.object(torch.cuda, "get_device_name", mock.Mock(return_value="a GPU"))
     with recording(), compress, named, pytest.raises(megatron_patch.UserError) as refused:
-        Session(megatron_patch.CompressionConfig(), CUDA)
+        session.Session(megatron_patch.CompressionConfig(), CUDA)
     return str(refused.value)
 
 
@@ -104,15 +103,10 @@ def test_kernels_that_do_not_compile_are_one_line(pool):
 
 def kernels_tried(config: megatron_patch.CompressionConfig) -> dict[str, int]:
     """How often each of the GPU's kernels is launched before anything is attached."""
-    from collections import Counter
-
-    from order.gpu import CUDA, KERNELS, recording
-
     from megatron_patch.megatron.onebit_adam import norm_sketch
-    from megatron_patch.session.session import Session
 
     with recording() as gpu:
-        Session(config, CUDA)
+        session.Session(config, CUDA)
         norm_sketch.try_kernel(CUDA)
         launched = Counter(gpu.machine.operations)
         found = gpu.machine.found
@@ -131,15 +125,8 @@ def refused_at_attach(kind: str) -> tuple[str, str, bool]:
 
     A codec of the user's own is no kernel's fault, and is not said to be.
     """
-    from unittest import mock
-
-    from order.gpu import CUDA, recording
-    from with_megatron.tiny_model import build
-
-    from megatron_patch.collectives import sender
     from megatron_patch.megatron import attach as of_megatron
     from megatron_patch.pytorch import attach as of_torch
-    from megatron_patch.session import session
 
     config = megatron_patch.CompressionConfig()
     broken = mock.patch.object(sender, "codec_of", mock.Mock(side_effect=RuntimeError("of the user's own")))

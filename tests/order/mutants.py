@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from order import setups
+from order.ranks import circle, disagreements
+
 _COLLECTIVES, _MEGATRON = "megatron_patch.collectives", "megatron_patch.megatron"
 _PYTORCH = "megatron_patch.pytorch"
 _FLAT = "session.start(exchange, input_tensor, output_tensor, average, self._ranks)"
@@ -268,9 +271,6 @@ def mutated(mutant: Mutant) -> Iterator[None]:
 
 def found_in(name: str) -> list[str]:
     """What the checker says of a mutant."""
-    from order import setups
-    from order.ranks import circle, disagreements
-
     mutant = MUTANTS[name]
     between_ranks = mutant.of_ranks > 1 or mutant.order is not None
     found: list[str] = []

@@ -15,6 +15,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from order import torch_setups
+from order.gpu import recording
+from order.ranks import circle, disagreements
+from order.recorded_collectives import Recorder, recorded
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from with_megatron import tiny_model
+from worker_pool import _tear_down
+
+import megatron_patch
+
 RANKS = 8
 STEPS = 3
 
@@ -132,8 +144,6 @@ class Verdict:
 
 def judged(name: str, **options: Any) -> Verdict:
     """All ranks of a set-up, as `run`."""
-    from order.ranks import circle, disagreements
-
     outcomes = run(name, **options)
     calls = [outcome.collectives for outcome in outcomes]
     found = [f"rank {rank}: {line}" for rank, outcome in enumerate(outcomes) for line in outcome.found]
@@ -150,8 +160,6 @@ def judged(name: str, **options: Any) -> Verdict:
 
 def interleaved(name: str, orders: int, combinations: int, **options: Any) -> list[str]:
     """Ranks dispatch in orders of their own: what is wrong in some combinations of `orders` ones a rank."""
-    from order.ranks import circle, disagreements
-
     ran = [run(name, order=order, **options) for order in range(orders)]
     found = [line for outcomes in ran for outcome in outcomes for line in outcome.found]
     draw = random.Random(1)
@@ -164,15 +172,6 @@ def interleaved(name: str, orders: int, combinations: int, **options: Any) -> li
 
 
 def _one(setup: Setup, rank: int, of_their_own: bool, order: int | None, steps: int | None) -> Outcome:
-    import torch.distributed as dist
-    from order import torch_setups
-    from order.gpu import recording
-    from order.recorded_collectives import Recorder, recorded
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-    from worker_pool import _tear_down
-
-    import megatron_patch
-
     _tear_down()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE="4")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
@@ -197,17 +196,12 @@ def _one(setup: Setup, rank: int, of_their_own: bool, order: int | None, steps: 
 
 
 def _config(setup: Setup) -> Any:
-    import megatron_patch
-
     return megatron_patch.CompressionConfig(
         **{"method": "loco", "topology": "flat", "start_step": 0} | setup.compression
     )
 
 
 def _train(setup: Setup, gpu: Any, recorder: Any, steps: int, order: random.Random | None) -> None:
-    import torch
-
-    import megatron_patch
     from megatron_patch.megatron.attach import session_of
 
     with gpu.all_made_here():
@@ -268,7 +262,6 @@ def _shuffled(chunk: Any, order: random.Random) -> Iterator[None]:
 def _built(setup: Setup) -> tuple[list[Any], Any]:
     """The chunks (tiny_model.Tiny), and an optimizer of all."""
     from megatron.core.optimizer import get_megatron_optimizer
-    from with_megatron import tiny_model
 
     chunks = []
     for number in range(setup.chunks):

@@ -11,6 +11,12 @@ from order.byte_sets import bytes_of
 from order.gpu import KERNELS
 from order.machine import Machine
 from order.ranks import Collective, circle, disagreements
+from quantization.backend_agreement import compress_by, sender_of
+from triton.runtime.interpreter import InterpretedFunction
+
+from megatron_patch.quantization import triton_kernels
+from megatron_patch.quantization.layout import BlockLayout
+from megatron_patch.weights.code import bound
 
 
 def made(machine: Machine, queue: Any, numel: int = 16) -> torch.Tensor:
@@ -78,15 +84,9 @@ def test_ranks_that_wait_for_one_another() -> None:
 
 def what_kernels_change() -> dict[str, set[str]]:
     """Arguments that Triton's kernels, run by its interpreter, were seen to change."""
-    from quantization.backend_agreement import compress_by, sender_of
-    from triton.runtime.interpreter import InterpretedFunction
-
     from megatron_patch.megatron.onebit_adam import norm_sketch, sketch_kernel
     from megatron_patch.megatron.onebit_adam.norm_sketch import NormSketch, signs
-    from megatron_patch.quantization import triton_kernels
-    from megatron_patch.quantization.layout import BlockLayout
     from megatron_patch.weights import triton_kernels as weights
-    from megatron_patch.weights.code import bound
 
     seen: dict[str, set[str]] = {}
     original = InterpretedFunction.run

@@ -8,11 +8,22 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from order.gpu import CUDA, recording
 from order.mutants import MUTANTS, found_in
+from order.recorded_collectives import Recorder, recorded
 from order.setups import SETUPS, interleaved, judged
+
+from megatron_patch.collectives.workspace import Workspace
+from megatron_patch.config import CompressionConfig
+from megatron_patch.pytorch.fsdp2 import Hybrid
+from megatron_patch.session.session import Session
 
 OVERLAPPED = [name for name, setup in SETUPS.items() if setup.model.get("overlap")]
 
@@ -42,11 +53,6 @@ def test_the_checker_finds_an_error(pool: Any, name: str) -> None:
 
 
 def seconds_over_two_streams() -> list[str]:
-    import torch
-    from order.gpu import CUDA, recording
-
-    from megatron_patch.collectives.workspace import Workspace
-
     with recording() as gpu:
         workspace = Workspace(CUDA)
         for stream in torch.cuda.Stream(), torch.cuda.Stream():
@@ -63,18 +69,6 @@ def test_time_on_several_streams_is_waited_for(pool: Any) -> None:
 
 def freed_behind_the_hook(held: bool) -> list[str]:
     """FSDP2's hybrid all-reduce as torch up to 2.14 calls it: the reduce-scatter's output, cast, is freed."""
-    from types import SimpleNamespace
-    from unittest import mock
-
-    import torch
-    import torch.distributed as dist
-    from order.gpu import CUDA, recording
-    from order.recorded_collectives import Recorder, recorded
-
-    from megatron_patch.config import CompressionConfig
-    from megatron_patch.pytorch.fsdp2 import Hybrid
-    from megatron_patch.session.session import Session
-
     # Gloo's thread may hold a tensor for a moment after its collective was waited for.
     with recording() as gpu, recorded(Recorder(gpu)):
         config = CompressionConfig(method="none")

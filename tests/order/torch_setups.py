@@ -18,6 +18,12 @@ import torch.distributed as dist
 from order.gpu import CUDA, GPU, active
 from order.recorded_collectives import Recorder
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
+
+from megatron_patch.pytorch import ddp
+from megatron_patch.pytorch.fsdp2 import Fsdp2
 
 SHAPES = ((24, 32), (32,), (40, 16), (16,))
 """Of the parameters of a layer."""
@@ -91,8 +97,6 @@ def _layers() -> nn.Sequential:
 
 def train_ddp(config: Any, gpu: GPU, recorder: Recorder, steps: int) -> None:
     """Backward passes and optimizer's steps of a model whose layers are DDP's buckets."""
-    from megatron_patch.pytorch import ddp
-
     with gpu.all_made_here():
         model = Wrapped(_layers())
     all_reduce = dist.all_reduce
@@ -125,9 +129,6 @@ def train_ddp(config: Any, gpu: GPU, recorder: Recorder, steps: int) -> None:
 
 def sharded(replicas: int) -> nn.Module:
     """A model whose layers are FSDP2's parameter groups, on the CPU: for `train_fsdp2`."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     names = ("replicate", "shard")
     mesh = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=names)
     model = _layers()
@@ -147,10 +148,6 @@ def train_fsdp2(model: nn.Module, config: Any, gpu: GPU, recorder: Recorder, ste
 
     With replicas every other step has two microbatches, of which the first is not all-reduced.
     """
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
-
-    from megatron_patch.pytorch.fsdp2 import Fsdp2
-
     streams, groups = FSDPCommContext(), _groups(model)
     streams.lazy_init(CUDA)
     for group in groups:

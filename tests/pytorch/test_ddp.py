@@ -11,6 +11,7 @@ import torch
 from pytorch.compared import compare_all_reduces
 from pytorch.runs import STEPS, train
 from simulation.loco_float64 import block_labels
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import megatron_patch
@@ -65,8 +66,6 @@ def test_method_none_is_ddp_s_own(pool, case: str) -> None:
 
 
 def refusals() -> list[str]:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-
     told = []
     for hooked, group, options in (
         (True, None, {}),

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_patch
 from megatron_patch.pytorch import attach, fsdp2
+from megatron_patch.pytorch.fsdp2_fields import groups_of
 
 ROOT = Path(__file__).resolve().parents[2]
 BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
@@ -245,8 +246,6 @@ def test_replicas_that_differ_at_the_start_are_refused(pool) -> None:
 
 
 def default_methods() -> list[str]:
-    from megatron_patch.pytorch.fsdp2_fields import groups_of
-
     found = []
     for how in ({}, {"replicas": 2}):
         model, _ = sharded(how)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from coded_values import flat_error
 from pytorch.runs import full, gradients_of, wrapped
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from with_megatron.seam_runs import logged
 
 import megatron_patch
@@ -204,8 +205,6 @@ def test_a_discriminator_keeps_its_errors(pool, kind: str, scaled: bool) -> None
 
 def scaled_errors(kind: str, how: str, moves: bool) -> dict[str, Any]:
     """Errors in units of the scale, after every pass; `moves`: the scale changes, always by powers of two."""
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
     loop = Loop(kind, {"error_dtype": "fp32"})
     other = torch.nn.Linear(3, 3)
     interval = 2 if moves else 1000

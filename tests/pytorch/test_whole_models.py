@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn import TransformerEncoderLayer
@@ -40,8 +41,6 @@ def language_model(tied: bool = False) -> Any:
 
 def train(how: str, compression: dict[str, Any] | None, replicas: int = 1) -> dict[str, Any]:
     """Five steps; losses, norms and weights."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-
     torch.manual_seed(3)
     with torch.device("meta") if how == "meta" else nullcontext():
         model = language_model(how == "tied")

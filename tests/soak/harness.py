@@ -12,6 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_patch.errors import RankFailed
+from megatron_patch.workflows import train
+from megatron_patch.workflows.run import configuration, run_folder
+from megatron_patch.workflows.run.prepare import prepare_run
+
 from .board import PID, Board, Kill
 from .board import STEPS as STEPS_MADE
 
@@ -89,9 +94,6 @@ class Runs:
         self._random = random.Random(soak.seed)
 
     def _prepare(self, folder: Path, max_restarts: int) -> Any:
-        from megatron_patch.workflows.run import configuration
-        from megatron_patch.workflows.run.prepare import prepare_run
-
         soak = self._soak
         megatron = [*MODEL, f"train_iters={soak.steps}", f"save_interval={SAVE_INTERVAL}"]
         if soak.tensor_parallel > 1:
@@ -121,16 +123,11 @@ class Runs:
         return Board(folder, self._soak.ranks)
 
     def _execute(self, folder: Path, max_restarts: int, resume: bool = False) -> None:
-        from megatron_patch.workflows import train
-
         prepared = self._prepare(folder, max_restarts)
         train.execute(prepared, folder.name, overwrite=not resume, resume=resume)
 
     def disturbed(self, plan: Sequence[Kill], tally: Tally) -> Path:
         """One run with a kill in each of its first attempts, gone on with until it has come to its end."""
-        from megatron_patch.errors import RankFailed
-        from megatron_patch.workflows.run import run_folder
-
         tally.runs += 1
         folder = self._soak.folder / f"disturbed-{tally.runs}"
         board = self._board(folder)

@@ -223,8 +223,7 @@ def test_a_batch_s_messages_take_no_more_memory_than_the_largest_bucket():
         lengths = np.stack([gather.lengths for gather in batch.gathers])
         assert (lengths % 8 == 0).all()
         assert torch.equal(batch.places[1:, :, 0], torch.from_numpy(lengths.cumsum(0)[:-1]))
-        parts = [batch.nbytes_of(gather) for gather in batch.gathers]
-        assert sum(parts) == pytest.approx(batch.width * (ranks - 1))
+        assert sum(map(batch.nbytes_of, batch.gathers)) == pytest.approx(batch.width * (ranks - 1))
 
 
 def test_a_buffer_that_an_evaluation_needs_first_serves_a_training_too():

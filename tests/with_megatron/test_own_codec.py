@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from with_megatron import gpt_model, tiny_model
 from with_megatron.checkpoint.whole_checkpoints import interrupted
 from with_megatron.recording import weights
 from with_megatron.seam_runs import attach, refusal
@@ -40,10 +41,8 @@ def own_codec() -> Any:
 
 def trained(options: dict[str, Any]) -> dict[str, Any]:
     """In a worker: the weights after STEPS steps, and what the report says."""
-    from with_megatron.gpt_model import build
-
     own_codec()
-    gpt = build()
+    gpt = gpt_model.build()
     attach(gpt.chunks, options)
     for step in range(STEPS):
         gpt.step(step)
@@ -94,7 +93,6 @@ def test_its_errors_are_saved_and_resumed(pool, tmp_path):
 
 def attached_with_a_wrong_codec(fault: str) -> str:
     """In a worker: what is said when a model is attached with a codec that has this fault."""
-    from with_megatron.tiny_model import build
 
     class Faulty(Uniform):
         def encode(self, h: Any, layout: Any, payload: Any) -> Encoded:
@@ -115,7 +113,7 @@ def attached_with_a_wrong_codec(fault: str) -> str:
             return signed.float() * scales[..., None]
 
     megatron_patch.register_codec(f"faulty_{len(fault)}", bits=[4])(Faulty)
-    tiny = build()
+    tiny = tiny_model.build()
 
     def train() -> None:
         attach([tiny.ddp], {"codec": f"faulty_{len(fault)}"})

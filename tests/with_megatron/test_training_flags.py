@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_patch.errors import UserError
+from megatron_patch.megatron import arguments
 from megatron_patch.megatron.unsupported import refuse_flags
 
 
@@ -16,8 +17,6 @@ def warm_up(flags: dict[str, Any], calculator: dict[str, Any] | None) -> int:
     """In a worker: steps of the warm-up in a job with these flags."""
     from megatron.core import num_microbatches_calculator as microbatches
     from megatron.training import global_vars
-
-    from megatron_patch.megatron import arguments
 
     before = global_vars._GLOBAL_ARGS
     global_vars._GLOBAL_ARGS = Namespace(**flags)

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from worker_pool import WorkerPool
 
 from benchmarks.network import collectives
+from benchmarks.network.gloo_fixes import _receiving_first
+from benchmarks.network.llama import Llama
+from benchmarks.network.methods import parse
+from megatron_patch import CompressionConfig
 
 SHAPE = {"layers": 1, "hidden": 32, "ffn": 64, "heads": 2, "vocabulary": 128, "sequence": 8}
 
 
 def exchanged() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What gloo's all-to-all gives on this rank, and what the one that receives first gives."""
-    import torch.distributed as dist
-
-    from benchmarks.network.gloo_fixes import _receiving_first
-
     rank, ranks = dist.get_rank(), dist.get_world_size()
     found = []
     for dtype in (torch.uint8, torch.bfloat16):
@@ -39,8 +41,6 @@ def test_receiving_first_gives_what_gloo_gives(pool: Any) -> None:
 
 
 def onebit(**options: Any) -> Any:
-    from megatron_patch import CompressionConfig
-
     return CompressionConfig(method="onebit_adam", **options)
 
 
@@ -56,9 +56,7 @@ def trained(method: str, overlap: bool) -> dict[str, Any]:
     from megatron.core.distributed import param_and_grad_buffer
 
     from benchmarks.network import ddp_training, megatron_training
-    from benchmarks.network.llama import Llama
     from benchmarks.network.training import Training, initialize
-    from megatron_patch import CompressionConfig
 
     compressions = ONEBIT | {
         "loco": CompressionConfig(bits=8, start_step=0),
@@ -136,9 +134,7 @@ def test_every_exchange_trains_the_same_model(cell: Any, overlap: bool) -> None:
 def trained_apart() -> list[float]:
     """Bytes of gradients that a rank sends in each of four steps, with an outer step in every other."""
     from benchmarks.network import megatron_training
-    from benchmarks.network.llama import Llama
     from benchmarks.network.training import initialize
-    from megatron_patch import CompressionConfig
 
     initialize()  # As for the cell before; the next line makes other groups.
     compression = CompressionConfig(method="none", weight_gather="exact", outer_interval=2)
@@ -157,13 +153,9 @@ def test_hosts_that_make_outer_steps_send_in_those_steps_alone(pool: Any) -> Non
 
 def trained_by_torch(method: str) -> dict[str, Any]:
     """Three steps of two microbatches under FSDP2, DDP or Megatron-FSDP."""
-    import torch.distributed as dist
-
     from benchmarks.network.ddp_training import DdpTraining
     from benchmarks.network.fsdp2_training import Fsdp2Training
-    from benchmarks.network.llama import Llama
     from benchmarks.network.megatron_fsdp_training import MegatronFsdpTraining
-    from benchmarks.network.methods import parse
     from benchmarks.network.training import Training, initialize
 
     initialize()
@@ -229,14 +221,10 @@ def test_the_exact_gather_is_timed_and_its_bytes_are_those_that_were_sent(cell: 
 
 def slowly_gathered(exact: bool) -> Any:
     """The lap of a step in which the weights' gather, or what precedes the exact one, takes a second."""
-    import time
-
     from megatron.core.distributed import param_and_grad_buffer
 
     from benchmarks.network import megatron_training
-    from benchmarks.network.llama import Llama
     from benchmarks.network.training import initialize
-    from megatron_patch import CompressionConfig
     from megatron_patch.megatron.seams import weights
 
     initialize()
@@ -287,7 +275,6 @@ def test_onebit_adam_s_momentum_is_exchanged_in_the_optimizer_s_step(
 
 def poisoned() -> str:
     from benchmarks.network import megatron_training
-    from benchmarks.network.llama import Llama
     from benchmarks.network.training import initialize
 
     initialize()

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_patch.errors import UserError
 from megatron_patch.megatron import run_script
+from megatron_patch.megatron.arguments import add_compression_arguments, config_from_arguments
 from megatron_patch.workflows.run import configuration, megatron_flags, prepare
 from megatron_patch.workflows.run.configuration import shipped
 
@@ -169,8 +170,6 @@ def test_stock_megatron_may_use_what_compression_cannot(parser: argparse.Argumen
 
 
 def test_compression_flags_give_the_same_configuration_back(parser: argparse.ArgumentParser) -> None:
-    from megatron_patch.megatron.arguments import config_from_arguments
-
     run = configuration.load(
         shipped(f"configs/models/{TINY}.yaml"), ["compression.block_size=shard", "compression.error_beta=0.5"]
     )
@@ -179,8 +178,6 @@ def test_compression_flags_give_the_same_configuration_back(parser: argparse.Arg
 
 
 def test_muon_s_default_method_is_the_same_from_a_file_and_from_flags(tmp_path: Path) -> None:
-    from megatron_patch.megatron.arguments import add_compression_arguments, config_from_arguments
-
     file = tmp_path / "muon.yaml"
     file.write_text("megatron: {optimizer: muon}\ncompression: {bits: 2}\n", encoding="utf-8")
     run = configuration.load(file)

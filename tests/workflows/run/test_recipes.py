@@ -15,8 +15,10 @@ import pytest
 import yaml
 from worker_pool import WorkerPool
 
-from megatron_patch.workflows.run import configuration
+from megatron_patch.workflows import cli
+from megatron_patch.workflows.run import configuration, megatron_flags
 from megatron_patch.workflows.run.configuration import shipped
+from megatron_patch.workflows.run.prepare import prepare_run
 
 RECIPES = sorted(shipped("configs/models").glob("*.yaml"))
 PUBLISHED = {
@@ -37,10 +39,6 @@ NCCL_BYTES = 3.3e9
 
 def dry_runs(recipes: list[Path]) -> dict[str, dict[str, Any]]:
     """In a worker: for each recipe what its dry run returns, leaves and prints, and Megatron's arguments."""
-    from megatron_patch.workflows import cli
-    from megatron_patch.workflows.run import megatron_flags
-    from megatron_patch.workflows.run.prepare import prepare_run
-
     parser = functools.cache(megatron_flags.build_parser)  # a quarter of a second each
     before, found = set(Path().iterdir()), {}
     with mock.patch.object(megatron_flags, "build_parser", parser):
