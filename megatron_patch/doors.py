@@ -44,10 +44,10 @@ def attach(model: Any, config: CompressionConfig | None, replicate_group: dist.P
 
 
 def disable() -> None:
+    if loaded := sys.modules.get("megatron_patch.pytorch.attach"):
+        loaded.detach_all()  # It may refuse.
     if loaded := sys.modules.get("megatron_patch.megatron.doors"):
         loaded.disable()
-    if loaded := sys.modules.get("megatron_patch.pytorch.attach"):
-        loaded.detach_all()
     forget_shared_pools()
 
 

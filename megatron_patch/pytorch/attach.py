@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -31,6 +31,10 @@ class TorchAttachment(Attachment, Protocol):
     """The options that are used; they may have another default method."""
     model: nn.Module
 
+    @property
+    def waits(self) -> bool:
+        """Whether gradients of earlier microbatches wait for an exchange."""
+
     def prepare(self, sets: Sequence[Sequence[str]]) -> None:
         """Create the exchanges for those of a checkpoint's sets of names that fit. All ranks must call it."""
 
@@ -47,8 +51,10 @@ class _Held:
     A table of attachments by model would keep its models alive.
     """
 
-    def __init__(self, attachment: TorchAttachment | None = None) -> None:
+    def __init__(self, attachment: TorchAttachment | None = None, group: Any = None) -> None:
         self.attachment = attachment
+        self.group = group
+        """The `replicate_group` that the caller gave."""
 
     def __reduce__(self) -> tuple[type[_Held], tuple[()]]:
         return _Held, ()
@@ -80,13 +86,16 @@ def attach(
     """
     for model in models:
         attached = attachment_of(model)
-        if attached is not None and attached.asked != config:
+        if attached is not None and (attached.asked, vars(model)[_HELD].group) != (config, replicas):
             raise UserError(
-                "compression is attached to this model already, with other options; disable() first"
+                "compression is attached to this model already, with other options or another group; "
+                "disable() first"
             )
         if attached is None:
             attachment = _make(model, config, replicas)
-            vars(model)[_HELD] = _Held(attachment)  # nn.Module.__setattr__ is for parameters and modules.
+            vars(model)[_HELD] = _Held(
+                attachment, replicas
+            )  # nn.Module.__setattr__ is for parameters and modules.
             _models.add(model)
             announces = attachment.session.ledger.announces = dist.get_rank() == 0
             for line in lines(attachment) if announces else ():
@@ -154,6 +163,11 @@ def rank_of(models: Sequence[nn.Module]) -> RankOf | None:
 
 
 def detach_all() -> None:
+    if any(attachment.waits for attachment in _all()):
+        raise UserError(
+            "disable(): gradients of earlier microbatches wait for their all-reduce, which torch may make "
+            "otherwise: call it between steps"
+        )
     for model in list(_models):
         attachment = attachment_of(model)
         assert attachment is not None

@@ -68,6 +68,9 @@ class Ddp:
         UserError: the model has a communication hook already.
     """
 
+    waits = False
+    """DDP accumulates in `.grad`."""
+
     def __init__(self, model: DistributedDataParallel, config: CompressionConfig) -> None:
         self.asked = self.config = config
         self.model: nn.Module = model

@@ -11,6 +11,7 @@ exchange different sets of them: each set has an exchange and errors of its own,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ from megatron_patch.quantization.blocks import Contents
 from megatron_patch.session import torch_steps
 from megatron_patch.session.session import Session
 from megatron_patch.session.states import Exchanged
+
+logger = logging.getLogger(__name__)
 
 MOST_SETS = 16
 """The most sets of parameters that a group may exchange: each has errors of its own."""
@@ -51,7 +54,11 @@ class Sets:
         self.reductions: dict[tuple[int, ...], Reduction] = {}
         self._session = session
         self._ranks = ranks
-        group.note_what_is_exchanged()
+        group.note_what_is_exchanged(self._tell)
+
+    def _tell(self, what: str) -> None:
+        if self._session.ledger.announces:
+            logger.warning("megatron-loco: %s: %s", type(self.group.module).__name__, what)
 
     def exchange(self, numel: int) -> Exchange:
         """Return the exchange for the set of parameters that is exchanged now. All ranks must call it.
@@ -159,20 +166,26 @@ class Hybrid(Sets):
     ) -> None:
         super().__init__(group, names, session, replicas)
         self._check = check
-        self._waiting: tuple[tuple[int, ...], torch.Tensor] | None = None
         group.all_reduce_by(self.all_reduce)
 
-    def all_reduce(self, output: torch.Tensor) -> None:
-        """Reduce [S] between the replicas, in place. On CUDA FSDP2 calls it on its all-reduce stream."""
+    def all_reduce(self, output: torch.Tensor) -> bool:
+        """Reduce [S] between the replicas, in place. On CUDA FSDP2 calls it on its all-reduce stream.
+
+        Returns whether it was reduced: it may wait for the next all-reduce, and FSDP2 then adds zeros to the
+        gradient.
+        """
         session, replicas = self._session, self._ranks
         if output.is_cuda:  # FSDP2 may free it for the reduce-scatter's stream while this stream reads it.
             output.record_stream(torch.cuda.current_stream())
         shards = self.group.shard_group.size()
         session.count_inside((shards - 1) * output.nbytes)
+        waits = self.group.partial_for(output)
         if not self.group.all_reduces:
-            self._keep(output)
-            return
-        self._add_what_waited(output)
+            self.group.keep(output.clone() if waits is None else waits.add_(output))
+            output.zero_()
+            return False
+        if waits is not None:
+            output += waits
         self._check()
         session.pass_begins(self, scale=torch_steps.loss_scale())
         # If a divide factor was set, the reduce-scatter has divided by it, and replicas are summed.
@@ -180,28 +193,9 @@ class Hybrid(Sets):
         if not session.active or replicas.size() == 1:
             session.count(all_reduced(output, replicas.size()))
             dist.all_reduce(output, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, group=replicas)
-            return
-        session.start(self.exchange(output.numel()), output, output, average, replicas).wait()
-
-    def _keep(self, output: torch.Tensor) -> None:
-        """Keep the reduced shard for the next all-reduce; FSDP2 then adds zeros to the gradient."""
-        current = self.group.current
-        if self._waiting is not None:
-            self._add_what_waited(output)
-        self._waiting = current, output.clone()
-        output.zero_()
-
-    def _add_what_waited(self, output: torch.Tensor) -> None:
-        if self._waiting is None:
-            return
-        which, waiting = self._waiting
-        if which != self.group.current:
-            raise UserError(
-                "other parameters have gradients than in the microbatch before, which waits for its "
-                "all-reduce: call set_reduce_scatter_unused_params(True) (torch 2.13 and newer)"
-            )
-        output += waiting
-        self._waiting = None
+        else:
+            session.start(self.exchange(output.numel()), output, output, average, replicas).wait()
+        return True
 
     def contents(self, current: Sequence[int]) -> Contents:
         shards = self.group.shard_group
@@ -276,6 +270,11 @@ class Fsdp2:
                 "attach(): replicas begin with unlike weights; with compressed gradients they would stay so: "
                 "give all ranks the same seed, or load the same checkpoint on all of them"
             )
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients of earlier microbatches wait for their all-reduce."""
+        return self.replicas is not None and any(group.partial is not None for group in self.groups)
 
     def detach(self) -> None:
         for group in self.groups:

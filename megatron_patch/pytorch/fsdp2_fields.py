@@ -32,6 +32,9 @@ except ImportError as error:
 
 __all__ = ["FSDPModule", "ParamGroup", "ReduceScatter", "groups_of", "local_of"]
 
+_OF_CLASS = object()
+"""Stands for the value of an attribute that only the class has."""
+
 
 class ParamGroup:
     """A parameter group of FSDP2 (`FSDPParamGroup`), whose gradients are reduced in one exchange.
@@ -44,7 +47,14 @@ class ParamGroup:
         self.module = module
         self._group = group
         self._current: tuple[int, ...] | None = None
-        self._undo: list[tuple[str, Any]] = []
+        self._undo: list[tuple[str, Any, Any]] = []
+        self._hook: Callable[[torch.Tensor], None] | None = None
+        self._comm: ReduceScatter | None = None
+        self._later: Callable[[torch.Tensor], None] | None = None
+        """The hook that was set after ours."""
+        self._kept: torch.Tensor | None = None
+        self._partial_of: tuple[int, ...] | None = None
+        self._tell: Callable[[str], None] = print
         for path in ("fsdp_params", "mesh_info", "gradient_divide_factor", "all_reduce_grads"):
             self._get(path)
 
@@ -58,13 +68,20 @@ class ParamGroup:
             ) from error
 
     def _set(self, name: str, value: Any) -> None:
-        self._undo.append((name, self._get(name)))
+        self._get(name)
+        self._undo.append((name, vars(self._group).get(name, _OF_CLASS), value))
         setattr(self._group, name, value)
 
     def restore(self) -> None:
-        """Restore the values of all fields that were set."""
+        """Restore the values of all fields that were set, unless torch's setters have set others."""
+        if self._hook is not None and self._get("_all_reduce_hook") is self._hook:
+            self._group._all_reduce_hook = self._later
         while self._undo:
-            setattr(self._group, *self._undo.pop())
+            name, before, ours = self._undo.pop()
+            if self._get(name) is ours and before is _OF_CLASS:
+                delattr(self._group, name)
+            elif self._get(name) is ours:
+                setattr(self._group, name, before)
 
     @property
     def parameters(self) -> list[Sharded]:
@@ -141,10 +158,11 @@ class ParamGroup:
         """The indices of the parameters whose gradients are exchanged now, in the order of the exchange."""
         return tuple(range(len(self._get("fsdp_params")))) if self._current is None else self._current
 
-    def note_what_is_exchanged(self) -> None:
-        """Keep `current` up to date from now on."""
+    def note_what_is_exchanged(self, tell: Callable[[str], None]) -> None:
+        """Keep `current` up to date from now on, and `tell` of exchanges that others have set."""
+        self._tell = tell
+        self._set("post_backward", self._around(self._get("post_backward")))
         if not hasattr(self._group, "_prepare_reduce_scatter_inputs"):
-            self._set("post_backward", self._noting_gradients(self._get("post_backward")))
             return
         prepare = self._get("_prepare_reduce_scatter_inputs")
 
@@ -155,9 +173,7 @@ class ParamGroup:
 
         self._set("_prepare_reduce_scatter_inputs", noting)
 
-    def _noting_gradients(self, post_backward: Callable[..., None]) -> Callable[..., None]:
-        """Up to torch 2.14: exchanged are the parameters that have gradients when the backward pass ends."""
-
+    def _around(self, post_backward: Callable[..., None]) -> Callable[..., None]:
         def has_gradient(p: Any) -> bool:
             if not hasattr(p, "_unsharded_param"):  # The group's backward pass has not needed it.
                 return False
@@ -165,20 +181,80 @@ class ParamGroup:
             zeros = unsharded.requires_grad and getattr(self._group, "reduce_scatter_unused_params", False)
             return zeros or p.unsharded_accumulated_grad is not None or unsharded.grad is not None
 
-        def noting(*unused: Any) -> None:
-            self._current = tuple(n for n, p in enumerate(self._get("fsdp_params")) if has_gradient(p))
+        def exchanging(*unused: Any) -> None:
+            self._look_at_exchange()
+            # Up to torch 2.14, the parameters that have gradients now are exchanged.
+            if not hasattr(self._group, "_prepare_reduce_scatter_inputs"):
+                self._current = tuple(n for n, p in enumerate(self._get("fsdp_params")) if has_gradient(p))
+            self._kept = None
             post_backward(*unused)
+            if self._kept is not None:  # The exchange has set it to None.
+                self._group._partial_reduce_output, self._kept = self._kept, None
 
-        return noting
+        return exchanging
+
+    def _look_at_exchange(self) -> None:
+        """Notice what torch's public setters have set since the model was attached."""
+        hook, comm = self._get("_all_reduce_hook"), self._get("_reduce_scatter_comm")
+        if self._hook is not None and hook is not self._hook:
+            self._later, self._group._all_reduce_hook = hook, self._hook
+            self._tell("an all-reduce hook was set; it runs after the compressed all-reduce")
+        if self._comm is not None and comm is not self._comm:
+            self._comm = None
+            self._tell(f"{type(comm).__name__} has replaced the compressed reduce-scatter: it sends in full")
+
+    @property
+    def partial(self) -> torch.Tensor | None:
+        """The reduced shard of earlier microbatches, which waits for its all-reduce.
+
+        FSDP2 keeps it, so that `reset_iter_state` discards it.
+        """
+        waits: torch.Tensor | None = self._get("_partial_reduce_output")
+        return waits
+
+    def partial_for(self, output: torch.Tensor) -> torch.Tensor | None:
+        """Return `partial`, with the elements of `output`, which is being exchanged.
+
+        Raises:
+            UserError: other parameters are exchanged, and this release cannot add them.
+        """
+        if hasattr(self._group, "_prepare_partial_reduce_output"):
+            params = [self._get("fsdp_params")[n] for n in self.current]
+            sizes = [p.padded_sharded_param_size.numel() for p in params]
+            waits: torch.Tensor | None = self._group._prepare_partial_reduce_output(
+                params, sizes, output.dtype
+            )
+            return waits
+        if self.partial is not None and self._partial_of not in (None, self.current):
+            raise UserError(
+                "other parameters have gradients than in the microbatch before, which waits for its "
+                "all-reduce: call set_reduce_scatter_unused_params(True) (torch 2.13 and newer)"
+            )
+        return self.partial
+
+    def keep(self, partial: torch.Tensor) -> None:
+        """Let `partial` wait for the all-reduce of a later exchange of `current`."""
+        self._kept, self._partial_of = partial, self.current
 
     def reduce_scatter_by(self, comm: ReduceScatter) -> ReduceScatter:
         """Replace the reduce-scatter by `comm`; returns the replaced one."""
         before: ReduceScatter = self._get("_reduce_scatter_comm")
+        self._comm = comm
         self._set("_reduce_scatter_comm", comm)
         return before
 
-    def all_reduce_by(self, hook: Callable[[torch.Tensor], None]) -> None:
-        """Replace the all-reduce between replicas by `hook`; FSDP2 then runs none of its own."""
+    def all_reduce_by(self, all_reduce: Callable[[torch.Tensor], bool]) -> None:
+        """Replace the all-reduce between replicas by `all_reduce`; FSDP2 then runs none of its own.
+
+        It returns whether it has reduced the tensor. A hook that the user sets later runs after it, as after
+        FSDP2's own all-reduce.
+        """
+
+        def hook(output: torch.Tensor) -> None:
+            if all_reduce(output) and self._later is not None:
+                self._later(output)
+
+        self._hook = hook
         info = self._get("mesh_info")
         if isinstance(info, HSDPMeshInfo):
             fields = [field.name for field in dataclasses.fields(FSDPMeshInfo) if field.init]

@@ -74,9 +74,11 @@ def freed_behind_the_hook(held: bool) -> list[str]:
         config = CompressionConfig(method="none")
         hybrid = Hybrid.__new__(Hybrid)
         hybrid._session, hybrid._ranks = Session(config, CUDA), dist.group.WORLD
-        hybrid._check, hybrid._waiting = lambda: None, None
+        hybrid._check = lambda: None
         one = SimpleNamespace(size=lambda: 1)
-        hybrid.group = SimpleNamespace(shard_group=one, all_reduces=True, divide_factor=1.0, current=())
+        hybrid.group = SimpleNamespace(
+            shard_group=one, all_reduces=True, divide_factor=1.0, partial_for=lambda output: None
+        )
         scatters, reduces = torch.cuda.Stream(), torch.cuda.Stream()
         with torch.cuda.stream(scatters):
             output = torch.zeros(300, device="cuda")

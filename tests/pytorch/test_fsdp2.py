@@ -200,6 +200,7 @@ def refusals() -> list[str]:
     whole, _ = sharded({})
     megatron_patch.attach(whole)
     refused(whole, bits=2)
+    refused(whole, torch.distributed.group.WORLD)
     megatron_patch.disable()
     return told
 
@@ -215,6 +216,7 @@ def test_what_cannot_be_served_is_refused_in_one_line(pool) -> None:
         "the model's mesh has replicas already",
         "sharded over different meshes",
         "attached to this model already, with other options",
+        "or another group",
     ]
     for line, wanted in zip(told, words, strict=True):
         assert wanted in line

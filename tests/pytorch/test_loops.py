@@ -10,16 +10,20 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from coded_values import flat_error
 from pytorch.runs import full, gradients_of, wrapped
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from with_megatron.seam_runs import logged
 
 import megatron_patch
 from megatron_patch.pytorch import attach
+from megatron_patch.pytorch.fsdp2_fields import groups_of
 
 LOCO = {"method": "loco", "start_step": 0, "reset_interval": 0}
 KINDS: dict[str, dict[str, Any]] = {"ddp": {"kind": "ddp"}, "fsdp2": {}, "hybrid": {"replicas": 2}}
@@ -455,3 +459,74 @@ def joined() -> tuple[bool, bool]:
 
 def test_no_step_is_under_way_after_join(pool) -> None:
     assert pool.run(joined, world_size=2) == [(False, False)] * 2
+
+
+def torch_s_setters(kind: str) -> dict[str, Any]:
+    """torch's own calls on an attached model: hooks, exchanges, and a pass that fails and is discarded."""
+    loop, told, seen = Loop(kind), "", []
+    block = loop.inner.blocks[0]
+    part = next(iter(groups_of(block)))._group
+    with logged() as lines:
+        for number in range(4):
+            loop.backward(number)
+            loop.step()
+            if number == 0 and kind == "hybrid":
+                block.set_all_reduce_hook(lambda output: seen.append(output.clone()))
+            elif number == 0:
+                block.set_custom_reduce_scatter(DefaultReduceScatter())
+    loop.model.set_requires_all_reduce(False)
+    loop.loss(4, 1e3).backward()
+    try:
+        megatron_patch.disable()
+    except megatron_patch.UserError as error:
+        told = str(error)
+        loop.model.reset_iter_state()
+        loop.model.set_requires_all_reduce(True)
+        loop.backward(5)
+        loop.optimizers[0].zero_grad()
+        megatron_patch.disable()
+    weights = [parameter.to_local().detach().clone() for parameter in loop.model.parameters()]
+    left = part._all_reduce_hook is None, type(part._reduce_scatter_comm).__name__
+    return {"rel": loop.rel, "lines": lines, "told": told, "seen": seen, "weights": weights, "left": left}
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="it came after torch 2.11")
+def test_an_all_reduce_hook_that_is_set_later_runs_after_ours(pool) -> None:
+    found = pool.run(torch_s_setters, "hybrid", world_size=4)
+    for report in found:
+        assert max(report["rel"][:4]) < 0.3
+        assert report["rel"][4] < 0.3, "what waited is discarded with torch's own state"
+        assert "wait for their all-reduce" in report["told"]
+        assert len(report["seen"]) == 4, "once a pass, if it is reduced"
+        assert not report["left"][0], "disable() leaves the user's hook"
+    for one, replica in ((found[0], found[2]), (found[1], found[3])):
+        assert all(map(np.array_equal, one["weights"], replica["weights"]))
+        assert all(map(np.array_equal, one["seen"], replica["seen"]))
+    assert sum("it runs after the compressed all-reduce" in line for line in found[0]["lines"]) == 1
+
+
+def test_a_reduce_scatter_that_is_set_later_is_named(pool) -> None:
+    for rank, report in enumerate(pool.run(torch_s_setters, "fsdp2", world_size=2)):
+        assert (
+            sum("has replaced the compressed reduce-scatter" in line for line in report["lines"]) == 1 - rank
+        )
+        assert report["left"] == (True, "DefaultReduceScatter")
+        assert report["told"] == "", "nothing waits for another exchange"
+
+
+def attached_between_microbatches(attached: bool) -> list[Any]:
+    model, _, _ = wrapped(KINDS["hybrid"])
+    model.set_requires_all_reduce(False)
+    for microbatch in range(2):
+        model(gradients_of(model, dist.get_rank(), microbatch, torch.float32)).backward()
+        if attached and not microbatch:
+            megatron_patch.attach(model, megatron_patch.CompressionConfig(method="none"))
+        model.set_requires_all_reduce(True)
+    megatron_patch.disable()
+    return [full(parameter.grad) for parameter in model.parameters()]
+
+
+def test_a_model_that_is_attached_between_microbatches_keeps_the_first(pool) -> None:
+    stock, ours = (pool.run(attached_between_microbatches, attached, world_size=4) for attached in (0, 1))
+    for mine, theirs in zip(ours, stock, strict=True):
+        assert all(map(np.array_equal, mine, theirs))
