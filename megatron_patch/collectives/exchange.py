@@ -72,6 +72,10 @@ class ExchangeTraffic:
     """In two hops, bytes to ranks of the same node."""
 
 
+CARRIED = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of gradients that can be compressed."""
+
+
 class Exchange(Protocol):
     """The exchange of one bucket, or of another tensor, between the ranks of a group."""
 

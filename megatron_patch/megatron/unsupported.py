@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from packaging.version import Version
 
+from megatron_patch.collectives.exchange import CARRIED
 from megatron_patch.config import MUONS, CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.megatron import arguments
@@ -103,9 +103,8 @@ def refuse_chunk(chunk: Any, config: CompressionConfig) -> None:
 
 
 def _refuse_gradients(chunk: Any) -> None:
-    served = (torch.float32, torch.bfloat16, torch.float16)
     for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
-        for dtype in {bucket.grad_data.dtype for bucket in group.buckets}.difference(served):
+        for dtype in {bucket.grad_data.dtype for bucket in group.buckets}.difference(CARRIED):
             if chunk.dp_cp_group.size() > 1:  # Over a single rank no gradient is exchanged.
                 raise UserError(
                     f"gradients in {dtype} cannot be compressed, those in float32, bfloat16 or float16 can: "

@@ -83,6 +83,11 @@ class Ddp:
             lambda: parameters,
             lambda: any(parameter.grad is not None for parameter in parameters),
         )
+        if getattr(model, "_use_python_reducer", False):
+            raise UserError(
+                "attach(): with torch._dynamo.config.optimize_ddp = 'python_reducer' DistributedDataParallel "
+                "has no buckets; wrap the model with another value"
+            )
         if model not in _hooks:
             if model._comm_hooks:
                 raise UserError("attach(): this DistributedDataParallel has a communication hook already")
@@ -90,7 +95,8 @@ class Ddp:
             # DDP checks annotations as types, and would reject a hook whose annotations are text.
             model.register_comm_hook(hook, lambda hook, bucket: hook(bucket))
         self._passes = 0
-        named = {plain_name(name): p for name, p in model.module.named_parameters() if p.requires_grad}
+        # The buckets also have parameters that were frozen after the model was wrapped.
+        named = {plain_name(name): p for name, p in model.module.named_parameters()}
         self._parameters = {name: Sharded(tuple(p.shape) or (1,)) for name, p in named.items()}
         self._names = {id(p): name for name, p in named.items()}
         self._exchanges: dict[tuple[str, ...], Exchange] = {}
@@ -112,10 +118,11 @@ class Ddp:
         session, gradients = self.session, bucket.buffer()
         session.pass_begins(bucket.index(), scale=torch_steps.loss_scale())
         first_pass, self._passes = self._passes == 0, self._passes + bucket.is_last()
-        if first_pass or not session.active or self._group.size() == 1 or gradients.is_sparse:
+        alone = self._group.size() == 1 or gradients.is_sparse
+        exchange = None if first_pass or not session.active or alone else self._exchange_of(bucket)
+        if exchange is None:
             session.count(all_reduced(gradients, self._group.size()))
             return hook.in_full(bucket)
-        exchange = self._exchange_of(bucket)
         future: Future[torch.Tensor] = Future(devices=[gradients.device] if gradients.is_cuda else None)
         with self._stream(gradients):
             while len(self._open) >= IN_FLIGHT:
@@ -138,9 +145,14 @@ class Ddp:
         stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(stream)
 
-    def _exchange_of(self, bucket: dist.GradBucket) -> Exchange:
-        key = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
+    def _exchange_of(self, bucket: dist.GradBucket) -> Exchange | None:
+        """Return a bucket's exchange; None if its gradients are sent in full."""
+        parameters = bucket.parameters()
+        key = tuple(self._names[id(parameter)] for parameter in parameters)
         if key not in self._exchanges:
+            # DDP's buckets of complex gradients are real, with twice the elements.
+            if not self.session.carries([bucket.buffer().dtype, *(p.dtype for p in parameters)]):
+                return None
             self._make(key)
             for old in [old for old in self._exchanges if old != key and not set(old).isdisjoint(key)]:
                 self.session.exchanges.remove(self._exchanges.pop(old))  # DDP has changed its buckets.

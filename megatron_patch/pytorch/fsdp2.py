@@ -136,7 +136,7 @@ class Flat(Sets, ReduceScatter):
         """Reduce [N*S] to this rank's [S]. On CUDA FSDP2 calls it on its reduce-scatter stream."""
         session = self._session
         session.pass_begins(self, scale=torch_steps.loss_scale())
-        if not session.active or group.size() == 1:
+        if not session.active or group.size() == 1 or not session.carries([input_tensor.dtype]):
             session.count(reduce_scattered(input_tensor, group.size()))
             self._stock(output_tensor, input_tensor, group, op, async_op)
             return
@@ -190,7 +190,7 @@ class Hybrid(Sets):
         session.pass_begins(self, scale=torch_steps.loss_scale())
         # If a divide factor was set, the reduce-scatter has divided by it, and replicas are summed.
         average = self.group.divide_factor is None
-        if not session.active or replicas.size() == 1:
+        if not session.active or replicas.size() == 1 or not session.carries([output.dtype]):
             session.count(all_reduced(output, replicas.size()))
             dist.all_reduce(output, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, group=replicas)
         else:
@@ -303,7 +303,7 @@ class Fsdp2:
 
 def _two_sums(chunk: torch.Tensor) -> torch.Tensor:
     """Return sum and norm in fp64, without a copy of the chunk: activations may leave no room for one."""
-    chunk = chunk.detach()
+    chunk = torch.view_as_real(chunk.detach()) if chunk.is_complex() else chunk.detach()
     return torch.stack([chunk.sum(dtype=torch.float64), torch.linalg.vector_norm(chunk, dtype=torch.float64)])
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_patch.collectives.exchange import Exchange, Handle, Setup, Traffic
+from megatron_patch.collectives.exchange import CARRIED, Exchange, Handle, Setup, Traffic
 from megatron_patch.collectives.sender import MovingAverageError, Sender, try_kernels
 from megatron_patch.collectives.workspace import Workspace, shared_pool
 from megatron_patch.config import CompressionConfig
@@ -96,6 +96,7 @@ class Session:
         self.scale: torch.Tensor | None = None
         """The loss scale that errors carry, fp32 []; None if no GradScaler has scaled this model's loss."""
         self._scale_before: torch.Tensor | None = None
+        self._said_in_full = False
 
     @property
     def active(self) -> bool:
@@ -148,6 +149,14 @@ class Session:
             raise
         in_flight.append(handle)
         return handle
+
+    def carries(self, dtypes: Iterable[torch.dtype]) -> bool:
+        """Whether gradients of these dtypes can be compressed; the log says once that others go in full."""
+        others = sorted({str(dtype) for dtype in dtypes if dtype not in CARRIED})
+        if others and self.ledger.announces and not self._said_in_full:
+            self._said_in_full = True
+            logger.info("megatron-loco: gradients of parameters in %s are sent in full", ", ".join(others))
+        return not others
 
     def count_inside(self, nbytes: float) -> None:
         """Count bytes that this step sends inside a node, or inside a shard group, apart from `count`."""

@@ -7,15 +7,18 @@ import gc
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from coded_values import flat_error
+from pytorch.runs import full
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from with_megatron.seam_runs import logged
 
 import megatron_patch
 from megatron_patch.pytorch import attach
@@ -23,11 +26,11 @@ from megatron_patch.pytorch import attach
 OPTIONS = {"method": "loco", "start_step": 0, "reset_interval": 0}
 
 
-def wrapped(kind: str, replicas: int = 1) -> Any:
+def wrapped(kind: str, replicas: int = 1, model: Any = None, **options: Any) -> Any:
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) if model is None else model
     if kind == "ddp":
-        return DistributedDataParallel(model)
+        return DistributedDataParallel(model, **options)
     ranks = dist.get_world_size()
     shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
     names = ("replicate", "shard")[-len(shape) :]
@@ -146,3 +149,54 @@ def test_compression_starts_beside_a_second_optimizer(pool, kind, how, optimizer
         assert compressed == [False] * 11 + [True] * 5
         assert known == optimizers
         assert steps == 16
+
+
+class Layers(nn.Module):
+    """A matrix of some dtype beside one in fp32, which may be frozen; DDP alone takes unlike dtypes."""
+
+    def __init__(self, dtype: torch.dtype, both: bool) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first = nn.Parameter(torch.randn(64, 64, dtype=dtype))
+        self.second = nn.Parameter(torch.randn(64, 64)) if both else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = (self.first @ x.to(self.first.dtype)).abs().square().mean().to(torch.float64)
+        return loss if self.second is None else loss + (self.second @ x).square().mean()
+
+
+def trained(kind: str, dtype: str, attached: bool, freezes: bool = False) -> tuple[list[Any], list[str]]:
+    """Weights after some steps, and what was logged."""
+    inner = Layers(getattr(torch, dtype), kind == "ddp")
+    model = wrapped(kind, 2 if kind == "hybrid" else 1, inner, find_unused_parameters=freezes)
+    if freezes:
+        inner.second.requires_grad_(False)
+    with logged() as lines:
+        if attached:
+            megatron_patch.attach(model, megatron_patch.CompressionConfig(**OPTIONS))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for step in range(4):
+            torch.manual_seed(7 * step + dist.get_rank())
+            model(torch.randn(64, 8)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    megatron_patch.disable()
+    return [full(p).clone() for p in model.parameters()], [line for line in lines if "in full" in line]
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128", "float64"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "hybrid"])
+def test_gradients_that_no_message_carries_are_sent_in_full(pool, kind: str, dtype: str) -> None:
+    ranks = 4 if kind == "hybrid" else 2
+    stock, ours = (pool.run(trained, kind, dtype, attached, world_size=ranks) for attached in (False, True))
+    for rank, ((theirs, _), (mine, lines)) in enumerate(zip(stock, ours, strict=True)):
+        assert np.array_equal(mine[0], theirs[0])
+        assert [f"torch.{dtype}" in line for line in lines] == [True] * (rank == 0)
+        assert kind != "ddp" or not np.array_equal(mine[1], theirs[1]), "fp32 beside it is compressed"
+
+
+def test_parameters_may_be_frozen_between_wrapping_and_attaching(pool) -> None:
+    stock, ours = (pool.run(trained, "ddp", "float32", each, True, world_size=2)[0][0] for each in (0, 1))
+    assert np.array_equal(ours[1], stock[1])
+    assert not np.array_equal(ours[0], stock[0])
+    np.testing.assert_allclose(ours[0], stock[0], atol=1e-3)

@@ -99,6 +99,7 @@ class GradientReductions:
         manager: Any = param_and_grad_buffer._coalescing_manager
         scale: Any = param_and_grad_buffer.gradient_reduce_preprocessing
         low = self._session.active and bucket_group[0] in self.exchanges
+        low = low and self._session.carries(self.buffers[number].dtype for number in bucket_group)
         recorded: list[tuple[torch.Tensor, torch.Tensor, bool, dist.ProcessGroup]] = []
 
         def reduce_scatter_tensor(output: Any, input: Any, op: Any, group: Any) -> None:
