@@ -46,18 +46,18 @@ class TorchAttachment(Attachment, Protocol):
 
 
 class _Held:
-    """An attribute of a model that has its attachment, which refers to the model; copies of it are empty.
+    """An attribute of a model that has its attachment, which refers to the model; it is None in copies.
 
     A table of attachments by model would keep its models alive.
     """
 
-    def __init__(self, attachment: TorchAttachment | None = None, group: Any = None) -> None:
+    def __init__(self, attachment: TorchAttachment, group: Any) -> None:
         self.attachment = attachment
         self.group = group
         """The `replicate_group` that the caller gave."""
 
-    def __reduce__(self) -> tuple[type[_Held], tuple[()]]:
-        return _Held, ()
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 _HELD = "_megatron_loco"
@@ -69,7 +69,8 @@ _earlier: WeakKeyDictionary[nn.Module, Counts] = WeakKeyDictionary()
 def attachment_of(model: nn.Module) -> TorchAttachment | None:
     """Return a model's attachment; None if nothing is attached to it."""
     held = vars(model).get(_HELD)
-    return None if held is None else held.attachment
+    # A shallow copy of a model has the same attribute.
+    return held.attachment if held is not None and held.attachment.model is model else None
 
 
 def _all() -> list[TorchAttachment]:

@@ -94,6 +94,7 @@ class Ddp:
             _hooks[model] = hook = _Hook(model)
             # DDP checks annotations as types, and would reject a hook whose annotations are text.
             model.register_comm_hook(hook, lambda hook, bucket: hook(bucket))
+            model._comm_hooks.pop()  # Copies take these along, though their reducers have none.
         self._passes = 0
         # The buckets also have parameters that were frozen after the model was wrapped.
         named = {plain_name(name): p for name, p in model.module.named_parameters()}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from with_megatron.seam_runs import logged
 
 import megatron_patch
@@ -53,16 +56,43 @@ def test_a_model_is_freed_with_its_last_reference(pool, kind) -> None:
     assert pool.run(left_alive, kind, world_size=2) == [(False, 0)] * 2
 
 
-def copied() -> tuple[bool, bool]:
+def saved_and_loaded(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert b"megatron_patch" not in file.getvalue(), "it can be loaded without this package"
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "averaged": lambda model: AveragedModel(model).module,
+    "saved": saved_and_loaded,
+}
+
+
+def copied(how: str) -> tuple[list[bool], bool, bool]:
+    """Whether model, copy, and the copy attached by itself are attached; whether the copy was stock."""
     model = megatron_patch.attach(wrapped("ddp"), megatron_patch.CompressionConfig(**OPTIONS))
-    held = copy.deepcopy(vars(model)[attach._HELD])
-    found = attach.attachment_of(model) is not None, held.attachment is None
+    stock, gradients = wrapped("ddp"), []
+    for _ in range(2):
+        model(torch.ones(8, 64)).square().mean().backward()
+    other = COPIES[how](model)
+    other.zero_grad()
+    for each in (other, stock):
+        for _ in range(2):
+            each(torch.full((8, 64), 1.0 + dist.get_rank())).square().mean().backward()
+        gradients.append([p.grad.clone() for p in each.parameters()])
+    there = [attach.attachment_of(each) is not None for each in (model, other)]
+    megatron_patch.attach(other, megatron_patch.CompressionConfig(**OPTIONS))
+    apart = attach.attachment_of(model) is not attach.attachment_of(other)
     megatron_patch.disable()
-    return found
+    return there, apart, all(map(np.array_equal, *gradients))
 
 
-def test_a_copy_has_nothing_attached(pool) -> None:
-    assert pool.run(copied, world_size=2) == [(True, True)] * 2
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_has_nothing_attached(pool, how: str) -> None:
+    assert pool.run(copied, how, world_size=2) == [([True, False], True, True)] * 2
 
 
 def overflows_at_the_start() -> list[tuple[float, int, int, float]]:
