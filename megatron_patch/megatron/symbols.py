@@ -48,6 +48,7 @@ PREPARES = tuple(f"{path}.prepare_grads" for path in _OPTIMIZERS)
 UPDATES = tuple(f"{path}.step_with_ready_grads" for path in (*_OPTIMIZERS, _DISTRIBUTED_OPTIMIZER))
 SAVE_CHECKPOINT = f"{_CHECKPOINTING}:save_checkpoint"
 LOAD_CHECKPOINT = f"{_CHECKPOINTING}:load_checkpoint"
+READ_CHECKPOINT = f"{_CHECKPOINTING}:_load_base_checkpoint"
 CORE_SAVE, CORE_LOAD = (f"megatron.core.dist_checkpointing:{name}" for name in ("save", "load"))
 SHARDED_METADATA = "megatron.core.dist_checkpointing.serialization:load_sharded_metadata"
 SHARDED_STATES = tuple(
@@ -91,6 +92,7 @@ SYMBOLS = {
     CORE_LOAD: "sharded_state_dict checkpoint_dir",
     SAVE_CHECKPOINT: "iteration model optimizer non_persistent_ckpt release",
     LOAD_CHECKPOINT: "ddp_model optimizer load_arg",
+    READ_CHECKPOINT: "",
     **dict.fromkeys((TRAIN_STEP, TRAINING_LOG, EVALUATE_AND_PRINT, EVALUATE, ADD_ARGUMENTS), ""),
     **dict.fromkeys(
         (STATE_DICT, LOAD_STATE_DICT, NORM, COMPILE_HELPERS, RESULTS_QUEUE, TE_GEMM, *FSDP_DEVICES), ""

@@ -157,7 +157,6 @@ def _load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     models = list(_models(bound.arguments["sharded_state_dict"]))
     result = original(*args, **kwargs)
     where, loaded = bound.arguments["checkpoint_dir"], result[0] if type(result) is tuple else result
-    folder = Path(where)
     for name, chunks, marked, place in models:
         if outer := outer_steps_of(chunks):
             outer_steps.restore(outer, _bytes(where, f"{name}_outer.rank_{dist.get_rank()}"))
@@ -166,13 +165,13 @@ def _load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         of_optimizer = functools.reduce(lambda value, key: value[key], place, loaded)
         rank, scale = rank_state_of(chunks), _scale(of_optimizer, marked)
         read = functools.partial(_saved, where, name)
-        restore(rank, folder, read, _steps_of(loaded, folder), scale)
+        restore(rank, where, read, _steps_of(loaded, where), scale)
     return result
 
 
-def _steps_of(loaded: dict[str, Any], folder: Path) -> int:
+def _steps_of(loaded: dict[str, Any], where: str | Path) -> int:
     """Return the optimizer step of a checkpoint: its iteration, or the last number in its folder's name."""
-    numbers = re.findall(r"\d+", folder.name)
+    numbers = re.findall(r"\d+", Path(where).name)
     known = loaded.get("iteration", numbers[-1] if numbers else 0)
     return int(known) if isinstance(known, int | str) else 0
 
@@ -188,13 +187,13 @@ def _scale(state: Any, marked: _OfOptimizer) -> float:
 
 
 def restore(
-    rank: RankState, folder: Path, read: Callable[[], Saved | None], steps: int, scale: float
+    rank: RankState, folder: str | Path, read: Callable[[], Saved | None], steps: int, scale: float
 ) -> None:
     """Restore a model's error states from a checkpoint, and log the outcome in one line.
 
     Args:
         rank: the states of this rank.
-        folder: the folder of the checkpoint.
+        folder: the folder of the checkpoint, or its address in an object store.
         read: returns the states in the checkpoint; None if it has none.
         steps: the optimizer step at which a checkpoint without states was written.
         scale: the loss scale that has been loaded.

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing import check_is_distributed_checkpoint
 
 from megatron_patch.errors import UserError
 from megatron_patch.megatron import patching, symbols
@@ -79,19 +78,29 @@ def _save_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 def _load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    from megatron.training import get_args
+    from megatron.training import checkpointing, get_args
 
     asked, flags = _bound(original, args, kwargs), get_args()
     base = getattr(flags, asked["load_arg"])
     if base is not None and dist.get_rank() == 0:
         tracker.repair(Path(base))
+        tracker.repair(Path(flags.non_persistent_global_ckpt_dir or f"{base}/non_persistent"))
     dist.barrier()
-    result = original(*args, **kwargs)
-    chunks, iteration = compressed(asked["ddp_model"]), int(result[0])
+    read, (path, kind) = checkpointing._load_base_checkpoint, ("", None)
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal path, kind
+        found = read(*args, **kwargs)
+        path, kind = str(found[1]), found[3]
+        return found
+
+    with patching.swapped({symbols.READ_CHECKPOINT: noting}):
+        result = original(*args, **kwargs)
+    chunks, iteration, kinds = compressed(asked["ddp_model"]), int(result[0]), checkpointing.CheckpointType
     if not chunks or not iteration or asked["optimizer"] is None or flags.finetune or flags.no_load_optim:
         return result
-    folder = _folder(base, iteration, False)
-    if not check_is_distributed_checkpoint(str(folder)):
+    if kind is not kinds.GLOBAL:  # dist_checkpointing.py has restored the errors of a global one.
+        folder = Path(path).parents[1] if kind is kinds.LEGACY else Path(path)  # of FOLDER/mp_rank_00/FILE
         rank, scale = rank_state_of(chunks), loss_scale(asked["optimizer"])
         restore(rank, folder, lambda: _saved(folder), iteration, scale)
     return result

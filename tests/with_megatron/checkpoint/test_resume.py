@@ -35,10 +35,12 @@ OUTER += ["--compression-outer-momentum", "0.9"]
 EXPERTS_BF16 = [*EXPERTS, "--bf16", "--overlap-grad-reduce"]
 MUON = ["--optimizer", "muon", "--bf16"]
 FP16 = [*UNTIED, "--fp16", "--initial-loss-scale", "65536", "--loss-scale-window", "3"]
+# The checkpoint in the middle is one that Megatron keeps in a folder of its own.
+APART = ["--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "4"]
 
 CASES: dict[str, tuple[Run, int]] = {
     "dense": (Run(OVERLAP, [*LOCO, "--compression-reset-interval", "5"]), 12),
-    "dense-fp16": (Run(FP16, LOCO), 8),
+    "dense-fp16": (Run([*FP16, *APART], LOCO), 8),
     "experts-bf16-async": (Run([*EXPERTS_BF16, "--async-save"], LOCO, ranks=4), 8),
     "parallel": (Run(PARALLEL, ["--compression-method", "error_feedback"], ranks=8), 8),
     "two-instances": (Run(TWO_INSTANCES, LOCO, ranks=4), 8),
@@ -60,7 +62,8 @@ def resumed(cases: Iterable[str]) -> dict[str, Run]:
     runs = {}
     for name in cases:
         run, steps = CASES[name]
-        flags = [*run.flags, "--train-iters", str(steps), "--save-interval", str(steps // 2)]
+        every = str(steps if "--non-persistent-save-interval" in run.flags else steps // 2)
+        flags = [*run.flags, "--train-iters", str(steps), "--save-interval", every]
         whole = [*flags, "--save", f"{{out}}/{name}/checkpoints"]
         again = [*flags, "--save", f"{{out}}/{name}-resumed/checkpoints"]
         again += ["--load", f"{{out}}/{name}/checkpoints", "--ckpt-step", str(steps // 2)]
