@@ -13,12 +13,20 @@ from seeds import SEED
 from megatron_patch.megatron.checkpoint import tracker
 
 
-def test_a_tracker_file_emptied_by_a_kill_is_repaired(tmp_path: Path) -> None:
+def write(path: Path, time: int = 1) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("content")
+    os.utime(path, (time, time))
+
+
+@pytest.mark.parametrize("last", ["metadata.json", ".metadata", "mp_rank_00_001/model_optim_rng.pt"])
+def test_a_tracker_file_emptied_by_a_kill_is_repaired(tmp_path: Path, last: str) -> None:
+    """Beside it are a checkpoint of an earlier attempt, which reached step 40, and an unfinished one."""
     tracker.repair(tmp_path)
     assert tracker.latest(tmp_path) is None
-    (tmp_path / "iter_0000040").mkdir()  # left unfinished by an earlier attempt, which reached step 40
-    os.utime(tmp_path / "iter_0000040", (1, 1))
-    (tmp_path / "iter_0000020").mkdir()
+    write(tmp_path / "iter_0000040" / last, 1)
+    write(tmp_path / "iter_0000020" / last, 2)
+    write(tmp_path / "iter_0000030" / (".metadata" if last == "metadata.json" else "__0_0.distcp"), 3)
     (tmp_path / tracker.NAME).write_text("")
     assert tracker.latest(tmp_path) is None
     tracker.repair(tmp_path)
@@ -37,15 +45,16 @@ def test_other_contents_of_a_tracker_file_are_left_alone(tmp_path: Path) -> None
         assert (tmp_path / tracker.NAME).read_bytes() == text
 
 
-def test_only_folders_with_a_number_count(tmp_path: Path) -> None:
+def test_only_folders_with_a_number_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / tracker.NAME).write_text("")
     for name in ("iter_0000020.bak", "iter_", "iter_x", "iter_-000030", "iter_\u0663"):
-        (tmp_path / name).mkdir()
+        write(tmp_path / name / "metadata.json", 2)
     (tmp_path / "iter_0000050").write_text("a file")
-    tracker.repair(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        tracker.repair(tmp_path)
+    assert "no checkpoint beside it is complete" in caplog.text
     assert tracker.latest(tmp_path) is None
-    (tmp_path / "iter_0000010").mkdir()
-    os.utime(tmp_path / "iter_0000010", (1, 1))
+    write(tmp_path / "iter_0000010" / "metadata.json")
     tracker.repair(tmp_path)
     assert tracker.latest(tmp_path) == 10
 
@@ -56,7 +65,7 @@ def test_what_cannot_be_repaired_is_logged(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    (tmp_path / "iter_0000010").mkdir()
+    write(tmp_path / "iter_0000010" / "metadata.json")
     (tmp_path / tracker.NAME).write_text("")
     monkeypatch.setattr(tracker, "write_whole", full)
     with caplog.at_level(logging.WARNING):
