@@ -343,7 +343,7 @@ def _updated_by(optimizer: Any) -> list[MegatronAttachment]:
 
 
 def _look_at(optimizer: Any) -> None:
-    """Refuse optimizer settings that only the step shows, and choose the optimizer's default method."""
+    """Refuse optimizer settings that only the step shows, and use the optimizer's default method."""
     updated = _updated_by(optimizer)
     sessions = [attachment.session for attachment in updated]
     outer_steps.begin_step(optimizer, [outer for outer, _ in _outer_of(updated)])
@@ -353,11 +353,17 @@ def _look_at(optimizer: Any) -> None:
             refuse_with_outer_steps(part.config)
         if any(session.config.compresses for session in sessions):
             refuse_stepping(part)
-        # If the user gave no method, the default depends on the optimizer.
-        name = getattr(part.config, "optimizer", None)
+    use_default_method(optimizer)
+
+
+def use_default_method(optimizer: Any) -> None:
+    """Use the optimizer's default method for the models that it updates, if the user gave them none."""
+    sessions = [attachment.session for attachment in _updated_by(optimizer)]
+    for part in optimizer_step.leaves_of(optimizer):
+        name = getattr(getattr(part, "config", None), "optimizer", None)
         changed = [session for session in sessions if session.use_default_method_of(name)]
         if changed and dist.get_rank() == 0:
-            logger.info("megatron-loco: method %s, the default with Muon", sessions[0].config.method)
+            logger.info("megatron-loco: method %s, the default with Muon", changed[0].config.method)
 
 
 def _and_gathered(optimizer: Any, update: Callable[[], Any]) -> Any:

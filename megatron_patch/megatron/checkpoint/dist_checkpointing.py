@@ -143,7 +143,7 @@ def _save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not (chunks := compressed(chunks)):
             continue
         key = f"{name}.rank_{here}"
-        manifest, data = pack(rank_state_of(chunks), loss_scale(marked.optimizer))
+        manifest, data = pack(rank_state_of(chunks, marked.optimizer), loss_scale(marked.optimizer))
         entries[f"{key}.manifest"] = ShardedObject(f"{key}.manifest", manifest, (1,), (0,))
         if data.numel():
             entries[key] = ShardedTensor.from_rank_offsets(key, data)
@@ -163,7 +163,7 @@ def _load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not (chunks := compressed(chunks)):
             continue
         of_optimizer = functools.reduce(lambda value, key: value[key], place, loaded)
-        rank, scale = rank_state_of(chunks), _scale(of_optimizer, marked)
+        rank, scale = rank_state_of(chunks, marked.optimizer), _scale(of_optimizer, marked)
         read = functools.partial(_saved, where, name)
         restore(rank, where, read, _steps_of(loaded, where), scale)
     return result

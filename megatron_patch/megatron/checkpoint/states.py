@@ -6,14 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_patch.errors import UserError
-from megatron_patch.megatron.attach import attachment_of, chunks_of, session_of
+from megatron_patch.megatron.attach import attachment_of, chunks_of, session_of, use_default_method
 from megatron_patch.megatron.seams.optimizer_step import loss_scale
 from megatron_patch.session import states
 from megatron_patch.session.states import RankOf, RankState
 
 
-def rank_state_of(chunks: Sequence[Any]) -> RankState:
-    """Return the error states and counters of this rank's attached chunks, of which there must be one."""
+def rank_state_of(chunks: Sequence[Any], optimizer: Any = None) -> RankState:
+    """Return the error states and counters of this rank's attached chunks, of which there must be one.
+
+    Their method is then the default of `optimizer`, which may not have made a step yet.
+    """
+    if optimizer is not None:
+        use_default_method(optimizer)
     attached = [attachment for chunk in chunks if (attachment := attachment_of(chunk)) is not None]
     # Parameters' names count layers from the first one of a chunk.
     numbers = (getattr(module, "layer_number", None) for chunk in chunks for module in chunk.modules())
@@ -31,7 +36,10 @@ def compressed(chunks: Any) -> list[Any]:
 def state_dict(
     model: Any, optimizer: Any = None, reader: Any = None, path: str | None = None
 ) -> dict[str, Any]:
-    """Call session.states.state_dict. fp16 needs `optimizer`, because errors carry its loss scale."""
+    """Call session.states.state_dict.
+
+    fp16 needs `optimizer`, because errors carry its loss scale; Muon, because the default method is another.
+    """
     return states.state_dict(_rank_of(model, optimizer, "state_dict"), loss_scale(optimizer), reader, path)
 
 
@@ -46,4 +54,4 @@ def _rank_of(model: Any, optimizer: Any, caller: str) -> RankOf | None:
         return None
     if optimizer is None and getattr(chunks[0].config, "fp16", False):
         raise UserError("with fp16 errors carry the loss scale: pass the optimizer too, as second argument")
-    return lambda _: rank_state_of(chunks)
+    return lambda _: rank_state_of(chunks, optimizer)

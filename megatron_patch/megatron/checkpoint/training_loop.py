@@ -64,7 +64,7 @@ def _save_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     finish_outer_steps(asked["optimizer"], asked["model"])
     chunks = compressed(asked["model"])
     if chunks and flags.ckpt_format in _FORMATS and flags.save and not asked["non_persistent_ckpt"]:
-        manifest, data = pack(rank_state_of(chunks), loss_scale(asked["optimizer"]))
+        manifest, data = pack(rank_state_of(chunks, asked["optimizer"]), loss_scale(asked["optimizer"]))
         path = _file(_folder(flags.save, asked["iteration"], asked["release"]), dist.get_rank())
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ def _load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
         return result
     if kind is not kinds.GLOBAL:  # dist_checkpointing.py has restored the errors of a global one.
         folder = Path(path).parents[1] if kind is kinds.LEGACY else Path(path)  # of FOLDER/mp_rank_00/FILE
-        rank, scale = rank_state_of(chunks), loss_scale(asked["optimizer"])
+        rank, scale = rank_state_of(chunks, asked["optimizer"]), loss_scale(asked["optimizer"])
         restore(rank, folder, lambda: _saved(folder), iteration, scale)
     return result
 

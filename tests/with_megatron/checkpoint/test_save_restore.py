@@ -28,6 +28,7 @@ from with_megatron.checkpoint.whole_checkpoints import (
 )
 from with_megatron.gpt_model import OVERLAP, build
 from with_megatron.seam_runs import attachment_of, core_before, logged
+from with_megatron.test_optimizers import muon, needs_muon
 
 import megatron_patch
 from megatron_patch.config import DEFAULT_ERROR_BETA
@@ -99,27 +100,29 @@ def test_layouts_of_equal_sizes_are_told_apart(pool: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "change"),
+    ("parallel", "before", "change"),
     [
-        ({}, {"error_beta": 0.3}),
-        (BUCKETS, {"bits": 2, "reset_interval": 3}),
-        (INSTANCES, {}),
-        ({"ep": 2, **MOE}, TWO_HOPS),
+        ({}, {}, {"error_beta": 0.3}),
+        (BUCKETS, {}, {"bits": 2, "reset_interval": 3}),
+        (INSTANCES, {}, {}),
+        ({"ep": 2, **MOE}, TWO_HOPS, TWO_HOPS),
+        pytest.param(
+            muon("layout"), {"method": "error_feedback"}, {"method": None}, marks=needs_muon
+        ),  # of which error_feedback is the default
     ],
     ids=str,
 )
 def test_the_same_layout_is_restored_exactly(
-    pool: Any, tmp_path: Path, parallel: dict[str, Any], change: dict[str, Any]
+    pool: Any, tmp_path: Path, parallel: dict[str, Any], before: dict[str, Any], change: dict[str, Any]
 ) -> None:
-    topology = change if change == TWO_HOPS else {}
-    old = pool.run(save, str(tmp_path), parallel, topology, world_size=4)
+    old = pool.run(save, str(tmp_path), parallel, before, world_size=4)
     reports = pool.run(load, str(tmp_path), parallel, change, world_size=4)
-    assert "error states restored exactly" in reports[0][2][0]
+    assert "error states restored exactly" in reports[0][2][-1]
     assert [lines for _, _, lines in reports[1:]] == [[]] * 3
-    for before, (after, steps, _) in zip(old, reports, strict=True):
+    for saved, (after, steps, _) in zip(old, reports, strict=True):
         assert steps == [7]
-        assert len(before) == len(after)
-        for errors, restored in zip(before, after, strict=True):
+        assert len(saved) == len(after)
+        for errors, restored in zip(saved, after, strict=True):
             assert errors.any()
             if "error_beta" in change:  # what is pending, e / (1 - beta), stays; int8's scales are bf16
                 factor = (1 - change["error_beta"]) / (1 - DEFAULT_ERROR_BETA)

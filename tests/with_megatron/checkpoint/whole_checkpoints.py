@@ -141,7 +141,7 @@ def interrupted(folder: str, model: dict[str, Any], options: dict[str, Any], how
     """In a worker: 8 steps' weights; `how` says what happens to the errors after the fourth."""
     gpt = build(**model)
     config = megatron_patch.CompressionConfig(**options)
-    optimizer = gpt.optimizer if model.get("dtype") == "fp16" else None
+    optimizer = gpt.optimizer if model.get("dtype") == "fp16" or "muon" in model else None
     megatron_patch.attach(gpt.chunks, config)
     for step in range(8):
         if step == 4 and how != "whole":
