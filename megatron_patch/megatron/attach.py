@@ -48,7 +48,7 @@ from megatron_patch.megatron.unsupported import (
     refuse_with_outer_steps,
 )
 from megatron_patch.session.session import Session
-from megatron_patch.session.states import Attachment, Exchanged
+from megatron_patch.session.states import Attachment, Exchanged, announces
 from megatron_patch.session.steps import Counts
 
 logger = logging.getLogger(__name__)
@@ -246,7 +246,7 @@ def attach(chunks: Sequence[Any], config: CompressionConfig) -> None:
         _report_clearing(chunk, _attachments[chunk].session)
     attachments = [_attachments[chunk] for chunk in new]
     if attachments:
-        attachments[0].session.ledger.announces = dist.get_rank() == 0
+        attachments[0].session.ledger.announces = announces(attachments[0])
     for chunk in new:
         if chunk in _detached:
             _attachments[chunk].session.ledger.go_on_from(_detached.pop(chunk))

@@ -18,7 +18,7 @@ from megatron_patch.pytorch import ddp
 from megatron_patch.session import torch_steps
 from megatron_patch.session.report import method_line, naive_line
 from megatron_patch.session.session import Session
-from megatron_patch.session.states import Attachment, RankOf, RankState
+from megatron_patch.session.states import Attachment, RankOf, RankState, announces
 from megatron_patch.session.steps import Counts
 
 logger = logging.getLogger(__name__)
@@ -98,8 +98,8 @@ def attach(
                 attachment, replicas
             )  # nn.Module.__setattr__ is for parameters and modules.
             _models.add(model)
-            announces = attachment.session.ledger.announces = dist.get_rank() == 0
-            for line in lines(attachment) if announces else ():
+            says = attachment.session.ledger.announces = announces(attachment)
+            for line in lines(attachment) if says else ():
                 logger.info("megatron-loco: %s", line)
             if model in _earlier:
                 attachment.session.ledger.go_on_from(_earlier.pop(model))
@@ -155,9 +155,10 @@ def rank_of(models: Sequence[nn.Module]) -> RankOf | None:
     if not attachments:
         return None
 
-    def make(sets: Sequence[Sequence[str]]) -> RankState:
-        for attachment in attachments:
-            attachment.prepare(sets)
+    def make(sets: Sequence[Sequence[Sequence[str]]]) -> RankState:
+        # Models that are saved together may have parameters of the same names.
+        for attachment, mine in zip(attachments, sets, strict=False):
+            attachment.prepare(mine)
         return RankState(attachments)
 
     return make

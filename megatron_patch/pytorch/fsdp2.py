@@ -91,8 +91,11 @@ class Sets:
     def prepare(self, sets: Sequence[Sequence[str]]) -> None:
         """Create the exchanges for those of a checkpoint's sets of names that are of this group."""
         numbers = {name: number for number, name in enumerate(self.names)}
+        trained = {
+            name for name, tensor in zip(self.names, self.group.tensors, strict=True) if tensor.requires_grad
+        }
         for names in sets:
-            if names and numbers.keys() >= set(names):
+            if names and trained >= set(names):
                 self.make(tuple(numbers[name] for name in names))
 
     def exchanged(self) -> Iterator[Exchanged]:

@@ -80,11 +80,16 @@ class Attachment(Protocol):
         """Restore the stock exchange from the next backward pass on."""
 
 
+def announces(attachment: Attachment) -> bool:
+    """Whether this rank logs for all ranks of a model, which may be a part of the job's."""
+    return all(number == 0 for _, number in attachment.groups_of_ranks().values())
+
+
 class RankState:
-    """The error states and counters of an attached model on this rank.
+    """The error states and counters on this rank of an attached model, or of several that are saved together.
 
     Args:
-        attachments: the model's parts, at least one.
+        attachments: their parts, at least one.
         layers: the numbers of the layers that this rank has, where parameters' names do not say them.
     """
 
@@ -93,8 +98,14 @@ class RankState:
         for session in self.sessions:
             session.memory.bring_back()
         self.config = self.sessions[0].config
-        self.exchanged = [each for attachment in attachments for each in attachment.exchanged()]
-        self.senders = [sender for each in self.exchanged for sender in each.exchange.senders]
+        self.parts = [list(attachment.exchanged()) for attachment in attachments]
+        """The exchanges of each session."""
+        self.senders = [
+            (session, sender)
+            for session, part in zip(self.sessions, self.parts, strict=True)
+            for each in part
+            for sender in each.exchange.senders
+        ]
         groups = attachments[0].groups_of_ranks()
         self.groups = {name: size for name, (size, _) in groups.items()}
         self._here = groups, layers
@@ -111,17 +122,19 @@ class RankState:
                     list(each.parameters.items()),
                     [_storage(sender) for sender in each.exchange.senders],
                 ]
-                for each in self.exchanged
+                for part in self.parts
+                for each in part
             ],
         ]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return all tensors to be saved: `2.codes` is of the third sender."""
-        if not self.config.save_error:
-            return {}
-        states = enumerate(sender.state() for sender in self.senders)
-        return {f"{number}.{name}": tensor for number, state in states for name, tensor in state.items()}
+        return {
+            f"{number}.{name}": tensor
+            for number, (session, sender) in enumerate(self.senders)
+            for name, tensor in (sender.state() if session.config.save_error else {}).items()
+        }
 
     def start_from_zero(self, steps: int) -> None:
         """Restart every session after `steps` optimizer steps, with errors of zero."""
@@ -146,28 +159,30 @@ def pack(rank: RankState, scale: float) -> tuple[str, torch.Tensor]:
     for name, tensor in tensors.items():
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         data[entries[name][2] :][: flat.numel()].copy_(flat)
-    for session in rank.sessions:
-        session.settle()  # A loop saves between steps, even if no optimizer's step was seen.
-    first = rank.sessions[0]
-    ledger, made_at = first.ledger, first.scale
-    within_step = any(s.ledger.within_step and not s.ledger.sends_momentum for s in rank.sessions)
     manifest = {
         "format": FORMAT,
-        "config": rank.config.as_dict(),
         "groups": rank.groups,
-        "world_size": dist.get_world_size(),
         "layout": rank.layout,
-        "loss_scale": scale if made_at is None else float(made_at),
-        "mid_step": within_step,
+        "sessions": [_counters(session, scale) for session in rank.sessions],
+        "tensors": entries,
+        "nbytes": size,
+    }
+    return json.dumps(manifest), data
+
+
+def _counters(session: Session, scale: float) -> dict[str, Any]:
+    session.settle()  # A loop saves between steps, even if no optimizer's step was seen.
+    ledger = session.ledger
+    return {
+        "config": session.config.as_dict(),
+        "loss_scale": scale if session.scale is None else float(session.scale),
+        "mid_step": ledger.within_step and not ledger.sends_momentum,
         "steps": ledger.steps,
         "steps_seen": ledger.steps_seen,
         "events": dataclasses.asdict(ledger.events),
         "phase": dataclasses.asdict(ledger.phase),
         "onset": dataclasses.asdict(ledger.onset),
-        "tensors": entries,
-        "nbytes": size,
     }
-    return json.dumps(manifest), data
 
 
 @dataclass(frozen=True)
@@ -204,7 +219,7 @@ def apply(rank: RankState, saved: Saved, scale: float) -> str:
     try:
         if manifest is None:
             raise problem or Damaged("it has no error states")
-        if here not in saved.ranks and manifest["world_size"] == dist.get_world_size():
+        if here not in saved.ranks and manifest["groups"] == rank.groups:
             problem = Damaged(f"it has no error states of rank {here}")
         return _applied(rank, manifest, here in saved.ranks, saved, scale, problem)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -229,45 +244,57 @@ def _applied(
     scale: float,
     problem: Damaged | None,
 ) -> str:
-    config, before = rank.config, manifest["config"]
-    rank.start_from_zero(manifest["steps"])
-    for session in rank.sessions:
-        ledger = session.ledger
-        ledger.steps_seen = manifest["steps_seen"]
-        ledger.events = Events(**manifest["events"])
-        ledger.onset = Onset.of_manifest(manifest, config)
-    if before["method"] != config.method:
-        return f"errors start from zero: the checkpoint is of method {before['method']}"
-    for session in rank.sessions:
-        session.ledger.phase = _resumed(Phase(**manifest["phase"]), config)
-    if manifest["mid_step"]:
-        for session in rank.sessions:
-            session.ledger.events.replays += 1
-        return "errors start from zero: the checkpoint is from within a step, which runs again"
+    states = manifest["sessions"]
+    if len(states) != len(rank.sessions):  # Chunks of one model count alike.
+        states = states[:1] * len(rank.sessions)
+    before = dict(zip(rank.sessions, states, strict=True))
+    told = {session: _resumed(session, state) for session, state in before.items()}
+    lines = dict.fromkeys(line for line in told.values() if line is not None)
+    if None not in told.values():
+        return "; ".join(lines)
     if problem is not None:
         raise problem
-    if not config.keeps_errors:
-        return "step counters restored; this method keeps no errors"
-    if not before["save_error"]:
-        return "errors start from zero: they were not saved (compression.save_error: false)"
     if not is_own or manifest["layout"] != rank.layout:
         old = manifest["groups"]
         changed = [f"{name} {old[name]} -> {n}" for name, n in rank.groups.items() if old.get(name, n) != n]
         why = f" ({', '.join(changed)})" if changed else ""
         return f"errors start from zero: the checkpoint is of another layout{why}"
     tensors = _unpacked(manifest, saved.data(dist.get_rank()) if manifest["nbytes"] else None)
-    # e / (1 - beta), the gradient that is still to be sent, stays the same.
-    factor = scale / manifest["loss_scale"] * (1 - config.beta) / (1 - before["error_beta"])
-    for number, sender in enumerate(rank.senders):
-        if sender.error is None:
+    for number, (session, sender) in enumerate(rank.senders):
+        if sender.error is None or told[session] is not None:
             continue
         try:
             sender.error.restore(tensors.get(number, {}))
         except ValueError as error:
             raise Damaged(f"state {number}: {error}") from error
+        # e / (1 - beta), the gradient that is still to be sent, stays the same.
+        old_beta = before[session]["config"]["error_beta"]
+        factor = scale / before[session]["loss_scale"] * (1 - session.config.beta) / (1 - old_beta)
         if factor != 1.0:
             sender.error.scale_by(factor)
-    return "error states restored exactly"
+    return "; ".join(["error states restored exactly", *lines])
+
+
+def _resumed(session: Session, state: Mapping[str, Any]) -> str | None:
+    """Restore a session's counters; returns why its errors are not restored, or None."""
+    config, before, ledger = session.config, state["config"], session.ledger
+    session.restart(state["steps"])
+    ledger.steps_seen = state["steps_seen"]
+    ledger.events = Events(**state["events"])
+    ledger.onset = Onset.of_manifest(state, config)
+    if before["method"] != config.method:
+        return f"errors start from zero: the checkpoint is of method {before['method']}"
+    ledger.phase = Phase(**state["phase"])
+    if ledger.phase.variance_steps is None and config.warmup_steps is not None:
+        ledger.phase.switch_step = None  # A warm-up that is not over ends when the options of this run say.
+    if state["mid_step"]:
+        ledger.events.replays += 1
+        return "errors start from zero: the checkpoint is from within a step, which runs again"
+    if not config.keeps_errors:
+        return "step counters restored; this method keeps no errors"
+    if not before["save_error"]:
+        return "errors start from zero: they were not saved (compression.save_error: false)"
+    return None
 
 
 def _unpacked(manifest: Mapping[str, Any], data: torch.Tensor | None) -> dict[int, dict[str, torch.Tensor]]:
@@ -286,18 +313,11 @@ def _unpacked(manifest: Mapping[str, Any], data: torch.Tensor | None) -> dict[in
     return tensors
 
 
-def _resumed(phase: Phase, config: CompressionConfig) -> Phase:
-    """Return the saved phase; a warm-up that is not over ends when the options of this run say."""
-    if phase.variance_steps is None and config.warmup_steps is not None:
-        phase.switch_step = None
-    return phase
-
-
 # --- torch.distributed.checkpoint -------------------------------------------------------------------------
 
-RankOf = Callable[[Sequence[Sequence[str]]], RankState]
-"""Makes this rank's RankState. Its argument is the names of the parameters in each exchange of a checkpoint,
-for which exchanges are made first; it may be empty. All ranks call it."""
+RankOf = Callable[[Sequence[Sequence[Sequence[str]]]], RankState]
+"""Makes this rank's RankState. Its argument is, for each part of the model in a checkpoint, the names of the
+parameters in each exchange, for which exchanges are made first; it may be empty. All ranks call it."""
 
 
 def state_dict(
@@ -322,7 +342,7 @@ def state_dict(
         return _room_for(reader, path)
     rank = rank_of(())
     manifest, data = pack(rank, scale)
-    sets = [list(each.parameters) for each in rank.exchanged]
+    sets = [[list(each.parameters) for each in part] for part in rank.parts]
     here = f"{_RANK}{dist.get_rank()}"
     text = json.dumps({"sets": sets, **json.loads(manifest)})
     return {f"{here}.manifest": text} | ({here: data} if data.numel() else {})
@@ -348,13 +368,14 @@ def load_state_dict(rank_of: RankOf | None, state: Mapping[str, Any], scale: flo
 
     try:
         first = _parsed(next(iter(ranks.values())))
-        same_size = first["world_size"] == dist.get_world_size()
-        rank = rank_of(first.get("sets", ()) if same_size else ())
+        rank = rank_of(())
+        if first["groups"] == rank.groups:
+            rank = rank_of(first.get("sets", ()))
         rank.start_from_zero(0)
         line = apply(rank, Saved(ranks, ranks.__getitem__, data), scale)
     except Damaged as problem:
         raise UserError(f"the state of megatron_patch.state_dict cannot be read: {problem}") from problem
-    if dist.get_rank() == 0:
+    if rank.sessions[0].ledger.announces:
         logger.info("megatron-loco: step %d: %s", rank.sessions[0].ledger.steps, line)
 
 

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from coded_values import flat_error
 from pytorch.runs import full, gradients_of, wrapped
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel
 from with_megatron.seam_runs import logged
 
 import megatron_patch
@@ -140,7 +141,9 @@ def moved_buckets() -> list[tuple[int, bool]]:
     told = [pending()]
     parameters = list(model.module.parameters())
     for chosen in (parameters[1::2], parameters[::2]):
-        attachment._exchange_of(SimpleNamespace(parameters=lambda chosen=chosen: chosen))
+        attachment._exchange_of(
+            SimpleNamespace(parameters=lambda chosen=chosen: chosen, buffer=lambda chosen=chosen: chosen[0])
+        )
     told.append(pending())
     megatron_patch.disable()
     return told
@@ -148,3 +151,72 @@ def moved_buckets() -> list[tuple[int, bool]]:
 
 def test_errors_start_from_zero_when_ddp_changes_its_buckets(pool) -> None:
     assert pool.run(moved_buckets, world_size=4) == [[(2, True), (2, False)]] * 4
+
+
+def owners(folder: str, resume: bool, together: bool) -> dict[str, Any]:
+    """Two models with parameters of the same names, side by side or on two pairs of ranks; one is deeper."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    torch.manual_seed(0)
+    models = [
+        DistributedDataParallel(
+            torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(depth))),
+            process_group=dist.group.WORLD if together else pairs[depth - 1],
+        )
+        for depth in ((1, 2) if together else (1 + rank // 2,))
+    ]
+    for model in models:
+        megatron_patch.attach(model, megatron_patch.CompressionConfig(**LOCO))
+    ledgers = [attach.attachment_of(model).session.ledger for model in models]
+    with logged() as lines:
+        if resume:
+            states = megatron_patch.state_dict(models, reader=dcp.FileSystemReader(folder))
+            dcp.load({"loco": states}, checkpoint_id=folder)
+            megatron_patch.load_state_dict(models, states)
+        for model in [] if resume else models:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(2 + len(model.module)):
+                model(torch.randn(4, 32)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        if not resume:
+            dcp.save({"loco": megatron_patch.state_dict(models)}, checkpoint_id=folder)
+    found = {
+        "errors": [e for model in models for e in errors(model)],
+        "steps": [each.steps for each in ledgers],
+    }
+    megatron_patch.disable()
+    return found | {"lines": [line for line in lines if "restored" in line]}
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_each_of_two_models_gets_its_own_errors_and_counters(pool, together: bool, tmp_path: Path) -> None:
+    before, after = (pool.run(owners, str(tmp_path), resume, together, world_size=4) for resume in (0, 1))
+    for rank, (saved, loaded) in enumerate(zip(before, after, strict=True)):
+        assert saved["steps"] == loaded["steps"] == ([3, 4] if together else [3 + rank // 2])
+        assert len(saved["errors"]) == len(loaded["errors"])
+        assert all(map(np.array_equal, saved["errors"], loaded["errors"]))
+        assert all(map(np.any, loaded["errors"]))
+        assert len(loaded["lines"]) == (rank == 0 if together else rank % 2 == 0), (
+            "one rank of each model says so"
+        )
+
+
+def frozen_since(folder: str) -> tuple[list[str], int]:
+    """A state of parameters of which one was frozen since: no exchange is made that never runs."""
+    run(FLAT, folder, True, False)
+    model, _ = built(FLAT | {"frozen": (0,)}, LOCO)
+    states = megatron_patch.state_dict(model, reader=dcp.FileSystemReader(folder))
+    dcp.load({"loco": states}, checkpoint_id=folder)
+    with logged() as lines:
+        megatron_patch.load_state_dict(model, states)
+    steps(model, torch.optim.SGD(model.parameters(), lr=1e-2), 0, 1)
+    exchanges = len(attach.attachment_of(model).session.exchanges)
+    megatron_patch.disable()
+    return lines, exchanges
+
+
+def test_a_state_of_parameters_that_are_frozen_now_is_not_taken(pool, tmp_path: Path) -> None:
+    first, *_ = pool.run(frozen_since, str(tmp_path), world_size=4)
+    assert "of another layout" in first[0][0]
+    assert first[1] == 3

@@ -216,7 +216,7 @@ def restore(
             raise UserError(
                 f"{folder}: {problem}; without compression.strict_load the errors would start from zero"
             ) from problem
-    if dist.get_rank() == 0 or level != logging.INFO:
+    if rank.sessions[0].ledger.announces or level != logging.INFO:
         logger.log(level, "megatron-loco: step %d: %s", rank.sessions[0].ledger.steps, line)
 
 

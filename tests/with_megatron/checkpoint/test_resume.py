@@ -209,7 +209,7 @@ def test_an_outer_step_is_made_before_a_checkpoint(runs: Path) -> None:
 
 def test_saving_disturbs_nothing(runs: Path) -> None:
     states = states_of(runs / "dense" / "checkpoints" / "iter_0000006")
-    assert {manifest["steps"] for manifest, _ in states.values()} == {6}
+    assert {part["steps"] for manifest, _ in states.values() for part in manifest["sessions"]} == {6}
 
 
 def test_another_number_of_ranks_goes_on_from_a_checkpoint(runs: Path) -> None:

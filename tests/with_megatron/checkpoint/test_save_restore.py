@@ -261,7 +261,10 @@ def load_changed(folder: str) -> dict[str, tuple[bool, int, list[str]]]:
 
         def changed(*args: Any, changes: dict[str, Any] = changes) -> Any:
             manifest, data = original(*args)
-            return json.dumps(json.loads(manifest) | changes), data
+            whole = json.loads(manifest)
+            for part in (whole, *whole["sessions"]):
+                part |= {name: value for name, value in changes.items() if name in part}
+            return json.dumps(whole), data
 
         with_random_errors(gpt)
         with mock.patch.object(dist_checkpointing, "pack", changed):
