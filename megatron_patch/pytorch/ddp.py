@@ -6,7 +6,7 @@ begins, or the last one does, so that all ranks issue the same collectives in th
 on a stream of its own, and so does not block the backward pass.
 
 DDP assigns its parameters to buckets anew after the first backward pass, which is therefore exchanged
-uncompressed. If buckets change later, errors follow their parameters.
+uncompressed. In a resumed run it is exchanged in the buckets that the checkpoint has.
 """
 
 from __future__ import annotations
@@ -96,6 +96,11 @@ class Ddp:
             model.register_comm_hook(hook, lambda hook, bucket: hook(bucket))
             model._comm_hooks.pop()  # Copies take these along, though their reducers have none.
         self._passes = 0
+        self._resumed = False
+        """Whether exchanges were made for a checkpoint before the first pass."""
+        self._gathered: dict[str, torch.Tensor] = {}
+        self._pending: list[tuple[Future[torch.Tensor], torch.Tensor]] = []
+        """Of a first pass of a resumed run: gradients by name, the buckets and their futures."""
         # The buckets also have parameters that were frozen after the model was wrapped.
         named = {plain_name(name): p for name, p in model.module.named_parameters()}
         self._parameters = {name: Sharded(tuple(p.shape) or (1,)) for name, p in named.items()}
@@ -118,18 +123,24 @@ class Ddp:
         """Reduce a bucket in place; the future's value is the bucket."""
         session, gradients = self.session, bucket.buffer()
         session.pass_begins(bucket.index(), scale=torch_steps.loss_scale())
-        first_pass, self._passes = self._passes == 0, self._passes + bucket.is_last()
-        alone = self._group.size() == 1 or gradients.is_sparse
-        exchange = None if first_pass or not session.active or alone else self._exchange_of(bucket)
+        number, self._passes = self._passes, self._passes + bucket.is_last()
+        compresses = session.active and self._group.size() > 1 and not gradients.is_sparse
+        if compresses and number == 0 and self._resumed and (names := self._of_checkpoint(bucket)):
+            return self._gather(bucket, names)
+        exchange = self._exchange_of(bucket) if compresses and number else None
         if exchange is None:
             session.count(all_reduced(gradients, self._group.size()))
-            return hook.in_full(bucket)
-        future: Future[torch.Tensor] = Future(devices=[gradients.device] if gradients.is_cuda else None)
+            future = hook.in_full(bucket)
+            if not self._open or not bucket.is_last():
+                return future
+        else:
+            future = self._future(gradients)
         with self._stream(gradients):
-            while len(self._open) >= IN_FLIGHT:
-                self._finish()
-            handle = session.start(exchange, gradients, gradients, True, self._group)
-            self._open.append((handle, future, gradients))
+            if exchange is not None:
+                while len(self._open) >= IN_FLIGHT:
+                    self._finish()
+                handle = session.start(exchange, gradients, gradients, True, self._group)
+                self._open.append((handle, future, gradients))
             while bucket.is_last() and self._open:
                 self._finish()
         return future
@@ -138,6 +149,40 @@ class Ddp:
         handle, future, gradients = self._open.popleft()
         handle.wait()
         future.set_result(gradients)
+
+    def _of_checkpoint(self, bucket: dist.GradBucket) -> list[str]:
+        """Return the names of a bucket's parameters, if the exchanges of the checkpoint have any of them."""
+        names = [self._names[id(parameter)] for parameter in bucket.parameters()]
+        return [] if {name for key in self._exchanges for name in key}.isdisjoint(names) else names
+
+    def _gather(self, bucket: dist.GradBucket, names: Sequence[str]) -> Future[torch.Tensor]:
+        """Wait for all gradients that the exchanges of the checkpoint have, and then run these exchanges."""
+        tensor = bucket.buffer()
+        future = self._future(tensor)
+        self._pending.append((future, tensor))
+        sizes = [parameter.numel() for parameter in bucket.parameters()]
+        self._gathered |= dict(zip(names, tensor.split(sizes), strict=True))
+        if all(self._gathered.keys() >= set(key) for key in self._exchanges):
+            with self._stream(tensor):
+                self._exchange_gathered()
+        return future
+
+    def _exchange_gathered(self) -> None:
+        gathered, pending = self._gathered, self._pending
+        self._gathered, self._pending = {}, []
+        for key, exchange in self._exchanges.items():
+            parts = [gathered.pop(name) for name in key]
+            tensor = torch.cat(parts)
+            self.session.start(exchange, tensor, tensor, True, self._group).wait()
+            torch._foreach_copy_(parts, tensor.split([part.numel() for part in parts]))
+        for gradient in gathered.values():  # The checkpoint has no exchange for them.
+            self.session.count(all_reduced(gradient, self._group.size()))
+            dist.all_reduce(gradient.mul_(1.0 / self._group.size()), group=self._group)
+        for future, tensor in pending:
+            future.set_result(tensor)
+
+    def _future(self, tensor: torch.Tensor) -> Future[torch.Tensor]:
+        return Future(devices=[tensor.device] if tensor.is_cuda else None)
 
     def _stream(self, gradients: torch.Tensor) -> Any:
         if not gradients.is_cuda:
@@ -169,10 +214,13 @@ class Ddp:
 
     def prepare(self, sets: Sequence[Sequence[str]]) -> None:
         """Attachment.prepare."""
-        fitting = [tuple(names) for names in sets if names and self._parameters.keys() >= set(names)]
+        named = self.model.get_submodule("module").named_parameters()
+        trained = {plain_name(name) for name, parameter in named if parameter.requires_grad}
+        fitting = [tuple(names) for names in sets if names and trained >= set(names)]
         for key in fitting if self._group.size() > 1 else ():
             if key not in self._exchanges:
                 self._make(key)
+        self._resumed |= bool(self._exchanges) and self._passes == 0
 
     def exchanged(self) -> list[Exchanged]:
         return [

@@ -100,6 +100,8 @@ def wrapped(how: dict[str, Any]) -> tuple[Any, Model, Any]:
     model = Model().to(getattr(torch, how.get("dtype", "float32")))
     for number in how.get("frozen", ()):
         next(iter(model.blocks[number].parameters())).requires_grad_(False)
+    if how.get("double"):
+        model.blocks[0].double()  # Its bucket is the last one.
     ddp = DistributedDataParallel(model, bucket_cap_mb=how.get("bucket_mb", 0.01), **how.get("options", {}))
     return ddp, model, None
 
