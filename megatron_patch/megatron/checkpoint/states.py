@@ -13,10 +13,7 @@ from megatron_patch.session.states import RankOf, RankState
 
 
 def rank_state_of(chunks: Sequence[Any], optimizer: Any = None) -> RankState:
-    """Return the error states and counters of this rank's attached chunks, of which there must be one.
-
-    Their method is then the default of `optimizer`, which may not have made a step yet.
-    """
+    """Return the states of this rank's attached chunks, at least one, with `optimizer`'s default method."""
     if optimizer is not None:
         use_default_method(optimizer)
     attached = [attachment for chunk in chunks if (attachment := attachment_of(chunk)) is not None]
@@ -36,10 +33,7 @@ def compressed(chunks: Any) -> list[Any]:
 def state_dict(
     model: Any, optimizer: Any = None, reader: Any = None, path: str | None = None
 ) -> dict[str, Any]:
-    """Call session.states.state_dict.
-
-    fp16 needs `optimizer`, because errors carry its loss scale; Muon, because the default method is another.
-    """
+    """Call session.states.state_dict. fp16 needs `optimizer` for its loss scale, Muon for its method."""
     return states.state_dict(_rank_of(model, optimizer, "state_dict"), loss_scale(optimizer), reader, path)
 
 
