@@ -11,8 +11,10 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import shutil
 import sys
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,22 +61,41 @@ def _bound(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 def _save_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     from megatron.training import get_args
+    from megatron.training.checkpointing import get_checkpoint_name
 
     asked, flags = _bound(original, args, kwargs), get_args()
     finish_outer_steps(asked["optimizer"], asked["model"])
-    chunks = compressed(asked["model"])
-    if chunks and flags.ckpt_format in _FORMATS and flags.save and not asked["non_persistent_ckpt"]:
-        manifest, data = pack(rank_state_of(chunks, asked["optimizer"]), loss_scale(asked["optimizer"]))
-        path = _file(_folder(flags.save, asked["iteration"], asked["release"]), dist.get_rank())
+    if flags.ckpt_format in _FORMATS and flags.save and not asked["non_persistent_ckpt"]:
+        base = get_checkpoint_name(flags.save, asked["iteration"], asked["release"], return_base_dir=True)
+        save(Path(base), compressed(asked["model"]), asked["optimizer"])
+    return original(*args, **kwargs)
+
+
+def save(folder: Path, chunks: Sequence[Any], optimizer: Any) -> None:
+    """Write the error states of all ranks to a checkpoint's folder; all ranks must call it.
+
+    They are in a folder of this save alone until all are complete: files of a killed save are never among
+    them.
+    """
+    name = [uuid.uuid4().hex]
+    dist.broadcast_object_list(name)
+    mine = folder / f"{_FOLDER}.{name[0]}"
+    if chunks:
+        manifest, data = pack(rank_state_of(chunks, optimizer), loss_scale(optimizer))
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save({"manifest": manifest, "data": data}, path)
+            mine.mkdir(parents=True, exist_ok=True)
+            torch.save({"manifest": manifest, "data": data}, _file(mine, dist.get_rank()))
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError when the disk is full.
             raise UserError(
-                f"the error states could not be saved to {path}: {error}; the last complete checkpoint is "
+                f"the error states could not be saved to {mine}: {error}; the last complete checkpoint is "
                 "still the latest"
             ) from error
-    return original(*args, **kwargs)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for other in set(folder.glob(f"{_FOLDER}*")) - {mine}:
+            shutil.rmtree(other, ignore_errors=True)
+        if mine.exists():
+            mine.rename(folder / _FOLDER)
 
 
 def _load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -102,36 +123,31 @@ def _load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     if kind is not kinds.GLOBAL:  # dist_checkpointing.py has restored the errors of a global one.
         folder = Path(path).parents[1] if kind is kinds.LEGACY else Path(path)  # of FOLDER/mp_rank_00/FILE
         rank, scale = rank_state_of(chunks, asked["optimizer"]), loss_scale(asked["optimizer"])
-        restore(rank, folder, lambda: _saved(folder), iteration, scale)
+        restore(rank, folder, lambda: saved(folder), iteration, scale)
     return result
 
 
-def _folder(base: str, iteration: int, release: bool) -> Path:
-    from megatron.training.checkpointing import get_checkpoint_name
-
-    return Path(get_checkpoint_name(base, iteration, release=release, return_base_dir=True))
-
-
 def _file(folder: Path, rank: int) -> Path:
-    return folder / _FOLDER / f"rank-{rank:05d}.pt"
+    return folder / f"rank-{rank:05d}.pt"
 
 
-def _saved(folder: Path) -> Saved | None:
-    if not (folder / _FOLDER).exists():
+def saved(folder: Path) -> Saved | None:
+    """Return the error states in a checkpoint's folder; None if it has none."""
+    mine = folder / _FOLDER
+    if not mine.exists():
         return None
 
     @functools.cache
-    def read(saved: int) -> dict[str, Any]:
+    def read(rank: int) -> tuple[str, torch.Tensor]:
         try:
-            content = torch.load(_file(folder, saved), map_location="cpu", weights_only=True)  # noqa: TID251
-            assert isinstance(content, dict)
+            content = torch.load(_file(mine, rank), map_location="cpu", weights_only=True)  # noqa: TID251
+            return str(content["manifest"]), content["data"]
         except Exception as error:  # torch's errors differ between releases.
-            raise Damaged(f"{_file(folder, saved).name} cannot be read: {error}") from error
-        return content
+            raise Damaged(f"{_file(mine, rank).name} cannot be read: {error}") from error
 
-    files = (folder / _FOLDER).glob("rank-*.pt")
-    ranks = {int(path.stem.removeprefix("rank-")) for path in files}
-    return Saved(ranks, lambda saved: str(read(saved)["manifest"]), lambda saved: read(saved)["data"])
+    numbers = (path.stem.removeprefix("rank-") for path in mine.glob("rank-*.pt"))
+    ranks = {int(number) for number in numbers if number.isdecimal()}
+    return Saved(ranks, lambda rank: read(rank)[0], lambda rank: read(rank)[1])
 
 
 _WRAPPERS: dict[str, Callable[..., Any]] = {

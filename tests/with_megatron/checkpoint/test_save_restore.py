@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -216,6 +217,74 @@ def test_damage_is_found_and_named(pool: Any, tmp_path: Path) -> None:
         assert lines[0].startswith("refused: ")
         assert message in lines[0]
         assert "compression.strict_load" in lines[0]
+
+
+def saved_by_the_loop(folder: str, steps: int, killed: bool = False) -> None:
+    """In a worker: Megatron's loop saves random errors in the format torch, and may be killed meanwhile."""
+    from megatron_patch.megatron.checkpoint import training_loop
+
+    def save_checkpoint(iteration, model, optimizer, non_persistent_ckpt=False, release=False) -> None:
+        """Megatron's own."""
+
+    gpt, _ = attached({}, {})
+    with_random_errors(gpt, steps)
+    ends = mock.patch.object(torch.distributed, "barrier", side_effect=KeyboardInterrupt)
+    flags = SimpleNamespace(ckpt_format="torch", save=folder)
+    with (
+        mock.patch("megatron.training.get_args", return_value=flags),
+        ends if killed else contextlib.nullcontext(),
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        training_loop._save_checkpoint(save_checkpoint, 7, gpt.chunks, gpt.optimizer)
+
+
+def loaded_by_the_loop(folder: str, kind: str = "LEGACY", error: float = 0.0) -> tuple[bool, int, list[str]]:
+    """In a worker: Megatron's loop loads iteration 7; whether there are errors, the steps, and the log.
+
+    `error` is what dist_checkpointing has restored, if Megatron has called it.
+    """
+    from megatron.training import checkpointing
+
+    from megatron_patch.megatron.checkpoint import training_loop
+
+    gpt, session = attached({}, {})
+    for sender in session.senders:
+        set_error(sender.error, torch.full((sender.layout.numel,), error))
+
+    def load_checkpoint(ddp_model, optimizer, load_arg="load") -> tuple[int, int]:
+        checkpointing._load_base_checkpoint(folder, None)
+        return 7, 0
+
+    name = f"{folder}/iter_0000007" + ("/mp_rank_00/model_optim_rng.pt" if kind == "LEGACY" else "")
+    found = None, name, False, checkpointing.CheckpointType[kind]
+    flags = SimpleNamespace(
+        load=folder, finetune=False, no_load_optim=False, non_persistent_global_ckpt_dir=None
+    )
+    with (
+        mock.patch("megatron.training.get_args", return_value=flags),
+        mock.patch.object(checkpointing, "_load_base_checkpoint", return_value=found),
+        logged() as lines,
+    ):
+        training_loop._load_checkpoint(load_checkpoint, gpt.chunks, gpt.optimizer)
+    return any(bool(error.any()) for error in errors_of(gpt)), session.ledger.steps, lines
+
+
+def test_what_a_killed_save_has_left_is_not_read(pool: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    pool.run(saved_by_the_loop, folder, 9, True, world_size=4)
+    pool.run(saved_by_the_loop, folder, 8, world_size=2)
+    for rank, (errors, steps, lines) in enumerate(pool.run(loaded_by_the_loop, folder, world_size=4)):
+        assert (errors, steps, len(lines)) == (False, 8, rank == 0)
+        assert all("of another layout (data 2 -> 4)" in line for line in lines)
+    pool.run(saved_by_the_loop, folder, 9, True, world_size=2)
+    pool.run(saved_by_the_loop, folder, 9, True, world_size=1)
+    for errors, steps, _ in pool.run(loaded_by_the_loop, folder, world_size=2):
+        assert (errors, steps) == (True, 8)
+
+
+def test_errors_in_an_object_store_s_checkpoint_stay_restored(pool: Any) -> None:
+    """Megatron's dist_checkpointing has read them, which no path of a file system shows."""
+    assert pool.run(loaded_by_the_loop, "msc://bucket", "GLOBAL", 1.0, world_size=2) == [(True, 0, [])] * 2
 
 
 def loaded_by_one(folder: str) -> tuple[int, bool]:

@@ -12,7 +12,6 @@ from with_megatron.gpt_model import build
 from with_megatron.seam_runs import attachment_of, errors_of, logged, session_of
 
 import megatron_patch
-from megatron_patch.session.states import pack
 
 STEPS = 3
 
@@ -110,13 +109,10 @@ def saved_and_restored(model: dict[str, Any], folder: str, save: bool) -> dict[s
             gpt.step(step)
         before = errors_of(session)
         if save:
-            manifest, data = pack(rank_state_of(gpt.chunks), 1.0)
-            path = training_loop._file(Path(folder), torch.distributed.get_rank())
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save({"manifest": manifest, "data": data}, path)
+            training_loop.save(Path(folder), gpt.chunks, gpt.optimizer)
             session.restart(0)
         torch.distributed.barrier()
         rank = rank_state_of(gpt.chunks)
-        restore(rank, Path(folder), lambda: training_loop._saved(Path(folder)), 0, 1.0)
+        restore(rank, Path(folder), lambda: training_loop.saved(Path(folder)), 0, 1.0)
         after = errors_of(session)
     return {"before": before, "after": after, "lines": lines, "steps": session.ledger.steps}
