@@ -23,6 +23,7 @@ import json
 import logging
 import math
 import re
+import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -41,7 +42,7 @@ from megatron_patch.session.steps import Events
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """The format number of manifests."""
 _ALIGNMENT = 8
 _RANK = "megatron_loco_rank_"
@@ -166,8 +167,9 @@ def pack(rank: RankState, scale: float) -> tuple[str, torch.Tensor]:
         "sessions": [_counters(session, scale) for session in rank.sessions],
         "tensors": entries,
         "nbytes": size,
+        "crc32_of_bytes": zlib.crc32(data.numpy()),
     }
-    return json.dumps(manifest), data
+    return sealed(manifest), data
 
 
 def _counters(session: Session, scale: float) -> dict[str, Any]:
@@ -183,6 +185,12 @@ def _counters(session: Session, scale: float) -> dict[str, Any]:
         "phase": dataclasses.asdict(ledger.phase),
         "onset": dataclasses.asdict(ledger.onset),
     }
+
+
+def sealed(manifest: Mapping[str, Any]) -> str:
+    """Return the text of a manifest, which ends with a checksum of what stands before it."""
+    content = {name: value for name, value in manifest.items() if name != "crc32"}
+    return json.dumps(content | {"crc32": zlib.crc32(json.dumps(content).encode())})
 
 
 @dataclass(frozen=True)
@@ -231,6 +239,8 @@ def _parsed(text: str) -> dict[str, Any]:
         manifest = load_json(text)
         if manifest["format"] != FORMAT:
             raise Damaged(f"it has format {manifest['format']!r}; this release reads {FORMAT}")
+        if sealed(manifest) != text:
+            raise Damaged("its manifest has changed since it was saved")
         return dict(manifest)
     except (KeyError, TypeError, ValueError) as error:
         raise Damaged(f"it holds what this release does not know: {error!r}") from error
@@ -304,6 +314,8 @@ def _unpacked(manifest: Mapping[str, Any], data: torch.Tensor | None) -> dict[in
         return tensors
     if data.numel() != manifest["nbytes"]:
         raise Damaged("its error states are of another size than its manifest says")
+    if zlib.crc32(data.numpy()) != manifest["crc32_of_bytes"]:
+        raise Damaged("its error states have changed since they were saved")
     for key, (dtype, shape, start) in manifest["tensors"].items():
         number, _, name = key.partition(".")
         of_torch = getattr(torch, dtype)
@@ -344,7 +356,7 @@ def state_dict(
     manifest, data = pack(rank, scale)
     sets = [[list(each.parameters) for each in part] for part in rank.parts]
     here = f"{_RANK}{dist.get_rank()}"
-    text = json.dumps({"sets": sets, **json.loads(manifest)})
+    text = sealed({"sets": sets, **json.loads(manifest)})
     return {f"{here}.manifest": text} | ({here: data} if data.numel() else {})
 
 

@@ -143,7 +143,8 @@ def saved(folder: Path) -> Saved | None:
             content = torch.load(_file(mine, rank), map_location="cpu", weights_only=True)  # noqa: TID251
             return str(content["manifest"]), content["data"]
         except Exception as error:  # torch's errors differ between releases.
-            raise Damaged(f"{_file(mine, rank).name} cannot be read: {error}") from error
+            first = str(error).partition("\n")[0]
+            raise Damaged(f"{_file(mine, rank).name} cannot be read: {first}") from error
 
     numbers = (path.stem.removeprefix("rank-") for path in mine.glob("rank-*.pt"))
     ranks = {int(number) for number in numbers if number.isdecimal()}

@@ -33,6 +33,7 @@ from with_megatron.test_optimizers import muon, needs_muon
 
 import megatron_patch
 from megatron_patch.config import DEFAULT_ERROR_BETA
+from megatron_patch.session.states import sealed
 from megatron_patch.weights.batch import WeightsDiffer
 
 BUCKETS = {"ddp": OVERLAP}
@@ -152,9 +153,23 @@ def _resize(folder: Path, key: str) -> None:
 
 def _cut(folder: Path, key: str) -> None:
     """Cut the file short that has a key's data, where they begin."""
+    file, start, _ = _place(folder, key)
+    os.truncate(file, start + 10)
+
+
+def _place(folder: Path, key: str) -> tuple[Path, int, int]:
+    """The file that has a key's data, where they begin there, and where they end."""
     places = _keys(folder).storage_data.items()
     place = next(place for index, place in places if index.fqn == key)
-    os.truncate(folder / place.relative_path, place.offset + 10)
+    return folder / place.relative_path, place.offset, place.offset + place.length
+
+
+def _change(folder: Path, key: str, behind: bytes = b"") -> None:
+    """Change a byte of a key's data: the one behind these, or in the middle."""
+    file, start, end = _place(folder, key)
+    content = bytearray(file.read_bytes())
+    content[content.index(behind, start) + len(behind) if behind else (start + end) // 2] ^= 1
+    file.write_bytes(content)
 
 
 DAMAGES: dict[str, tuple[Any, str]] = {
@@ -164,6 +179,11 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     ),
     "no data": (lambda f: _forget(f, "megatron_loco.rank_1"), "of rank 1 are missing"),
     "of another size": (lambda f: _resize(f, "megatron_loco.rank_1"), "of another size than its manifest"),
+    "changed": (lambda f: _change(f, "megatron_loco.rank_1"), "error states have changed since"),
+    "manifest": (
+        lambda f: _change(f, "megatron_loco.rank_1.manifest/shard_0_1", b'"steps": '),
+        "its manifest has changed since it was saved",
+    ),
     "truncated": (lambda f: _cut(f, "megatron_loco.rank_1"), "its error states cannot be read"),
 }
 
@@ -315,7 +335,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
         {"config": {"method": "error_feedback", "save_error": True}},
         "is of method error_feedback",
     ),
-    "format": ({"format": 99}, "format 99; this release reads 2"),
+    "format": ({"format": 99}, "format 99; this release reads 3"),
     "unknown": ({"events": {"of": "another release"}}, "what this release does not know"),
 }
 
@@ -333,7 +353,7 @@ def load_changed(folder: str) -> dict[str, tuple[bool, int, list[str]]]:
             whole = json.loads(manifest)
             for part in (whole, *whole["sessions"]):
                 part |= {name: value for name, value in changes.items() if name in part}
-            return json.dumps(whole), data
+            return sealed(whole), data
 
         with_random_errors(gpt)
         with mock.patch.object(dist_checkpointing, "pack", changed):
