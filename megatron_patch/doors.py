@@ -133,18 +133,37 @@ def _is_megatron(model: Any) -> bool:
     return base is not None and isinstance(first, base._BaseDataParallel)
 
 
+_WRAPPING = ("torch.distributed", "torch.nn.parallel", "megatron.core.distributed", "deepspeed")
+"""The packages whose modules wrap models, for messages."""
+
+
 def _modules(model: Any, caller: str) -> Sequence[Any]:
-    """Return a model outside Megatron as a list of modules; UserError if one uses neither DDP nor FSDP2."""
+    """Return what is attached of a model outside Megatron: itself if `fully_shard` was applied to it, or the
+    DistributedDataParallels in it, around which torch.compile and trainers have put wrappers of their own.
+
+    Raises:
+        UserError: a part of it uses neither DDP nor FSDP2, or both; the message says what was found.
+    """
     from torch import nn
     from torch.distributed.fsdp import FSDPModule
     from torch.nn.parallel import DistributedDataParallel
 
-    parts = list(model) if isinstance(model, list | tuple) else [model]
-    for part in parts:
-        modules = part.modules() if isinstance(part, nn.Module) else ()
-        if not any(isinstance(module, FSDPModule | DistributedDataParallel) for module in modules):
-            raise UserError(
-                f"{caller}(): {type(part).__module__}.{type(part).__qualname__} is not wrapped in Megatron's "
-                "DistributedDataParallel, nor in torch's, and fully_shard was not applied to it"
-            )
-    return parts
+    found: dict[nn.Module, None] = {}
+    for part in list(model) if isinstance(model, list | tuple) else [model]:
+        modules = list(part.modules()) if isinstance(part, nn.Module) else []
+        wrapped = [module for module in modules if isinstance(module, DistributedDataParallel)]
+        sharded = any(isinstance(module, FSDPModule) for module in modules)
+        if bool(wrapped) == sharded:
+            kinds = [f"{type(module).__module__}.{type(module).__qualname__}" for module in modules]
+            held = ", ".join(sorted({kind for kind in kinds if kind.startswith(_WRAPPING)}))
+            what = (
+                "is not wrapped in Megatron's DistributedDataParallel, nor in torch's, and fully_shard was "
+                "not applied to it"
+            ) + (held and f"; it holds {held}")
+            if sharded:
+                what = "has DistributedDataParallel and fully_shard in it: attach its parts by themselves"
+            raise UserError(f"{caller}(): {type(part).__module__}.{type(part).__qualname__} {what}")
+        # torch.compile's wrapper may be around the model, or within fully_shard.
+        whole: Any = part if isinstance(part, FSDPModule) else getattr(part, "_orig_mod", part)
+        found |= dict.fromkeys(wrapped) if wrapped else {whole: None}
+    return list(found)

@@ -17,7 +17,7 @@ from coded_values import flat_error
 from pytorch.runs import full
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -230,3 +230,60 @@ def test_parameters_may_be_frozen_between_wrapping_and_attaching(pool) -> None:
     assert np.array_equal(ours[1], stock[1])
     assert not np.array_equal(ours[0], stock[0])
     np.testing.assert_allclose(ours[0], stock[0], atol=1e-3)
+
+
+class Wrapper(nn.Module):
+    """A trainer's wrapper around a wrapped model, as Fabric has one."""
+
+    def __init__(self, *models: Any) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(models)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.models[0](x)
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "torch.compile": lambda model: torch.compile(model, backend="eager"),
+    "a trainer's": Wrapper,
+}
+
+
+def bits_within(kind: str, wrapper: str) -> tuple[float, float]:
+    inner = wrapped(kind)
+    model = WRAPPERS[wrapper](inner)
+    megatron_patch.attach(model, megatron_patch.CompressionConfig(**OPTIONS))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(8, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    same = inner if (kind, wrapper) != ("fsdp2", "a trainer's") else model
+    found = megatron_patch.report(model).bits_per_gradient, megatron_patch.report(same).bits_per_gradient
+    megatron_patch.disable()
+    return found
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_wrappers_are_looked_into(pool, kind: str, wrapper: str) -> None:
+    for bits, of_inner in pool.run(bits_within, kind, wrapper, world_size=2):
+        assert 4 < bits == of_inner < 6
+
+
+def refused() -> list[str]:
+    told = []
+    for model in (
+        Wrapper(FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))),
+        Wrapper(wrapped("ddp"), wrapped("fsdp2")),
+    ):
+        with pytest.raises(megatron_patch.UserError) as error:
+            megatron_patch.attach(model)
+        told.append(str(error.value))
+    return told
+
+
+def test_what_was_found_in_a_wrapper_is_said(pool) -> None:
+    other, both = pool.run(refused, world_size=2)[0]
+    assert "it holds torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel" in other
+    assert "attach its parts by themselves" in both
