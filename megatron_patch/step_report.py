@@ -43,7 +43,7 @@ class StepReport:
     """Memory of the error state e on this rank, on the device or in host memory."""
     device_bytes: int
     """Device memory in use now for error states, the exact gather's old shards and messages, 1-bit Adam's
-    momentum, and payload buffers."""
+    momentum, outer steps' anchors, and payload buffers."""
     error_norm: float | None
     """Norm of decode(e), the error that was added to this step's gradients (docs/numerics.md, "The error").
     It is 0 without error feedback."""

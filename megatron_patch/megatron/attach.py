@@ -91,6 +91,10 @@ class MegatronDdp:
             for place, group in enumerate(groups)
         ]
         self.weights = ChunkWeights(chunk, self.session)
+        if self.outer is not None:
+            self.session.memory.sources.append(self.outer.kept)
+            self.session.on_restart.append(self.outer.forget)
+            self.session.on_dropped.append(self._make_up)
         self.session.memory.sources.append(self._kept)
         self.session.on_restart.append(self._forget)
         self._marked = replicated_params.mark(chunk, chunk.tp_group) if config.compresses else []
@@ -102,6 +106,10 @@ class MegatronDdp:
         for gradients in self.seams:
             if gradients.momentum is not None:
                 yield from gradients.momentum.held or ()
+
+    def _make_up(self) -> None:
+        if (of_chunk := _outer_of([self])) and (optimizer := of_chunk[0][0].optimizer()) is not None:
+            outer_steps.make_up(optimizer, of_chunk)
 
     def _forget(self) -> None:
         for seam in self.seams:
@@ -346,7 +354,7 @@ def _look_at(optimizer: Any) -> None:
     """Refuse optimizer settings that only the step shows, and use the optimizer's default method."""
     updated = _updated_by(optimizer)
     sessions = [attachment.session for attachment in updated]
-    outer_steps.begin_step(optimizer, [outer for outer, _ in _outer_of(updated)])
+    outer_steps.begin_step(optimizer, _outer_of(updated))
     for part in optimizer_step.leaves_of(optimizer) if sessions else ():
         refuse_graphed(part.config)
         if any(session.config.outer_steps for session in sessions):

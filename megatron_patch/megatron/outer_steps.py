@@ -12,7 +12,8 @@ instances (arXiv 2311.08105, algorithm 1, with the Nesterov momentum of torch.op
     master_k <- anchor                      on all instances
 
 `master_k` are the optimizer's fp32 weights. Adam's states are never exchanged. This is another training than
-that of one optimizer. Its weights are the same on all instances only after an outer step.
+that of one optimizer. Its weights are the same on all instances only after an outer step. Where the first
+weights differ between instances, all take their mean (`begin`).
 
 With `compression.outer_delay` D > 0 buckets are exchanged in H // D turns, spread over the H steps. A turn's
 exchange overlaps with the next D forward and backward passes, and ends before the optimizer step of the last
@@ -52,6 +53,7 @@ from megatron_patch.megatron.seams.gradients import contents_of
 from megatron_patch.megatron.seams.optimizer_step import Masters, distributed_leaves, leaves_of, masters_of
 from megatron_patch.megatron.seams.weights import ChunkWeights, gathered_after
 from megatron_patch.session.session import Session
+from megatron_patch.weights.gather import coder_of
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +72,12 @@ class OuterSteps:
         self._chunk = weakref.ref(chunk)  # A strong reference would keep an attached model alive.
         self.session, self.config = session, session.config
         self.steps = 0
-        """The optimizer steps since the last interval, skipped ones too, as all instances count them."""
-        self.waited = 0
-        """The optimizer steps that have begun since an exchange has started."""
+        """The steps since the last interval, as all instances count them: also those that the optimizer
+        skipped, or the loop (`make_up`)."""
+        self.started = 0
+        """`steps` when the exchange has started that is under way."""
+        self.optimizer: Callable[[], Any] = lambda: None
+        """Returns the optimizer, once a step has begun."""
         self.sent = Traffic()  # By the last optimizer step.
         self.loaded: dict[str, torch.Tensor] = {}
         """The `state` of a checkpoint, which the next step begins from."""
@@ -94,6 +99,7 @@ class OuterSteps:
             parts = zip(group.buckets, starts, sizes, strict=True)
             contents = [contents_of(bucket).part(start, size) for bucket, start, size in parts]
             exchanges = make_all_reduces(contents, between, self.session.setup, one_hop=True).exchanges
+        self.session.of_weights += [exchange for exchange in exchanges if exchange is not None]
         shards = zip(group.buckets, starts, sizes, exchanges, strict=True)
         return [Shard(bucket, between, *rest) for bucket, *rest in shards]
 
@@ -138,20 +144,38 @@ class OuterSteps:
 
     def forget(self) -> None:
         """Begin anew from the weights that the next step finds, as after a checkpoint was loaded."""
-        self.steps = 0
+        self.steps = self.session.unstepped = 0
+        self.session.clear_errors()
         for shard in self._shards:
             shard.anchor = shard.velocity = shard.under_way = None
 
     def begin(self, masters: Masters, optimizer: Any) -> None:
-        """Remember the weights before the first step, which are equal on all instances."""
+        """Remember the weights before the first step, and make them equal on all instances: their mean."""
+        self._agreed([master for master, _ in masters.values()])  # NaN is averaged nowhere.
+        unlike = torch.zeros(1, device=self.session.device)
         for shard in self._shards:
             shard.anchor = shard.weights(masters, self.session.device)
             shard.velocity = torch.zeros_like(shard.anchor) if self.config.outer_momentum else None
+            unlike += shard.made_equal(masters)
+        self._most(unlike)
+        if unlike.any() and dist.get_rank() == 0:
+            logger.warning(
+                "megatron-loco: outer steps begin, and weights differ between optimizer instances: all take "
+                "their mean"
+            )
         if self.loaded:
             mine = self.state(optimizer)
-            for name in mine.keys() & self.loaded.keys():  # Another codec has no such errors.
-                mine[name].copy_(self.loaded[name])
+            for name in mine.keys() & self.loaded.keys():
+                if mine[name].shape == self.loaded[name].shape:  # Errors of other codes have other ones.
+                    mine[name].copy_(self.loaded[name])
             self.loaded = {}
+        self.optimizer = weakref.ref(optimizer)
+
+    def kept(self) -> Iterator[torch.Tensor]:
+        """Yield what outer steps keep on the device, without errors, and without what is being exchanged."""
+        for shard in self._shards:
+            before = None if shard.under_way is None else shard.under_way.before
+            yield from (t for t in (shard.anchor, shard.velocity, before) if t is not None)
 
     def layout(self) -> list[list[int]]:
         """Return what must be equal where `state` is loaded: the instances, this one, and its shards."""
@@ -198,16 +222,16 @@ class OuterSteps:
         """Start the exchange of the shards whose turn it is, in the background until `receive`."""
         turn = self.turns[self.steps]
         compresses = self._begin_exchange(masters, turn)
-        self.waited, self.steps = 0, self.steps % self.config.outer_interval
+        self.started = self.steps = self.steps % self.config.outer_interval
         for shard in turn:
             shard.send(masters, compresses)
 
     def advance(self, masters: Masters) -> None:
-        """Called before an optimizer's step: go on with the exchange that is under way, or end it."""
-        self.waited += 1
-        if self.waited == self.config.outer_delay:
+        """Called before a step: go on with the exchange that is under way, or end it."""
+        begun = self.steps + 1 - self.started
+        if begun == self.config.outer_delay:
             self.receive(masters)
-        elif self.waited == self.config.outer_delay // 2:
+        elif begun == self.config.outer_delay // 2:
             for shard in self._shards:
                 shard.advance()
 
@@ -242,15 +266,12 @@ class OuterSteps:
         Raises:
             RuntimeError: on all ranks, if weights of an instance are not finite. No weight has changed then.
         """
-        chunk = self.chunk
         flags = torch.zeros(self.instances + 1, device=self.session.device)
         if weights:
             norms = torch.stack(torch._foreach_norm(list(weights), 1))
             flags[self._instance] = (~torch.isfinite(norms)).any()
         flags[-1] = not self.session.active
-        pipeline = chunk.pp_group if isinstance(chunk.pp_group, list) else [chunk.pp_group]
-        for group in (chunk.dp_cp_group, chunk.tp_group, *pipeline):
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        self._most(flags)
         *bad, inactive = flags.tolist()
         if any(bad):
             names = ", ".join(str(number) for number, flag in enumerate(bad) if flag)
@@ -259,6 +280,19 @@ class OuterSteps:
                 "at an outer step, and were not averaged: resume from the last checkpoint"
             )
         return not inactive
+
+    def _most(self, flags: torch.Tensor) -> None:
+        """Take the maximum over all ranks of the model."""
+        chunk = self.chunk
+        pipeline = chunk.pp_group if isinstance(chunk.pp_group, list) else [chunk.pp_group]
+        try:
+            for group in (chunk.dp_cp_group, chunk.tp_group, *pipeline):
+                dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        except RuntimeError as error:  # As when the time of torch's process group is over.
+            raise RuntimeError(
+                f"megatron-loco: not all ranks came to an outer step ({error}): where an instance's loop "
+                "makes no optimizer step, it must call megatron_patch.skip_step(model)"
+            ) from error
 
 
 def _adam_of(optimizer: Any) -> dict[torch.nn.Parameter, dict[str, torch.Tensor]]:
@@ -277,13 +311,34 @@ _Due = tuple[OuterSteps, ChunkWeights, Callable[[Masters], None]]
 
 
 @torch.no_grad()
-def begin_step(optimizer: Any, of_chunks: Sequence[OuterSteps]) -> None:
+def begin_step(optimizer: Any, of_chunks: Sequence[tuple[OuterSteps, ChunkWeights]]) -> None:
     """Called before an optimizer's step, with the outer steps of the chunks that it updates."""
-    for outer in of_chunks:
+    for outer, _ in of_chunks:
+        outer.session.memory.bring_back()
         if not outer.begun:
             outer.begin(masters_of(optimizer), optimizer)
+    make_up(optimizer, of_chunks)
+    _advance(optimizer, of_chunks)
+
+
+def _advance(optimizer: Any, of_chunks: Sequence[tuple[OuterSteps, ChunkWeights]]) -> None:
+    for outer, _ in of_chunks:
         if outer.under_way:  # The optimizer's step writes the model's weights from fp32, and gathers them.
             outer.advance(_masters_of(outer, optimizer))
+
+
+@torch.no_grad()
+def make_up(optimizer: Any, of_chunks: Sequence[tuple[OuterSteps, ChunkWeights]]) -> None:
+    """Count the steps that the loop has skipped without the optimizer, and do what was due in them.
+
+    It is called when gradients are dropped, and at the latest before the optimizer's next step.
+    """
+    while skipped := [each for each in of_chunks if each[0].session.unstepped]:
+        for outer, _ in skipped:
+            outer.session.unstepped -= 1
+            outer.session.memory.bring_back()
+        _advance(optimizer, skipped)
+        end_step(optimizer, skipped)
 
 
 @torch.no_grad()
@@ -315,6 +370,8 @@ def end_step(optimizer: Any, of_chunks: Sequence[tuple[OuterSteps, ChunkWeights]
 @torch.no_grad()
 def finish(optimizer: Any, of_chunks: Sequence[tuple[OuterSteps, ChunkWeights]]) -> None:
     """Make an outer step, as before a checkpoint, unless the last optimizer step has made one."""
+    for outer, _ in of_chunks:
+        outer.session.memory.bring_back()
     due = [(outer, weights, outer.finish) for outer, weights in of_chunks if outer.steps or outer.under_way]
     if due:
         if (steps := due[0][0].steps) and dist.get_rank() == 0:
@@ -413,6 +470,20 @@ class Shard:
             weights[here] = master
         return weights
 
+    def made_equal(self, masters: Masters) -> bool:
+        """Compare the anchor between instances, and take the mean if it differs; returns whether it does."""
+        assert self.anchor is not None
+        sums = coder_of(self.anchor.device).sums(self.anchor.view(torch.int16))
+        ends = torch.cat([sums, ~sums])
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.group)
+        if bool((ends[:2] == ~ends[2:]).all()):  # The largest is the smallest.
+            return False
+        dist.all_reduce(self.anchor, group=self.group)
+        self.anchor /= self.group.size()
+        for master, here in self.pieces(masters):
+            master.copy_(self.anchor[here])
+        return True
+
     def traffic(self, compresses: bool) -> Traffic:
         """Return what this rank sends in an exchange."""
         if self.anchor is None:
@@ -468,6 +539,7 @@ def packed(of_chunks: list[OuterSteps], optimizer: Any) -> torch.Tensor:
         )
     buffer, kept = io.BytesIO(), []
     for outer in of_chunks:
+        outer.session.memory.bring_back()
         state = {} if late else outer.state(optimizer)
         kept.append((outer.layout(), {name: tensor.detach().cpu().clone() for name, tensor in state.items()}))
     torch.save(kept, buffer)

@@ -79,10 +79,16 @@ class Session:
         self.device = device
         self.ledger = Ledger(config, ranks, device, parameters, there)
         self.workspace = Workspace(device, shared_pool(device))
-        self.memory = Memory(lambda: (t for error in self._errors for t in error.tensors().values()))
+        self.memory = Memory(lambda: (t for error in self._all_errors for t in error.tensors().values()))
         self.on_restart: list[Callable[[], None]] = []
         """Called by `restart`, to clear what else is kept of earlier steps."""
+        self.on_dropped: list[Callable[[], None]] = []
+        """Called between passes, after steps that have ended without an optimizer's."""
+        self.unstepped = 0
+        """The number of these steps; outer steps count it down."""
         self.exchanges: list[Exchange] = []  # They are in the order of their allocation.
+        self.of_weights: list[Exchange] = []
+        """Exchanges of weights: errors carry no loss scale, and do not depend on which gradients are used."""
         self._setup = Setup(config, self.workspace)
         self.report = SessionReport()
         self._traffic = Traffic()
@@ -105,11 +111,15 @@ class Session:
 
     @property
     def error_bytes(self) -> int:
-        return sum(error.nbytes for error in self._errors)
+        return sum(error.nbytes for error in self._all_errors)
 
     @property
     def _errors(self) -> list[MovingAverageError]:
-        return [sender.error for sender in self.senders if sender.error is not None]
+        return _errors_in(self.exchanges)
+
+    @property
+    def _all_errors(self) -> list[MovingAverageError]:
+        return _errors_in([*self.exchanges, *self.of_weights])
 
     @property
     def setup(self) -> Setup:
@@ -178,7 +188,7 @@ class Session:
         self._follow(answer)
         if answer is Answer.REPLAYED and not self.ledger.sends_momentum:
             self._used, self._earlier = {}, []
-            self.clear_errors()
+            self.clear_errors(of_weights=False)
             self._traffic, self._inside_bytes = Traffic(), 0.0
         if scale is not None and scale is not self.scale:  # It is the same tensor for all parts of a pass.
             if self.scale is not None and not self.config.is_onebit_adam:
@@ -193,19 +203,25 @@ class Session:
 
     def optimizer_stepped(self, optimizers: Sequence[object], successful: bool = True, **step: Any) -> bool:
         """Note a step, with the arguments of Ledger.step; returns whether it ends a step of the model."""
-        return self._follow(self.ledger.step(optimizers, successful, **step))
+        return self._follow(self.ledger.step(optimizers, successful, **step), unstepped=0)
 
     def gradients_cleared(
         self, parameters: Iterable[torch.Tensor] | None = None, optimizer: object | None = None
     ) -> None:
         """Note that the loop clears gradients; arguments as of Ledger.clear."""
         self._follow(self.ledger.clear(parameters, optimizer))
+        self._dropped()
 
     def skip_step(self) -> None:
         """Make no step with the last gradients, or, if they were used, go on after weights were put back."""
         if self.ledger.state is State.IDLE:
             self.clear_errors()
         self._follow(self.ledger.skip())
+        self._dropped()
+
+    def _dropped(self) -> None:
+        for make_up in self.on_dropped if self.unstepped else ():
+            make_up()
 
     def settle(self) -> None:
         """Between steps, count the last exchange as a step if no optimizer's step has ever been seen."""
@@ -219,14 +235,15 @@ class Session:
         for forget in self.on_restart:
             forget()
 
-    def _follow(self, answer: Answer) -> bool:
+    def _follow(self, answer: Answer, unstepped: int = 1) -> bool:
         """Do with errors what an event means; returns whether a step has ended."""
         ledger, momentum = self.ledger, self.config.is_onebit_adam
         if answer.ends:
+            self.unstepped += unstepped
             self._report()
         # 1-bit Adam exchanges nothing in a step that is skipped, and momentum carries no loss scale.
         if answer is Answer.RESET or (answer in (Answer.SKIPPED, Answer.FORGET) and not momentum):
-            self.clear_errors()
+            self.clear_errors(of_weights=False)
         elif answer.ends and ledger.factor != 1.0 and not momentum:
             self._scale_errors(ledger.factor)
         return answer.ends
@@ -263,11 +280,16 @@ class Session:
         for error in self._errors:
             error.scale_by(factor)
 
-    def clear_errors(self) -> None:
-        """Set e <- 0 in all buckets."""
+    def clear_errors(self, of_weights: bool = True) -> None:
+        """Set e <- 0 in all buckets, and in exchanges of weights unless `of_weights` is false."""
         self.memory.bring_back()
-        for error in self._errors:
+        for error in self._all_errors if of_weights else self._errors:
             error.reset()
+
+
+def _errors_in(exchanges: Iterable[Exchange]) -> list[MovingAverageError]:
+    senders = (sender for exchange in exchanges for sender in exchange.senders)
+    return [sender.error for sender in senders if sender.error is not None]
 
 
 class Memory:

@@ -11,6 +11,7 @@ import functools
 import gc
 import re
 import weakref
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -244,27 +245,46 @@ def _compare(shards: tuple[dict[str, Any], ...], compression: dict[str, Any], in
 
 
 def detached() -> Any:
-    """In a worker: what detaching says after three steps, and whether the model is freed."""
+    """In a worker: what detaching after three steps says, and attaching again; weights before and after it;
+    and whether the model is freed."""
     gpt = build(instances=2)
-    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(method="none", outer_interval=2))
-    for step in range(3):
-        gpt.step(step)
+    config = megatron_patch.CompressionConfig(method="none", outer_interval=2)
     with logged() as lines:
+        megatron_patch.attach(gpt.chunks, config)
+        for step in range(3):
+            gpt.step(step)
         megatron_patch.disable()
+        apart = weights(gpt)
+        megatron_patch.attach(gpt.chunks, config)
+        gpt.step(3)
+    (anchors,) = ([shard.anchor.clone() for shard in attachment_of(c).outer._shards] for c in gpt.chunks)
+    gpt.step(4)
+    together = weights(gpt)
+    megatron_patch.disable()
     model = weakref.ref(gpt.chunks[0])
     del gpt
     gc.collect()
-    return lines, model() is None
+    return [line for line in lines if line.startswith("W")], model() is None, apart, anchors, together
 
 
 def test_detaching_says_that_instances_differ_and_frees_the_model(pool) -> None:
     found = pool.run(detached, world_size=2)
-    assert all(freed for _, freed in found), "an anchor with a gradient's graph would keep the model alive"
-    (said, _), *others = found
-    assert len(said) == 1
+    (said, *_), (others, *_) = found
+    assert all(freed for _, freed, *_ in found), (
+        "an anchor with a gradient's graph would keep the model alive"
+    )
+    assert len(said) == 2
     assert "optimizer instances have trained apart" in said[0]
     assert "by 1 steps" in said[0]
-    assert not any(lines for lines, _ in others)
+    assert "weights differ between optimizer instances" in said[1]
+    assert not others
+    apart, anchors, together = zip(*(rest for _, _, *rest in found), strict=True)
+    means = torch.cat([(mine + apart[1][name]).view(-1) / 2 for name, mine in apart[0].items()])
+    for mine in anchors:
+        assert torch.cat(mine).double().sum() == pytest.approx(float(means.double().sum()), rel=1e-6)
+    for name, mine in together[0].items():
+        assert not np.array_equal(apart[0][name].numpy(), apart[1][name].numpy())
+        assert np.array_equal(mine.numpy(), together[1][name].numpy())
 
 
 def poisoned(rank_with_nan: int) -> list[Any]:
@@ -293,8 +313,8 @@ def test_nan_in_one_instance_is_reported_on_all_ranks_and_averaged_nowhere(pool)
     assert [finite for _, finite in said] == [True, True, True, False]
 
 
-def skipping(delay: int) -> list[Any]:
-    """In a worker: fp16, of which one instance skips a step at which an outer step is due, or one ends."""
+def skipping(delay: int, at: int, how: str) -> list[Any]:
+    """In a worker: fp16, of which one instance skips a step, such as one at which an outer step is due."""
     from megatron_patch.megatron.attach import finish_outer_steps
 
     gpt = build(
@@ -308,23 +328,53 @@ def skipping(delay: int) -> list[Any]:
     successful = []
     for step in range(4):
         gpt.backward(step)
-        if torch.distributed.get_rank() >= 2 and step == 1 + delay:
+        skips = torch.distributed.get_rank() >= 2 and step == at
+        if skips and how == "overflow":
             gpt.chunks[0].bucket_groups[0].buckets[0].grad_data.fill_(float("inf"))
-        successful.append(gpt.update())
+        elif skips and how == "skip_step":
+            megatron_patch.skip_step(gpt.chunks)
+        successful.append(gpt.update() if not skips or how == "overflow" else False)
     report = megatron_patch.report(gpt.chunks)
     if delay:
         finish_outer_steps(gpt.optimizer, gpt.chunks)
     return [successful, weights(gpt), report.step]
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-def test_an_instance_that_skips_a_step_takes_part_in_the_outer_step(pool, delay: int) -> None:
-    found = pool.run(skipping, delay, world_size=4)
-    skips = [step != 1 + delay for step in range(4)]
+@pytest.mark.parametrize(
+    ("delay", "at", "how"),
+    [
+        *((0, 1, "overflow"), (1, 2, "overflow"), (0, 1, "clears"), (0, 0, "clears"), (1, 2, "clears")),
+        *((0, 3, "skip_step"), (1, 1, "skip_step")),
+    ],
+)
+def test_an_instance_that_skips_a_step_takes_part_in_the_outer_step(
+    pool, delay: int, at: int, how: str
+) -> None:
+    found = pool.run(skipping, delay, at, how, world_size=4)
+    skips = [step != at for step in range(4)]
     assert [successful for successful, _, _ in found] == [[True] * 4] * 2 + [skips] * 2
-    for _, mine, step in found:
-        assert step == 4
+    for successful, mine, step in found:
+        assert step == 4 - (not successful[0])  # Before an optimizer is seen, what it skips does not count.
         assert all(np.array_equal(mine[name].numpy(), found[0][1][name].numpy()) for name in mine)
+
+
+def absent() -> list[str]:
+    """In a worker: what an instance says whose outer step the other one does not come to."""
+    gpt = build(instances=2)
+    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(method="none", outer_interval=2))
+    gpt.step(0)
+    gpt.backward(1)
+    if torch.distributed.get_rank():
+        return []
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=2), gpt.chunks[0].dp_cp_group)
+    with pytest.raises(RuntimeError) as error:
+        gpt.update()
+    return [str(error.value)]
+
+
+def test_an_outer_step_to_which_an_instance_does_not_come_says_what_to_do(pool) -> None:
+    (said, _) = pool.run(absent, world_size=2)
+    assert re.search("not all ranks came to an outer step .*call megatron_patch.skip_step", said[0])
 
 
 def refused(model: dict[str, Any], compression: dict[str, Any]) -> str:
@@ -352,6 +402,30 @@ def test_what_cannot_be_served_is_refused_in_one_line(pool, case: str) -> None:
     for line in pool.run(refused, model, {"method": "none", "outer_interval": 2}, world_size=4):
         assert re.search(words, line)
         assert "\n" not in line
+
+
+def booked() -> tuple[list[int], list[bool]]:
+    """In a worker: bytes of errors, reported and there; whether an outer step has left some, and loading."""
+    from megatron_patch.megatron import outer_steps
+
+    gpt = build(instances=2)
+    attach(gpt.chunks, {"outer_interval": 2})
+    for step in range(2):
+        gpt.step(step)
+    outer = attachment_of(gpt.chunks[0]).outer
+    of_weights = [t for name, t in outer.state(gpt.optimizer).items() if ".error." in name]
+    of_gradients = [t for s in attachment_of(gpt.chunks[0]).session.senders for t in s.state().values()]
+    held = sum(tensor.nbytes for tensor in [*of_weights, *of_gradients])
+    left = [any(tensor.any() for tensor in of_weights)]
+    outer_steps.restore([outer], None)
+    left.append(any(bool(tensor.any()) for tensor in of_weights))
+    return [megatron_patch.report(gpt.chunks).error_bytes, held], [bool(any_left) for any_left in left]
+
+
+def test_errors_of_outer_steps_are_reported_and_begin_anew(pool) -> None:
+    for (reported, held), left in pool.run(booked, world_size=2):
+        assert reported == held
+        assert left == [True, False]
 
 
 def carried(model: dict[str, Any], other: dict[str, Any], steps: int) -> list[str]:
