@@ -39,6 +39,7 @@ CPU_FLAGS: dict[str, Any] = {
     "no_bias_gelu_fusion": True,
     "no_bias_dropout_fusion": True,
     "no_rope_fusion": True,
+    "no_gradient_reduce_div_fusion": True,  # Megatron-FSDP would have NCCL multiply, as gloo cannot
 }
 """Megatron flags that a run on CPU needs, as `megatron:` keys of a configuration."""
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -138,7 +139,20 @@ def load(path: Path, overrides: Sequence[str] = (), *, and_files: Sequence[Path]
     _drop_options_of_other_methods(composed, OmegaConf.from_dotlist(list(overrides)))
     for override, content in zip(overrides, asked, strict=True):
         composed = _merge(composed, content, override, drop=False)
-    return _resolve(resolved(composed, path), str(path))
+    run = _resolve(resolved(composed, path), str(path))
+    stated = any(_known(content, "compression.weight_gather") for content in asked)
+    return run if stated else _with_stock_gather_of_shards(run)
+
+
+def _with_stock_gather_of_shards(run: RunConfig) -> RunConfig:
+    """Return the run without the exact gather, which a recipe chose, where weights are sharded."""
+    flags, exact = run.megatron, run.attach and run.compression.codes_weights
+    whole = flags.get("data_parallel_sharding_strategy") == "optim_grads"
+    if not exact or not (flags.get("use_torch_fsdp2") or (flags.get("use_megatron_fsdp") and not whole)):
+        return run
+    line = "megatron-loco: weight_gather stock in place of the recipe's exact: FSDP shards the weights"
+    print(line, file=sys.stderr, flush=True)
+    return dataclasses.replace(run, compression=dataclasses.replace(run.compression, weight_gather="stock"))
 
 
 def _override(text: str) -> DictConfig:

@@ -40,6 +40,8 @@ RUNS = {
     "stock-params": Run(PARAMS),
     "none-params": Run(PARAMS, NONE),
     "loco-params": Run(PARAMS, LOCO),
+    "stock-params-fp32": Run([*UNTIED, *FSDP, "optim_grads_params"]),
+    "none-params-fp32": Run([*UNTIED, *FSDP, "optim_grads_params"], NONE),
     "stock-experts": Run([*GRADS, *EXPERTS], ranks=4),
     "exact-experts": Run([*GRADS, *EXPERTS], [*NONE, *EXACT], ranks=4),
     "stock-instances": Run(INSTANCES, ranks=4),

@@ -57,6 +57,21 @@ def test_a_file_s_bits_are_those_of_its_method(tmp_path: Path) -> None:
         configuration.load(write(tmp_path, "b.yaml", "compression: {method: onebit_adam, bits: 4}\n"))
 
 
+def test_a_recipe_s_exact_gather_gives_way_where_weights_are_sharded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What the user states stays, and is refused by Megatron's flags."""
+    own, whole = "compression.weight_gather=exact", "megatron.data_parallel_sharding_strategy=optim_grads"
+    torchs, megatrons = "megatron.use_torch_fsdp2=true", "megatron.use_megatron_fsdp=true"
+    for asked, exact in (
+        ([], True),
+        *(([torchs], False), ([torchs, own], True)),
+        *(([megatrons], False), ([megatrons, whole], True)),
+    ):
+        assert configuration.load(LLAMA, asked).compression.codes_weights is exact
+        assert capsys.readouterr().err.count("stock in place of the recipe's exact") == (not exact)
+
+
 def test_the_resolved_configuration_loads_to_itself(tmp_path: Path) -> None:
     run = configuration.load(LLAMA, ["compression.method=naive"])
     again = configuration.load(write(tmp_path, "config.yaml", run.as_yaml()))

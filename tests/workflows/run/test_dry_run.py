@@ -190,8 +190,8 @@ NAME = "CUDA_DEVICE_MAX_CONNECTIONS"
 TENSOR, CONTEXT = ["--tensor-model-parallel-size", "2"], ["--context-parallel-size", "4"]
 
 
-def set_for(flags: list[str]) -> str | None:
-    job = Job(Launch(device="cuda"), Path("pretrain_gpt.py"), flags, Path("run"))
+def set_for(flags: list[str], device: str = "cuda") -> str | None:
+    job = Job(Launch(device=device), Path("pretrain_gpt.py"), flags, Path("run"))
     return job.variables().get(NAME)
 
 
@@ -213,3 +213,6 @@ def test_it_is_set_where_megatron_asserts_it(monkeypatch: pytest.MonkeyPatch) ->
             assert set_for(flags) == wanted
     monkeypatch.setenv(NAME, "32")
     assert set_for(TENSOR) == "32"
+    assert [set_for(flags, "cpu") for flags in (TENSOR, ["--use-torch-fsdp2"], ["--use-megatron-fsdp"])] == [
+        *("1", "8", "8")
+    ]
