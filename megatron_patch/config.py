@@ -29,6 +29,8 @@ _BLOCK_SIZES = [1 << power for power in range(4, MOST_IN_BLOCK.bit_length())]
 MUONS = ("muon", "dist_muon")
 """Megatron's names of Muon (--optimizer); dist_muon is muon with --use-distributed-optimizer."""
 WARMUPS = ("auto", "fixed")
+ONEBIT_ADAMS = {"warmup": None, "warmup_steps": None, "error_compensation": True}
+"""Options of the method onebit_adam alone, with their values where they are not given."""
 DEFAULT_ERROR_BETA = 0.8
 DEFAULT_BITS = 4
 DEFAULT_RESET_INTERVAL = 512
@@ -244,8 +246,11 @@ class CompressionConfig:
             self._reject("rotation", "none with block_size shard: a rotation would mix parameters")
 
     def _check_momentum(self) -> None:
-        """Check the options of onebit_adam, which other methods ignore."""
+        """Check the options of onebit_adam, which other methods do not have."""
         if not self.is_onebit_adam:
+            for name, unset in ONEBIT_ADAMS.items():
+                if getattr(self, name) != unset:
+                    self._reject(name, f"left out with method {self.method}: it is an option of onebit_adam")
             return
         steps = self.warmup_steps
         if self.bits != 1:

@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
     chosen = {name: configuration.method_recipe(name) for name in names}
     out = args.out or Path("runs") / path.stem
     runs = {
-        name: configuration.load(path, args.overrides, and_files=[recipe]) for name, recipe in chosen.items()
+        name: configuration.load(path, args.overrides, and_files=[recipe], for_several=True)
+        for name, recipe in chosen.items()
     }
     run_folder.refuse_shared(runs.values())
     for name, run_config in runs.items():

@@ -170,6 +170,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
     if args.resume_or_start:
         _check_restartable(configured, folder)
     if args.dry_run:
+        prepare.check_stated_data(configured, args.overrides)
         planned = prepare_run(configured, folder, dry=True)
         say(prepare.shown(configured, planned.job))
         return 0

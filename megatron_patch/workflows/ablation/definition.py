@@ -99,7 +99,7 @@ class Ablation:
 
     def _configured(self, cell: Cell) -> RunConfig:
         try:
-            run = configuration.load(self.base, [*self.overrides, *cell.overrides])
+            run = configuration.load(self.base, [*self.overrides, *cell.overrides], for_several=True)
         except UserError as error:
             raise UserError(f"cell {cell.name}: {error}") from error
         if run.launch.nnodes > 1:

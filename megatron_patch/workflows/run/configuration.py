@@ -17,7 +17,7 @@ import dataclasses
 import io
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from megatron_patch import files
-from megatron_patch.config import CompressionConfig
+from megatron_patch.config import ONEBIT_ADAMS, CompressionConfig
 from megatron_patch.errors import UserError, nearest
 from megatron_patch.workflows.run.job import Launch
 
@@ -35,6 +35,8 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 _ENDPOINT = re.compile(r"\S+:\d{1,5}")
 _NOT_ONEBIT_ADAMS = ("bits", "codec", "rotation", "error_beta", "reset_interval", "start_step")
 """Options that have another meaning, or none, with onebit_adam, so that another method's do not apply."""
+_OF_CODES = ("bits", "codec", "rotation", "block_size", "start_step", "topology")
+_OF_ERRORS = ("error_beta", "error_dtype", "reset_interval", "save_error")
 _PARTS = ("train", "valid", "test")
 SECTIONS = ("defaults", "megatron", "compression", "launch", "data")
 
@@ -125,12 +127,17 @@ def method_recipe(name: str) -> Path:
     return path
 
 
-def load(path: Path, overrides: Sequence[str] = (), *, and_files: Sequence[Path] = ()) -> RunConfig:
+def load(
+    path: Path, overrides: Sequence[str] = (), *, and_files: Sequence[Path] = (), for_several: bool = False
+) -> RunConfig:
     """Compose `path`, then `and_files`, then `overrides` (`section.key=value`).
 
+    `for_several` says that the overrides are for runs of several methods: what this one's method does not use
+    is left out.
+
     Raises:
-        UserError: a file does not exist or is not a YAML mapping, or a key, type or value is not allowed;
-            the message names the key, the value and what is allowed.
+        UserError: a file does not exist or is not a YAML mapping, or a key, type or value is not allowed, or
+            an override is of no use to the method; the message names the key, the value and what is allowed.
     """
     composed = compose(path)
     for extra in and_files:
@@ -139,9 +146,25 @@ def load(path: Path, overrides: Sequence[str] = (), *, and_files: Sequence[Path]
     _drop_options_of_other_methods(composed, OmegaConf.from_dotlist(list(overrides)))
     for override, content in zip(overrides, asked, strict=True):
         composed = _merge(composed, content, override, drop=False)
+    if for_several and _known(composed, "compression.method") != "onebit_adam":
+        _pop(composed, ONEBIT_ADAMS)
     run = _resolve(resolved(composed, path), str(path))
-    stated = any(_known(content, "compression.weight_gather") for content in asked)
-    return run if stated else _with_stock_gather_of_shards(run)
+    sections = (_known(content, "compression") or {} for content in asked)
+    stated = [name for section in sections for name, value in section.items() if value is not None]
+    if not for_several and run.attach:
+        _refuse_unused(run.compression, stated)
+    return run if "weight_gather" in stated else _with_stock_gather_of_shards(run)
+
+
+def _refuse_unused(config: CompressionConfig, stated: Sequence[str]) -> None:
+    for used, without, names in (
+        (config.compresses, f"method {config.method}", _OF_CODES),
+        (config.keeps_errors, f"method {config.method}", _OF_ERRORS),
+        (config.outer_steps, "outer_interval 1", ("outer_rate", "outer_momentum")),
+    ):
+        for name in () if used else [name for name in stated if name in names]:
+            value = getattr(config, name)
+            raise UserError(f"compression.{name}: {value!r} is of no use with {without}: leave it out")
 
 
 def _with_stock_gather_of_shards(run: RunConfig) -> RunConfig:
@@ -235,17 +258,21 @@ def _merge(base: DictConfig, over: Any, where: str, drop: bool = True) -> DictCo
 
 
 def _drop_options_of_other_methods(base: DictConfig, merged: Any) -> bool:
-    """Remove the options in _NOT_ONEBIT_ADAMS from `base` if `merged` changes its method to onebit_adam.
+    """Remove options from `base` if `merged` changes its method to or from onebit_adam, whose others are.
 
     Returns whether they were removed.
     """
-    options = _known(base, "compression")
-    changed = _known(merged, "compression.method") == "onebit_adam" != _known(base, "compression.method")
-    if not changed or not isinstance(options, DictConfig):
+    before, after = (_known(config, "compression.method") for config in (base, merged))
+    if after is None or "onebit_adam" not in (before, after) or before == after:
         return False
-    for name in _NOT_ONEBIT_ADAMS:
+    return _pop(base, _NOT_ONEBIT_ADAMS if after == "onebit_adam" else ONEBIT_ADAMS)
+
+
+def _pop(config: DictConfig, names: Iterable[str]) -> bool:
+    options = _known(config, "compression")
+    for name in names if isinstance(options, DictConfig) else ():
         options.pop(name, None)
-    return True
+    return isinstance(options, DictConfig)
 
 
 def _known(config: Any, key: str) -> Any:

@@ -13,7 +13,7 @@ import importlib
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -192,6 +192,7 @@ def planned_data(run: RunConfig) -> dict[str, Any]:
             data.parse_source(source)
     prefix = Path(section.path)
     if section.source is not None:
+        data.check_tokenizer(section.tokenizer)
         kind = "bytes" if section.tokenizer == "bytes" else "bpe"
     elif (manifest := data.load_manifest(prefix)) is not None:
         kind = manifest["tokenizer"]
@@ -203,6 +204,16 @@ def planned_data(run: RunConfig) -> dict[str, Any]:
             "megatron.tokenizer_type and megatron.tokenizer_model name"
         )
     return {**section.path_flags, **data.megatron_flags(prefix, kind)}
+
+
+def check_stated_data(run: RunConfig, overrides: Sequence[str]) -> None:
+    """Check data sets that overrides name and no source prepares; a recipe's may be on another machine."""
+    stated = {override.partition("=")[0] for override in overrides}
+    for name, (path, source) in zip(("path", "valid_path", "test_path"), run.data.parts, strict=False):
+        if source is None and f"data.{name}" in stated:
+            data.check_dataset(Path(path))
+    for prefix in _named_prefixes(run) if "megatron.data_path" in stated and run.data.path is None else ():
+        data.check_dataset(Path(prefix))
 
 
 def _named_prefixes(run: RunConfig) -> list[str]:

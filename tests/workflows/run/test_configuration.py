@@ -12,6 +12,7 @@ from megatron_patch.workflows.run import configuration, run_folder
 from megatron_patch.workflows.run.configuration import shipped
 
 LLAMA = shipped("configs/models/llama_tiny.yaml")
+NOWHERE = "megatron.data_path=[/nowhere]"
 RECIPES = sorted(path for path in shipped("configs").glob("*/*.yaml") if path.parent.name != "ablations")
 
 
@@ -72,6 +73,19 @@ def test_a_recipe_s_exact_gather_gives_way_where_weights_are_sharded(
         assert capsys.readouterr().err.count("stock in place of the recipe's exact") == (not exact)
 
 
+def test_overrides_for_several_methods_leave_out_what_one_does_not_use(tmp_path: Path) -> None:
+    """So does a method that is chosen over a recipe of onebit_adam."""
+    asked = ["compression.warmup_steps=5", "compression.error_dtype=fp32"]
+    for method, steps in (("none", None), ("loco", None), ("onebit_adam", 5)):
+        recipe = configuration.method_recipe(method)
+        found = configuration.load(LLAMA, asked, and_files=[recipe], for_several=True).compression
+        assert (found.method, found.warmup_steps) == (method, steps)
+    onebit = write(tmp_path, "o.yaml", "compression: {method: onebit_adam, warmup_steps: 5}\n")
+    assert configuration.load(onebit, ["compression.method=loco"]).compression.warmup_steps is None
+    with pytest.raises(UserError, match="warmup_steps: 5 is not allowed; it must be left out with method"):
+        configuration.load(write(tmp_path, "l.yaml", "compression: {method: loco, warmup_steps: 5}\n"))
+
+
 def test_the_resolved_configuration_loads_to_itself(tmp_path: Path) -> None:
     run = configuration.load(LLAMA, ["compression.method=naive"])
     again = configuration.load(write(tmp_path, "config.yaml", run.as_yaml()))
@@ -119,6 +133,24 @@ def test_bad_configurations(text: str, tmp_path: Path) -> None:
         (["train", str(LLAMA), "--with", "configs/clusters/slum.yaml"], ["did you mean slurm.yaml"]),
         (["train", str(LLAMA), "megatron.seed=[1"], ["megatron.seed=[1: ", "expected"]),
         (["train", str(LLAMA), "--out", "OUT", "compression.seed=1.0"], ["compression.seed: 1.0"]),
+        (["train", str(LLAMA), "compression.warmup_steps=5"], ["warmup_steps: 5", "with method loco"]),
+        (
+            ["train", str(LLAMA), "compression.method=none", "compression.bits=2"],
+            ["compression.bits: 2 is of no use with method none"],
+        ),
+        (
+            ["train", str(LLAMA), "compression.method=naive", "compression.error_dtype=fp32"],
+            ["compression.error_dtype: 'fp32' is of no use with method naive"],
+        ),
+        (["train", str(LLAMA), "compression.outer_rate=0.7"], ["outer_rate: 0.7", "outer_interval 1"]),
+        (
+            ["train", str(LLAMA), "--dry-run", "data.path=/nowhere", "data.source=null"],
+            ["/nowhere.bin does not exist"],
+        ),
+        (
+            ["train", str(LLAMA), "--dry-run", *(f"data.{x}=null" for x in ("path", "source")), NOWHERE],
+            ["/nowhere.bin does not exist"],
+        ),
         (["train", str(LLAMA), "lr=1"], ["'lr=1'", "section.key=value"]),
         (["train", str(LLAMA), "--fast"], ["--fast", "--help"]),
         (["tarin", str(LLAMA)], ["'tarin'"]),

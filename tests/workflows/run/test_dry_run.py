@@ -96,6 +96,12 @@ def test_what_is_said_of_the_data(section: str, line: str, flags: str | None, tm
     assert prepare.planned_data(run).get("tokenizer_type") == flags
 
 
+def test_a_tokenizer_that_is_not_there_is_refused_before_a_run(tmp_path: Path) -> None:
+    run = configuration.load(write(tmp_path, "data: {path: a, source: stdlib, tokenizer: /nowhere}\n"))
+    with pytest.raises(UserError, match="tokenizer: '/nowhere'; allowed: bytes"):
+        prepare.planned_data(run)
+
+
 def test_data_that_is_there_and_data_named_by_megatrons_own_flag(tmp_path: Path) -> None:
     data.prepare("installed:numpy/version.py", tmp_path / "set")
     run = configuration.load(write(tmp_path, f"data: {{path: {tmp_path}/set, tokenizer: 'bpe:900'}}\n"))
