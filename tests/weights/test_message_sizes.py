@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from seeds import seeded
 from simulation import weight_coder as by_hand
 from weights.recorded_weights import recorded
 from weights.weight_coders import CODERS, coded, decoded
@@ -34,3 +36,13 @@ def test_messages_are_hardly_longer_than_the_entropy(rate):
         assert message[0] == code.CODED
         assert 1 < 8 * message.numel() / by_hand.entropy(x.numpy(), y.numpy(), False) <= most, (low, high)
         assert decoded(FASTEST, message, x).equal(y)
+
+
+@pytest.mark.parametrize(("moved", "most"), [(2e-7, 1.1), pytest.param(1e-6, 1.04, marks=THOROUGH)])
+@pytest.mark.parametrize("numel", [1 << 20, pytest.param(1 << 21, marks=THOROUGH)])
+def test_tiny_moves_cost_little_more_than_their_entropy(moved: float, most: float, numel: int) -> None:
+    generator = torch.Generator().manual_seed(seeded(0))
+    weights = 0.02 * torch.randn(numel, generator=generator)
+    after = weights + moved * torch.randn(numel, generator=generator)
+    x, y = (values.bfloat16().view(torch.int16) for values in (weights, after))
+    assert 1 < 8 * coded(FASTEST, x, y).numel() / by_hand.entropy(x.numpy(), y.numpy(), False) <= most
