@@ -35,8 +35,6 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 _ENDPOINT = re.compile(r"\S+:\d{1,5}")
 _NOT_ONEBIT_ADAMS = ("bits", "codec", "rotation", "error_beta", "reset_interval", "start_step")
 """Options that have another meaning, or none, with onebit_adam, so that another method's do not apply."""
-_OF_CODES = ("bits", "codec", "rotation", "block_size", "start_step", "topology")
-_OF_ERRORS = ("error_beta", "error_dtype", "reset_interval", "save_error")
 _PARTS = ("train", "valid", "test")
 SECTIONS = ("defaults", "megatron", "compression", "launch", "data")
 
@@ -132,12 +130,12 @@ def load(
 ) -> RunConfig:
     """Compose `path`, then `and_files`, then `overrides` (`section.key=value`).
 
-    `for_several` says that the overrides are for runs of several methods: what this one's method does not use
-    is left out.
+    `for_several` says that the overrides are for runs of several methods: options of onebit_adam are left out
+    with other methods.
 
     Raises:
-        UserError: a file does not exist or is not a YAML mapping, or a key, type or value is not allowed, or
-            an override is of no use to the method; the message names the key, the value and what is allowed.
+        UserError: a file does not exist or is not a YAML mapping, or a key, type or value is not allowed;
+            the message names the key, the value and what is allowed.
     """
     composed = compose(path)
     for extra in and_files:
@@ -149,22 +147,8 @@ def load(
     if for_several and _known(composed, "compression.method") != "onebit_adam":
         _pop(composed, ONEBIT_ADAMS)
     run = _resolve(resolved(composed, path), str(path))
-    sections = (_known(content, "compression") or {} for content in asked)
-    stated = [name for section in sections for name, value in section.items() if value is not None]
-    if not for_several and run.attach:
-        _refuse_unused(run.compression, stated)
-    return run if "weight_gather" in stated else _with_stock_gather_of_shards(run)
-
-
-def _refuse_unused(config: CompressionConfig, stated: Sequence[str]) -> None:
-    for used, without, names in (
-        (config.compresses, f"method {config.method}", _OF_CODES),
-        (config.keeps_errors, f"method {config.method}", _OF_ERRORS),
-        (config.outer_steps, "outer_interval 1", ("outer_rate", "outer_momentum")),
-    ):
-        for name in () if used else [name for name in stated if name in names]:
-            value = getattr(config, name)
-            raise UserError(f"compression.{name}: {value!r} is of no use with {without}: leave it out")
+    stated = any("weight_gather" in (_known(content, "compression") or {}) for content in asked)
+    return run if stated else _with_stock_gather_of_shards(run)
 
 
 def _with_stock_gather_of_shards(run: RunConfig) -> RunConfig:

@@ -135,15 +135,6 @@ def test_bad_configurations(text: str, tmp_path: Path) -> None:
         (["train", str(LLAMA), "--out", "OUT", "compression.seed=1.0"], ["compression.seed: 1.0"]),
         (["train", str(LLAMA), "compression.warmup_steps=5"], ["warmup_steps: 5", "with method loco"]),
         (
-            ["train", str(LLAMA), "compression.method=none", "compression.bits=2"],
-            ["compression.bits: 2 is of no use with method none"],
-        ),
-        (
-            ["train", str(LLAMA), "compression.method=naive", "compression.error_dtype=fp32"],
-            ["compression.error_dtype: 'fp32' is of no use with method naive"],
-        ),
-        (["train", str(LLAMA), "compression.outer_rate=0.7"], ["outer_rate: 0.7", "outer_interval 1"]),
-        (
             ["train", str(LLAMA), "--dry-run", "data.path=/nowhere", "data.source=null"],
             ["/nowhere.bin does not exist"],
         ),
