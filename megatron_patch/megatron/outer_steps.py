@@ -37,8 +37,10 @@ import dataclasses
 import io
 import logging
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +55,7 @@ from megatron_patch.megatron.seams.gradients import contents_of
 from megatron_patch.megatron.seams.optimizer_step import Masters, distributed_leaves, leaves_of, masters_of
 from megatron_patch.megatron.seams.weights import ChunkWeights, gathered_after
 from megatron_patch.session.session import Session
+from megatron_patch.session.states import Damaged
 from megatron_patch.weights.gather import coder_of
 
 logger = logging.getLogger(__name__)
@@ -163,6 +166,8 @@ class OuterSteps:
                 "megatron-loco: outer steps begin, and weights differ between optimizer instances: all take "
                 "their mean"
             )
+        if self.config.outer_momentum:
+            self._agree_on_velocity()
         if self.loaded:
             mine = self.state(optimizer)
             for name in mine.keys() & self.loaded.keys():
@@ -176,6 +181,15 @@ class OuterSteps:
         for shard in self._shards:
             before = None if shard.under_way is None else shard.under_way.before
             yield from (t for t in (shard.anchor, shard.velocity, before) if t is not None)
+
+    def _agree_on_velocity(self) -> None:
+        """Forget the loaded v of a shard unless all its owners have one: their weights would part."""
+        for group in dict.fromkeys(shard.group for shard in self._shards):
+            lost = torch.tensor(float(not self.loaded), device=self.session.device)
+            dist.all_reduce(lost, op=dist.ReduceOp.MAX, group=group)
+            for number, shard in enumerate(self._shards if lost else ()):
+                if shard.group is group:
+                    self.loaded.pop(f"{number}.velocity", None)
 
     def layout(self) -> list[list[int]]:
         """Return what must be equal where `state` is loaded: the instances, this one, and its shards."""
@@ -528,7 +542,7 @@ class Shard:
 
 
 def packed(of_chunks: list[OuterSteps], optimizer: Any) -> torch.Tensor:
-    """Return the states of this rank's chunks, uint8 on CPU."""
+    """Return the states of this rank's chunks and a CRC-32 of them, uint8 on CPU."""
     late = any(outer.steps or outer.under_way for outer in of_chunks)
     if late and dist.get_rank() == 0:
         logger.warning(
@@ -543,16 +557,31 @@ def packed(of_chunks: list[OuterSteps], optimizer: Any) -> torch.Tensor:
         state = {} if late else outer.state(optimizer)
         kept.append((outer.layout(), {name: tensor.detach().cpu().clone() for name, tensor in state.items()}))
     torch.save(kept, buffer)
+    buffer.write(zlib.crc32(buffer.getbuffer()).to_bytes(4, "little"))
     return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
 
 
-def restore(of_chunks: list[OuterSteps], data: torch.Tensor | None) -> None:
-    """Have the next step begin from the states that `packed` has returned; None: the checkpoint has none."""
-    saved = [] if data is None else torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)  # noqa: TID251
+def restore(of_chunks: list[OuterSteps], read: Callable[[], torch.Tensor | None], folder: str | Path) -> None:
+    """Have the next step begin from the states in a checkpoint; `read` returns them, or None without any.
+
+    Raises:
+        UserError: the states are damaged, and `strict_load` is set.
+    """
+    level, why, saved = logging.INFO, "the checkpoint has none", []
+    try:
+        if (data := read()) is not None:
+            content = data.numpy().tobytes()
+            if zlib.crc32(content[:-4]).to_bytes(4, "little") != content[-4:]:
+                raise Damaged("its states of outer steps have changed since they were saved")
+            why = "the checkpoint's ranks were placed otherwise"
+            saved = torch.load(io.BytesIO(content[:-4]), weights_only=True)  # noqa: TID251
+    except Damaged as problem:
+        level, why = logging.WARNING, f"{folder}: {problem}"
+        if of_chunks[0].config.strict_load:
+            raise UserError(f"{why}; without compression.strict_load they would begin anew") from problem
     fits = [layout for layout, _ in saved] == [outer.layout() for outer in of_chunks]
     for place, outer in enumerate(of_chunks):
         outer.forget()
         outer.loaded = saved[place][1] if fits else {}
-    if not fits and dist.get_rank() == 0:
-        why = "the checkpoint has none" if data is None else "the checkpoint's ranks were placed otherwise"
-        logger.info("megatron-loco: outer steps begin anew, without errors and momentum: %s", why)
+    if not fits and (dist.get_rank() == 0 or level != logging.INFO):
+        logger.log(level, "megatron-loco: outer steps begin anew, without errors and momentum: %s", why)

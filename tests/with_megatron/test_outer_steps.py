@@ -441,7 +441,7 @@ def carried(model: dict[str, Any], other: dict[str, Any], steps: int) -> list[st
         outer = outer_steps_of(gpt.chunks)
         with logged() as said:
             if saved is not None:
-                outer_steps.restore(outer, saved)
+                outer_steps.restore(outer, functools.partial(torch.Tensor.clone, saved), "")
             for step in range(steps if saved is None else 1):
                 gpt.step(step)
             saved = outer_steps.packed(outer, gpt.optimizer)

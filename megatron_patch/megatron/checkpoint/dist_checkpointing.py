@@ -159,7 +159,8 @@ def _load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     where, loaded = bound.arguments["checkpoint_dir"], result[0] if type(result) is tuple else result
     for name, chunks, marked, place in models:
         if outer := outer_steps_of(chunks):
-            outer_steps.restore(outer, _bytes(where, f"{name}_outer.rank_{dist.get_rank()}"))
+            read_outer = functools.partial(_bytes, where, f"{name}_outer.rank_{dist.get_rank()}")
+            outer_steps.restore(outer, read_outer, where)
         if not (chunks := compressed(chunks)):
             continue
         of_optimizer = functools.reduce(lambda value, key: value[key], place, loaded)
@@ -221,7 +222,7 @@ def restore(
 
 
 def _bytes(where: str | Path, key: str) -> torch.Tensor | None:
-    """Return a tensor of bytes of a checkpoint; None if it has none of this name."""
+    """Return a tensor of bytes of a checkpoint, or None if it has none of this name; it may raise Damaged."""
     storage = _get_filesystem_reader(where)
     try:
         stored = storage.read_metadata().state_dict_metadata.get(key)
@@ -230,8 +231,17 @@ def _bytes(where: str | Path, key: str) -> torch.Tensor | None:
     if stored is None:
         return None
     room = {key: torch.empty(stored.size, dtype=torch.uint8, device="cpu")}
-    dcp.load(room, storage_reader=storage, no_dist=True)
+    _read(room, storage)
     return room[key]
+
+
+def _read(state: dict[str, Any], storage: Any) -> None:
+    try:
+        dcp.load(state, storage_reader=storage, no_dist=True)
+    except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception.
+        cause = next((failure for failure, _ in getattr(error, "failures", {}).values()), error)
+        first = str(cause).strip().partition("\n")[0].partition(". This is")[0]
+        raise Damaged(f"its error states cannot be read: {first}") from error
 
 
 def _saved(where: str | Path, name: str) -> Saved | None:
@@ -252,7 +262,7 @@ def _saved(where: str | Path, name: str) -> Saved | None:
 
     def manifest(saved: int) -> str:
         text = {manifest_key(saved): io.BytesIO()}
-        _read(text)
+        _read(text, storage)
         return str(_unpickled(text[manifest_key(saved)]))
 
     def data(saved: int) -> torch.Tensor:
@@ -260,16 +270,8 @@ def _saved(where: str | Path, name: str) -> Saved | None:
         if size is None:
             raise Damaged(f"its error states of rank {saved} are missing")
         room = {of(saved): torch.empty(size, dtype=torch.uint8, device="cpu")}
-        _read(room)
+        _read(room, storage)
         return room[of(saved)]
-
-    def _read(state: dict[str, Any]) -> None:
-        try:
-            dcp.load(state, storage_reader=storage, no_dist=True)
-        except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception.
-            cause = next((failure for failure, _ in getattr(error, "failures", {}).values()), error)
-            first = str(cause).strip().partition("\n")[0].partition(". This is")[0]
-            raise Damaged(f"its error states cannot be read: {first}") from error
 
     if not any(key.startswith(f"{name}.rank_") for key in keys):
         return None

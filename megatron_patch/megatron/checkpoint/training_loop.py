@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import logging
 import shutil
 import sys
 import uuid
@@ -23,13 +24,14 @@ import torch.distributed as dist
 
 from megatron_patch.errors import UserError
 from megatron_patch.megatron import patching, symbols
-from megatron_patch.megatron.attach import finish_outer_steps
+from megatron_patch.megatron.attach import finish_outer_steps, outer_steps_of
 from megatron_patch.megatron.checkpoint import dist_checkpointing, tracker
 from megatron_patch.megatron.checkpoint.dist_checkpointing import restore
 from megatron_patch.megatron.checkpoint.states import compressed, rank_state_of
 from megatron_patch.megatron.seams.optimizer_step import loss_scale
 from megatron_patch.session.states import Damaged, Saved, pack
 
+logger = logging.getLogger(__name__)
 _MODULE = "megatron.training.checkpointing"
 _FOLDER = "megatron_loco"
 _FORMATS = ("torch", "torch_dcp", "fsdp_dtensor")
@@ -65,6 +67,12 @@ def _save_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
     asked, flags = _bound(original, args, kwargs), get_args()
     finish_outer_steps(asked["optimizer"], asked["model"])
+    if flags.ckpt_format in _FORMATS and dist.get_rank() == 0 and outer_steps_of(asked["model"]):
+        logger.warning(
+            "megatron-loco: --ckpt-format %s keeps no momentum, errors and Adam states of outer steps: a "
+            "resumed run begins them anew",
+            flags.ckpt_format,
+        )
     if flags.ckpt_format in _FORMATS and flags.save and not asked["non_persistent_ckpt"]:
         base = get_checkpoint_name(flags.save, asked["iteration"], asked["release"], return_base_dir=True)
         save(Path(base), compressed(asked["model"]), asked["optimizer"])

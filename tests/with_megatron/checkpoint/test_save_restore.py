@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import pickle
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from with_megatron.checkpoint.whole_checkpoints import (
     write,
 )
 from with_megatron.gpt_model import OVERLAP, build
-from with_megatron.seam_runs import attachment_of, core_before, logged
+from with_megatron.seam_runs import attachment_of, core_before, logged, refusal
 from with_megatron.test_optimizers import muon, needs_muon
 
 import megatron_patch
@@ -237,6 +238,38 @@ def test_damage_is_found_and_named(pool: Any, tmp_path: Path) -> None:
         assert lines[0].startswith("refused: ")
         assert message in lines[0]
         assert "compression.strict_load" in lines[0]
+
+
+def begun_from_damaged(folder: Path) -> dict[str, tuple[str, bool]]:
+    """In a worker: what is said when rank 3's outer steps are damaged, and whether the next step has v."""
+    from megatron_patch.megatron.attach import outer_steps_of
+
+    options, found = {"outer_interval": 2, "outer_momentum": 0.9}, {}
+    for name, damage in {"": None, "changed": _change, "truncated": _cut, "missing": _forget}.items():
+        gpt, _ = attached(INSTANCES, options | {"strict_load": name == "truncated"})
+        if damage is not None and torch.distributed.get_rank() == 0:
+            damage(shutil.copytree(folder / "intact", folder / name), "megatron_loco_outer.rank_3")
+        torch.distributed.barrier()
+        with logged() as lines:
+            if damage is not None and (error := refusal(read, gpt, folder / name)):
+                lines.append(error)
+            for step in range(1 if damage else 2):
+                gpt.step(step)
+        if damage is None:
+            write(gpt, folder / "intact")
+        (outer,) = outer_steps_of(gpt.chunks)
+        found[name] = "\n".join(lines), any(shard.velocity.any() for shard in outer._shards)
+        megatron_patch.disable()
+    return found
+
+
+def test_damaged_outer_steps_begin_anew_and_v_on_all_its_owners(pool: Any, tmp_path: Path) -> None:
+    reports = pool.run(begun_from_damaged, tmp_path, world_size=4)
+    for name in ("changed", "truncated", "missing"):
+        assert [v for _, v in (report[name] for report in reports)] == [True, False, True, False], name
+    said = reports[3]
+    assert re.search("WARNING: .* begin anew, .*/changed: .* have changed since", said["changed"][0])
+    assert re.search("/truncated: .* cannot be read.*compression.strict_load", said["truncated"][0])
 
 
 def saved_by_the_loop(folder: str, steps: int, killed: bool = False) -> None:
