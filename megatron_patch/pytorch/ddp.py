@@ -162,7 +162,8 @@ class Ddp:
         self._pending.append((future, tensor))
         sizes = [parameter.numel() for parameter in bucket.parameters()]
         self._gathered |= dict(zip(names, tensor.split(sizes), strict=True))
-        if all(self._gathered.keys() >= set(key) for key in self._exchanges):
+        # In the first pass of a static graph no bucket is the last one.
+        if bucket.is_last() or all(self._gathered.keys() >= set(key) for key in self._exchanges):
             with self._stream(tensor):
                 self._exchange_gathered()
         return future
@@ -171,6 +172,8 @@ class Ddp:
         gathered, pending = self._gathered, self._pending
         self._gathered, self._pending = {}, []
         for key, exchange in self._exchanges.items():
+            if not gathered.keys() >= set(key):  # DDP leaves out what was frozen when it wrapped the model.
+                continue
             parts = [gathered.pop(name) for name in key]
             tensor = torch.cat(parts)
             self.session.start(exchange, tensor, tensor, True, self._group).wait()
