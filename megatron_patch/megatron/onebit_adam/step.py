@@ -65,10 +65,8 @@ class Agreement:
 
     norm: float
     """The norm of the mean gradient; NaN after an overflow."""
-    unlike: bool
-    """Whether Adam's momentum differs from m, the momentum that was exchanged last."""
     restored: bool
-    """Whether it does because other code has changed it: m is not new."""
+    """Whether other code has changed Adam's momentum: it differs from m, which is not new."""
     scale: float
     """The loss scale by which the gradients are multiplied with fp16."""
 
@@ -233,7 +231,9 @@ class OneBitAdam:
             return None
         scale = loss_scale(self._optimizer)
         norm = math.sqrt(norm) / scale if math.isfinite(norm) else math.nan
-        agreement = Agreement(norm, ranks_unlike > 0, ranks_unlike > 0 and not new, scale)
+        if new:  # Even if this step is skipped: the next one finds m as it should be.
+            self._take_moments()
+        agreement = Agreement(norm, ranks_unlike > 0 and not new, scale)
         for part in self._leaves:
             if getattr(part, "grad_scaler", None) is not None:
                 part.grad_scaler.update(agreement.overflows)
@@ -282,7 +282,6 @@ class OneBitAdam:
         if agreement.restored:  # Errors belong to the momentum that was there.
             for session in self._sessions:
                 session.clear_errors()
-        if agreement.unlike:
             self._take_moments()
         self._exchange(clip / agreement.scale)
         return self._update()

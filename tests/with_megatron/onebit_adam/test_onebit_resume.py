@@ -41,13 +41,13 @@ def start(model: dict[str, Any], compression: dict[str, Any], seed: int) -> tupl
     return tiny, attachment_of(tiny.ddp)
 
 
-def step_of(tiny: Any, step: int) -> None:
-    """One step; the learning rate rises for 4, and gradients repeat: the variance settles."""
+def step_of(tiny: Any, step: int, overflow: int) -> None:
+    """One step; the rate rises for 4, and gradients repeat: the variance settles. NaN at `overflow`."""
     for group in tiny.optimizer.param_groups:
         group["lr"] = ADAM["lr"] * min((step + 1) / 4, 1 - step / 100)
         group["weight_decay"] = ADAM["weight_decay"] * group["wd_mult"]
     tiny.optimizer.zero_grad()
-    tiny.step(tiny.random_gradients(step % 5))
+    tiny.step([g * float("nan" if step == overflow else 1) for g in tiny.random_gradients(step % 5)])
 
 
 def state_of(tiny: Any, attachment: Any) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def resume(model: dict[str, Any], compression: dict[str, Any], switch: int) -> d
     for step in range(steps):
         if step - switch in CUTS:
             kept[step] = state_of(tiny, attachment), pack(rank_state_of([tiny.ddp]), 1.0)
-        step_of(tiny, step)
+        step_of(tiny, step, switch + CUTS[-1])
     whole = state_of(tiny, attachment)
     megatron_patch.disable()
 
@@ -102,7 +102,7 @@ def resume(model: dict[str, Any], compression: dict[str, Any], switch: int) -> d
         told = apply(rank, Saved(ranks, lambda _, m=manifest: m, lambda _, d=data: d), 1.0)
         assert told == "error states restored exactly"
         for step in range(cut, steps):
-            step_of(tiny, step)
+            step_of(tiny, step, switch + CUTS[-1])
         again = state_of(tiny, attachment)
         different[cut - switch] = [name for name in whole if not equal(whole[name], again[name])]
         megatron_patch.disable()
@@ -123,7 +123,7 @@ def equal(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_resumed_run_is_the_undisturbed_one(pool: Any, name: str) -> None:
-    """Saved in the warm-up, as it ends, and in the compressed phase."""
+    """Saved in the warm-up, as it ends, and in the compressed phase, right before a step with NaN."""
     model, compression, switch = CASES[name]
     for report in pool.run(resume, model, compression, switch, world_size=RANKS):
         phase = report["phase"]
