@@ -147,11 +147,12 @@ def sessions(models: Sequence[nn.Module] | None) -> list[Session]:
 
 def rank_of(models: Sequence[nn.Module]) -> RankOf | None:
     """Return the RankOf of the models, for a checkpoint; None if none of them compresses."""
-    attachments = [
-        attachment
-        for model in models
+    placed = {
+        place: attachment
+        for place, model in enumerate(models)
         if (attachment := attachment_of(model)) and attachment.config.compresses
-    ]
+    }
+    attachments = list(placed.values())
     if not attachments:
         return None
 
@@ -159,7 +160,7 @@ def rank_of(models: Sequence[nn.Module]) -> RankOf | None:
         # Models that are saved together may have parameters of the same names.
         for attachment, mine in zip(attachments, sets, strict=False):
             attachment.prepare(mine)
-        return RankState(attachments)
+        return RankState(attachments, places=list(placed))
 
     return make
 

@@ -73,7 +73,7 @@ class Ddp:
 
     def __init__(self, model: DistributedDataParallel, config: CompressionConfig) -> None:
         self.asked = self.config = config
-        self.model: nn.Module = model
+        self.model: Any = model
         self._group: dist.ProcessGroup = model.process_group
         parameters = list(model.parameters())
         self.session = Session(
@@ -131,6 +131,9 @@ class Ddp:
         if exchange is None:
             session.count(all_reduced(gradients, self._group.size()))
             future = hook.in_full(bucket)
+            if self._pending and bucket.is_last():
+                with self._stream(gradients):
+                    self._exchange_gathered()
             if not self._open or not bucket.is_last():
                 return future
         else:
@@ -203,11 +206,12 @@ class Ddp:
             if not self.session.carries([bucket.buffer().dtype, *(p.dtype for p in parameters)]):
                 return None
             self._make(key)
-            for old in [old for old in self._exchanges if old != key and not set(old).isdisjoint(key)]:
-                self.session.exchanges.remove(self._exchanges.pop(old))  # DDP has changed its buckets.
         return self._exchanges[key]
 
     def _make(self, key: tuple[str, ...]) -> None:
+        """Create the exchange of a bucket, in place of those that share parameters with it."""
+        for old in [old for old in self._exchanges if not set(old).isdisjoint(key)]:
+            self.session.exchanges.remove(self._exchanges.pop(old))
         contents = contents_of([self._parameters[name] for name in key])
         (self._exchanges[key],) = make_all_reduces([contents], self._group, self.session.setup).exchanges
         self.session.exchanges.append(self._exchanges[key])
@@ -217,8 +221,11 @@ class Ddp:
 
     def prepare(self, sets: Sequence[Sequence[str]]) -> None:
         """Attachment.prepare."""
-        named = self.model.get_submodule("module").named_parameters()
-        trained = {plain_name(name) for name, parameter in named if parameter.requires_grad}
+        trained = {
+            plain_name(name)
+            for name, parameter in self.model.module.named_parameters()
+            if parameter.requires_grad and self.session.carries([parameter.dtype])
+        }
         fitting = [tuple(names) for names in sets if names and trained >= set(names)]
         for key in fitting if self._group.size() > 1 else ():
             if key not in self._exchanges:

@@ -179,6 +179,13 @@ class StartTogether:
         self.started = self._for_good = False
         self._last: _Answers | None = None
 
+    def agreed(self, flag: bool) -> bool:
+        """Return whether `flag` is set on all ranks, which must all call it."""
+        smallest = torch.tensor(int(flag), device=self._device)
+        for group in self._ranks:
+            dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
+        return bool(smallest)
+
     def ask(self, wants: bool, seen: bool, may_start: bool) -> None:
         """Set `started` to whether all ranks compress; every rank calls it before a pass's first exchange.
 

@@ -92,9 +92,15 @@ class RankState:
     Args:
         attachments: their parts, at least one.
         layers: the numbers of the layers that this rank has, where parameters' names do not say them.
+        places: the place of each part among the caller's models, of which some may not be compressed.
     """
 
-    def __init__(self, attachments: Sequence[Attachment], layers: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        attachments: Sequence[Attachment],
+        layers: Sequence[int] = (),
+        places: Sequence[int] | None = None,
+    ) -> None:
         self.sessions = [attachment.session for attachment in attachments]
         for session in self.sessions:
             session.memory.bring_back()
@@ -107,9 +113,10 @@ class RankState:
             for each in part
             for sender in each.exchange.senders
         ]
-        groups = attachments[0].groups_of_ranks()
-        self.groups = {name: size for name, (size, _) in groups.items()}
-        self._here = groups, layers
+        groups = [attachment.groups_of_ranks() for attachment in attachments]
+        self.groups = {name: size for name, (size, _) in groups[0].items()}
+        self.places = list(range(len(attachments))) if places is None else places
+        self._here = self.places, groups, layers
 
     @property
     def layout(self) -> str:
@@ -164,6 +171,7 @@ def pack(rank: RankState, scale: float) -> tuple[str, torch.Tensor]:
         "format": FORMAT,
         "groups": rank.groups,
         "layout": rank.layout,
+        "places": rank.places,
         "sessions": [_counters(session, scale) for session in rank.sessions],
         "tensors": entries,
         "nbytes": size,
@@ -254,10 +262,9 @@ def _applied(
     scale: float,
     problem: Damaged | None,
 ) -> str:
-    states = manifest["sessions"]
-    if len(states) != len(rank.sessions):  # Chunks of one model count alike.
-        states = states[:1] * len(rank.sessions)
-    before = dict(zip(rank.sessions, states, strict=True))
+    states = dict(zip(manifest["places"], manifest["sessions"], strict=True))
+    first = manifest["sessions"][0]  # Chunks of one model, of which there may be more now, count alike.
+    before = {s: states.get(place, first) for place, s in zip(rank.places, rank.sessions, strict=True)}
     told = {session: _resumed(session, state) for session, state in before.items()}
     lines = dict.fromkeys(line for line in told.values() if line is not None)
     if None not in told.values():
@@ -378,9 +385,15 @@ def load_state_dict(rank_of: RankOf | None, state: Mapping[str, Any], scale: flo
             raise Damaged(f"it has no tensor {_RANK}{number}")
         return tensor
 
+    rank, first, problem = rank_of(()), {}, None
     try:
         first = _parsed(next(iter(ranks.values())))
-        rank = rank_of(())
+    except Damaged as damaged:
+        problem = damaged
+    agreed = [session.ledger.agreed(problem is None) for session in rank.sessions]
+    try:
+        if problem is not None or not all(agreed):
+            raise problem or Damaged("another rank's is damaged")
         if first["groups"] == rank.groups:
             rank = rank_of(first.get("sets", ()))
         rank.start_from_zero(0)

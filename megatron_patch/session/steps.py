@@ -447,6 +447,10 @@ class Ledger:
         # A resumed run goes on compressing, which is no start.
         return self.active and not before and (not onset.started or onset.since == self.steps)
 
+    def agreed(self, flag: bool) -> bool:
+        """Return whether `flag` is set on all ranks that exchange gradients with this one."""
+        return self._together.agreed(flag)
+
     def restart(self, steps: int) -> None:
         """Restart after `steps` optimizer steps."""
         self.steps = self.steps_seen = steps

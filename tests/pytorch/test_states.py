@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from coded_values import flat_error
-from pytorch.runs import full, gradients_of, wrapped
+from pytorch.runs import Model, full, gradients_of, wrapped
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from with_megatron.seam_runs import logged
@@ -229,3 +229,67 @@ def test_a_state_of_parameters_that_are_frozen_now_is_not_taken(
     assert "of another layout" in first[0][0]
     for _, weights in others:
         assert all(map(np.array_equal, weights, first[1])), "every gradient was reduced"
+
+
+def loaded_again(how: str) -> tuple[list[str], list[Any], list[Any]]:
+    """DDP that loads states of other buckets, a damaged one, or one of parameters it does not reduce."""
+    states, refused = [], []
+    for size in (0.01, 0.003):
+        model, optimizer = built(DDP | {"bucket_mb": size}, LOCO)
+        steps(model, optimizer, 0, 3)
+        states.append(megatron_patch.state_dict(model))
+        megatron_patch.disable()
+    model, optimizer = built(DDP | ({"double": True} if how == "double" else {}), LOCO)
+    if how == "ignored":
+        inner = Model()
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ["blocks.0.w0"])
+        model = megatron_patch.attach(
+            DistributedDataParallel(inner), megatron_patch.CompressionConfig(**LOCO)
+        )
+    if how == "damaged" and dist.get_rank() == 1:
+        states[1] = {key: str(text).replace("steps", "stops") for key, text in states[1].items()}
+    for state in states if how != "rolled back" else (states[1], states[1]):
+        try:
+            megatron_patch.load_state_dict(model, state)
+        except megatron_patch.UserError as error:
+            refused.append(str(error))
+        if how == "rolled back":
+            steps(model, optimizer, 3, 5)
+    steps(model, optimizer, 5, 8)
+    sets = [each.parameters for each in attach.attachment_of(model).exchanged()]
+    weights = [p.detach().clone() for p in model.parameters()][how == "ignored" :]
+    megatron_patch.disable()
+    return refused, [name for names in sets for name in names], weights
+
+
+@pytest.mark.parametrize("how", ["two loads", "rolled back", "damaged", "double", "ignored"])
+def test_ddp_goes_on_after_a_state_that_does_not_fit(pool, how: str) -> None:
+    (first, names, weights), (second, _, others) = pool.run(loaded_again, how, world_size=2)
+    assert len(names) == len(set(names)), "no parameter is in two exchanges"
+    assert all(map(np.array_equal, weights, others))
+    assert len(first) == len(second) == (how == "damaged"), "all ranks refuse a state that one cannot read"
+
+
+def another_model(swapped: bool) -> bool:
+    """Two models, of which the second, and then the other one, is not compressed: the errors that it gets."""
+    built_with, found = {}, []
+    for resume in (False, True):
+        models = []
+        for number in range(2):
+            method = "loco" if (number == 1) == (resume and swapped) else "none"
+            model, optimizer = built(DDP, LOCO | {"method": method})
+            models.append(model)
+            for _ in range(1 - resume):
+                steps(model, optimizer, 0, 3)
+        if resume:
+            megatron_patch.load_state_dict(models, built_with)
+            found = [e for model in models if model for e in errors(model)]
+        else:
+            built_with = megatron_patch.state_dict(models)
+        megatron_patch.disable()
+    return any(map(np.any, found))
+
+
+def test_a_state_of_one_model_is_not_given_to_another(pool) -> None:
+    assert pool.run(another_model, False, world_size=2) == [True] * 2
+    assert pool.run(another_model, True, world_size=2) == [False] * 2
