@@ -82,6 +82,7 @@ class Wrapped(nn.Module):
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         self.hook = lambda bucket: hook(state, bucket)
+        self._comm_hooks.append((hook, state))
 
 
 class Layer(nn.Module):
