@@ -152,7 +152,7 @@ def state_dict(
 
     Args:
         model: an attached model.
-        optimizer: Megatron's optimizer, needed with fp16; or torch's GradScaler, where one scales the loss.
+        optimizer: Megatron's optimizer, needed with fp16.
         reader: a dcp.StorageReader of the checkpoint to load, whatever layout of ranks has saved it.
         path: the keys of this model's states in that checkpoint, joined by dots; needed if the checkpoint
             has the states of several models.
@@ -167,6 +167,11 @@ def state_dict(
 
 def load_state_dict(model: Any, state: dict[str, Any], optimizer: Any = None) -> None:
     """Restore error states that torch.distributed.checkpoint.load has read. All ranks must call it.
+
+    Args:
+        model: an attached model.
+        state: what `state_dict` has returned, filled in.
+        optimizer: as of `state_dict`; or torch's GradScaler, where one scales a model's loss.
 
     Raises:
         UserError: `state` does not come from `state_dict`, or is damaged.

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_patch.collectives.exchange import Traffic
@@ -104,7 +103,7 @@ def state_dict(model: Any, optimizer: Any, reader: Any, path: str | None) -> dic
     from megatron_patch.pytorch import attach as pytorch
 
     rank_of = pytorch.rank_of(_modules(model, "state_dict"))
-    return states.state_dict(rank_of, _scale(optimizer), reader, path)
+    return states.state_dict(rank_of, None, reader, path)
 
 
 def load_state_dict(model: Any, state: dict[str, Any], optimizer: Any) -> None:
@@ -115,15 +114,8 @@ def load_state_dict(model: Any, state: dict[str, Any], optimizer: Any) -> None:
         return
     from megatron_patch.pytorch import attach as pytorch
 
-    modules, scale = _modules(model, "load_state_dict"), _scale(optimizer)
-    states.load_state_dict(pytorch.rank_of(modules), state, scale)
-    for session in pytorch.sessions(modules):
-        session.scale = torch.tensor(scale, device=session.device)
-
-
-def _scale(scaler: Any) -> float:
-    """Return the loss scale of a torch GradScaler; 1.0 if `scaler` is none."""
-    return float(scaler.get_scale()) if hasattr(scaler, "get_scale") else 1.0
+    scale = float(optimizer.get_scale()) if hasattr(optimizer, "get_scale") else 1.0  # A GradScaler's.
+    states.load_state_dict(pytorch.rank_of(_modules(model, "load_state_dict")), state, scale)
 
 
 def _is_megatron(model: Any) -> bool:

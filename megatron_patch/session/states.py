@@ -156,8 +156,13 @@ def _storage(sender: Sender) -> list[Any]:
     return [*cut, error and error.dtype, sender.codec.rotation.rotated]
 
 
-def pack(rank: RankState, scale: float) -> tuple[str, torch.Tensor]:
-    """Return this rank's manifest, and a copy of its tensors, uint8 on CPU; `scale` is fp16's loss scale."""
+def pack(rank: RankState, scale: float | None) -> tuple[str, torch.Tensor]:
+    """Return this rank's manifest, and a copy of its tensors, uint8 on CPU.
+
+    Args:
+        rank: the state.
+        scale: the loss scale of errors whose session has seen none; None if they carry none.
+    """
     tensors, entries, size = rank.tensors(), {}, 0
     for name, tensor in tensors.items():
         start = -(-size // _ALIGNMENT) * _ALIGNMENT
@@ -180,11 +185,12 @@ def pack(rank: RankState, scale: float) -> tuple[str, torch.Tensor]:
     return sealed(manifest), data
 
 
-def _counters(session: Session, scale: float) -> dict[str, Any]:
+def _counters(session: Session, scale: float | None) -> dict[str, Any]:
     session.settle()  # A loop saves between steps, even if no optimizer's step was seen.
     ledger = session.ledger
     return {
         "config": session.config.as_dict(),
+        "scaled": session.scale is not None,
         "loss_scale": scale if session.scale is None else float(session.scale),
         "mid_step": ledger.within_step and not ledger.sends_momentum,
         "steps": ledger.steps,
@@ -265,7 +271,7 @@ def _applied(
     states = dict(zip(manifest["places"], manifest["sessions"], strict=True))
     first = manifest["sessions"][0]  # Chunks of one model, of which there may be more now, count alike.
     before = {s: states.get(place, first) for place, s in zip(rank.places, rank.sessions, strict=True)}
-    told = {session: _resumed(session, state) for session, state in before.items()}
+    told = {session: _resumed(session, state, scale) for session, state in before.items()}
     lines = dict.fromkeys(line for line in told.values() if line is not None)
     if None not in told.values():
         return "; ".join(lines)
@@ -285,17 +291,19 @@ def _applied(
         except ValueError as error:
             raise Damaged(f"state {number}: {error}") from error
         # e / (1 - beta), the gradient that is still to be sent, stays the same.
-        old_beta = before[session]["config"]["error_beta"]
-        factor = scale / before[session]["loss_scale"] * (1 - session.config.beta) / (1 - old_beta)
+        old_beta, old_scale = before[session]["config"]["error_beta"], before[session]["loss_scale"]
+        factor = (1 - session.config.beta) / (1 - old_beta) * (scale / old_scale if old_scale else 1)
         if factor != 1.0:
             sender.error.scale_by(factor)
     return "; ".join(["error states restored exactly", *lines])
 
 
-def _resumed(session: Session, state: Mapping[str, Any]) -> str | None:
+def _resumed(session: Session, state: Mapping[str, Any], scale: float) -> str | None:
     """Restore a session's counters; returns why its errors are not restored, or None."""
     config, before, ledger = session.config, state["config"], session.ledger
     session.restart(state["steps"])
+    if state["scaled"]:
+        session.scale = torch.tensor(scale, device=session.device)
     ledger.steps_seen = state["steps_seen"]
     ledger.events = Events(**state["events"])
     ledger.onset = Onset.of_manifest(state, config)
@@ -340,13 +348,13 @@ parameters in each exchange, for which exchanges are made first; it may be empty
 
 
 def state_dict(
-    rank_of: RankOf | None, scale: float, reader: Any = None, path: str | None = None
+    rank_of: RankOf | None, scale: float | None, reader: Any = None, path: str | None = None
 ) -> dict[str, Any]:
     """Return a model's error states and counters on this rank, as copies on the CPU.
 
     Args:
         rank_of: makes this rank's state; None if this rank has none.
-        scale: fp16's loss scale, which errors are multiplied by; 1.0 without one.
+        scale: as of `pack`.
         reader: a dcp.StorageReader of a checkpoint to load: the result then has room for what this rank needs
             of the checkpoint, whatever layout it was saved in.
         path: the keys of this model's state in the reader's checkpoint, joined by dots. It may be left out

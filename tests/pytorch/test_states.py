@@ -19,7 +19,6 @@ from with_megatron.seam_runs import logged
 
 import megatron_patch
 from megatron_patch.pytorch import attach
-from megatron_patch.session.states import RankState, Saved, apply, pack
 
 LOCO = {"method": "loco", "start_step": 0, "reset_interval": 0}
 FLAT, HYBRID = {"kind": "flat"}, {"kind": "hybrid", "replicas": 2}
@@ -115,20 +114,32 @@ def test_in_another_layout_errors_start_from_zero(
         assert report["step"] == 6
 
 
-def in_another_scale() -> bool:
-    """In a worker: errors of a pass with the loss scale 4, restored where the scaler has 8."""
-    model, optimizer = built(DDP, LOCO)
-    steps(model, optimizer, 0, 3)
-    rank, before = RankState([attach.attachment_of(model)]), errors(model)
-    text, data = pack(rank, 4.0)
-    apply(rank, Saved([dist.get_rank()], lambda _: text, lambda _: data), 8.0)
-    after = errors(model)
+def in_other_scales(scales: list[float]) -> list[list[int]]:
+    """In a worker: what becomes of errors, of a model whose loss is scaled and of one whose loss is not, when
+    a state of both is restored, saved and restored where the scaler has other scales than the first one."""
+    loops = [built(DDP, LOCO) for _ in range(2)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=scales[0])
+    for step in range(3):
+        for (model, optimizer), scale in zip(loops, (scaler.scale, lambda loss: loss), strict=True):
+            scale(model(gradients_of(model.module, dist.get_rank(), step, torch.float32))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    models = [model for model, _ in loops]
+    before, found = [np.concatenate(errors(model)) for model in models], []
+    assert all(values.any() for values in before)
+    for scale in scales[1:]:
+        state = megatron_patch.state_dict(models)
+        megatron_patch.load_state_dict(models, state, torch.amp.GradScaler("cpu", init_scale=scale))
+        after = [np.concatenate(errors(model)) for model in models]
+        pairs = list(zip(before, after, strict=True))
+        found.append([next((k for k in (1, 2, 8) if np.array_equal(b, k * a)), 0) for a, b in pairs])
     megatron_patch.disable()
-    return any(map(np.any, before)) and all(map(np.array_equal, after, [2 * error for error in before]))
+    return found
 
 
 def test_errors_are_restored_in_the_loss_scale_that_is_loaded(pool) -> None:
-    assert pool.run(in_another_scale, world_size=2) == [True] * 2
+    found = pool.run(in_other_scales, [4.0, 8.0, 32.0], world_size=2)
+    assert found == [[[2, 1], [8, 1]]] * 2
 
 
 def moved_buckets() -> list[tuple[int, bool]]:
