@@ -123,7 +123,13 @@ def forget_failure(folder: Path) -> None:
 
 def place(run: RunConfig, folder: Path) -> Path:
     """Return the folder where `run`, in `folder`, saves its checkpoints, and from which it resumes."""
-    return Path(str(run.megatron.get("save") or folder / "checkpoints"))
+    save = str(run.megatron.get("save") or folder / "checkpoints")
+    if "://" in save:  # Path would make the local folder msc:/bucket of msc://bucket.
+        raise UserError(
+            f"megatron.save: {save!r}: a run resumes from a folder of a file system; with "
+            "python -m megatron_patch.launch Megatron saves to an object store"
+        )
+    return Path(save)
 
 
 def latest_step(checkpoints: Path) -> int | None:

@@ -62,9 +62,10 @@ def test_a_gpu_recipe_where_there_is_no_gpu_no_data_and_no_cluster(
         (["--with", "configs/clusters/two_nodes.yaml"], ["'localhost:29500'", "MASTER_ADDR"]),
         (["launch.nnodes=1", "launch.device=cuda"], ["no GPU", "--dry-run"]),
         (["launch.device=cpu", "launch.rdzv_endpoint=a:1"], ["GLOO_SOCKET_IFNAME", "eth0"]),
+        (["megatron.save=msc://bucket", "--dry-run"], ["megatron.save: 'msc://bucket'", "object store"]),
     ],
 )
-def test_what_only_a_run_needs(
+def test_what_is_refused_in_one_line(
     arguments: list[str],
     words: list[str],
     tmp_path: Path,
