@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 import torch
 from seeds import seeded
@@ -16,26 +18,33 @@ THOROUGH = pytest.mark.thorough
 
 
 @pytest.mark.parametrize(
-    "rate", [1e-6, pytest.param(1e-5, marks=THOROUGH), pytest.param(3e-4, marks=THOROUGH)]
+    ("rate", "page"),
+    [
+        (1e-6, [12.7, 16.5, 8.2, 10.4, 4.5]),
+        pytest.param(1e-5, [5.2, 5.7, 4.3, 4.6, 2.0], marks=THOROUGH),
+        pytest.param(3e-4, [6.5, 6.9, 5.2, 5.6, 3.5], marks=THOROUGH),
+    ],
 )
-def test_messages_are_hardly_longer_than_the_entropy(rate):
-    """The entropy is that of d among weights of one exponent; the whole model's message is longer by 5 %.
+def test_messages_are_longer_than_the_entropy_as_the_page_says(rate: float, page: list[float]) -> None:
+    """The table of docs/weight_code.md, in percent. The entropy is that of d among weights of one exponent.
 
-    Shards of 50,000 weights have more tables and states for their size: that at the beginning of the model's
-    middle third is longer by 12 % at most, none by 20 %.
+    The model is trained here, and its last bits depend on the processor: half a percent is left for them.
     """
     old, new = recorded(rate)
-    third = len(old) // 3
-    for low, high, most in (
-        (0, len(old), 1.05),
-        (third, third + 50_000, 1.12),
-        *((low, low + 50_000, 1.2) for low in range(0, len(old) - 50_000, 50_000)),
-    ):
-        x, y = old[low:high], new[low:high]
+
+    def longer(low: int, numel: int) -> float:
+        x, y = old[low : low + numel], new[low : low + numel]
         message = coded(FASTEST, x, y)
         assert message[0] == code.CODED
-        assert 1 < 8 * message.numel() / by_hand.entropy(x.numpy(), y.numpy(), False) <= most, (low, high)
         assert decoded(FASTEST, message, x).equal(y)
+        return 100 * (8 * message.numel() / by_hand.entropy(x.numpy(), y.numpy(), False) - 1)
+
+    found = []
+    for numel in (50_000, 92_224):
+        shards = [longer(low, numel) for low in range(0, len(old) - numel, numel)]
+        found += [statistics.median(shards), max(shards)]
+    assert [*found, longer(0, len(old))] == pytest.approx(page, abs=0.5)
+    assert longer(len(old) // 3, 50_000) <= 12
 
 
 @pytest.mark.parametrize(("moved", "most"), [(2e-7, 1.1), pytest.param(1e-6, 1.04, marks=THOROUGH)])
