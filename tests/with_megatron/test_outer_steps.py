@@ -25,6 +25,7 @@ from with_megatron.recording import weights
 from with_megatron.seam_runs import attach, attachment_of, logged, refusal
 
 import megatron_patch
+from megatron_patch.releases import too_old
 
 NEVER = {"method": "none", "outer_interval": 1000}
 BF16 = {"dtype": "bf16", "ddp": {"grad_reduce_in_fp32": False, **GATHERED}}
@@ -373,7 +374,7 @@ def absent() -> list[str]:
 
 
 @pytest.mark.skipif(
-    int(torch.__version__.split(".")[1]) < 15, reason="with torch 2.8 gloo keeps its first timeout"
+    bool(too_old("FSDP2", torch.__version__)), reason="gloo keeps the timeout with which a group was made"
 )
 def test_an_outer_step_to_which_an_instance_does_not_come_says_what_to_do(pool) -> None:
     (said, _) = pool.run(absent, world_size=2)
