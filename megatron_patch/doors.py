@@ -144,18 +144,19 @@ def _modules(model: Any, caller: str) -> Sequence[Any]:
     for part in list(model) if isinstance(model, list | tuple) else [model]:
         modules = list(part.modules()) if isinstance(part, nn.Module) else []
         wrapped = [module for module in modules if isinstance(module, DistributedDataParallel)]
-        sharded = any(isinstance(module, FSDPModule) for module in modules)
-        if bool(wrapped) == sharded:
+        shards = [module for module in modules if isinstance(module, FSDPModule)]
+        if bool(wrapped) == bool(shards):
             kinds = [f"{type(module).__module__}.{type(module).__qualname__}" for module in modules]
             held = ", ".join(sorted({kind for kind in kinds if kind.startswith(_WRAPPING)}))
             what = (
                 "is not wrapped in Megatron's DistributedDataParallel, nor in torch's, and fully_shard was "
                 "not applied to it"
             ) + (held and f"; it holds {held}")
-            if sharded:
+            if shards:
                 what = "has DistributedDataParallel and fully_shard in it: attach its parts by themselves"
             raise UserError(f"{caller}(): {type(part).__module__}.{type(part).__qualname__} {what}")
-        # torch.compile's wrapper may be around the model, or within fully_shard.
-        whole: Any = part if isinstance(part, FSDPModule) else getattr(part, "_orig_mod", part)
-        found |= dict.fromkeys(wrapped) if wrapped else {whole: None}
+        # Wrappers may be around the model, and within fully_shard.
+        in_one = shards and set(shards) <= set(shards[0].modules())
+        whole: Any = shards[0] if in_one else getattr(part, "_orig_mod", part)
+        found |= dict.fromkeys(wrapped or [whole])
     return list(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -94,9 +94,8 @@ def attach(
             )
         if attached is None:
             attachment = _make(model, config, replicas)
-            vars(model)[_HELD] = _Held(
-                attachment, replicas
-            )  # nn.Module.__setattr__ is for parameters and modules.
+            # nn.Module.__setattr__ is for parameters and modules.
+            vars(model)[_HELD] = _Held(attachment, replicas)
             _models.add(model)
             says = attachment.session.ledger.announces = announces(attachment)
             for line in lines(attachment) if says else ():
@@ -152,15 +151,14 @@ def rank_of(models: Sequence[nn.Module]) -> RankOf | None:
         for place, model in enumerate(models)
         if (attachment := attachment_of(model)) and attachment.config.compresses
     }
-    attachments = list(placed.values())
-    if not attachments:
+    if not placed:
         return None
 
-    def make(sets: Sequence[Sequence[Sequence[str]]]) -> RankState:
+    def make(sets: Mapping[int, Sequence[Sequence[str]]]) -> RankState:
         # Models that are saved together may have parameters of the same names.
-        for attachment, mine in zip(attachments, sets, strict=False):
-            attachment.prepare(mine)
-        return RankState(attachments, places=list(placed))
+        for place, attachment in placed.items():
+            attachment.prepare(sets.get(place, ()))
+        return RankState(list(placed.values()), places=list(placed))
 
     return make
 
@@ -169,7 +167,7 @@ def detach_all() -> None:
     if any(attachment.waits for attachment in _all()):
         raise UserError(
             "disable(): gradients of earlier microbatches wait for their all-reduce, which torch may make "
-            "otherwise: call it between steps"
+            "otherwise: call it between steps, or discard them (reset_iter_state(), if torch has it)"
         )
     for model in list(_models):
         attachment = attachment_of(model)

@@ -5,8 +5,8 @@ exchange that the hook starts may be under way when it returns: it is finished w
 begins, or the last one does, so that all ranks issue the same collectives in the same order. On CUDA it runs
 on a stream of its own, and so does not block the backward pass.
 
-DDP assigns its parameters to buckets anew after the first backward pass, which is therefore exchanged
-uncompressed. In a resumed run it is exchanged in the buckets that the checkpoint has.
+DDP assigns its parameters to buckets anew after the first backward pass, or the second one of a static graph;
+until then gradients are sent in full. A resumed run exchanges them in the buckets that the checkpoint has.
 """
 
 from __future__ import annotations
@@ -96,6 +96,8 @@ class Ddp:
             model.register_comm_hook(hook, lambda hook, bucket: hook(bucket))
             model._comm_hooks.pop()  # Copies take these along, though their reducers have none.
         self._passes = 0
+        self._first_passes = 1 + bool(model.static_graph)
+        """The passes after which DDP assigns parameters to buckets anew."""
         self._resumed = False
         """Whether exchanges were made for a checkpoint before the first pass."""
         self._gathered: dict[str, torch.Tensor] = {}
@@ -105,6 +107,9 @@ class Ddp:
         named = {plain_name(name): p for name, p in model.module.named_parameters()}
         self._parameters = {name: Sharded(tuple(p.shape) or (1,)) for name, p in named.items()}
         self._names = {id(p): name for name, p in named.items()}
+        reduced = zip(*model._build_params_for_reducer(), strict=True)
+        self._reduced = [p for p, is_sparse in reduced if not is_sparse and self.session.carries([p.dtype])]
+        """The parameters that a checkpoint's exchanges may have."""
         self._exchanges: dict[tuple[str, ...], Exchange] = {}
         """The exchanges by the names of a bucket's parameters, in the bucket's order."""
         self._open: deque[tuple[Handle, Future[torch.Tensor], torch.Tensor]] = deque()
@@ -123,11 +128,15 @@ class Ddp:
         """Reduce a bucket in place; the future's value is the bucket."""
         session, gradients = self.session, bucket.buffer()
         session.pass_begins(bucket.index(), scale=torch_steps.loss_scale())
+        if self.model.static_graph and bucket.index():
+            # In the first pass every bucket has index 0, and of several ones none is the last.
+            self._passes = max(self._passes, 1)
         number, self._passes = self._passes, self._passes + bucket.is_last()
         compresses = session.active and self._group.size() > 1 and not gradients.is_sparse
-        if compresses and number == 0 and self._resumed and (names := self._of_checkpoint(bucket)):
+        first = number < self._first_passes
+        if compresses and first and self._resumed and (names := self._of_checkpoint(bucket)):
             return self._gather(bucket, names)
-        exchange = self._exchange_of(bucket) if compresses and number else None
+        exchange = self._exchange_of(bucket) if compresses and not first else None
         if exchange is None:
             session.count(all_reduced(gradients, self._group.size()))
             future = hook.in_full(bucket)
@@ -165,7 +174,6 @@ class Ddp:
         self._pending.append((future, tensor))
         sizes = [parameter.numel() for parameter in bucket.parameters()]
         self._gathered |= dict(zip(names, tensor.split(sizes), strict=True))
-        # In the first pass of a static graph no bucket is the last one.
         if bucket.is_last() or all(self._gathered.keys() >= set(key) for key in self._exchanges):
             with self._stream(tensor):
                 self._exchange_gathered()
@@ -175,8 +183,6 @@ class Ddp:
         gathered, pending = self._gathered, self._pending
         self._gathered, self._pending = {}, []
         for key, exchange in self._exchanges.items():
-            if not gathered.keys() >= set(key):  # DDP leaves out what was frozen when it wrapped the model.
-                continue
             parts = [gathered.pop(name) for name in key]
             tensor = torch.cat(parts)
             self.session.start(exchange, tensor, tensor, True, self._group).wait()
@@ -221,11 +227,7 @@ class Ddp:
 
     def prepare(self, sets: Sequence[Sequence[str]]) -> None:
         """Attachment.prepare."""
-        trained = {
-            plain_name(name)
-            for name, parameter in self.model.module.named_parameters()
-            if parameter.requires_grad and self.session.carries([parameter.dtype])
-        }
+        trained = {self._names[id(parameter)] for parameter in self._reduced if parameter.requires_grad}
         fitting = [tuple(names) for names in sets if names and trained >= set(names)]
         for key in fitting if self._group.size() > 1 else ():
             if key not in self._exchanges:

@@ -102,7 +102,7 @@ class Session:
         self.scale: torch.Tensor | None = None
         """The loss scale that errors carry, fp32 []; None if no GradScaler has scaled this model's loss."""
         self._scale_before: torch.Tensor | None = None
-        self._said_in_full = False
+        self._in_full: set[str] = set()
 
     @property
     def active(self) -> bool:
@@ -161,11 +161,13 @@ class Session:
         return handle
 
     def carries(self, dtypes: Iterable[torch.dtype]) -> bool:
-        """Whether gradients of these dtypes can be compressed; the log says once that others go in full."""
-        others = sorted({str(dtype) for dtype in dtypes if dtype not in CARRIED})
-        if others and self.ledger.announces and not self._said_in_full:
-            self._said_in_full = True
-            logger.info("megatron-loco: gradients of parameters in %s are sent in full", ", ".join(others))
+        """Whether gradients of these dtypes can be compressed; the log names others, sent in full, once."""
+        others = {str(dtype) for dtype in dtypes if dtype not in CARRIED}
+        if self.ledger.announces and (new := others - self._in_full):
+            self._in_full |= new
+            logger.info(
+                "megatron-loco: gradients of parameters in %s are sent in full", ", ".join(sorted(new))
+            )
         return not others
 
     def count_inside(self, nbytes: float) -> None:

@@ -175,6 +175,7 @@ def pack(rank: RankState, scale: float | None) -> tuple[str, torch.Tensor]:
     manifest = {
         "format": FORMAT,
         "groups": rank.groups,
+        "world_size": dist.get_world_size(),
         "layout": rank.layout,
         "places": rank.places,
         "sessions": [_counters(session, scale) for session in rank.sessions],
@@ -241,7 +242,8 @@ def apply(rank: RankState, saved: Saved, scale: float) -> str:
     try:
         if manifest is None:
             raise problem or Damaged("it has no error states")
-        if here not in saved.ranks and manifest["groups"] == rank.groups:
+        same_job = manifest["world_size"] == dist.get_world_size() and manifest["groups"] == rank.groups
+        if here not in saved.ranks and same_job:
             problem = Damaged(f"it has no error states of rank {here}")
         return _applied(rank, manifest, here in saved.ranks, saved, scale, problem)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -342,9 +344,9 @@ def _unpacked(manifest: Mapping[str, Any], data: torch.Tensor | None) -> dict[in
 
 # --- torch.distributed.checkpoint -------------------------------------------------------------------------
 
-RankOf = Callable[[Sequence[Sequence[Sequence[str]]]], RankState]
-"""Makes this rank's RankState. Its argument is, for each part of the model in a checkpoint, the names of the
-parameters in each exchange, for which exchanges are made first; it may be empty. All ranks call it."""
+RankOf = Callable[[Mapping[int, Sequence[Sequence[str]]]], RankState]
+"""Makes this rank's RankState. Its argument is, by the places of the model's parts in a checkpoint, the names
+of the parameters in each exchange, for which exchanges are made first; it may be empty. All ranks call it."""
 
 
 def state_dict(
@@ -367,7 +369,7 @@ def state_dict(
         return {}
     if reader is not None:
         return _room_for(reader, path)
-    rank = rank_of(())
+    rank = rank_of({})
     manifest, data = pack(rank, scale)
     sets = [[list(each.parameters) for each in part] for part in rank.parts]
     here = f"{_RANK}{dist.get_rank()}"
@@ -384,8 +386,6 @@ def load_state_dict(rank_of: RankOf | None, state: Mapping[str, Any], scale: flo
     if rank_of is None:
         return
     keys = [match for key in state if (match := _MANIFEST.fullmatch(key))]
-    if not keys:
-        raise UserError("this is no state of megatron_patch.state_dict: it has no manifest")
     ranks = {int(key["rank"]): state[key[0]] for key in keys}
 
     def data(number: int) -> torch.Tensor:
@@ -393,8 +393,10 @@ def load_state_dict(rank_of: RankOf | None, state: Mapping[str, Any], scale: flo
             raise Damaged(f"it has no tensor {_RANK}{number}")
         return tensor
 
-    rank, first, problem = rank_of(()), {}, None
+    rank, first, problem = rank_of({}), {}, None
     try:
+        if not ranks:
+            raise Damaged("it has no manifest")
         first = _parsed(next(iter(ranks.values())))
     except Damaged as damaged:
         problem = damaged
@@ -403,7 +405,7 @@ def load_state_dict(rank_of: RankOf | None, state: Mapping[str, Any], scale: flo
         if problem is not None or not all(agreed):
             raise problem or Damaged("another rank's is damaged")
         if first["groups"] == rank.groups:
-            rank = rank_of(first.get("sets", ()))
+            rank = rank_of(dict(zip(first["places"], first.get("sets", ()), strict=False)))
         rank.start_from_zero(0)
         line = apply(rank, Saved(ranks, ranks.__getitem__, data), scale)
     except Damaged as problem:

@@ -79,6 +79,11 @@ class Wrapped(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module, self.process_group, self._comm_hooks = module, dist.group.WORLD, []
+        self.static_graph = False
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        parameters = list(self.parameters())
+        return parameters, [False] * len(parameters)
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         self.hook = lambda bucket: hook(state, bucket)

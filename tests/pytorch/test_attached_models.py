@@ -225,6 +225,22 @@ def test_gradients_that_no_message_carries_are_sent_in_full(pool, kind: str, dty
         assert kind != "ddp" or not np.array_equal(mine[1], theirs[1]), "fp32 beside it is compressed"
 
 
+def named_in_full() -> list[str]:
+    model = wrapped("ddp")
+    with logged() as lines:
+        megatron_patch.attach(model, megatron_patch.CompressionConfig(**OPTIONS))
+        for dtypes in ([torch.float64], [torch.complex64, torch.float32], [torch.float64]):
+            assert not attach.attachment_of(model).session.carries(dtypes)
+    megatron_patch.disable()
+    return [line for line in lines if "in full" in line]
+
+
+def test_each_dtype_that_is_sent_in_full_is_named_once(pool) -> None:
+    first, second = pool.run(named_in_full, world_size=2)
+    assert [dtype in line for line, dtype in zip(first, ("float64", "complex64"), strict=True)] == [True] * 2
+    assert second == []
+
+
 def test_parameters_may_be_frozen_between_wrapping_and_attaching(pool) -> None:
     stock, ours = (pool.run(trained, "ddp", "float32", each, True, world_size=2)[0][0] for each in (0, 1))
     assert np.array_equal(ours[1], stock[1])
@@ -258,8 +274,7 @@ def bits_within(kind: str, wrapper: str) -> tuple[float, float]:
         model(torch.ones(8, 64)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    same = inner if (kind, wrapper) != ("fsdp2", "a trainer's") else model
-    found = megatron_patch.report(model).bits_per_gradient, megatron_patch.report(same).bits_per_gradient
+    found = megatron_patch.report(model).bits_per_gradient, megatron_patch.report(inner).bits_per_gradient
     megatron_patch.disable()
     return found
 

@@ -22,7 +22,9 @@ from megatron_patch.pytorch import attach
 
 LOCO = {"method": "loco", "start_step": 0, "reset_interval": 0}
 FLAT, HYBRID = {"kind": "flat"}, {"kind": "hybrid", "replicas": 2}
-STATIC = {"kind": "ddp", "double": True, "options": {"static_graph": True}}
+STATIC = {"kind": "ddp", "options": {"static_graph": True}}
+SEVERAL = STATIC | {"double": True}
+"""A static graph of several buckets at first: there is one for each dtype."""
 GROUP, DDP = {"kind": "group", "replicas": 2, "group": True}, {"kind": "ddp"}
 
 
@@ -82,7 +84,15 @@ def run(
 
 @pytest.mark.parametrize(
     ("how", "unused"),
-    [(FLAT, False), (FLAT, True), (HYBRID, False), (GROUP, False), (DDP, False), (STATIC, False)],
+    [
+        (FLAT, False),
+        (FLAT, True),
+        (HYBRID, False),
+        (GROUP, False),
+        (DDP, False),
+        (STATIC, False),
+        (SEVERAL, False),
+    ],
     ids=str,
 )
 def test_a_resumed_run_is_the_undisturbed_one(
@@ -215,6 +225,35 @@ def test_each_of_two_models_gets_its_own_errors_and_counters(pool, together: boo
         )
 
 
+def on_pairs(folder: str, resume: bool) -> tuple[bool, list[str]]:
+    """A copy of one model on each pair of ranks, of which there may be more on resume: has it errors?"""
+    pairs = [dist.new_group([low, low + 1]) for low in range(0, dist.get_world_size(), 2)]
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(32, 32), process_group=pairs[dist.get_rank() // 2])
+    megatron_patch.attach(model, megatron_patch.CompressionConfig(**LOCO))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(0 if resume else 3):
+        model(torch.randn(4, 32)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with logged() as lines:
+        reader = dcp.FileSystemReader(folder) if resume else None
+        state = {"loco": megatron_patch.state_dict(model, reader=reader)}
+        (dcp.load if resume else dcp.save)(state, checkpoint_id=folder)
+        if resume:
+            megatron_patch.load_state_dict(model, state["loco"])
+    found = any(map(np.any, errors(model)))
+    megatron_patch.disable()
+    return found, lines
+
+
+def test_a_copy_of_a_model_that_a_smaller_job_did_not_have_starts_from_zero(pool, tmp_path: Path) -> None:
+    pool.run(on_pairs, str(tmp_path), False, world_size=2)
+    found = pool.run(on_pairs, str(tmp_path), True, world_size=4)
+    assert [errors for errors, _ in found] == [True, True, False, False]
+    assert "of another layout" in found[2][1][0]
+
+
 def frozen_since(how: dict[str, Any], folder: str) -> tuple[list[str], list[np.ndarray]]:
     """A state of parameters of which one was frozen since: no exchange is made that never runs."""
     run(how, folder, True, False)
@@ -225,6 +264,7 @@ def frozen_since(how: dict[str, Any], folder: str) -> tuple[list[str], list[np.n
         megatron_patch.load_state_dict(model, states)
     before = errors(model)
     steps(model, torch.optim.SGD(model.parameters(), lr=1e-2), 0, 2)
+    assert before
     assert not any(map(np.any, before))
     found = [full(p) for p in model.parameters()]
     assert len(errors(model)) == len(model.module.blocks) - 1 if how == DDP else 3
@@ -251,11 +291,13 @@ def loaded_again(how: str) -> tuple[list[str], list[Any], list[Any]]:
         states.append(megatron_patch.state_dict(model))
         megatron_patch.disable()
     model, optimizer = built(DDP | ({"double": True} if how == "double" else {}), LOCO)
-    if how == "ignored":
+    if "ignored" in how:
         inner = Model()
+        inner.blocks[1].to(torch.float64 if "static" in how else None)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ["blocks.0.w0"])
         model = megatron_patch.attach(
-            DistributedDataParallel(inner), megatron_patch.CompressionConfig(**LOCO)
+            DistributedDataParallel(inner, static_graph="static" in how),
+            megatron_patch.CompressionConfig(**LOCO),
         )
     if how == "damaged" and dist.get_rank() == 1:
         states[1] = {key: str(text).replace("steps", "stops") for key, text in states[1].items()}
@@ -268,12 +310,14 @@ def loaded_again(how: str) -> tuple[list[str], list[Any], list[Any]]:
             steps(model, optimizer, 3, 5)
     steps(model, optimizer, 5, 8)
     sets = [each.parameters for each in attach.attachment_of(model).exchanged()]
-    weights = [p.detach().clone() for p in model.parameters()][how == "ignored" :]
+    weights = [p.detach().clone() for p in model.parameters()]["ignored" in how :]
     megatron_patch.disable()
     return refused, [name for names in sets for name in names], weights
 
 
-@pytest.mark.parametrize("how", ["two loads", "rolled back", "damaged", "double", "ignored"])
+@pytest.mark.parametrize(
+    "how", ["two loads", "rolled back", "damaged", "double", "ignored", "ignored, static"]
+)
 def test_ddp_goes_on_after_a_state_that_does_not_fit(pool, how: str) -> None:
     (first, names, weights), (second, _, others) = pool.run(loaded_again, how, world_size=2)
     assert len(names) == len(set(names)), "no parameter is in two exchanges"

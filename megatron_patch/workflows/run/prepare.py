@@ -218,7 +218,8 @@ def check_stated_data(run: RunConfig, overrides: Sequence[str]) -> None:
 
 def _named_prefixes(run: RunConfig) -> list[str]:
     """Return the prefixes in megatron.data_path, which alternates weights and prefixes."""
-    named = map(str, run.megatron.get("data_path") or [])
+    stated = run.megatron.get("data_path") or []
+    named = [str(word) for word in (stated if isinstance(stated, list | tuple) else [stated])]
     return [text for text in named if not re.fullmatch(r"[\d.]+(e[+-]?\d+)?", text, re.IGNORECASE)]
 
 

@@ -121,7 +121,7 @@ def refusals(folder: str) -> dict[str, str]:
     megatron_patch.attach(half.ddp, megatron_patch.CompressionConfig(**ROTATED))
     state_dict, load = megatron_patch.state_dict, megatron_patch.load_state_dict
     return found | {
-        "no state of megatron_patch.state_dict": refusal(load, tiny.ddp, {}),
+        "it has no manifest": refusal(load, tiny.ddp, {}),
         "cannot be read": refusal(load, tiny.ddp, state | {manifest: "{"}),
         "holds no state": refusal(state_dict, tiny.ddp, None, dcp.FileSystemReader(folder)),
         "pass the optimizer": refusal(state_dict, half.ddp),

@@ -62,6 +62,10 @@ def test_a_gpu_recipe_where_there_is_no_gpu_no_data_and_no_cluster(
         (["--with", "configs/clusters/two_nodes.yaml"], ["'localhost:29500'", "MASTER_ADDR"]),
         (["launch.nnodes=1", "launch.device=cuda"], ["no GPU", "--dry-run"]),
         (["launch.device=cpu", "launch.rdzv_endpoint=a:1"], ["GLOO_SOCKET_IFNAME", "eth0"]),
+        (
+            ["megatron.data_path=/nowhere", "data.path=null", "data.source=null", "--dry-run"],
+            ["/nowhere.bin"],
+        ),
         (["megatron.save=msc://bucket", "--dry-run"], ["megatron.save: 'msc://bucket'", "object store"]),
     ],
 )
