@@ -108,8 +108,8 @@ class MegatronDdp:
                 yield from gradients.momentum.held or ()
 
     def _make_up(self) -> None:
-        if (of_chunk := _outer_of([self])) and (optimizer := of_chunk[0][0].optimizer()) is not None:
-            outer_steps.make_up(optimizer, of_chunk)
+        if self.outer is not None and (optimizer := self.outer.optimizer()) is not None:
+            outer_steps.make_up(optimizer, _outer_of(_updated_by(optimizer)))
 
     def _forget(self) -> None:
         for seam in self.seams:

@@ -304,8 +304,8 @@ class OuterSteps:
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
         except RuntimeError as error:  # As when the time of torch's process group is over.
             raise RuntimeError(
-                f"megatron-loco: not all ranks came to an outer step ({error}): where an instance's loop "
-                "makes no optimizer step, it must call megatron_patch.skip_step(model)"
+                f"megatron-loco: not all ranks came to an outer step ({error}). Unless one has ended: where "
+                "an instance's loop makes no optimizer step, it must call megatron_patch.skip_step(model)"
             ) from error
 
 
@@ -345,14 +345,15 @@ def _advance(optimizer: Any, of_chunks: Sequence[tuple[OuterSteps, ChunkWeights]
 def make_up(optimizer: Any, of_chunks: Sequence[tuple[OuterSteps, ChunkWeights]]) -> None:
     """Count the steps that the loop has skipped without the optimizer, and do what was due in them.
 
-    It is called when gradients are dropped, and at the latest before the optimizer's next step.
+    It is called when gradients are dropped, and at the latest before the optimizer's next step. Chunks of a
+    virtual pipeline count a step together: instances that make it exchange them in this order.
     """
-    while skipped := [each for each in of_chunks if each[0].session.unstepped]:
-        for outer, _ in skipped:
+    while of_chunks and all(outer.session.unstepped for outer, _ in of_chunks):
+        for outer, _ in of_chunks:
             outer.session.unstepped -= 1
             outer.session.memory.bring_back()
-        _advance(optimizer, skipped)
-        end_step(optimizer, skipped)
+        _advance(optimizer, of_chunks)
+        end_step(optimizer, of_chunks)
 
 
 @torch.no_grad()

@@ -314,22 +314,23 @@ def test_nan_in_one_instance_is_reported_on_all_ranks_and_averaged_nowhere(pool)
     assert [finite for _, finite in said] == [True, True, True, False]
 
 
-def skipping(delay: int, at: int, how: str) -> list[Any]:
+def skipping(delay: int, at: int, how: str, chunks: int) -> list[Any]:
     """In a worker: fp16, of which one instance skips a step, such as one at which an outer step is due."""
     from megatron_patch.megatron.attach import finish_outer_steps
 
     gpt = build(
         instances=2,
+        **({"pp": 2, "vpp": chunks, "layers": 2 * chunks} if chunks > 1 else {}),
         dtype="fp16",
         ddp={"grad_reduce_in_fp32": False},
         optimizer={"hysteresis": 1, "initial_loss_scale": 2.0**10},
     )
     config = megatron_patch.CompressionConfig(method="none", outer_interval=2, outer_delay=delay)
     megatron_patch.attach(gpt.chunks, config)
-    successful = []
+    instance, successful = torch.distributed.get_rank(gpt.chunks[0].inter_dist_opt_group), []
     for step in range(4):
         gpt.backward(step)
-        skips = torch.distributed.get_rank() >= 2 and step == at
+        skips = instance and step == at
         if skips and how == "overflow":
             gpt.chunks[0].bucket_groups[0].buckets[0].grad_data.fill_(float("inf"))
         elif skips and how == "skip_step":
@@ -338,25 +339,28 @@ def skipping(delay: int, at: int, how: str) -> list[Any]:
     report = megatron_patch.report(gpt.chunks)
     if delay:
         finish_outer_steps(gpt.optimizer, gpt.chunks)
-    return [successful, weights(gpt), report.step]
+    return [instance, successful, weights(gpt), report.step]
 
 
 @pytest.mark.parametrize(
-    ("delay", "at", "how"),
+    ("delay", "at", "how", "chunks"),
     [
-        *((0, 1, "overflow"), (1, 2, "overflow"), (0, 1, "clears"), (0, 0, "clears"), (1, 2, "clears")),
-        *((0, 3, "skip_step"), (1, 1, "skip_step")),
+        *((0, 1, "overflow", 1), (1, 2, "overflow", 1), (0, 1, "clears", 1), (0, 0, "clears", 1)),
+        *((1, 2, "clears", 1), (1, 2, "clears", 2), (0, 3, "skip_step", 1), (1, 1, "skip_step", 1)),
+        (1, 2, "skip_step", 2),
     ],
 )
 def test_an_instance_that_skips_a_step_takes_part_in_the_outer_step(
-    pool, delay: int, at: int, how: str
+    pool, delay: int, at: int, how: str, chunks: int
 ) -> None:
-    found = pool.run(skipping, delay, at, how, world_size=4)
+    found = pool.run(skipping, delay, at, how, chunks, world_size=4)
     skips = [step != at for step in range(4)]
-    assert [successful for successful, _, _ in found] == [[True] * 4] * 2 + [skips] * 2
-    for successful, mine, step in found:
+    assert [instance for instance, *_ in found] == ([0, 0, 1, 1] if chunks == 1 else [0, 1, 0, 1])
+    for rank, (instance, successful, mine, step) in enumerate(found):
+        assert successful == (skips if instance else [True] * 4)
         assert step == 4 - (not successful[0])  # Before an optimizer is seen, what it skips does not count.
-        assert all(np.array_equal(mine[name].numpy(), found[0][1][name].numpy()) for name in mine)
+        theirs = found[0 if chunks == 1 else rank // 2 * 2][2]  # of the same stage of the pipeline
+        assert all(np.array_equal(mine[name].numpy(), theirs[name].numpy()) for name in mine)
 
 
 def absent() -> list[str]:
