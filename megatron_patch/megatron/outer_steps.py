@@ -572,10 +572,13 @@ def restore(of_chunks: list[OuterSteps], read: Callable[[], torch.Tensor | None]
     try:
         if (data := read()) is not None:
             content = data.numpy().tobytes()
-            if zlib.crc32(content[:-4]).to_bytes(4, "little") != content[-4:]:
+            if content[-22:-18] == b"PK\5\6":  # What torch.save writes ends so: no CRC follows.
+                why = "the checkpoint is of an earlier release"
+            elif zlib.crc32(content[:-4]).to_bytes(4, "little") != content[-4:]:
                 raise Damaged("its states of outer steps have changed since they were saved")
-            why = "the checkpoint's ranks were placed otherwise"
-            saved = torch.load(io.BytesIO(content[:-4]), weights_only=True)  # noqa: TID251
+            else:
+                why = "the checkpoint's ranks were placed otherwise"
+                saved = torch.load(io.BytesIO(content[:-4]), weights_only=True)  # noqa: TID251
     except Damaged as problem:
         level, why = logging.WARNING, f"{folder}: {problem}"
         if of_chunks[0].config.strict_load:

@@ -438,12 +438,13 @@ def test_errors_of_outer_steps_are_reported_and_begin_anew(pool) -> None:
         assert left == [True, False]
 
 
-def carried(model: dict[str, Any], other: dict[str, Any], steps: int) -> list[str]:
-    """In a worker: what is logged as a job of `other` takes over what one of `model` keeps."""
+def carried(model: dict[str, Any], other: dict[str, Any], steps: int, left: int | None = None) -> list[str]:
+    """In a worker: what is logged as a job of `other` takes over what one of `model` keeps, or `left` of it,
+    and refuses what is damaged."""
     from megatron_patch.megatron import outer_steps
     from megatron_patch.megatron.attach import outer_steps_of
 
-    config = {"method": "error_feedback", "outer_interval": 2, "outer_momentum": 0.9}
+    config = {"method": "error_feedback", "outer_interval": 2, "outer_momentum": 0.9, "strict_load": True}
     saved, lines = None, []
     for parallel in (model, other):
         gpt = build(**parallel)
@@ -451,7 +452,7 @@ def carried(model: dict[str, Any], other: dict[str, Any], steps: int) -> list[st
         outer = outer_steps_of(gpt.chunks)
         with logged() as said:
             if saved is not None:
-                outer_steps.restore(outer, functools.partial(torch.Tensor.clone, saved), "")
+                outer_steps.restore(outer, functools.partial(torch.Tensor.clone, saved[:left]), "")
             for step in range(steps if saved is None else 1):
                 gpt.step(step)
             saved = outer_steps.packed(outer, gpt.optimizer)
@@ -464,13 +465,15 @@ LATE = (
     "WARNING: megatron-loco: saved between outer steps, 1 optimizer steps after one: the checkpoint mixes "
     "the weights of all optimizer instances; save after a multiple of compression.outer_interval"
 )
-PLACED = (
-    "INFO: megatron-loco: outer steps begin anew, without errors and momentum: the checkpoint's ranks were "
-    "placed otherwise"
-)
+ANEW = "INFO: megatron-loco: outer steps begin anew, without errors and momentum: the checkpoint"
+UNFIT = {
+    "'s ranks were placed otherwise": ({"ddp": OVERLAP}, None),
+    " is of an earlier release": ({}, -4),  # Without a CRC.
+}
 
 
-def test_a_checkpoint_that_does_not_fit_is_said(pool) -> None:
+@pytest.mark.parametrize("why", UNFIT)
+def test_a_checkpoint_that_does_not_fit_is_said(pool, why: str) -> None:
     """One that fits is carried over in test_resume.py."""
-    model = {"instances": 2}
-    assert pool.run(carried, model, model | {"ddp": OVERLAP}, 4, world_size=4)[0] == [PLACED, LATE]
+    model, (other, left) = {"instances": 2}, UNFIT[why]
+    assert pool.run(carried, model, model | other, 4, left, world_size=4)[0] == [ANEW + why, LATE]
