@@ -36,6 +36,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
+import re
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -302,7 +303,9 @@ class OuterSteps:
         try:
             for group in (chunk.dp_cp_group, chunk.tp_group, *pipeline):
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-        except RuntimeError as error:  # As when the time of torch's process group is over.
+        except RuntimeError as error:  # Of gloo and of NCCL with blocking waits; a peer may have died, too.
+            if not re.search("time.?out|timed out|timing out", str(error), re.IGNORECASE):
+                raise
             raise RuntimeError(
                 f"megatron-loco: not all ranks came to an outer step ({error}). Unless one has ended: where "
                 "an instance's loop makes no optimizer step, it must call megatron_patch.skip_step(model)"

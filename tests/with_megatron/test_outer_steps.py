@@ -13,6 +13,7 @@ import re
 import weakref
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -365,26 +366,33 @@ def test_an_instance_that_skips_a_step_takes_part_in_the_outer_step(
         assert all(np.array_equal(mine[name].numpy(), theirs[name].numpy()) for name in mine)
 
 
+CLOSED = "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:6153"
+
+
 def absent() -> list[str]:
-    """In a worker: what an instance says whose outer step the other one does not come to."""
+    """In a worker: what an instance says whose outer step the other one dies in, or does not come to."""
     gpt = build(instances=2)
     megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(method="none", outer_interval=2))
     gpt.step(0)
     gpt.backward(1)
     if torch.distributed.get_rank():
         return []
+    death = mock.patch.object(torch.distributed, "all_reduce", side_effect=RuntimeError(CLOSED))
+    with pytest.raises(RuntimeError) as died, death:
+        attachment_of(gpt.chunks[0]).outer._agreed([])
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=2), gpt.chunks[0].dp_cp_group)
     with pytest.raises(RuntimeError) as error:
         gpt.update()
-    return [str(error.value)]
+    return [str(died.value), str(error.value)]
 
 
 @pytest.mark.skipif(
     bool(too_old("FSDP2", torch.__version__)), reason="gloo keeps the timeout with which a group was made"
 )
 def test_an_outer_step_to_which_an_instance_does_not_come_says_what_to_do(pool) -> None:
-    (said, _) = pool.run(absent, world_size=2)
-    assert re.search("not all ranks came to an outer step .*call megatron_patch.skip_step", said[0])
+    ((died, said), _) = pool.run(absent, world_size=2)
+    assert died == CLOSED
+    assert re.search("not all ranks came to an outer step .*call megatron_patch.skip_step", said)
 
 
 def refused(model: dict[str, Any], compression: dict[str, Any]) -> str:
