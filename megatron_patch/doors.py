@@ -130,8 +130,8 @@ _WRAPPING = ("torch.distributed", "torch.nn.parallel", "megatron.core.distribute
 
 
 def _modules(model: Any, caller: str) -> Sequence[Any]:
-    """Return what is attached of a model outside Megatron: itself if `fully_shard` was applied to it, or the
-    DistributedDataParallels in it, around which torch.compile and trainers have put wrappers of their own.
+    """Return what is attached of a model outside Megatron: its module of `fully_shard`, or the
+    DistributedDataParallels, around which torch.compile and trainers may have put wrappers of their own.
 
     Raises:
         UserError: a part of it uses neither DDP nor FSDP2, or both; the message says what was found.

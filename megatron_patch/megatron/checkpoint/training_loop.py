@@ -75,7 +75,14 @@ def _save_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
         )
     if flags.ckpt_format in _FORMATS and flags.save and not asked["non_persistent_ckpt"]:
         base = get_checkpoint_name(flags.save, asked["iteration"], asked["release"], return_base_dir=True)
-        save(Path(base), compressed(asked["model"]), asked["optimizer"])
+        if "://" not in base:
+            save(Path(base), compressed(asked["model"]), asked["optimizer"])
+        elif dist.get_rank() == 0 and compressed(asked["model"]):
+            logger.warning(
+                "megatron-loco: --ckpt-format %s keeps no error states in an object store, and a resumed run "
+                "starts from zero: use torch_dist",
+                flags.ckpt_format,
+            )
     return original(*args, **kwargs)
 
 

@@ -272,7 +272,7 @@ def test_damaged_outer_steps_begin_anew_and_v_on_all_its_owners(pool: Any, tmp_p
     assert re.search("/truncated: .* cannot be read.*compression.strict_load", said["truncated"][0])
 
 
-def saved_by_the_loop(folder: str, steps: int, killed: bool = False) -> None:
+def saved_by_the_loop(folder: str, steps: int, killed: bool = False) -> list[str]:
     """In a worker: Megatron's loop saves random errors in the format torch, and may be killed meanwhile."""
     from megatron_patch.megatron.checkpoint import training_loop
 
@@ -287,8 +287,10 @@ def saved_by_the_loop(folder: str, steps: int, killed: bool = False) -> None:
         mock.patch("megatron.training.get_args", return_value=flags),
         ends if killed else contextlib.nullcontext(),
         contextlib.suppress(KeyboardInterrupt),
+        logged() as lines,
     ):
         training_loop._save_checkpoint(save_checkpoint, 7, gpt.chunks, gpt.optimizer)
+    return lines
 
 
 def loaded_by_the_loop(folder: str, kind: str = "LEGACY", error: float = 0.0) -> tuple[bool, int, list[str]]:
@@ -338,6 +340,13 @@ def test_what_a_killed_save_has_left_is_not_read(pool: Any, tmp_path: Path) -> N
 def test_errors_in_an_object_store_s_checkpoint_stay_restored(pool: Any) -> None:
     """Megatron's dist_checkpointing has read them, which no path of a file system shows."""
     assert pool.run(loaded_by_the_loop, "msc://bucket", "GLOBAL", 1.0, world_size=2) == [(True, 0, [])] * 2
+
+
+def test_a_format_of_folders_says_that_an_object_store_gets_no_errors(pool: Any) -> None:
+    first, second = pool.run(saved_by_the_loop, "msc://bucket", 7, world_size=2)
+    assert [line for line in first if "--ckpt-format torch keeps no error states" in line] == first != []
+    assert second == []
+    assert not Path("msc:").exists()
 
 
 def loaded_by_one(folder: str) -> tuple[int, bool]:
