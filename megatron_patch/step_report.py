@@ -55,6 +55,15 @@ class StepReport:
     """The number of blocks with a NaN or an infinity, which are sent as NaN."""
     compression_seconds: float
     """Time spent compressing and decompressing."""
+    bytes_between_nodes: float
+    """Bytes sent to ranks of other nodes, gradients and weights, where Megatron's own collectives are counted
+    as rings; all bytes where the launcher does not say how many ranks a node has."""
+    bytes_inside_node: float
+    """Bytes sent to ranks of the same node."""
+    wait_seconds: float | None
+    """The part of the step that waited for exchanges of gradients and weights (exposed communication); None
+    outside Megatron's DistributedDataParallel, and in steps of Megatron's training loop in which it is not
+    measured."""
 
     def __str__(self) -> str:
         method = self.method if self.bits is None else f"{self.method}, {self.bits} bits"

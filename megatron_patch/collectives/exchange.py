@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_patch.collectives.sender import Sender
+from megatron_patch.collectives.topology import inside_shares
 from megatron_patch.collectives.workspace import Workspace
 from megatron_patch.config import CompressionConfig
 from megatron_patch.quantization.blocks import Contents
@@ -28,13 +29,19 @@ class Traffic:
 
     nbytes: float = 0.0
     elements: float = 0.0
+    inside: float = 0.0
+    """Of these bytes, those to ranks of the same node."""
 
     def add(self, other: Traffic) -> None:
         self.nbytes += other.nbytes
         self.elements += other.elements
+        self.inside += other.inside
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.nbytes + other.nbytes, self.elements + other.elements)
+        return Traffic(self.nbytes + other.nbytes, self.elements + other.elements, self.inside + other.inside)
+
+    def __mul__(self, factor: float) -> Traffic:
+        return Traffic(self.nbytes * factor, self.elements * factor, self.inside * factor)
 
     @property
     def bits_per_element(self) -> float:
@@ -42,15 +49,20 @@ class Traffic:
         return 8 * self.nbytes / self.elements if self.elements else 0.0
 
 
-def reduce_scattered(tensor: torch.Tensor, ranks: int) -> Traffic:
+def in_a_ring(nbytes: float, elements: float, group: dist.ProcessGroup) -> Traffic:
+    """The traffic of a collective over `group` that sends this much from each rank to the next one."""
+    return Traffic(nbytes, elements, nbytes * inside_shares(group)[0])
+
+
+def reduce_scattered(tensor: torch.Tensor, group: dist.ProcessGroup) -> Traffic:
     """The traffic of an uncompressed reduce-scatter from, or all-gather to, the whole `tensor`."""
-    elements = tensor.numel() * (ranks - 1) / ranks
-    return Traffic(elements * tensor.element_size(), elements)
+    elements = tensor.numel() * (group.size() - 1) / group.size()
+    return in_a_ring(elements * tensor.element_size(), elements, group)
 
 
-def all_reduced(tensor: torch.Tensor, ranks: int) -> Traffic:
-    """The traffic of an uncompressed all-reduce of `tensor` over `ranks` ranks."""
-    half = reduce_scattered(tensor, ranks)
+def all_reduced(tensor: torch.Tensor, group: dist.ProcessGroup) -> Traffic:
+    """The traffic of an uncompressed all-reduce of `tensor` over the ranks of `group`."""
+    half = reduce_scattered(tensor, group)
     return half + half
 
 

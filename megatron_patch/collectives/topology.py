@@ -16,9 +16,11 @@ import contextlib
 import datetime
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -96,6 +98,26 @@ def agreed_ranks_per_node(
             irregular=True,
         )
     return mine
+
+
+_inside_shares: WeakKeyDictionary[Any, tuple[float, float]] = WeakKeyDictionary()
+
+
+def inside_shares(group: dist.ProcessGroup) -> tuple[float, float]:
+    """Return which shares of what ranks send over `group` stay inside nodes, as means over its ranks.
+
+    The first is that of a ring, by which NCCL sums and gathers; the second that of an all-to-all. Both are 0
+    where the launcher does not say how many ranks a node has.
+    """
+    if group not in _inside_shares:
+        shares, per_node = (0.0, 0.0), ranks_per_node(None)
+        if per_node is not None and group.size() > 1 and dist.get_backend(group) != "fake":
+            nodes = [rank // per_node for rank in dist.get_process_group_ranks(group)]
+            ring = sum(node == after for node, after in zip(nodes, nodes[1:] + nodes[:1], strict=True))
+            pairs = sum(ranks * (ranks - 1) for ranks in Counter(nodes).values())
+            shares = ring / len(nodes), pairs / len(nodes) / (len(nodes) - 1)
+        _inside_shares[group] = shares
+    return _inside_shares[group]
 
 
 def _number(variable: str) -> int | None:

@@ -1,9 +1,8 @@
-"""Buffers for payloads, which all exchanges share, and a stopwatch for each model chunk.
+"""Buffers for payloads, which all exchanges share, and stopwatches.
 
 Buffers are taken, used and given back, so that no step after the first ones allocates memory. All model
 chunks of a rank share them: chunks whose gradients are one bucket (Megatron's pipeline ranks above 0, and its
-later virtual chunks) need large buffers, but one chunk after the other. The stopwatch adds up the time spent
-compressing and decompressing, without the time that collectives take.
+later virtual chunks) need large buffers, but one chunk after the other.
 """
 
 from __future__ import annotations
@@ -98,43 +97,35 @@ def forget_shared_pools() -> None:
     _shared.clear()
 
 
-class Workspace:
-    """A pool of buffers, and a stopwatch for compressing and decompressing.
+class Stopwatch:
+    """Adds up the time of blocks; blocks within such blocks count once."""
 
-    Args:
-        device: the device of the buffers.
-        pool: a shared pool; None: a pool of its own.
-    """
-
-    def __init__(self, device: torch.device, pool: Pool | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.pool = pool or Pool(device)
+        self._within = False
         self._seconds = 0.0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    @property
-    def nbytes(self) -> int:
-        return self.pool.nbytes
-
-    def take(self, rows: int, columns: int, use: str = "payload") -> torch.Tensor:
-        return self.pool.take(rows, columns, use)
-
-    def give(self, buffer: torch.Tensor) -> None:
-        self.pool.give(buffer)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Time the work of the block: on CUDA by events on the current stream, without waiting for it."""
-        if self.device.type != "cuda":
-            start = time.perf_counter()
+        if self._within:
             yield
-            self._seconds += time.perf_counter() - start
             return
-        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        events[0].record()
-        yield
-        events[1].record()
-        self._events.append(events)
+        self._within = True
+        try:
+            if self.device.type != "cuda":
+                start = time.perf_counter()
+                yield
+                self._seconds += time.perf_counter() - start
+                return
+            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            events[0].record()
+            yield
+            events[1].record()
+            self._events.append(events)
+        finally:
+            self._within = False
 
     def lap(self) -> Callable[[], float]:
         """Restart the stopwatch; returns a callable that waits for the work and gives the elapsed seconds."""
@@ -147,3 +138,26 @@ class Workspace:
             return seconds + sum(start.elapsed_time(end) for start, end in events) / 1e3
 
         return elapsed
+
+
+class Workspace(Stopwatch):
+    """A pool of buffers, and a stopwatch for compressing and decompressing, without the collectives.
+
+    Args:
+        device: the device of the buffers.
+        pool: a shared pool; None: a pool of its own.
+    """
+
+    def __init__(self, device: torch.device, pool: Pool | None = None) -> None:
+        super().__init__(device)
+        self.pool = pool or Pool(device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.pool.nbytes
+
+    def take(self, rows: int, columns: int, use: str = "payload") -> torch.Tensor:
+        return self.pool.take(rows, columns, use)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        self.pool.give(buffer)

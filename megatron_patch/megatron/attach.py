@@ -35,6 +35,7 @@ from megatron_patch.megatron.onebit_adam.step import OneBitAdam
 from megatron_patch.megatron.outer_steps import OuterSteps
 from megatron_patch.megatron.seams import optimizer_step, replicated_params
 from megatron_patch.megatron.seams.gradients import BucketGroupSeam, is_rerun
+from megatron_patch.megatron.seams.waits import Waits
 from megatron_patch.megatron.seams.weights import ChunkWeights, gathered_after
 from megatron_patch.megatron.startup_log import log_startup
 from megatron_patch.megatron.unsupported import (
@@ -91,6 +92,7 @@ class MegatronDdp:
             for place, group in enumerate(groups)
         ]
         self.weights = ChunkWeights(chunk, self.session)
+        self._waits = Waits(groups, self.session)  # It comes last, so that it times what the seams do.
         if self.outer is not None:
             self.session.memory.sources.append(self.outer.kept)
             self.session.on_restart.append(self.outer.forget)
@@ -142,6 +144,7 @@ class MegatronDdp:
         return {**sizes, "instances": (chunk.ddp_config.num_distributed_optimizer_instances, 0)}
 
     def detach(self) -> None:
+        self._waits.detach()
         for seam in self.seams:
             if self.session.ledger.leaves_unreduced and seam.momentum is not None:
                 seam.momentum.reduce_gradients()  # The next step is Megatron's own and needs them reduced.
@@ -335,7 +338,8 @@ class _Steps:
         updated = _updated_by(optimizer)
         if not updated:
             return
-        outer_steps.end_step(optimizer, _outer_of(updated))
+        with updated[0].session.waits.timed():
+            outer_steps.end_step(optimizer, _outer_of(updated))
         parts, rates = optimizer_step.leaves_of(optimizer), optimizer_step.learning_rates(optimizer)
         for attachment in updated:
             ended = attachment.session.optimizer_stepped(

@@ -4,8 +4,9 @@ Four functions of megatron.training.training are wrapped: `train_step` shows whe
 which model, `training_log` is called on every rank after every step, and `evaluate_and_print_results` with
 its `evaluate` gives the validation loss. Their results are not changed.
 
-The last rank writes, because it has the loss and Megatron's TensorBoard writer. Compression statistics are
-summed over ranks by one small all-reduce per logged step. A run that resumes from a checkpoint repeats steps
+The last rank writes, because it has the loss and Megatron's TensorBoard writer. After Megatron's own line of
+a logged step it prints one on what was sent since the last line. Compression statistics are summed over ranks
+by one small all-reduce per logged step. A run that resumes from a checkpoint repeats steps
 that an earlier attempt had logged: the old lines of these steps are removed before the first new one.
 """
 
@@ -15,12 +16,14 @@ import dataclasses
 import functools
 import inspect
 import json
+import logging
 import math
 import platform
 import resource
 import statistics as stats
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
@@ -32,6 +35,7 @@ from megatron.training import get_args
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
 from megatron_patch.collectives.exchange import Traffic
+from megatron_patch.collectives.topology import ranks_per_node
 from megatron_patch.config import CompressionConfig
 from megatron_patch.files import write_whole
 from megatron_patch.megatron import patching, symbols, weight_metrics
@@ -40,10 +44,61 @@ from megatron_patch.megatron.seams import traffic
 from megatron_patch.session.report import sums as sums_of
 from megatron_patch.session.session import Session
 
+logger = logging.getLogger(__name__)
+
 _WRAPPED = (symbols.TRAIN_STEP, symbols.TRAINING_LOG, symbols.EVALUATE_AND_PRINT, symbols.EVALUATE)
 _OF_CODED_WEIGHTS = ("weight_unchanged_share", "weight_bits_by_bucket", "raw_weight_gathers")
 _WARM_UP_STEPS = 3
 """The median step time leaves out this many first steps, which include allocation and first-use costs."""
+_WATCHED = 10
+"""Waits for exchanges are timed in this many steps before a logged one. Each is read a step later, so that no
+log waits for the GPU."""
+
+
+@dataclass
+class _Sent:
+    """What ranks have sent in some steps, and how long these took, summed over ranks."""
+
+    steps: float = 0.0
+    seconds: float = 0.0
+    inside: float = 0.0
+    """The bytes that `gradients` leaves out: to ranks of the same node in two hops."""
+    watched: float = 0.0
+    """The seconds of the steps whose waits were timed."""
+    watched_steps: float = 0.0
+    waited: float = 0.0
+    gradients: Traffic = field(default_factory=Traffic)
+    weights: Traffic = field(default_factory=Traffic)
+
+    @property
+    def numbers(self) -> list[float]:
+        *numbers, gradients, weights = astuple(self)
+        return [*numbers, *gradients, *weights]
+
+    @classmethod
+    def of(cls, numbers: list[float]) -> _Sent:
+        one, gradients, weights = numbers[:6], Traffic(*numbers[6:9]), Traffic(*numbers[9:])
+        steps, seconds, inside, watched, watched_steps, waited = one
+        return cls(steps, seconds, inside, watched, watched_steps, waited, gradients, weights)
+
+    def add(self, other: _Sent) -> None:
+        pairs = zip(self.numbers, other.numbers, strict=True)
+        vars(self).update(vars(self.of([mine + more for mine, more in pairs])))
+
+    def __str__(self) -> str:
+        inside = self.inside + self.gradients.inside + self.weights.inside
+        between = (self.gradients.nbytes + self.weights.nbytes + self.inside - inside) / self.steps / 1e6
+        sent = f"{between:.3g} MB to other ranks"
+        if ranks_per_node(None) is not None:
+            sent = f"{between:.3g} MB between nodes and {inside / self.steps / 1e6:.3g} MB inside"
+        took = f"{self.seconds / self.steps:.3f} s a step"
+        if self.watched_steps:
+            waited, watched = self.waited / self.watched_steps, self.watched / self.watched_steps
+            took = f"waited {waited:.3f} of {watched:.3f} s a step for exchanges"
+        weights = f"{self.weights.bits_per_element:.2f} bits a weight, " if self.weights.elements else ""
+        return (
+            f"{self.gradients.bits_per_element:.2f} bits a gradient, {weights}{sent} a step and rank; {took}"
+        )
 
 
 class RunMetrics:
@@ -67,12 +122,19 @@ class RunMetrics:
         self._last: dict[str, Any] = {}
         self._compression_seconds: list[float] = []
         self._steps = 0
+        self._sent = _Sent()
+        """By this rank since the last record."""
+        self._in_all = _Sent()
+        """By all ranks, in the steps up to the last record."""
+        self._line = ""
+        self._laps: list[tuple[float, list[Callable[[], float]]]] = []
+        """Of the steps whose waits were timed and not read yet: their seconds, and what returns the waits."""
 
     def install(self) -> None:
         """Wrap the functions of megatron.training.training until `uninstall` or the next `install`."""
         self.uninstall()
         self._wrap(symbols.TRAIN_STEP, before=self._before_step)
-        self._wrap(symbols.TRAINING_LOG, before=self._log_step)
+        self._wrap(symbols.TRAINING_LOG, before=self._log_step, after=self._tell)
         self._wrap(symbols.EVALUATE_AND_PRINT, before=self._before_evaluation)
         self._wrap(symbols.EVALUATE, after=self._after_evaluation)
 
@@ -104,11 +166,16 @@ class RunMetrics:
         iteration = getattr(args, "curr_iteration", None)  # This is still the previous step.
         for session in self._sessions():
             session.measures = iteration is None or self._logs(args, iteration + 1)
+            session.watches = iteration is None or self._watches(args, iteration + 1)
         self._started = time.perf_counter()
 
     @staticmethod
     def _logs(args: Any, step: int) -> bool:
         return step % args.log_interval == 0 or step == args.train_iters
+
+    @classmethod
+    def _watches(cls, args: Any, step: int) -> bool:
+        return any(cls._logs(args, later) for later in range(step + 1, step + 1 + _WATCHED))
 
     def _before_evaluation(self, arguments: dict[str, Any]) -> None:
         self._model = arguments["model"]  # A run that resumes after its last step makes no further step.
@@ -131,6 +198,7 @@ class RunMetrics:
         calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
         batch = calculator.get_current_running_global_batch_size() if calculator else args.global_batch_size
         self._rates.append(batch * args.seq_length / seconds)
+        self._count(seconds)
         if not self._logs(args, step):
             return
         record = {
@@ -151,6 +219,29 @@ class RunMetrics:
             self._file.flush()
         self._show(record, step)
 
+    def _count(self, seconds: float) -> None:
+        """Count what the last step has sent, and read the waits of the step before."""
+        for watched, laps in self._laps:
+            self._sent.add(_Sent(watched=watched, watched_steps=1, waited=sum(lap() for lap in laps)))
+        sessions = self._sessions()
+        laps = [lap for session in sessions if (lap := session.report.wait_seconds) is not None]
+        self._laps = [(seconds, laps)] if laps else []
+        gradients, inside = Traffic(), sum(session.report.inside_bytes for session in sessions)
+        for session in sessions:
+            gradients.add(session.report.traffic)
+        for group in weight_metrics.bucket_groups(self._model) if not sessions else ():
+            gradients.add(traffic.stock_gradients(group))
+        gradients.add(weight_metrics.outer_traffic(self._model))
+        self._sent.add(
+            _Sent(1, seconds, inside, gradients=gradients, weights=weight_metrics.sent(self._model))
+        )
+
+    def _tell(self, _: Any) -> None:
+        """Print the line of the last record, on the rank that prints Megatron's."""
+        line, self._line = self._line, ""
+        if line and self._writes():
+            logger.info("megatron-loco: %s", line)
+
     def _sessions(self) -> list[Session]:
         return [c for chunk in self._model if (c := session_of(chunk)) is not None]
 
@@ -159,33 +250,30 @@ class RunMetrics:
         return next((session.config for session in self._sessions()), None)
 
     def _compression_record(self) -> dict[str, Any]:
-        weights, coded = weight_metrics.sent(self._model), weight_metrics.coded(self._model)
         sessions = self._sessions()
-        sums = sums_of(sessions)
-        gradients = sums.traffic
-        for group in weight_metrics.bucket_groups(self._model) if not sessions else ():
-            gradients.add(traffic.stock_gradients(group))
-        gradients.add(weight_metrics.outer_traffic(self._model))
-        wire = [gradients.nbytes, gradients.elements, weights.nbytes, weights.elements, *coded]
-        wire += weight_metrics.outer_sums(self._model)
-        wire += [sums.compression_seconds, sums.inside_bytes, sums.compressed]
+        sums, sent, self._sent = sums_of(sessions), self._sent.numbers, _Sent()
+        wire = [*sent, *weight_metrics.coded(self._model), *weight_metrics.outer_sums(self._model)]
+        wire += [sums.compression_seconds, sums.compressed]
         totals = torch.cat([sums.statistics, torch.tensor(wire, dtype=torch.float64, device="cpu")])
         if "nccl" in dist.get_backend():
             totals = totals.cuda()
         dist.all_reduce(totals)
         signal, noise, gradient, error, non_finite, *wire = totals.tolist()
-        *wire, moved, mean, between, seconds, inside, compressed = wire
-        grad_bytes, grad_elements, weight_bytes, weight_elements, *coded = wire
+        *wire, moved, mean, between, seconds, compressed = wire
+        all_sent, coded = _Sent.of(wire[: len(sent)]), wire[len(sent) :]
+        self._in_all.add(all_sent)
+        self._line = f"step {self._steps}: {all_sent}"
         ranks = dist.get_world_size()
         self._compression_seconds.append(seconds / ranks)
         return {
             "compressed": compressed > 0,
             "compression_seconds": seconds / ranks,
-            "gradient_wire_bytes": grad_bytes / ranks,
-            "gradient_intra_node_bytes": inside / ranks,
-            "gradient_wire_bits_per_element": Traffic(grad_bytes, grad_elements).bits_per_element,
-            "weight_wire_bytes": weight_bytes / ranks,
-            "weight_wire_bits_per_element": Traffic(weight_bytes, weight_elements).bits_per_element,
+            "wait_seconds": all_sent.waited / all_sent.watched_steps if all_sent.watched_steps else None,
+            "gradient_wire_bytes": all_sent.gradients.nbytes / all_sent.steps,
+            "gradient_intra_node_bytes": all_sent.inside / all_sent.steps,
+            "gradient_wire_bits_per_element": all_sent.gradients.bits_per_element,
+            "weight_wire_bytes": all_sent.weights.nbytes / all_sent.steps,
+            "weight_wire_bits_per_element": all_sent.weights.bits_per_element,
             **self._coded_weights(coded),
             **weight_metrics.outer(self._model, moved, mean, between / ranks),
             "compression_snr_db": 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None,
@@ -219,6 +307,7 @@ class RunMetrics:
                 "weight_unchanged_share",
                 *("outer_norm", "outer_distance", "outer_wire_bytes"),
                 "compression_seconds",
+                "wait_seconds",
                 "compression_snr_db",
                 "compensation_norm_ratio",
                 "non_finite_blocks",
@@ -258,6 +347,9 @@ class RunMetrics:
         if "nccl" in dist.get_backend():
             memory = memory.cuda()
         dist.all_reduce(memory, op=dist.ReduceOp.MAX)
+        if self._in_all.steps and self._writes():
+            steps = round(self._in_all.steps / dist.get_world_size())
+            logger.info("megatron-loco: the run's %d logged steps: %s", steps, self._in_all)
         if self._file is not None:
             self._file.close()
         if writer := get_tensorboard_writer():

@@ -507,7 +507,7 @@ class Shard:
         if self.anchor is None:
             return Traffic()
         if self.exchange is None or not compresses:
-            return all_reduced(self.anchor, self.group.size())
+            return all_reduced(self.anchor, self.group)
         return self.exchange.traffic(self.anchor).between
 
     def send(self, masters: Masters, compresses: bool) -> None:

@@ -61,10 +61,8 @@ def outer_traffic(model: Sequence[Any]) -> Traffic:
     """Return what must be added to a step's traffic to spread this rank's outer steps over all steps."""
     total = Traffic()
     for outer in outer_steps_of(model):
-        coming, interval = outer.traffic(), outer.config.outer_interval
-        total.add(Traffic(coming.nbytes / interval, coming.elements / interval))
-        # The step's own traffic has all that it has sent.
-        total.add(Traffic(-outer.sent.nbytes, -outer.sent.elements))
+        total.add(outer.traffic() * (1 / outer.config.outer_interval))
+        total.add(outer.sent * -1.0)  # The step's own traffic has all that it has sent.
     return total
 
 

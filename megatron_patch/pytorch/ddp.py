@@ -138,7 +138,7 @@ class Ddp:
             return self._gather(bucket, names)
         exchange = self._exchange_of(bucket) if compresses and not first else None
         if exchange is None:
-            session.count(all_reduced(gradients, self._group.size()))
+            session.count(all_reduced(gradients, self._group))
             future = hook.in_full(bucket)
             if self._pending and bucket.is_last():
                 with self._stream(gradients):
@@ -188,7 +188,7 @@ class Ddp:
             self.session.start(exchange, tensor, tensor, True, self._group).wait()
             torch._foreach_copy_(parts, tensor.split([part.numel() for part in parts]))
         for gradient in gathered.values():  # The checkpoint has no exchange for them.
-            self.session.count(all_reduced(gradient, self._group.size()))
+            self.session.count(all_reduced(gradient, self._group))
             dist.all_reduce(gradient.mul_(1.0 / self._group.size()), group=self._group)
         for future, tensor in pending:
             future.set_result(tensor)

@@ -140,7 +140,7 @@ class Flat(Sets, ReduceScatter):
         session = self._session
         session.pass_begins(self, scale=torch_steps.loss_scale())
         if not session.active or group.size() == 1 or not session.carries([input_tensor.dtype]):
-            session.count(reduce_scattered(input_tensor, group.size()))
+            session.count(reduce_scattered(input_tensor, group))
             self._stock(output_tensor, input_tensor, group, op, async_op)
             return
         average = op == dist.ReduceOp.AVG
@@ -194,7 +194,7 @@ class Hybrid(Sets):
         # If a divide factor was set, the reduce-scatter has divided by it, and replicas are summed.
         average = self.group.divide_factor is None
         if not session.active or replicas.size() == 1 or not session.carries([output.dtype]):
-            session.count(all_reduced(output, replicas.size()))
+            session.count(all_reduced(output, replicas))
             dist.all_reduce(output, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, group=replicas)
         else:
             session.start(self.exchange(output.numel()), output, output, average, replicas).wait()

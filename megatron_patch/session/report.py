@@ -64,6 +64,8 @@ def step_report(states: Sequence[Session], weights: Traffic | None = None) -> St
         raise UserError("report(): no optimizer step has ended yet; call it after optimizer.step()")
     total, weights = sums(states), weights or Traffic()
     signal, noise, gradient, error, non_finite = total.statistics.tolist()
+    inside = total.traffic.inside + total.inside_bytes + weights.inside
+    waits = [lap() for state in states if (lap := state.report.wait_seconds) is not None]
     measured = not math.isnan(signal)
     return StepReport(
         step=step,
@@ -85,6 +87,9 @@ def step_report(states: Sequence[Session], weights: Traffic | None = None) -> St
         snr_db=10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None,
         non_finite_blocks=int(non_finite) if measured else None,
         compression_seconds=total.compression_seconds,
+        bytes_between_nodes=total.traffic.nbytes + total.inside_bytes + weights.nbytes - inside,
+        bytes_inside_node=inside,
+        wait_seconds=sum(waits) if waits else None,
     )
 
 

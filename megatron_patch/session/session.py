@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from megatron_patch.collectives.exchange import CARRIED, Exchange, Handle, Setup, Traffic
 from megatron_patch.collectives.sender import MovingAverageError, Sender, try_kernels
-from megatron_patch.collectives.workspace import Workspace, shared_pool
+from megatron_patch.collectives.topology import inside_shares
+from megatron_patch.collectives.workspace import Stopwatch, Workspace, shared_pool
 from megatron_patch.config import CompressionConfig
 from megatron_patch.session.steps import Answer, Ledger, State
 from megatron_patch.weights import gather
@@ -47,6 +48,8 @@ class SessionReport:
     """Returns the time spent compressing and decompressing; on CUDA the call waits for the work."""
     inside_bytes: float = 0.0
     """Bytes sent to ranks of the same node by hop 1 of two hops; `traffic` counts hop 2."""
+    wait_seconds: Callable[[], float] | None = None
+    """Returns the time in which the step waited for exchanges, as `compression_seconds`; None if unknown."""
     step: int = 0
     """The session's `steps_seen` after this step; 0 if no step has ended."""
 
@@ -97,6 +100,11 @@ class Session:
         self._earlier: list[torch.Tensor] = []
         """The senders' statistics of earlier exchanges in this step, if a step has several."""
         self._inside_bytes = 0.0
+        self.waits = Stopwatch(device)
+        self.watches = True
+        """Whether waits are timed in the next step; metrics.py sets it for the steps before one it logs."""
+        self.sees_waits = False
+        """Whether `waits` times all calls in which steps wait for exchanges of gradients and weights."""
         self.measures = True
         """Whether the next exchanges measure loco.STATISTICS; metrics.py sets it for steps that it logs."""
         self.scale: torch.Tensor | None = None
@@ -145,6 +153,10 @@ class Session:
             in_flight.popleft().wait()
         traffic = exchange.traffic(tensor)
         self.count(traffic.between)
+        if (
+            group is not None and traffic.between.nbytes and not traffic.inside
+        ):  # Every rank sends to every other one.
+            self._traffic.inside += traffic.between.nbytes * inside_shares(group)[1]
         self._inside_bytes += traffic.inside
         for sender in exchange.senders:
             if sender.measures and sender in self._used:  # It has statistics of an earlier microbatch.
@@ -257,6 +269,7 @@ class Session:
             compressed=bool(self._used),
             statistics=torch.stack(measured).sum(0) if measured else None,
             compression_seconds=self.workspace.lap(),
+            wait_seconds=self.waits.lap() if self.sees_waits and self.watches else None,
             inside_bytes=self._inside_bytes,
             step=self.ledger.steps_seen,
         )

@@ -106,7 +106,7 @@ class GradientReductions:
             if low and self._outer is None:
                 recorded.append((input, output, op == dist.ReduceOp.AVG, group))
                 return
-            traffic = reduce_scattered(input, group.size())
+            traffic = reduce_scattered(input, group)
             if self._outer is None:
                 self._session.count(traffic)
             else:
@@ -117,7 +117,7 @@ class GradientReductions:
             if low:
                 recorded.append((tensor, tensor, op == dist.ReduceOp.AVG, group))
                 return
-            self._session.count(all_reduced(tensor, group.size()))
+            self._session.count(all_reduced(tensor, group))
             upstream.distributed.all_reduce(tensor, op=op, group=group)
 
         @contextmanager

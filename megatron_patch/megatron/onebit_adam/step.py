@@ -322,8 +322,9 @@ class OneBitAdam:
                 if stage.reduction.exchanges:
                     exchange = stage.reduction.exchanges[place]
                     handles.append(session.start(exchange, held, held, True, stage.group))
-            for handle in handles:
-                handle.wait()
+            with session.waits.timed():
+                for handle in handles:
+                    handle.wait()
             seam.momentum.clear_padding()
         for shared in self._copies or ():
             shared.average()

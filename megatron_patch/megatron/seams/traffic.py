@@ -16,13 +16,14 @@ def stock_gradients(bucket_group: Any, force_all_reduce: bool = False) -> Traffi
     total = Traffic()
     for bucket in bucket_group.buckets:
         if not config.use_distributed_optimizer:
-            total.add(all_reduced(bucket.grad_data, bucket_group.data_parallel_group.size()))
+            total.add(all_reduced(bucket.grad_data, bucket_group.data_parallel_group))
             continue
-        ranks = bucket_group.intra_distributed_optimizer_instance_size
+        ranks = bucket_group.intra_distributed_optimizer_instance_group
         total.add((all_reduced if force_all_reduce else reduce_scattered)(bucket.grad_data, ranks))
         if config.num_distributed_optimizer_instances > 1:
-            instances = bucket_group.inter_distributed_optimizer_instance_group.size()
-            total.add(all_reduced(bucket.grad_data[: bucket.grad_data.numel() // ranks], instances))
+            instances = bucket_group.inter_distributed_optimizer_instance_group
+            shard = bucket.grad_data[: bucket.grad_data.numel() // ranks.size()]
+            total.add(all_reduced(shard, instances))
     return total
 
 
@@ -39,7 +40,7 @@ def stock_bucket_weights(bucket_group: Any, bucket: Any) -> Traffic:
     """Return the traffic of Megatron's all-gather of one bucket of the group."""
     if bucket.param_data is None:
         return Traffic()
-    return reduce_scattered(bucket.param_data, bucket_group.intra_distributed_optimizer_instance_size)
+    return reduce_scattered(bucket.param_data, bucket_group.intra_distributed_optimizer_instance_group)
 
 
 RAW_REASONS = ("forced", "inside_step", "not_coded", "copies_differ", "no_shorter", "edited")

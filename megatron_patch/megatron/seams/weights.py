@@ -26,7 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_patch.collectives.exchange import Traffic
+from megatron_patch.collectives.exchange import in_a_ring
 from megatron_patch.megatron import patching
 from megatron_patch.megatron.seams.intercept import intercepted_all_gathers
 from megatron_patch.megatron.seams.traffic import (
@@ -216,7 +216,7 @@ class WeightSeam:
         self._state = State.READY if ready else State.IN_FULL
         self._why_raw = DIFFERENT if differ else NO_SHORTER
         for report, gather in zip(self._reports, self.gathers, strict=True):
-            report.traffic.nbytes += (self.ranks.size() - 1) * _LENGTH_BYTES
+            report.traffic.add(in_a_ring((self.ranks.size() - 1) * _LENGTH_BYTES, 0.0, self.ranks))
             report.weights, report.message_bytes = gather.shard_size, gather.message_bytes
             report.unchanged = gather.unchanged
         if not asked:
@@ -272,7 +272,7 @@ class WeightSeam:
         for report, gather in zip(self._reports, self.gathers, strict=True):
             if gather in batch.gathers:
                 elements = (self.ranks.size() - 1) * gather.shard_size
-                report.traffic.add(Traffic(batch.nbytes_of(gather), elements))
+                report.traffic.add(in_a_ring(batch.nbytes_of(gather), elements, self.ranks))
 
     def gathered(self, handles: Sequence[BatchHandle]) -> None:
         """Called when a gather has ended and all ranks have the weights."""
@@ -331,7 +331,8 @@ def gathered_after(chunks: Sequence[ChunkWeights], step: Callable[[], Any]) -> A
         raise
     coming = [seam for seam in seams if seam.step_ended()]
     for group in dict.fromkeys(seam.ranks for seam in coming):
-        _code([seam for seam in coming if seam.ranks is group], group)
+        with coming[0].chunk.session.waits.timed():
+            _code([seam for seam in coming if seam.ranks is group], group)
     return result
 
 
