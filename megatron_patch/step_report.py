@@ -83,4 +83,7 @@ class StepReport:
         if self.weight_bytes:
             bits += f", {self.bits_per_weight:.2f} bits/weight"
             sent += f" and {weights} of weights"
-        return f"step {self.step}: {method}{state}: {bits}; this rank sent {sent}; error state {error}"
+        waited = "" if self.wait_seconds is None else f"; waited {self.wait_seconds:.3f} s for exchanges"
+        return (
+            f"step {self.step}: {method}{state}: {bits}; this rank sent {sent}{waited}; error state {error}"
+        )

@@ -11,7 +11,13 @@ import torch.distributed as dist
 from collectives.setups import setup_of
 
 from megatron_patch.collectives.makers import make_all_reduces, make_reduce_scatters
-from megatron_patch.collectives.topology import NoTwoHops, ranks_per_node, split_by_node, two_hops
+from megatron_patch.collectives.topology import (
+    NoTwoHops,
+    inside_shares,
+    ranks_per_node,
+    split_by_node,
+    two_hops,
+)
 from megatron_patch.quantization.blocks import Contents
 
 REGULAR = [
@@ -79,6 +85,23 @@ def test_without_torchrun_srun_or_mpirun_says_it(
     if expected and "LOCAL_WORLD_SIZE" not in variables:
         monkeypatch.delenv("WORLD_SIZE")  # scripts may set up torch.distributed without it
         assert ranks_per_node(None) == expected
+
+
+def shares_with(per_node: str | None) -> Any:
+    if per_node is None:
+        os.environ.pop("LOCAL_WORLD_SIZE", None)
+    else:
+        os.environ["LOCAL_WORLD_SIZE"] = per_node
+    return inside_shares(dist.new_group(use_local_synchronization=True))
+
+
+@pytest.mark.parametrize(
+    ("per_node", "shares"), [("2", (1 / 2, 1 / 3)), ("4", (1, 1)), ("1", (0, 0)), (None, (0, 0))]
+)
+def test_of_a_ring_one_rank_of_each_node_sends_to_another_node(pool, per_node, shares):
+    """In an all-to-all of four ranks on two nodes, each sends to one neighbour and to two others."""
+    for found in pool.run(shares_with, per_node, world_size=4):
+        assert found == pytest.approx(shares)
 
 
 def with_unlike_environments(per_node: list[str | None]) -> list[str]:

@@ -58,6 +58,8 @@ def test_a_report_of_megatron_s_own_exchange_counts_its_bytes(pool):
         assert report["gradient_bytes"] == report["weight_bytes"] > 0
         assert (report["error_bytes"], report["error_norm"], report["gradient_norm"]) == (0, 0, 0)
         assert report["line"].startswith("step 1: none: 16.00 bits/gradient, 16.00 bits/weight")
+        assert report["bytes_inside_node"] + report["bytes_between_nodes"] == 2 * report["gradient_bytes"]
+        assert report["wait_seconds"] > 0
 
 
 def without_a_step() -> list[str]:

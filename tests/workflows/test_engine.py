@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,28 @@ def test_unattached_and_not_yet_started_are_stock_too(runs: Path) -> None:
     stock = losses(runs / "stock")
     assert losses(runs / "unattached") == stock
     assert losses(runs / "loco-late") == stock
+
+
+@pytest.mark.parametrize("run, bits", [("none-bf16", "32.00"), ("loco", "4.3"), ("unattached", "32.00")])
+def test_an_untouched_script_says_what_it_sends_and_how_long_it_waits(
+    runs: Path, run: str, bits: str
+) -> None:
+    """A line after each one of Megatron's, and one at the end; the first step's waits are read in the second."""
+    log = (runs / run / f"rank-{RANKS - 1}.log").read_text()
+    assert not re.search(r"megatron-loco: step \d", (runs / run / "rank-0.log").read_text())
+    said = re.findall(r"megatron-loco: step (\d+): (.*)", log)
+    assert [int(step) for step, _ in said] == list(range(1, STEPS + 1))
+    (whole,) = re.findall(rf"megatron-loco: the run's {STEPS} logged steps: (.*)", log)
+    sent = rf"{bits}\d* bits a gradient, (16|32).00 bits a weight, 0 MB between nodes and 0.\d+ MB inside"
+    for step, line in [*said, ("all", whole)]:
+        assert re.match(sent, line), line
+        assert ("waited" in line) == (step != "1" and run != "unattached"), line
+    waited = [json.loads(line)["wait_seconds"] for line in (runs / run / "metrics.jsonl").open()]
+    if run == "unattached":
+        assert waited == [None] * STEPS
+    else:
+        steps = [json.loads(line)["step_seconds"] for line in (runs / run / "metrics.jsonl").open()]
+        assert all(0 < wait < step for wait, step in zip(waited[1:], steps[:-1], strict=True))
 
 
 def test_loco_is_not_stock_but_close(runs: Path) -> None:
