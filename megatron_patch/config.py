@@ -18,7 +18,7 @@ from megatron_patch.errors import UserError, nearest
 METHODS = ("none", "naive", "error_feedback", "loco", "onebit_adam")
 ROTATIONS = ("none", "hadamard")
 ERROR_DTYPES = ("int8", "bf16", "fp32")
-WEIGHT_GATHERS = ("stock", "exact")
+WEIGHT_GATHERS = ("stock", "exact", "auto")
 SHARD = "shard"
 AUTO = "auto"
 MOST_IN_BLOCK = 65536
@@ -31,6 +31,8 @@ MUONS = ("muon", "dist_muon")
 WARMUPS = ("auto", "fixed")
 ONEBIT_ADAMS = {"warmup": None, "warmup_steps": None, "error_compensation": True}
 """Options of the method onebit_adam alone, with their values where they are not given."""
+LEAST_TRIAL = 48
+"""The fewest steps of a trial: three rounds of turns of four choices."""
 DEFAULT_ERROR_BETA = 0.8
 DEFAULT_BITS = 4
 DEFAULT_RESET_INTERVAL = 512
@@ -125,10 +127,16 @@ class CompressionConfig:
     weight_gather: str = _option(
         "stock",
         "how updated weights reach the other ranks, with any method; stock: Megatron's own all-gather, in "
-        "full; exact: what the step changed, in an exact code; the training is the same bit for bit (bf16 "
-        "and fp16 weights)",
+        "full; exact: what the step changed, in an exact code; auto: the faster of both, by turns in the "
+        "first steps; the training is the same bit for bit (bf16 and fp16 weights)",
         WEIGHT_GATHERS,
     )
+    trial: int = _option(
+        0,
+        "steps in which the job tries Megatron's own exchange, the exact weight gather, low bits and both, "
+        f"in short turns, and says what each gains; {LEAST_TRIAL} or more; 0: none",
+    )
+    trial_only: bool = _option(False, "end the job after the trial, without a checkpoint")
     outer_interval: int = _option(
         1,
         "experimental, with several optimizer instances (num_distributed_optimizer_instances): each trains "
@@ -178,6 +186,18 @@ class CompressionConfig:
             return self
         return replace(self, method="naive", error_beta=None)
 
+    def without_turns(self) -> CompressionConfig:
+        """Return the options with Megatron's own weight gather for `auto`, where no turns can be taken.
+
+        Raises:
+            UserError: the options ask for a trial, which is nothing but turns.
+        """
+        if self.trial:
+            self._reject(
+                "trial", "0 where no turns are taken: with FSDP, with qk_clip and outside Megatron's DDP"
+            )
+        return replace(self, weight_gather="stock") if self.weight_gather == AUTO else self
+
     def __post_init__(self, _resolved: Mapping[str, Any] | None) -> None:
         for name, value in (_resolved or {}).items():
             if getattr(self, name) == value:
@@ -196,9 +216,15 @@ class CompressionConfig:
         per_node = self.ranks_per_node
         if per_node is not None and (not _is_int(per_node) or per_node < 1):
             self._reject("ranks_per_node", "a whole number, 1 or more")
-        for name in ("save_error", "strict_load", "error_compensation"):
+        for name in ("save_error", "strict_load", "error_compensation", "trial_only"):
             if not isinstance(getattr(self, name), bool):
                 self._reject(name, "true or false")
+        if not _is_int(self.trial) or not (self.trial == 0 or LEAST_TRIAL <= self.trial <= MOST):
+            self._reject("trial", f"0, or a whole number of steps, {LEAST_TRIAL} or more")
+        if self.trial and (self.is_onebit_adam or self.outer_interval != 1):
+            self._reject("trial", "0 with method onebit_adam and with outer steps, which take no turns")
+        if self.trial_only and not self.trial:
+            self._reject("trial_only", "false without a trial: compression.trial says how many steps it has")
         size = self.block_size
         if size != SHARD and not (_is_int(size) and size in _BLOCK_SIZES):
             self._reject("block_size", f"a power of two from 16 to {MOST_IN_BLOCK}, or 'shard'")
@@ -316,8 +342,13 @@ class CompressionConfig:
 
     @property
     def codes_weights(self) -> bool:
-        """Whether the exact weight gather replaces Megatron's all-gather of updated weights."""
+        """Whether the exact weight gather replaces Megatron's all-gather of updated weights at once."""
         return self.weight_gather == "exact"
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the job compares steps with and without the exact weight gather (session/trial.py)."""
+        return (self.weight_gather == AUTO or self.trial > 0) and not self.outer_steps
 
     def _check_choice(self, name: str, allowed: tuple[Any, ...]) -> None:
         value = getattr(self, name)

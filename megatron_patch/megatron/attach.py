@@ -47,10 +47,12 @@ from megatron_patch.megatron.unsupported import (
     refuse_other_optimizer,
     refuse_stepping,
     refuse_with_outer_steps,
+    takes_turns,
 )
 from megatron_patch.session.session import Session
 from megatron_patch.session.states import Attachment, Exchanged, announces
 from megatron_patch.session.steps import Counts
+from megatron_patch.session.trial import Table, Trial
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +102,29 @@ class MegatronDdp:
         self.session.memory.sources.append(self._kept)
         self.session.on_restart.append(self._forget)
         self._marked = replicated_params.mark(chunk, chunk.tp_group) if config.compresses else []
+        self.trial: Trial | None = None
+        """The turns of all chunks that this one's optimizer updates; the first chunk has it."""
+
+    def turns(self, chunks: Sequence[MegatronDdp]) -> Trial | None:
+        """Return the turns of `chunks`, of which this is the first; None where none are taken."""
+        if self.trial is None and self.session.config.takes_turns:
+            here = self._here
+            pipeline = here.pp_group if isinstance(here.pp_group, list) else [here.pp_group]
+            codes = any(seam.gathers for chunk in chunks for seam in chunk.weights.seams)
+            self.trial = Trial(chunks, [here.dp_cp_group, here.tp_group, *pipeline], codes)
+        return self.trial
+
+    def sent(self) -> float:
+        """Return the bytes that this rank's last step has sent (trial.Tried)."""
+        report = self.session.report
+        return (
+            report.traffic.nbytes + report.inside_bytes + sum(b.traffic.nbytes for b in self.weights.report)
+        )
+
+    def coded(self) -> tuple[float, float]:
+        """Return the bytes of the last step's messages of weights, and the weights in them (trial.Tried)."""
+        coded = [bucket for bucket in self.weights.report if bucket.weights]
+        return sum(bucket.message_bytes for bucket in coded), sum(bucket.weights for bucket in coded)
 
     def _kept(self) -> Iterator[torch.Tensor]:
         for seam in self.weights.seams:
@@ -191,6 +216,12 @@ def session_of(chunk: Any) -> Session | None:
     return None if attachment is None else attachment.session
 
 
+def table_of(chunks: Sequence[Any]) -> Table | None:
+    """Return the table of the trial that a model's chunks have made; None before it has ended."""
+    trials = [a.trial for chunk in chunks if isinstance(a := attachment_of(chunk), MegatronDdp)]
+    return next((trial.table for trial in trials if trial is not None), None)
+
+
 def outer_steps_of(chunks: Sequence[Any]) -> list[OuterSteps]:
     """Return the outer steps of those wrapped chunks that make some."""
     return [outer for outer, _ in _outer_of(map(attachment_of, chunks))]
@@ -242,18 +273,19 @@ def attach(chunks: Sequence[Any], config: CompressionConfig) -> None:
         UserError: the configuration cannot be served, or a chunk is attached with other options.
     """
     _warn_of_unknown_release()
-    new = []
+    new: dict[Any, CompressionConfig] = {}
     for chunk in chunks:
-        refuse_chunk(chunk, config)
+        served = config if takes_turns(chunk) else config.without_turns()
+        refuse_chunk(chunk, served)
         attached = _attachments.get(chunk)
         if attached is None:
-            new.append(chunk)
-        elif attached.asked != config:
+            new[chunk] = served
+        elif attached.asked != served:
             raise UserError(
                 "compression is attached to this model already, with other options; disable() first"
             )
-    for chunk in new:  # Attaching comes last, so that a refused chunk leaves the other chunks unchanged.
-        _attachments[chunk] = _attached(chunk, config)
+    for chunk, served in new.items():  # It comes last: a refused chunk leaves the other ones unchanged.
+        _attachments[chunk] = _attached(chunk, served)
         _report_clearing(chunk, _attachments[chunk].session)
     attachments = [_attachments[chunk] for chunk in new]
     if attachments:
@@ -264,7 +296,7 @@ def attach(chunks: Sequence[Any], config: CompressionConfig) -> None:
     ddp = [attachment for attachment in attachments if isinstance(attachment, MegatronDdp)]
     if ddp:
         log_startup(
-            new[0],
+            next(iter(new)),
             ddp[0].session,
             [seam for attachment in ddp for seam in attachment.seams],
             [seam for attachment in ddp for seam in attachment.weights.seams],
@@ -346,6 +378,11 @@ class _Steps:
                 parts, successful, factor=loss_scale_factor, rates=rates
             )
             attachment.weights.end_step(continues=not ended)
+        ddp = [attachment for attachment in updated if isinstance(attachment, MegatronDdp)]
+        if ended and ddp and (trial := ddp[0].turns(ddp)) is not None:
+            trial.step_ended()
+            if trial.table is not None and ddp[0].session.config.trial_only:
+                raise SystemExit(0)  # As Megatron ends after --exit-interval.
 
 
 def _updated_by(optimizer: Any) -> list[MegatronAttachment]:

@@ -39,10 +39,11 @@ from megatron_patch.collectives.topology import ranks_per_node
 from megatron_patch.config import CompressionConfig
 from megatron_patch.files import write_whole
 from megatron_patch.megatron import patching, symbols, weight_metrics
-from megatron_patch.megatron.attach import session_of
+from megatron_patch.megatron.attach import session_of, table_of
 from megatron_patch.megatron.seams import traffic
 from megatron_patch.session.report import sums as sums_of
 from megatron_patch.session.session import Session
+from megatron_patch.session.trial import Table
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +128,7 @@ class RunMetrics:
         self._in_all = _Sent()
         """By all ranks, in the steps up to the last record."""
         self._line = ""
+        self._table: Table | None = None
         self._laps: list[tuple[float, list[Callable[[], float]]]] = []
         """Of the steps whose waits were timed and not read yet: their seconds, and what returns the waits."""
 
@@ -179,6 +181,8 @@ class RunMetrics:
 
     def _before_evaluation(self, arguments: dict[str, Any]) -> None:
         self._model = arguments["model"]  # A run that resumes after its last step makes no further step.
+        for session in self._sessions():
+            session.disturbed = True
         self._evaluating = "test_loss" if "test set" in str(arguments["prefix"]) else "valid_loss"
 
     def _after_evaluation(self, result: Any) -> None:
@@ -199,6 +203,7 @@ class RunMetrics:
         batch = calculator.get_current_running_global_batch_size() if calculator else args.global_batch_size
         self._rates.append(batch * args.seq_length / seconds)
         self._count(seconds)
+        self._write_trial()
         if not self._logs(args, step):
             return
         record = {
@@ -248,6 +253,16 @@ class RunMetrics:
     @property
     def _config(self) -> CompressionConfig | None:
         return next((session.config for session in self._sessions()), None)
+
+    def _write_trial(self) -> None:
+        """Write the table of `compression.trial` to trial.json, once it is there."""
+        table = table_of(self._model)
+        if table is None or self._output is None or table is self._table or not self._writes():
+            return
+        self._table = table
+        rows = [{**dataclasses.asdict(row), "verdict": row.verdict} for row in table.rows]
+        content = {"step": table.step, "steps": table.steps, "rows": rows}
+        write_whole(self._output / "trial.json", json.dumps(content, indent=2) + "\n")
 
     def _compression_record(self) -> dict[str, Any]:
         sessions = self._sessions()
@@ -332,6 +347,7 @@ class RunMetrics:
 
     def finish(self) -> None:
         """Write summary.json. Every rank must call this, because memory is reduced over ranks."""
+        self._write_trial()
         if not dist.is_initialized():
             return
         memory = torch.tensor(

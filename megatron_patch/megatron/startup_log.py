@@ -144,12 +144,12 @@ def _fp32_accumulation_lines(seams: Sequence[BucketGroupSeam]) -> Iterator[tuple
 
 def weight_lines(config: CompressionConfig, seams: Sequence[WeightSeam]) -> Iterator[tuple[int, str]]:
     """Yield the log's lines on the weight gathers, each with its logging level."""
-    if not config.codes_weights:
+    if not config.codes_weights and not config.takes_turns:
         return
     if not seams:
         yield (
             logging.INFO,
-            "weight_gather exact: without the distributed optimizer's buffers none is coded, and a gather of "
+            f"weight_gather {config.weight_gather}: without the distributed optimizer's buffers none is coded, and a gather of "
             "weights, if there is one, is Megatron's own",
         )
     by_ranks: dict[tuple[str, str | None], list[int]] = {}
@@ -161,6 +161,11 @@ def weight_lines(config: CompressionConfig, seams: Sequence[WeightSeam]) -> Iter
     for (ranks, because), sizes in by_ranks.items():
         buckets = f"{sum(sizes):,} weights in {len(sizes)} bucket{'s' if len(sizes) > 1 else ''}"
         if because is None:
-            yield logging.INFO, f"weight gather over {ranks}: {buckets}, from their changes, exactly"
+            how = "from their changes, exactly"
+            if config.weight_gather == AUTO:
+                how = f"{how}, or Megatron's own: the faster one in turns of both"
+            elif not config.codes_weights:
+                how = f"Megatron's own; {how}, in turns of the trial"
+            yield logging.INFO, f"weight gather over {ranks}: {buckets}, {how}"
         else:
             yield logging.INFO, f"weight gather over {ranks}: {buckets}, Megatron's own: {because}"

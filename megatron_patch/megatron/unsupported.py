@@ -247,6 +247,12 @@ def _refuse_for_megatron_fsdp(settings: Any, flags: Any, method: str | None, exa
         _refuse("num_distributed_optimizer_instances", instances, why, "compression")
 
 
+def takes_turns(chunk: Any) -> bool:
+    """Whether steps of a wrapped chunk can be tried with and without the exact gather and low bits."""
+    edits = chunk.ddp_config.overlap_param_gather and getattr(chunk.config, "qk_clip", False)
+    return fsdp_of(chunk) is None and not edits
+
+
 def _refuse_for_exact_gather(settings: Any, overlaps: bool) -> None:
     if overlaps and getattr(settings, "qk_clip", False):
         raise UserError(

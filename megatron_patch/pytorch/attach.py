@@ -85,6 +85,7 @@ def attach(
     Raises:
         UserError: a model or option is not supported, or a model is already attached with other options.
     """
+    config = config.without_turns()
     for model in models:
         attached = attachment_of(model)
         if attached is not None and (attached.asked, vars(model)[_HELD].group) != (config, replicas):

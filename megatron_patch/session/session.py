@@ -23,7 +23,7 @@ from megatron_patch.collectives.exchange import CARRIED, Exchange, Handle, Setup
 from megatron_patch.collectives.sender import MovingAverageError, Sender, try_kernels
 from megatron_patch.collectives.topology import inside_shares
 from megatron_patch.collectives.workspace import Stopwatch, Workspace, shared_pool
-from megatron_patch.config import CompressionConfig
+from megatron_patch.config import AUTO, CompressionConfig
 from megatron_patch.session.steps import Answer, Ledger, State
 from megatron_patch.weights import gather
 
@@ -33,6 +33,28 @@ IN_FLIGHT = 2
 """The exchanges over one process group that may be under way at a time, and whose payloads are in memory.
 They are counted by group since ranks may start dense and expert buckets in different orders: if an exchange
 waited for one of another group, ranks could wait for each other forever."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is switched on in a step, of what is configured."""
+
+    gradients: bool = True
+    """Whether gradients are sent in low bits, once all ranks have started to."""
+    weights: bool = False
+    """Whether weights are gathered exactly, from their changes."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the last trial of `weight_gather: auto` has decided; a checkpoint keeps it."""
+
+    weights: bool
+    """Whether the exact gather is kept."""
+    bits: float
+    """The bits that its messages took for each weight."""
+    spent: int
+    """Steps that trials took so far."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +98,15 @@ class Session:
     ) -> None:
         if config.compresses:
             try_kernels(config, device)
-        if config.codes_weights:
+        if config.codes_weights or config.takes_turns:
             gather.try_kernels(device)
         self.config = config
+        self.choice = Choice(weights=config.codes_weights)
+        """Set between optimizer steps (session/trial.py), to the same on all ranks."""
+        self.kept: Kept | None = None
+        """Set by `keep`; None before a decision."""
+        self.disturbed = False
+        """Whether the job has evaluated or saved since `choice` was set, so that times say nothing."""
         self.device = device
         self.ledger = Ledger(config, ranks, device, parameters, there)
         self.workspace = Workspace(device, shared_pool(device))
@@ -115,7 +143,7 @@ class Session:
     @property
     def active(self) -> bool:
         """Whether the next exchange is compressed."""
-        return self.ledger.active
+        return self.ledger.active and self.choice.gradients
 
     @property
     def error_bytes(self) -> int:
@@ -246,8 +274,15 @@ class Session:
         self.clear_errors()
         self.scale = None
         self.ledger.restart(steps)
+        self.keep(None)
         for forget in self.on_restart:
             forget()
+
+    def keep(self, kept: Kept | None) -> None:
+        """Go on with the weight gather that was decided on; without a decision, as configured."""
+        auto = kept is not None and self.config.weight_gather == AUTO
+        self.kept = kept if auto else None
+        self.choice = Choice(weights=kept.weights if kept and auto else self.config.codes_weights)
 
     def _follow(self, answer: Answer, unstepped: int = 1) -> bool:
         """Do with errors what an event means; returns whether a step has ended."""

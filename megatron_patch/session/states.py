@@ -37,7 +37,7 @@ from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
 from megatron_patch.files import load_json
 from megatron_patch.session.onset import Onset, Phase
-from megatron_patch.session.session import Session
+from megatron_patch.session.session import Kept, Session
 from megatron_patch.session.steps import Events
 
 logger = logging.getLogger(__name__)
@@ -104,6 +104,7 @@ class RankState:
         self.sessions = [attachment.session for attachment in attachments]
         for session in self.sessions:
             session.memory.bring_back()
+            session.disturbed = True
         self.config = self.sessions[0].config
         self.parts = [list(attachment.exchanged()) for attachment in attachments]
         """The exchanges of each session."""
@@ -199,6 +200,7 @@ def _counters(session: Session, scale: float | None) -> dict[str, Any]:
         "events": dataclasses.asdict(ledger.events),
         "phase": dataclasses.asdict(ledger.phase),
         "onset": dataclasses.asdict(ledger.onset),
+        "kept": session.kept and dataclasses.asdict(session.kept),
     }
 
 
@@ -309,6 +311,7 @@ def _resumed(session: Session, state: Mapping[str, Any], scale: float) -> str | 
     ledger.steps_seen = state["steps_seen"]
     ledger.events = Events(**state["events"])
     ledger.onset = Onset.of_manifest(state, config)
+    session.keep(Kept(**kept) if (kept := state.get("kept")) else None)
     if before["method"] != config.method:
         return f"errors start from zero: the checkpoint is of method {before['method']}"
     ledger.phase = Phase(**state["phase"])

@@ -52,7 +52,7 @@ class WeightGather:
         self._fp16 = bucket.dtype == torch.float16
         self._shards = bucket.view(torch.int16).view(group.size(), -1)
         self._own = self._shards[group.rank()]
-        self._old = self._own.clone()
+        self._old = self._own.new_empty(0)
         self._message = self._own.new_empty(0, dtype=torch.uint8)
         self._facts = self._own.new_zeros(code.FACTS, dtype=torch.int64)
         self.sizes = np.zeros(0, np.int64)
@@ -91,7 +91,13 @@ class WeightGather:
 
     def remember(self) -> None:
         """Copy the own shard, which all ranks have, before the optimizer's step."""
+        if not self._old.numel():
+            self._old = torch.empty_like(self._own)
         self._old.copy_(self._own)
+
+    def forget(self) -> None:
+        """Free the old shard and the message until `remember` is called again."""
+        self._old, self._message = self._old.new_empty(0), self._message.new_empty(0)
 
     @torch.no_grad()
     def encode(self) -> torch.Tensor:

@@ -50,11 +50,11 @@ def test_unattached_and_not_yet_started_are_stock_too(runs: Path) -> None:
     assert losses(runs / "loco-late") == stock
 
 
-@pytest.mark.parametrize("run, bits", [("none-bf16", "32.00"), ("loco", "4.3"), ("unattached", "32.00")])
+@pytest.mark.parametrize(("run", "bits"), [("none-bf16", "32.00"), ("loco", "4.3"), ("unattached", "32.00")])
 def test_an_untouched_script_says_what_it_sends_and_how_long_it_waits(
     runs: Path, run: str, bits: str
 ) -> None:
-    """A line after each one of Megatron's, and one at the end; the first step's waits are read in the second."""
+    """A line after each one of Megatron's, and one at the end; a step's waits are read in the next one."""
     log = (runs / run / f"rank-{RANKS - 1}.log").read_text()
     assert not re.search(r"megatron-loco: step \d", (runs / run / "rank-0.log").read_text())
     said = re.findall(r"megatron-loco: step (\d+): (.*)", log)

@@ -43,11 +43,12 @@ def stock_bucket_weights(bucket_group: Any, bucket: Any) -> Traffic:
     return reduce_scattered(bucket.param_data, bucket_group.intra_distributed_optimizer_instance_group)
 
 
-RAW_REASONS = ("forced", "inside_step", "not_coded", "copies_differ", "no_shorter", "edited")
+RAW_REASONS = ("forced", "inside_step", "not_coded", "copies_differ", "no_shorter", "edited", "off")
 """Why a coded bucket group was gathered in full, in this order: Megatron forced the gather (evaluation,
 checkpoints); it ran inside the optimizer's step; it ran before any step; the ranks' copies differed; the code
-saved nothing; weights were changed between the step and the gather."""
-FORCED, IN_STEP, NOT_CODED, DIFFERENT, NO_SHORTER, EDITED = RAW_REASONS
+saved nothing; weights were changed between the step and the gather; the gather is Megatron's own in this turn
+(session/trial.py)."""
+FORCED, IN_STEP, NOT_CODED, DIFFERENT, NO_SHORTER, EDITED, OFF = RAW_REASONS
 
 
 @dataclass

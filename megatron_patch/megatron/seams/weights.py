@@ -36,6 +36,7 @@ from megatron_patch.megatron.seams.traffic import (
     IN_STEP,
     NO_SHORTER,
     NOT_CODED,
+    OFF,
     BucketReport,
     stock_because,
     stock_bucket_weights,
@@ -137,7 +138,8 @@ class WeightSeam:
         self.expert = expert
         self.chunk = chunk
         self.ranks: dist.ProcessGroup = bucket_group.intra_distributed_optimizer_instance_group
-        self.stock_because = stock_because(bucket_group, chunk.session.config.codes_weights)
+        config = chunk.session.config
+        self.stock_because = stock_because(bucket_group, config.codes_weights or config.takes_turns)
         kind = "expert bucket" if expert else "bucket"
         names = [f"{kind} {bucket.bucket_id}" for bucket in bucket_group.buckets]
         self._reports = [BucketReport(name) for name in names]
@@ -149,6 +151,8 @@ class WeightSeam:
         self._state = State.IN_FULL
         self._behind = False
         """Whether the other ranks' copies of this rank's shard are older than the shard itself."""
+        self._unknown = False
+        """Whether a step has changed a shard that was not remembered, and none was gathered in full since."""
         self._why_raw = NOT_CODED
         self._detached = False
         self._original = bucket_group.start_param_sync
@@ -188,6 +192,12 @@ class WeightSeam:
             return
         if isinstance(self.group.param_gather_handle, MessagesUnderWay):
             self.group.param_gather_handle.wait()
+        if self._unknown or not self.chunk.session.choice.weights:
+            # This step's gathers are Megatron's own, inside it and after it.
+            self._state, self._why_raw, self._unknown = State.IN_FULL, OFF, True
+            for gather in self.gathers:
+                gather.forget()
+            return
         if not self._behind:
             for gather in self.gathers:
                 gather.remember()
@@ -252,7 +262,7 @@ class WeightSeam:
         for report, bucket in zip(self._reports, self.group.buckets, strict=True):
             report.traffic.add(stock_bucket_weights(self.group, bucket))
         self._original(force_sync=force_sync)
-        self._behind, self._why_raw = False, NOT_CODED
+        self._behind, self._unknown, self._why_raw = False, False, NOT_CODED
         self._state = State.GATHERED if in_step else State.IN_FULL
 
     def _call_upstream(self) -> None:
