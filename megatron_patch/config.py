@@ -193,9 +193,7 @@ class CompressionConfig:
             UserError: the options ask for a trial, which is nothing but turns.
         """
         if self.trial:
-            self._reject(
-                "trial", "0 where no turns are taken: with FSDP, with qk_clip and outside Megatron's DDP"
-            )
+            self._reject("trial", "0 with FSDP, with qk_clip and outside Megatron's DDP, which take no turns")
         return replace(self, weight_gather="stock") if self.weight_gather == AUTO else self
 
     def __post_init__(self, _resolved: Mapping[str, Any] | None) -> None:

@@ -85,7 +85,7 @@ class Row:
         return "keep it" if self.high < 0 else "switch it off" if self.low > 0 else "no difference found"
 
     def __str__(self) -> str:
-        text = f"{self.choice:<31} {self.seconds:8.4f} s a step {self.megabytes:10.3f} MB a rank"
+        text = f"{self.choice:<29} {self.seconds:8.4f} s a step {self.megabytes:10.3f} MB a rank"
         if self.percent is None:
             return text
         return f"{text}  {self.percent:+6.1f} % ({self.low:+.1f} to {self.high:+.1f})  {self.verdict}"
@@ -318,7 +318,7 @@ class Trial:
 
     def _name(self, choice: Choice) -> str:
         low = f"{self._config.bits}-bit gradients" * (self._config.compresses and choice.gradients)
-        return " and ".join(filter(None, [low, "exact weight gather" * choice.weights])) or "stock"
+        return ", ".join(filter(None, [low, "exact gather" * choice.weights])) or "stock"
 
     def _tell(self, table: Table) -> None:
         if not self._session.ledger.announces:

@@ -1,4 +1,4 @@
-"""Turns between Megatron's gather of weights and the exact one, in one run: no bit of the training changes."""
+"""Turns between Megatron's gather of weights and the exact one: no bit of the training changes."""
 
 from __future__ import annotations
 
