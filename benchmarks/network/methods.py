@@ -7,6 +7,7 @@ bf16_allreduce          stock Megatron, replicated optimizer, so no weight gathe
 loco8, loco4, loco2     LoCo, flat (also naive4, error_feedback4, loco1, ...)
 loco4_two_hop           LoCo within the host first, then between hosts
 none_exact              bf16_alltoall with the exact weight gather
+none_auto               the faster of both, by turns; loco4_trial: turns of four choices (trials.py)
 loco4_exact             LoCo with the exact weight gather (also loco2_exact, loco4_two_hop_exact, ...)
 outer30_loco4           outer steps every 30 steps between hosts, which are optimizer instances (also
                         outer10_none_exact, ...); a cell measures whole intervals, and their mean step;
@@ -70,6 +71,8 @@ class Method:
     powersgd_rank: int | None = None
     exact: bool = False
     """Whether weights are gathered exactly, from their changes."""
+    turns: int = 0
+    """Whether steps with and without compression are compared: the steps of `compression.trial`, or 1."""
     outer: int = 1
     """The steps after which hosts exchange weights; 1: gradients are summed over hosts in every step."""
     outer_delay: int = 0
@@ -86,7 +89,8 @@ class Method:
     @property
     def fp32_accumulation(self) -> bool:
         """Whether gradients are exchanged by Megatron's all-to-all with a sum in fp32."""
-        return self.method in (BASELINE, "none") and self.outer == 1  # Megatron has it for one instance only.
+        # Megatron has it for one instance only.
+        return (self.method in (BASELINE, "none") or self.turns > 0) and self.outer == 1
 
     @property
     def replicated(self) -> bool:
@@ -123,6 +127,16 @@ class Method:
             return CompressionConfig(start_step=0, **options) if low or self.kind != "ddp" else None
         if self.kind != "attached":
             return None
+        if self.turns:
+            if self.method == "none":
+                return CompressionConfig(method="none", weight_gather="auto")
+            return CompressionConfig(
+                method=self.method,
+                bits=self.bits or 4,
+                trial=self.turns,
+                start_step=0,
+                weight_gather="auto",
+            )
         outer: dict[str, Any] = {"outer_interval": self.outer, "outer_delay": self.outer_delay}
         if self.method == "none":
             return CompressionConfig(method="none", weight_gather="exact", **outer)
@@ -139,6 +153,8 @@ class Method:
 _OWN = {
     **{name: Method(name, name, bits) for name, bits in _STOCK.items()},
     "none_exact": Method("none_exact", "none", 16, exact=True),
+    "none_auto": Method("none_auto", "none", 16, exact=True, turns=1),
+    "loco4_trial": Method("loco4_trial", "loco", 4, exact=True, turns=96),
     ONEBIT: Method(ONEBIT, ONEBIT, 1),
     ONEBIT_WARM_UP: Method(ONEBIT_WARM_UP, ONEBIT, 16),
     ONEBIT_TWO_HOP: Method(ONEBIT_TWO_HOP, ONEBIT, 1, "two_hop"),

@@ -68,6 +68,7 @@ class _Cells:
         )
         from benchmarks.network.llama import Llama
         from benchmarks.network.methods import parse
+        from megatron_patch.session import trial
 
         if self.training is not None:
             self.training.close()
@@ -112,6 +113,7 @@ class _Cells:
         # A measurement begins right after an outer step has ended, and so contains all of the next one.
         unmeasured += (method.outer_delay - unmeasured - order["steps"]) % method.outer
         self.training.counters = _read_counters
+        trial.FIRST = 1 << 60  # It begins when it is asked for.
         first = [self.training.step(order["accumulation"]) for _ in range(unmeasured)]
         laps = [self.training.step(order["accumulation"]) for _ in range(order["steps"])]
         return {
@@ -145,6 +147,24 @@ class _Cells:
             "weight_bits": self._weight_bits(*laps),
         }
 
+    def trial(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Train until the turns have ended; returns what they found, and which weight gather is kept."""
+        from dataclasses import asdict
+
+        from megatron_patch.megatron.attach import attachment_of
+        from megatron_patch.session import trial
+
+        attachment: Any = attachment_of(self.training.model)
+        turns, session = attachment.trial, attachment.session
+        trial.FIRST, session.kept, turns.table = 1, None, None
+        steps = 0
+        while session.kept is None:
+            self.training.step(order["accumulation"])
+            steps += 1
+        trial.FIRST = 1 << 60
+        rows = [asdict(row) | {"verdict": row.verdict} for row in turns._rows()]
+        return {"kept": session.kept.weights, "steps": steps, "rows": rows}
+
 
 def _curves(_: _Cells, order: dict[str, Any]) -> dict[str, Any]:
     from benchmarks.network import collectives
@@ -152,7 +172,7 @@ def _curves(_: _Cells, order: dict[str, Any]) -> dict[str, Any]:
     return {"curves": collectives.measure(order["ranks_per_host"], order["most"])}
 
 
-_ANSWERS = {"prepare": _Cells.prepare, "measure": _Cells.measure, "links": _curves}
+_ANSWERS = {"prepare": _Cells.prepare, "measure": _Cells.measure, "trial": _Cells.trial, "links": _curves}
 
 
 def _start() -> None:

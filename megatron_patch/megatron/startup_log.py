@@ -149,8 +149,8 @@ def weight_lines(config: CompressionConfig, seams: Sequence[WeightSeam]) -> Iter
     if not seams:
         yield (
             logging.INFO,
-            f"weight_gather {config.weight_gather}: without the distributed optimizer's buffers none is coded, "
-            "and a gather of weights, if there is one, is Megatron's own",
+            f"weight_gather {config.weight_gather}: without the distributed optimizer's buffers none is "
+            "coded, and a gather of weights, if there is one, is Megatron's own",
         )
     by_ranks: dict[tuple[str, str | None], list[int]] = {}
     for seam in seams:
