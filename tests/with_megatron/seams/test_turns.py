@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from with_megatron.seam_runs import built
 from with_megatron.seams.test_weights import CASES, GATHERED, bf16
 from with_megatron.weight_runs import differences, unused_module, weight_run
 
+import megatron_patch
 from megatron_patch.session import trial
 
 LASTING = {"FIRST": 2, "FEWEST": 99, "MOST": 99}
 """A trial that does not end."""
+BF16 = {"dtypes": ("bfloat16",), "grad_reduce_in_fp32": False}
 ONE_ROUND = {"FIRST": 3, "FEWEST": 1, "MOST": 1}
 
 
@@ -61,3 +67,39 @@ def test_a_module_that_steps_leave_out_is_remembered_only_when_it_was_gathered(p
         for auto in others:
             assert stock["losses"] == auto["losses"]
             assert all(map(np.array_equal, stock["behind"], auto["behind"]))
+
+
+def on_clocks_of_their_own(folder: str) -> list[Any]:
+    """In a worker: what ranks decide whose clocks disagree, and go on with after a resume."""
+    options = {"method": "loco", "bits": 4, "start_step": 0, "weight_gather": "auto"}
+    clock, found = [0.0], []
+
+    def now(turns: trial.Trial) -> float:
+        # On rank 0 the exact gather is slower; but rank 1, where it is faster, is the slowest without it.
+        exact = session.choice.weights
+        clock[0] += (1.6 - 0.8 * exact) if dist.get_rank() else (1 + 0.3 * exact)
+        return clock[0]
+
+    with mock.patch.multiple(trial, FIRST=2, FEWEST=2, MOST=2), mock.patch.object(trial.Trial, "_now", now):
+        tiny, session = built(BF16, options)
+        for step in range(20):
+            tiny.step(tiny.random_gradients(step))
+        found.append(dataclasses.asdict(session.kept))
+        dcp.save(megatron_patch.state_dict(tiny.ddp), checkpoint_id=folder)
+    megatron_patch.disable()
+    again, session = built(BF16, options)
+    reader = dcp.FileSystemReader(folder)
+    room = megatron_patch.state_dict(again.ddp, reader=reader)
+    dcp.load(room, storage_reader=reader)
+    megatron_patch.load_state_dict(again.ddp, room)
+    return [*found, dataclasses.asdict(session.kept), session.choice.weights]
+
+
+def test_all_ranks_decide_alike_and_a_resumed_job_keeps_the_decision(pool, tmp_path):
+    found = pool.run(on_clocks_of_their_own, str(tmp_path))
+    assert all(ranks == found[0] for ranks in found)
+    decided, resumed, weights = found[0]
+    assert decided == resumed
+    assert decided["weights"] is weights is True
+    assert decided["spent"] == 16
+    assert decided["bits"] > 0
