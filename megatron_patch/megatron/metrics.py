@@ -299,8 +299,7 @@ class RunMetrics:
 
     def _coded_weights(self, sums: list[float]) -> dict[str, Any]:
         """Return the exact weight gather's metrics; `sums` is weight_metrics.coded summed over ranks."""
-        config = self._config
-        if config is None or not config.codes_weights:
+        if not any(session.choice.weights for session in self._sessions()):
             return {}
         weights, same, nbytes = sums
         return {

@@ -48,6 +48,8 @@ class Run:
     """The content of summary.json; empty until the run has ended."""
     failure: str | None
     """The first error that a rank wrote to failures/, if the run has no summary."""
+    trial: list[dict[str, Any]]
+    """The rows of trial.json (session/trial.py); none if the run has made no trial."""
 
     @property
     def method(self) -> str | None:
@@ -192,7 +194,8 @@ def read_run(folder: Path) -> Run:
     summary = read_summary(folder)
     text, config = _read_config(folder / "config.yaml")
     failure = None if summary else _first_failure(folder / "failures")
-    return Run(folder, read_records(folder), text, config, summary, failure)
+    trial = _read_json(folder / "trial.json").get("rows") or []
+    return Run(folder, read_records(folder), text, config, summary, failure, trial)
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:

@@ -110,6 +110,11 @@ def render(runs: Sequence[Run]) -> str:
             for quantity, figure in zip(chosen, shown, strict=True)
             if figure is None and (quantity.key != "difference" or len(groups) > 1)
         ],
+        trials=[
+            (name, run.trial, Markup(figures.draw_trial(number, run.trial[1:])))
+            for number, (name, run) in enumerate(named)
+            if len(run.trial) > 1
+        ],
         exact=[group.name for group in exact],
         raw_gathers=table.raw_gathers(exact),
         differences=differences,

@@ -188,6 +188,21 @@ def draw(quantity: Quantity, groups: Sequence[Group]) -> Figure | None:
     return Figure(quantity, svg, legend, notes)
 
 
+def draw_trial(number: int, rows: Sequence[dict[str, Any]]) -> str:
+    """Return a picture of what a trial's choices change of a step, with their 95 % intervals."""
+    name = f"trial-{number}"
+    with plots.svg_axes(name) as (figure, axes):
+        for place, row in enumerate(rows):
+            ends = [[row["percent"] - row["low"]], [row["high"] - row["percent"]]]
+            axes.errorbar([row["percent"]], [place], xerr=ends, fmt="o", capsize=4, color=plots.INK)
+        axes.axvline(0, color=plots.INK, linewidth=0.8)
+        axes.set_yticks(range(len(rows)), [row["choice"].replace(", ", ",\n") for row in rows])
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.set_xlabel("step time against stock (%)")
+        found = "; ".join(f"{row['choice']}: {row['percent']:+.1f} %" for row in rows)
+        return plots.svg_element(figure, name, f"Step time of a trial's choices against stock: {found}")
+
+
 def _drawn(quantity: Quantity, first: Group, group: Group) -> _Drawn | None:
     if quantity.key == "difference":
         curves = {} if group is first else _differences(first, group)

@@ -26,6 +26,7 @@ RAW_GATHERS = {
     "copies_differ": "ranks' copies differed",
     "no_shorter": "the code saved nothing",
     "edited": "weights changed between step and gather",
+    "off": "a step with Megatron's own gather (trial, or weight_gather auto)",
 }
 """The RAW_REASONS of megatron/seams/traffic.py, as the page words them."""
 

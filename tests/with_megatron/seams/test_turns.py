@@ -23,19 +23,23 @@ BF16 = {"dtypes": ("bfloat16",), "grad_reduce_in_fp32": False}
 ONE_ROUND = {"FIRST": 3, "FEWEST": 1, "MOST": 1}
 
 
-def with_turns(model: dict[str, Any], method: dict[str, Any], steps: int, around: str) -> Any:
-    """The same training with Megatron's own gather, and with turns of one, two and three steps."""
+def with_turns(
+    model: dict[str, Any], method: dict[str, Any], steps: int, around: str, turns: list[dict[str, int]]
+) -> Any:
+    """The same training with Megatron's own gather, and with each of these turns."""
     options = {"method": "none", **method}
     found = [weight_run(model, options | {"weight_gather": "stock"}, steps, around)]
-    for settings in (LASTING | {"BLOCK": 1}, LASTING, ONE_ROUND | {"BLOCK": 3}):
+    for settings in turns:
         with mock.patch.multiple(trial, **settings):
             found.append(weight_run(model, options | {"weight_gather": "auto"}, steps, around))
     return found
 
 
-def check(pool: Any, case: tuple[int, dict[str, Any], dict[str, Any], str], steps: int) -> None:
+def check(
+    pool: Any, case: tuple[int, dict[str, Any], dict[str, Any], str], steps: int, *turns: dict[str, int]
+) -> None:
     ranks, model, method, around = case
-    for stock, *others in pool.run(with_turns, model, method, steps, around, world_size=ranks):
+    for stock, *others in pool.run(with_turns, model, method, steps, around, list(turns), world_size=ranks):
         for auto in others:
             assert differences(stock, auto) == []
             assert auto["raw"]["off"] >= 3, auto["raw"]
@@ -44,14 +48,15 @@ def check(pool: Any, case: tuple[int, dict[str, Any], dict[str, Any], str], step
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_bit_of_the_training_changes(pool, case):
-    check(pool, CASES[case], 20)
+    """With turns of one, two and three steps."""
+    check(pool, CASES[case], 20, LASTING | {"BLOCK": 1}, LASTING, ONE_ROUND | {"BLOCK": 3})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [{}, GATHERED], ids=["at-once", "overlap"])
 @pytest.mark.parametrize("experts", [{}, {"experts": 4, "ep": 2}], ids=["dense", "experts"])
 def test_no_bit_of_the_training_changes_in_200_steps(pool, experts, overlap):
-    check(pool, (4, bf16(experts, **overlap), {}, "evaluations"), 200)
+    check(pool, (4, bf16(experts, **overlap), {}, "evaluations"), 200, LASTING)
 
 
 def unused(steps: int) -> Any:
