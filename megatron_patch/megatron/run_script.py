@@ -22,9 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron_patch.errors import UserError, in_one_line
+from megatron_patch.megatron.arguments import add_compression_arguments
 from megatron_patch.releases import refuse_old_torch
 
-USAGE = "usage: torchrun [...] -m megatron_patch.launch SCRIPT.py [its own flags] [--compression-* flags]"
+USAGE = (
+    "torchrun [...] -m megatron_patch.launch [--dry-run] SCRIPT.py [its own flags] [--compression-* flags]"
+)
+_EXAMPLES = """\
+examples:
+  torchrun --nproc-per-node 8 -m megatron_patch.launch pretrain_gpt.py FLAGS --compression-bits 4
+  WORLD_SIZE=16 python -m megatron_patch.launch --dry-run pretrain_gpt.py FLAGS --compression-bits 4
+"""
 
 
 def _wants_cpu(argv: list[str]) -> bool:
@@ -36,8 +44,11 @@ def _wants_cpu(argv: list[str]) -> bool:
 
 def main(argv: list[str]) -> int:
     """Run the training script argv[0] with the arguments argv[1:], and return the exit status."""
+    if argv[:1] in (["-h"], ["--help"]):
+        _parser().print_help()
+        return 0
     if not argv or argv[0].startswith("-"):
-        print(USAGE, file=sys.stderr)
+        print(f"usage: {USAGE} (--help lists them)", file=sys.stderr)
         return 2
     script, flags = argv[0], argv[1:]
     if not Path(script).is_file():
@@ -53,20 +64,33 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def _parser() -> argparse.ArgumentParser:
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(usage=USAGE, epilog=_EXAMPLES, formatter_class=style)
+    text = "check the flags and say what would be compressed; start nothing"
+    parser.add_argument("--dry-run", action="store_true", help=text)
+    return add_compression_arguments(parser)
+
+
+def install_cpu(flags: list[str]) -> dict[str, Any]:
+    """Install the stand-ins for CUDA if flags ask for them, and return new defaults of Megatron's flags."""
+    if not _wants_cpu(flags):
+        return {}
+    # Megatron warns of missing GPU packages in twenty lines, on every rank.
+    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+    from megatron_patch.megatron.cpu import device as cpu_device
+
+    if {"--use-torch-fsdp2", "--use-megatron-fsdp"} & set(flags):
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # CUDA's default: both refuse 1
+    cpu_device.install()
+    return cpu_device.CPU_FLAGS
+
+
 def _run(script: str, flags: list[str]) -> None:
     refuse_old_torch()  # Megatron and what it imports may not even load with one.
     # This precedes Megatron's import, because a script in a checkout of Megatron-LM uses that Megatron.
     sys.path.insert(0, str(Path(script).resolve().parent))
-    defaults: dict[str, Any] = {}
-    if _wants_cpu(flags):
-        # Megatron warns of missing GPU packages in twenty lines, on every rank.
-        warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
-        from megatron_patch.megatron.cpu import device as cpu_device
-
-        if {"--use-torch-fsdp2", "--use-megatron-fsdp"} & set(flags):
-            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # CUDA's default: both refuse 1
-        cpu_device.install()
-        defaults = cpu_device.CPU_FLAGS
+    defaults = install_cpu(flags)
     from megatron_patch.megatron import patching, symbols
     from megatron_patch.megatron.arguments import after_parsing, config_from_arguments
     from megatron_patch.megatron.checkpoint import training_loop as checkpoint

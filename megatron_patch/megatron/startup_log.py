@@ -44,13 +44,9 @@ def _lines(session: Session, seams: Sequence[BucketGroupSeam]) -> Iterator[tuple
     config = session.config
     if config.outer_steps:
         yield logging.INFO, _outer_line(config, seams)
+    yield from method_lines(config, session.ledger.onset.started)
     if not config.compresses:
-        yield logging.INFO, "method none: Megatron's own gradient exchange"
         return
-    yield logging.INFO, method_line(config)
-    if not config.is_onebit_adam and not session.ledger.onset.started:
-        yield logging.INFO, _start_line(config)
-    yield from _early_lines(config)
     stages = [(seam, stage) for seam in seams for stage in seam.stages]
     for reason in dict.fromkeys(stage.reduction.flat_because for _, stage in stages):
         if reason is not None:
@@ -72,6 +68,17 @@ def _lines(session: Session, seams: Sequence[BucketGroupSeam]) -> Iterator[tuple
             yield logging.INFO, line
         else:
             yield logging.WARNING, f"{line}, not compressed: the group is a single rank"
+
+
+def method_lines(config: CompressionConfig, started: bool) -> Iterator[tuple[int, str]]:
+    """Yield the log's lines that need no model, each with its logging level."""
+    if not config.compresses:
+        yield logging.INFO, "method none: Megatron's own gradient exchange"
+        return
+    yield logging.INFO, method_line(config)
+    if not config.is_onebit_adam and not started:
+        yield logging.INFO, _start_line(config)
+    yield from _early_lines(config)
 
 
 def _outer_line(config: CompressionConfig, seams: Sequence[BucketGroupSeam]) -> str:

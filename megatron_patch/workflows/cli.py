@@ -108,8 +108,11 @@ def _run(argv: list[str]) -> int:
         if line.startswith(f"{command} "):
             way = line.replace(command, f"python -m {module}", 1).rstrip()
             raise UserError(f"{command} runs from a clone of the repository only; at its root: {way}")
-    parser = build_parser(next((word for word in argv if not word.startswith("-")), None))
-    args, rest = parser.parse_known_args(argv)
+    chosen = next((word for word in argv if not word.startswith("-")), None)
+    parser = build_parser(chosen)
+    cut = argv.index("--") if chosen == "plan" and "--" in argv else len(argv)  # A command line follows.
+    args, rest = parser.parse_known_args(argv[:cut])
+    args.command_line = argv[cut + 1 :]
     # Overrides may stand anywhere, even after an option; argparse accepts positionals only in one sequence.
     if not hasattr(args, "overrides") or any(item.startswith("-") or "=" not in item for item in rest):
         if rest:

@@ -2,10 +2,13 @@
 
     megatron-loco plan configs/models/llama2_7b.yaml --nodes 2 --inter-gbit 100 megatron.global_batch_size=128
     megatron-loco plan RECIPE --nodes 4 --inter-gbit 100 --json plan.json
+    megatron-loco plan --inter-gbit 100 -- torchrun --nnodes 4 pretrain_gpt.py --num-layers 32 ...
+    megatron-loco plan train.sh --inter-gbit 100 -- --vocab-size 128256
 
-A step is simulated from the recipe's own flags, for Megatron's exchange and for this package's. Links come
-from options or from data sheets, the compute rate from a GPU's peak and --mfu; --json has every number with
-its source. docs/plan.md says how far the predictions were from measurements.
+A recipe, a training script's command line, or a shell script with one; flags after -- replace the shell
+script's, and it is not executed. A step is simulated from the job's own flags, for Megatron's exchange and
+for this package's. Links come from options or from data sheets, the compute rate from a GPU's peak and --mfu;
+--json has every number with its source. docs/plan.md says how far the predictions were from measurements.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +32,11 @@ from megatron_patch.workflows.plan import job as jobs
 from megatron_patch.workflows.plan.cluster import DEFAULT_GPU, DEFAULT_INTER_GBIT, Cluster, of_gpus
 from megatron_patch.workflows.plan.job import MEGATRON, STRATEGIES, Job
 from megatron_patch.workflows.plan.recommend import Advice, Row
-from megatron_patch.workflows.run import configuration
+from megatron_patch.workflows.run import command_line, configuration
+from megatron_patch.workflows.run.command_line import CommandLine
 from megatron_patch.workflows.run.configuration import RunConfig
-from megatron_patch.workflows.run.prepare import prepare_run
+from megatron_patch.workflows.run.job import FSDPS, Launch
+from megatron_patch.workflows.run.prepare import environment, prepare_run
 
 _NUMBERS = {
     "--nodes": (int, "N", "default: the recipe's launch.nnodes"),
@@ -41,13 +46,19 @@ _NUMBERS = {
     "--mfu": (float, "F", f"useful share of the GPU's peak; default {constants.value('mfu'):g}"),
     "--weight-bits": (float, "P", "of the exact gather; default: by learning rate"),
 }
+_SHELL_SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 _MOST = {"--mfu": 1.0, "--weight-bits": 16.0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megatron-loco plan`."""
     add = parser.add_argument
-    add("recipe", metavar="RECIPE", help="a YAML file, e.g. configs/models/llama2_7b.yaml")
+    add(
+        "recipe",
+        metavar="RECIPE",
+        nargs="?",
+        help="a YAML file, e.g. configs/models/llama2_7b.yaml, or a .sh",
+    )
     add("overrides", nargs="*", metavar="section.key=value", help="e.g. megatron.lr=1e-3")
     add("--with", dest="and_files", action="append", default=[], metavar="FILE", help="goes over the recipe")
     for option, (kind, name, text) in _NUMBERS.items():
@@ -73,8 +84,23 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     if args.json:
         output_file(args.json)
-    path, extra = configuration.find(args.recipe), [configuration.find(name) for name in args.and_files]
-    plan = _plan(args, path.stem, configuration.load(path, args.overrides, and_files=extra))
+    words, recipe = args.command_line, args.recipe
+    if not words and recipe is None:
+        raise UserError("plan needs a recipe, a shell script, or -- pretrain_gpt.py FLAGS (see plan --help)")
+    if (words and recipe is None) or Path(recipe).suffix in _SHELL_SCRIPTS:
+        if args.overrides or args.and_files:
+            raise UserError(
+                f"{[*args.overrides, *args.and_files][0]}: goes over a recipe; write -- --flag VALUE"
+            )
+        command = command_line.of_script(Path(recipe), words) if recipe else command_line.of_words(words)
+        launch = command.launch(args.nodes, args.gpus_per_node)
+        plan = _plan(args, launch, lambda launch: job_of_command(command, launch), command_line.as_flags)
+    else:
+        path, extra = configuration.find(recipe), [configuration.find(name) for name in args.and_files]
+        run = configuration.load(path, [*args.overrides, *words], and_files=extra)
+        plan = _plan(
+            args, run.launch, lambda launch: job_of(dataclasses.replace(run, launch=launch), path.stem)
+        )
     if args.json:
         write_whole(args.json, json.dumps(plan, indent=2) + "\n")
     return 0
@@ -90,15 +116,19 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--worth: {args.worth:g} is not allowed; it must be 0 or more and below 1")
 
 
-def _plan(args: argparse.Namespace, name: str, given: RunConfig) -> dict[str, Any]:
-    """Print the plan of a recipe, and return what `--json` writes."""
+def _plan(
+    args: argparse.Namespace,
+    given: Launch,
+    make: Callable[[Launch], Job],
+    shown: Callable[[str], str] = str,
+) -> dict[str, Any]:
+    """Print the plan of the job that `make` makes, its options as `shown`; return what `--json` writes."""
     gpu = constants.find(args.gpu)
-    nodes = args.nodes or given.launch.nnodes
-    per_node = args.gpus_per_node or given.launch.nproc_per_node
+    nodes = args.nodes or given.nnodes
+    per_node = args.gpus_per_node or given.nproc_per_node
     links = (args.inter_gbit, args.intra_gbyte)
     cluster = of_gpus(gpu, nodes, per_node, *links, args.mfu)
-    launch = dataclasses.replace(given.launch, nnodes=nodes, nproc_per_node=per_node, node_rank=0)
-    job = job_of(dataclasses.replace(given, launch=launch), name)
+    job = make(dataclasses.replace(given, nnodes=nodes, nproc_per_node=per_node, node_rank=0))
     if args.weight_bits is not None:
         job = dataclasses.replace(job, weight_bits=args.weight_bits)
     job = torch_step.planned_with(job, args.strategy)
@@ -111,7 +141,7 @@ def _plan(args: argparse.Namespace, name: str, given: RunConfig) -> dict[str, An
     advice = recommend.advise(job, cluster, rows, args.worth)
     lines = [f"\n{advice.reason}"]
     if not advice.stays and advice.row.method.options:
-        lines.append(f"  {advice.row.method.options}")
+        lines.append(f"  {shown(advice.row.method.options)}")
     console = Console(width=None if Console().is_terminal else 150)
     console.print(_title(job, cluster, gpu.name), highlight=False, soft_wrap=True)
     console.print(_table(rows, advice.row))
@@ -125,6 +155,17 @@ def job_of(run: RunConfig, name: str) -> Job:
     if run.compression.outer_steps:
         raise UserError("compression.outer_interval: the plan does not know outer steps; plan with 1")
     return jobs.of_arguments(name, prepare_run(run, Path("runs") / name, dry=True).args)
+
+
+def job_of_command(command: CommandLine, launch: Launch) -> Job:
+    """Return the job of a training script's command line. This imports Megatron."""
+    connections = "8" if FSDPS & set(command.flags) else "1"  # Megatron's validation asserts it.
+    needed = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
+    with environment(needed), command_line.in_flags(command):
+        args = command_line.check(command, launch.world_size)
+        if args.compression_outer_interval > 1:
+            raise UserError("compression.outer_interval: the plan does not know outer steps; plan with 1")
+        return jobs.of_arguments(command.name, args)
 
 
 def _choose(job: Job, cluster: Cluster, names: str | None) -> Sequence[methods.Method]:

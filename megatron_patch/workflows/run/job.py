@@ -12,7 +12,7 @@ from pathlib import Path
 _SAVE_SECONDS = 600
 """How long torchrun's agent waits for ranks that were asked to stop and save a checkpoint first."""
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-_FSDPS = {"--use-megatron-fsdp", "--use-torch-fsdp2"}
+FSDPS = {"--use-megatron-fsdp", "--use-torch-fsdp2"}
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Job:
             from megatron_patch.megatron.cpu.device import CPU_ENVIRONMENT
 
             variables = {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
-            if _FSDPS & set(self.flags):
+            if FSDPS & set(self.flags):
                 variables[_CONNECTIONS] = "8"  # CUDA's default: both refuse 1
             if self.launch.nnodes > 1:  # The loopback interface reaches no other node (see prepare.py).
                 variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "INTERFACE")
@@ -110,7 +110,7 @@ def _wants_one_connection(flags: Sequence[str]) -> bool:
     Megatron asserts 1 with tensor or context parallelism up to Hopper, and more than 1 with FSDP. In other
     cases a single queue would only delay exchanges, which have their own streams, behind backward passes.
     """
-    if _FSDPS & set(flags):
+    if FSDPS & set(flags):
         return False
     if _CONNECTIONS in os.environ:
         return True

@@ -16,13 +16,17 @@ import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError, in_one_line, nearest
-from megatron_patch.megatron.arguments import PREFIX, add_compression_arguments
+from megatron_patch.megatron import patching
+from megatron_patch.megatron.arguments import PREFIX, after_parsing
 from megatron_patch.megatron.unsupported import refuse_flags
-from megatron_patch.workflows.run.configuration import RunConfig
+
+if TYPE_CHECKING:
+    from megatron_patch.workflows.run.configuration import RunConfig
 
 _OURS = PREFIX.replace("-", "_")
 _AT_LEAST_1 = (
@@ -41,11 +45,34 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"megatron.{name}: {message[flag.end() :]}" if flag else f"megatron: {message}")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return Megatron's parser with the --compression-* flags. This imports Megatron."""
+def build_parser(defaults: Mapping[str, Any] | None = None) -> argparse.ArgumentParser:
+    """Return Megatron's parser with the --compression-* flags; `defaults` as in `after_parsing`.
+
+    This imports Megatron.
+    """
     from megatron.training.arguments import add_megatron_arguments
 
-    return add_compression_arguments(add_megatron_arguments(_Parser(allow_abbrev=False)))
+    add = after_parsing(add_megatron_arguments, lambda args: None, defaults or {})
+    return add(_Parser(allow_abbrev=False))
+
+
+@contextlib.contextmanager
+def assumed_gpu() -> Iterator[None]:
+    """Within the block, Megatron's validation sees the compute capability of Hopper if there is no GPU here.
+
+    If there is one, the run is checked for that GPU.
+    """
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() > (0, 0):  # (0, 0) is cpu_device's
+        yield
+        return
+    hopper = {
+        "torch.cuda:get_device_capability": lambda device=None: (9, 0),
+        "torch.cuda:get_device_properties": lambda device=None: SimpleNamespace(major=9, minor=0),
+    }
+    with patching.swapped(hopper):
+        yield
 
 
 def flags_of(section: Mapping[str, Any], parser: argparse.ArgumentParser) -> list[str]:
@@ -97,8 +124,12 @@ def compression_flags(config: CompressionConfig, attach: bool) -> list[str]:
 
 def check(run: RunConfig, flags: list[str], parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse `flags` as a rank would, refuse what cannot run, and return Megatron's validated arguments."""
-    args = parser.parse_args(flags)
-    if run.attach:
+    return checked(parser.parse_args(flags), run.attach, run.launch.world_size)
+
+
+def checked(args: argparse.Namespace, attach: bool, world_size: int) -> argparse.Namespace:
+    """Refuse parsed arguments with which a job of that many ranks cannot run, and validate them in place."""
+    if attach:
         refuse_flags(args)
     for name in _AT_LEAST_1:
         value = getattr(args, name, None)
@@ -106,7 +137,7 @@ def check(run: RunConfig, flags: list[str], parser: argparse.ArgumentParser) -> 
             raise UserError(f"megatron.{name}: {value} must be 1 or more")
     if not args.skip_train:
         _check_training(args)
-    _validate(args, run.launch.world_size)
+    _validate(args, world_size)
     for rule in _rules(args):
         raise UserError(rule)
     return args

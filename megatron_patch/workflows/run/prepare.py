@@ -16,11 +16,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from megatron_patch.errors import UserError
-from megatron_patch.megatron import patching
 from megatron_patch.megatron.checkpoint import tracker
 from megatron_patch.workflows import data
 from megatron_patch.workflows.run import run_folder
@@ -85,7 +83,7 @@ def prepare_run(run: RunConfig, folder: Path, *, dry: bool = False, cache: Path 
         *("--compression-device", run.launch.device, "--compression-output", str(folder)),
     ]
     job = Job(run.launch, script, flags, folder)
-    with _environment(job.variables()), contextlib.nullcontext() if on_cpu else assumed_gpu():
+    with environment(job.variables()), contextlib.nullcontext() if on_cpu else megatron_flags.assumed_gpu():
         args = megatron_flags.check(run, flags, parser)
     if on_cpu and not dry:  # It imports transformers, here once and not in every forked rank.
         importlib.import_module("megatron.core.tokenizers.text")
@@ -120,7 +118,7 @@ def _check_nodes(launch: Launch) -> None:
 
 
 @contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
+def environment(variables: dict[str, str]) -> Iterator[None]:
     """Within the block, set the environment variables of ranks, which Megatron's validation reads."""
     before = os.environ.copy()
     os.environ.update(variables)
@@ -129,25 +127,6 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-@contextlib.contextmanager
-def assumed_gpu() -> Iterator[None]:
-    """Within the block, Megatron's validation sees the compute capability of Hopper if there is no GPU here.
-
-    If there is one, the run is checked for that GPU.
-    """
-    import torch
-
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() > (0, 0):  # (0, 0) is cpu_device's
-        yield
-        return
-    hopper = {
-        "torch.cuda:get_device_capability": lambda device=None: (9, 0),
-        "torch.cuda:get_device_properties": lambda device=None: SimpleNamespace(major=9, minor=0),
-    }
-    with patching.swapped(hopper):
-        yield
 
 
 def _folder_settings(run: RunConfig, folder: Path, cache: Path | None) -> dict[str, Any]:

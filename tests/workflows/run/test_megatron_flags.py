@@ -15,7 +15,7 @@ import pytest
 from megatron_patch.errors import UserError
 from megatron_patch.megatron import run_script
 from megatron_patch.megatron.arguments import add_compression_arguments, config_from_arguments
-from megatron_patch.workflows.run import configuration, megatron_flags, prepare
+from megatron_patch.workflows.run import configuration, megatron_flags
 from megatron_patch.workflows.run.configuration import shipped
 
 TINY, MOE = "llama_tiny", "moe_tiny"
@@ -38,7 +38,7 @@ def checked(recipe: str, settings: str, parser: argparse.ArgumentParser) -> argp
         *megatron_flags.flags_of({**local, **made_up, **run.megatron}, parser),
         *megatron_flags.compression_flags(run.compression, run.attach),
     ]
-    with prepare.assumed_gpu(), pytest.MonkeyPatch.context() as patch:
+    with megatron_flags.assumed_gpu(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8" if "fsdp" in settings else "1")  # as a job has it
         return megatron_flags.check(run, flags, parser)
 
