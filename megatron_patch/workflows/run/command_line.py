@@ -56,7 +56,7 @@ def of_words(words: Sequence[str]) -> CommandLine:
     """Return the command line of words such as `torchrun --nnodes 2 pretrain_gpt.py --num-layers 32`."""
     place = next((place for place, word in enumerate(words) if word.endswith(".py")), None)
     if place is None:
-        raise UserError(f"{shlex.join(words[:4])}: no training script; write -- pretrain_gpt.py FLAGS")
+        raise UserError(f"{shlex.join(words[:4])!r} names no training script (*.py) before its flags")
     script = words[place]
     return CommandLine(Path(script).stem, list(words[:place]), script, list(words[place + 1 :]))
 

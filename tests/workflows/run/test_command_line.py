@@ -67,7 +67,7 @@ def test_a_command_line_and_the_script_that_has_it_are_one_plan(
     ("arguments", "words"),
     [
         ("", "plan needs a recipe, a shell script, or -- pretrain_gpt.py FLAGS"),
-        ("-- torchrun --nnodes 2", "torchrun --nnodes 2: no training script; write -- pretrain_gpt.py FLAGS"),
+        ("-- torchrun --nnodes 2", "'torchrun --nnodes 2' names no training script (*.py) before its flags"),
         ("-- a.py --num-layers x", "--num-layers: invalid int value: 'x'"),
         (f"-- a.py {FLAGS} --compression-bits 3", "--compression-bits: 3 is not allowed"),
         (
