@@ -42,7 +42,8 @@ FEWEST, MOST = 3, 12
 FIRST = 10
 """A trial begins at a multiple of this many steps, once all ranks compress gradients."""
 NARROW = 0.05
-"""The width of the interval of the difference, as a part of a step, at which such a trial ends."""
+"""Such a trial ends where the interval of the difference is narrower than this part of a step, or than the
+difference."""
 WORTH = 0.01
 """The exact gather is kept if it saves more than this part of a step, since it takes memory, too."""
 AGAIN = 1000
@@ -264,15 +265,13 @@ class Trial:
         most = max(self._config.trial // steps, 1) if self._asked else MOST
         if not self._codes:
             return _STOCK if self._rounds >= most else _GO_ON
-        difference = None if len(self._logs) < 2 else self._difference(Choice(), Choice(weights=True))
-        if self._rounds < most and (
-            self._asked
-            or difference is None
-            or len(self._logs) < FEWEST
-            or difference[2] - difference[1] > NARROW
-        ):
+        mean, low, high = 0.0, -math.inf, math.inf
+        if len(self._logs) > 1:
+            mean, low, high = self._difference(Choice(), Choice(weights=True))
+        enough = high - low < max(NARROW, abs(mean)) and len(self._logs) >= FEWEST
+        if self._rounds < most and (self._asked or not enough):
             return _GO_ON
-        return _EXACT if difference is not None and difference[0] < math.log(1 - WORTH) else _STOCK
+        return _EXACT if mean < math.log(1 - WORTH) else _STOCK
 
     @property
     def _asked(self) -> bool:
