@@ -70,17 +70,30 @@ def _png(path: Path, rows: int = 1, columns: int = 1, **of_figure: Any) -> Itera
 def draw_comparison(
     path: Path, records: Mapping[str, Sequence[dict[str, Any]]], summaries: dict[str, dict[str, Any]]
 ) -> None:
-    """Draw training loss against step, and bytes sent per step for gradients and weights, as a PNG."""
-    with _png(path, 1, 2, figsize=(10, 4), width_ratios=(3, 2)) as (_, (losses, wire)):
-        for (name, logged), style in zip(records.items(), itertools.cycle(_STYLES), strict=False):
-            points = [(r["step"], r["loss"]) for r in logged if r["loss"] is not None]
+    """Draw training losses with their differences to the first run's, and bytes sent per step, as a PNG."""
+    shape: dict[str, Any] = {"figsize": (10, 5), "width_ratios": (3, 2), "height_ratios": (3, 2)}
+    with _png(path, 2, 2, sharex="col", **shape) as (figure, grid):
+        (losses, _), (differences, _) = grid
+        for axes in grid[:, 1]:
+            axes.remove()
+        wire = figure.add_subplot(losses.get_gridspec()[:, 1])
+        curves = {
+            name: {r["step"]: r["loss"] for r in logged if r["loss"] is not None}
+            for name, logged in records.items()
+        }
+        baseline, base = next(iter(curves.items()))
+        for (name, curve), style in zip(curves.items(), itertools.cycle(_STYLES), strict=False):
             valid = summaries[name]["valid_loss"]
             label = name if valid is None else f"{name} (validation {valid:.4f})"
-            losses.plot(*zip(*points, strict=True), label=label, linestyle=style, linewidth=1.4)
-        losses.set_xlabel("optimizer step")
+            losses.plot(list(curve), list(curve.values()), label=label, linestyle=style, linewidth=1.4)
+            percent = {step: 100 * (loss / base[step] - 1) for step, loss in curve.items() if base.get(step)}
+            differences.plot(list(percent), list(percent.values()), linestyle=style, linewidth=1.4)
         losses.set_ylabel("training loss")
         losses.legend(frameon=False)
-        losses.grid(alpha=0.25)
+        differences.set_xlabel("optimizer step")
+        differences.set_ylabel(f"difference to {baseline},\nin % of its loss")
+        for axes in (losses, differences):
+            axes.grid(alpha=0.25)
 
         kinds = ("gradient_wire", "weight_wire")
         bits = {name: [s[kind]["bits_per_element"] for kind in kinds] for name, s in summaries.items()}
@@ -102,17 +115,20 @@ def draw_differences(path: Path, results: Results) -> None:
     by_cell = {name: values for name, values in by_cell.items() if values}
     if not by_cell:
         return
-    with _png(path, figsize=(9, 0.32 * len(by_cell) + 1.4)) as (figure, axes):
+    longest, ends = max(map(len, [results.ablation.baseline.name, *by_cell])), [0.0]
+    size = (max(9, 5 + 0.085 * longest), 0.32 * len(by_cell) + 1.4)  # in inches, with room for all names
+    with _png(path, figsize=size) as (figure, axes):
         for row, values in enumerate(by_cell.values()):
             estimate = interval(values)
             assert estimate is not None
+            ends += [*values, *(end for end in (estimate.low, estimate.high) if end is not None)]
             color = "C0" if estimate.verdict in ("better", "worse") else "0.45"
             axes.scatter(values, [row] * len(values), s=12, color=color, alpha=0.35, linewidths=0)
             axes.plot(estimate.mean, row, "o", color=color, markersize=5)
             if estimate.low is not None:
                 axes.plot([estimate.low, estimate.high], [row, row], color=color, linewidth=2)
         axes.axvline(0, color="black", linewidth=0.8)
-        low, high = (most(0.0, *itertools.chain(*by_cell.values())) for most in (min, max))
+        low, high = min(ends), max(ends)
         if max(high, -low) > 5 * _LINEAR_PERCENT:
             axes.set_xscale("symlog", linthresh=_LINEAR_PERCENT)
             sizes = (0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
@@ -121,7 +137,7 @@ def draw_differences(path: Path, results: Results) -> None:
             axes.minorticks_off()
             axes.set_xlim(1.5 * low - 0.1, 1.5 * high + 0.1)
         axes.set_yticks(range(len(by_cell)), [name.replace(",", ", ") for name in by_cell])
-        axes.invert_yaxis()
+        axes.set_ylim(len(by_cell) - 0.5, -0.5)
         axes.grid(axis="x", alpha=0.25)
         # The label belongs to the figure, because axes beside long names are narrower than its text.
         figure.supxlabel(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,6 +66,56 @@ def test_the_picture_has_room_for_all(tmp_path: Path) -> None:
         leave_curve(run, loss | {7: float("nan")})
     plots.draw_curves(tmp_path / "band.png", Results(ablation, runs))
     check_picture(tmp_path / "band.png")
+
+
+@pytest.mark.parametrize("settings", [1, 7])
+def test_few_cells_are_drawn_whole(settings: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With long names, and intervals of two seeds that reach far beyond the seeds."""
+    closed: list[Any] = []
+    monkeypatch.setattr(plots.pyplot(), "close", closed.append)
+    keys = ("init_method_std", "adam_beta1", "adam_beta2", "weight_decay", "clip_grad", "adam_eps", "min_lr")
+    base, other = (
+        ", ".join(f"megatron.{key}: {value}" for key in keys[:settings]) for value in (0.000125, 0.000375)
+    )
+    cells = f"baseline: {{{base}}}\ncells: [{{{other}}}]\n"
+    text = TEXT.partition("baseline")[0].replace("[1, 2, 3]", "[1, 2]") + cells
+    runs_of = definition.read(define(tmp_path, text))
+    runs = runs_of.runs(tmp_path / "out")
+    for run, loss in zip(runs, (2.0, 2.3, 2.0, 2.1), strict=True):
+        leave(run, loss)
+    plots.draw_differences(tmp_path / "few.png", Results(runs_of, runs))
+    check_picture(tmp_path / "few.png")
+    (axes,) = closed[0].axes
+    interval = next(
+        line for line in axes.get_lines() if len(line.get_xdata()) == 2 and any(line.get_ydata() == 0)
+    )
+    left, right = axes.get_xlim()
+    assert left < min(interval.get_xdata())
+    assert max(interval.get_xdata()) < right
+    assert axes.get_ylim() == (0.5, -0.5)
+
+
+def test_a_comparison_shows_the_difference_of_curves_that_lie_on_one_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Any] = []
+    monkeypatch.setattr(plots.pyplot(), "close", closed.append)
+    wire = {"bits_per_element": 16.0, "bytes_per_step": 1e6}
+    summary = {"valid_loss": 2.0, "gradient_wire": wire, "weight_wire": wire}
+    curves = {
+        name: [{"step": step, "loss": None if step == lost else factor * 4 / step} for step in range(1, 6)]
+        for name, factor, lost in (("none", 1.0, 3), ("loco", 1.001, 4))
+    }
+    plots.draw_comparison(tmp_path / "picture.png", curves, dict.fromkeys(curves, summary))
+    check_picture(tmp_path / "picture.png")
+    losses, differences, _ = closed[0].axes
+    assert "difference to none" in differences.get_ylabel()
+    assert "%" in differences.get_ylabel()
+    none, loco = differences.get_lines()
+    assert list(none.get_ydata()) == [0, 0, 0, 0]
+    assert list(loco.get_xdata()) == [1, 2, 5]
+    assert list(loco.get_ydata()) == pytest.approx([0.1] * 3)
+    assert losses.get_shared_x_axes().joined(losses, differences)
 
 
 def leave_curve(run: Run, losses: dict[int, float]) -> None:
