@@ -352,7 +352,8 @@ class CompressionConfig:
         value = getattr(self, name)
         # 4.0 and True equal whole numbers, so that the types are compared, too.
         if type(value) not in map(type, allowed) or value not in allowed:
-            self._reject(name, "one of " + ", ".join(map(str, allowed)) + nearest(value, allowed))
+            own = ", or your own (--import FILE.py)" if name in ("codec", "topology") else ""
+            self._reject(name, "one of " + ", ".join(map(str, allowed)) + own + nearest(value, allowed))
 
     def _reject(self, name: str, allowed: str) -> None:
         raise UserError(f"compression.{name}: {getattr(self, name)!r} is not allowed; it must be {allowed}")

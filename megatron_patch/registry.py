@@ -7,11 +7,13 @@ codecs are imported when they are first used, so that a CompressionConfig can be
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from megatron_patch.errors import UserError
+from megatron_patch.errors import UserError, in_one_line
 
 OWN_TOPOLOGIES = ("auto", "flat", "two_hop")
 """The topologies that collectives/makers.py implements; users cannot register these names."""
@@ -91,6 +93,26 @@ def register_exchange[Made: type](name: str) -> Callable[[Made], Made]:
         return cls
 
     return register
+
+
+def import_file(path: Path) -> None:
+    """Import a user's file, which registers codecs or exchanges; as a script's, its folder is in sys.path.
+
+    Raises:
+        UserError: there is no such file, its name is another module's, or it raises.
+    """
+    name, there = path.stem, sys.modules.get(path.stem)
+    if there is not None and Path(getattr(there, "__file__", None) or "").resolve() == path.resolve():
+        return
+    if path.suffix != ".py" or not path.is_file():
+        raise UserError(f"import: {path}: no such Python file")
+    if there is not None:
+        raise UserError(f"import: {path}: another module is named {name}; rename the file")
+    sys.path.insert(0, str(path.parent))
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        raise UserError(f"import: {path}: {in_one_line(error)}") from error
 
 
 def _check_free(name: str, new: Any, reserved: tuple[str, ...], old: Any) -> None:

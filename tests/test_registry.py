@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +65,51 @@ def test_bits_that_cannot_be_are_refused():
     for bits in ((), (3,), (4.0,)):
         with pytest.raises(UserError, match="bits are some of 8, 4, 2 and 1"):
             made("mine", *bits)
+
+
+def test_a_file_is_imported_once_and_may_import_its_neighbours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "beside_it.py").write_text("NAME = 'imported'\n")
+    file = tmp_path / "ones_own.py"
+    file.write_text(
+        "import megatron_patch\nfrom beside_it import NAME\n"
+        "megatron_patch.register_codec(NAME, [4])(type('Own', (), {}))\n"
+    )
+    registry.import_file(file)
+    entry = registry.codecs()["imported"]
+    registry.import_file(tmp_path / "." / file.name)
+    assert registry.codecs()["imported"] is entry
+    assert __import__("ones_own").NAME == "imported", "a script's own import finds the same module"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("missing.py", None, "no such Python file"),
+        ("config.yaml", "a: 1", "no such Python file"),
+        ("torch.py", "", "another module is named torch; rename"),
+        ("raises.py", "import megatron_patch\n1 / 0", "ZeroDivisionError: division by zero"),
+        (
+            "taken.py",
+            "import megatron_patch as m\nm.register_codec('sign', [1])(type('A', (), {}))",
+            "is taken",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_one_line(
+    name: str, text: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch  # noqa: F401
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError) as caught:
+        registry.import_file(tmp_path / name)
+    assert str(caught.value).startswith(f"import: {tmp_path / name}: ")
+    assert said in str(caught.value)
 
 
 def test_an_unknown_name_is_refused_with_those_that_are_known():

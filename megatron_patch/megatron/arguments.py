@@ -20,7 +20,7 @@ PREFIX = "compression_"
 
 
 def add_compression_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add one flag per field of CompressionConfig, and the launch flags `attach`, `device` and `output`."""
+    """Add one flag per field of CompressionConfig, and the flags `attach`, `device`, `output`, `import`."""
     group = parser.add_argument_group("compression", "low-bit gradient communication (megatron-loco)")
     for option in dataclasses.fields(CompressionConfig):
         flag, help = "--" + (PREFIX + option.name).replace("_", "-"), option.metadata["help"]
@@ -52,6 +52,13 @@ def add_compression_arguments(parser: argparse.ArgumentParser) -> argparse.Argum
     )
     group.add_argument(
         "--compression-output", metavar="DIR", help="write metrics.jsonl and summary.json into this folder"
+    )
+    group.add_argument(
+        "--compression-import",
+        action="append",
+        default=[],
+        metavar="FILE.py",
+        help="a file that registers your codec or exchange; may be repeated",
     )
     return parser
 

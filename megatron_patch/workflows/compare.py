@@ -1,7 +1,7 @@
 """`megatron-loco compare`: runs a configuration with several methods, one after another, and compares them.
 
 Below the folder: one run per method, comparison.json (all numbers), comparison.md (the table) and
-comparison.png (loss curves, bytes on the wire). The first method named is the baseline of the differences.
+comparison.png (loss curves, their differences, bytes on the wire). The first method named is the baseline of the differences.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     chosen = {name: configuration.method_recipe(name) for name in names}
     out = args.out or Path("runs") / path.stem
     runs = {
-        name: configuration.load(path, args.overrides, and_files=[recipe], for_several=True)
+        name: configuration.load(path, train.overrides(args), and_files=[recipe], for_several=True)
         for name, recipe in chosen.items()
     }
     run_folder.refuse_shared(runs.values())

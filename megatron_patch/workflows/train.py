@@ -153,18 +153,30 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyExcl
     parser.add_argument(
         "config", type=str, metavar="CONFIG", help="a YAML file, e.g. configs/models/llama_tiny.yaml"
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. megatron.lr=1e-3")
+    add_overrides(parser, "e.g. megatron.lr=1e-3")
     parser.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: runs/CONFIG)")
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--overwrite", action="store_true", help="replace the results of a run in that folder")
     return group
 
 
+def add_overrides(parser: argparse.ArgumentParser, help: str) -> None:
+    """Add the arguments that `overrides` reads."""
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=help)
+    own = "a file that registers your codec or exchange (launch.imports); may be repeated"
+    parser.add_argument("--import", dest="imports", action="append", metavar="FILE.py", help=own)
+
+
+def overrides(args: argparse.Namespace) -> list[str]:
+    """Return the overrides of a command line, with --import as one of them."""
+    return args.overrides + ([f"launch.imports={json.dumps(args.imports)}"] if args.imports else [])
+
+
 def run(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
     """Run the command, and return the exit status."""
     path = configuration.find(args.config)
     extra = [configuration.find(name) for name in args.and_files]
-    configured = configuration.load(path, args.overrides, and_files=extra)
+    configured = configuration.load(path, overrides(args), and_files=extra)
     folder = args.out or Path("runs") / path.stem
     first = configured.launch.node_rank == 0
     if args.resume_or_start:

@@ -91,6 +91,12 @@ RUNS: dict[str, Run] = {
     "none-bf16": Run(BF16, NONE),
     "unattached": Run(ours=["--no-compression-attach"]),
     "loco": Run([*UNTIED, "--log-memory-to-tensorboard"], LOCO),
+    "own-codec": Run(
+        ours=[
+            *("--compression-import", str(ROOT / "pretrain_scripts" / "own_codec.py")),
+            *("--compression-codec", "fp8", "--compression-start-step", "0"),
+        ]
+    ),
     "loco-late": Run(ours=["--compression-start-step", "100"]),
     "stock-experts": Run(EXPERTS, ranks=4),
     "none-experts": Run(EXPERTS, NONE, ranks=4),

@@ -79,6 +79,11 @@ def test_loco_is_not_stock_but_close(runs: Path) -> None:
     assert loco[:STEPS] == pytest.approx(stock[:STEPS], rel=0.02)
 
 
+def test_a_flag_imports_a_codec_for_an_untouched_script(runs: Path) -> None:
+    assert 8.125 < summary(runs / "own-codec")["gradient_wire"]["bits_per_element"] <= 8.6
+    assert losses(runs / "own-codec")[:STEPS] == pytest.approx(losses(runs / "stock")[:STEPS], rel=0.01)
+
+
 @pytest.mark.parametrize("kind", ["experts", "parallel"])
 def test_loco_stays_close_with_expert_tensor_and_pipeline_parallelism(runs: Path, kind: str) -> None:
     stock, loco = losses(runs / f"stock-{kind}"), losses(runs / f"loco-{kind}")

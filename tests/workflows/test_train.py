@@ -106,6 +106,27 @@ def test_an_interrupted_comparison_goes_on_and_makes_nothing_twice(tmp_path: Pat
     assert results[2].read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_codec_of_a_file_of_ones_own_trains_and_is_resumed(tmp_path: Path) -> None:
+    """Ranks and a resumed run know it from the run's configuration, which the report shows."""
+    file, out = tmp_path / "my_codec.py", tmp_path / "run"
+    file.write_text((ROOT / "pretrain_scripts/own_codec.py").read_text())
+    options = ("compression.codec=fp8", "compression.bits=8", "compression.start_step=0")
+    steps = ("megatron.train_iters=4", "megatron.save_interval=2", "megatron.exit_interval=2")
+    arguments = ("train", CONFIG, *SMALL, *options, *steps, "--import", str(file), "--out", str(out))
+    first = warm_megatron_loco(*arguments, folder=tmp_path / "first", trains=True)
+    assert "2" in first.stderr
+    assert f"--compression-import {file}" in (out / "command.txt").read_text()
+    again = ("train", str(out / "config.yaml"), "megatron.exit_interval=null", "--resume", "--out", str(out))
+    second = warm_megatron_loco(*again, folder=tmp_path / "second", trains=True)
+    assert second.returncode == 0, second.stderr
+    found = json.loads((out / "summary.json").read_text())
+    assert found["steps"] == 4
+    assert 8.125 < found["gradient_wire"]["bits_per_element"] < 9
+    page = tmp_path / "page.html"
+    assert cli.main(["report", str(out), "--out", str(page)]) == 0
+    assert str(file) in page.read_text()
+
+
 def test_a_stopped_comparison_says_how_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", metavar="CONFIG", help="e.g. configs/ablations/bits_by_method.yaml, or just bits_by_method"
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for all runs")
+    train.add_overrides(parser, "for all runs")
     parser.add_argument("--base", metavar="RECIPE", help="another base, e.g. configs/models/moe_tiny.yaml")
     parser.add_argument("--seeds", metavar="A,B", help="other seeds")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/ablations/CONFIG/BASE")
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command, and return the exit status, which is 1 if a run failed."""
     path = definition.find(args.config)
-    ablation = definition.read(path, args.overrides, args.base, _seeds(args.seeds))
+    ablation = definition.read(path, train.overrides(args), args.base, _seeds(args.seeds))
     out = args.out or Path("runs/ablations") / ablation.name / ablation.base.stem
     runs = ablation.runs(out)
     run_folder.refuse_shared(run.configured for run in runs)

@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from megatron_patch import files
+from megatron_patch import files, registry
 from megatron_patch.config import ONEBIT_ADAMS, CompressionConfig
 from megatron_patch.errors import UserError, nearest
 from megatron_patch.workflows.run.job import Launch
@@ -126,12 +126,17 @@ def method_recipe(name: str) -> Path:
 
 
 def load(
-    path: Path, overrides: Sequence[str] = (), *, and_files: Sequence[Path] = (), for_several: bool = False
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    and_files: Sequence[Path] = (),
+    for_several: bool = False,
+    importing: bool = True,
 ) -> RunConfig:
     """Compose `path`, then `and_files`, then `overrides` (`section.key=value`).
 
     `for_several` says that the overrides are for runs of several methods: options of onebit_adam are left out
-    with other methods.
+    with other methods. Without `importing` no file of launch.imports is imported.
 
     Raises:
         UserError: a file does not exist or is not a YAML mapping, or a key, type or value is not allowed;
@@ -146,7 +151,7 @@ def load(
         composed = _merge(composed, content, override, drop=False)
     if for_several and _known(composed, "compression.method") != "onebit_adam":
         _pop(composed, ONEBIT_ADAMS)
-    run = _resolve(resolved(composed, path), str(path))
+    run = _resolve(resolved(composed, path), str(path), importing)
     stated = any("weight_gather" in (_known(content, "compression") or {}) for content in asked)
     return run if stated else _with_stock_gather_of_shards(run)
 
@@ -267,12 +272,15 @@ def _known(config: Any, key: str) -> Any:
         return None
 
 
-def _resolve(content: dict[str, Any], where: str) -> RunConfig:
+def _resolve(content: dict[str, Any], where: str, importing: bool) -> RunConfig:
     _check_keys("", content, SECTIONS, where)
     for name, section in content.items():
         if section is not None and not isinstance(section, dict):
             raise UserError(f"{where}: {name}: {section!r} must be a mapping")
     sections: dict[str, dict[str, Any]] = {name: dict(content.get(name) or {}) for name in SECTIONS}
+    launch = _launch(sections["launch"], where)
+    for file in launch.imports if importing else ():
+        registry.import_file(Path(file))
     compression = sections["compression"]
     _check_keys("compression.", compression, ["attach", *_names(CompressionConfig)], where)
     attach = compression.pop("attach", True)
@@ -282,14 +290,17 @@ def _resolve(content: dict[str, Any], where: str) -> RunConfig:
         megatron=sections["megatron"],
         compression=CompressionConfig.for_megatron(sections["megatron"], **compression),
         attach=attach,
-        launch=_launch(sections["launch"], where),
+        launch=launch,
         data=_data(sections["data"], where),
     )
 
 
 def _launch(section: dict[str, Any], where: str) -> Launch:
     _check_keys("launch.", section, _names(Launch), where)
-    launch = Launch(**section)
+    imports = section.get("imports") or []
+    if not isinstance(imports, list) or not all(isinstance(name, str) for name in imports):
+        raise UserError(f"{where}: launch.imports: {imports!r} must be a list of Python files")
+    launch = Launch(**{**section, "imports": tuple(str(Path(name).absolute()) for name in imports)})
     if launch.device not in ("cuda", "cpu"):
         raise UserError(f"{where}: launch.device: {launch.device!r} must be cuda or cpu")
     for name, least in (("nproc_per_node", 1), ("nnodes", 1), ("node_rank", 0), ("max_restarts", 0)):

@@ -30,6 +30,8 @@ class Launch:
     """The path of the training script, absolute or relative to the repository."""
     max_restarts: int = 0
     """How often all ranks are restarted from the last checkpoint after one of them has died."""
+    imports: tuple[str, ...] = ()
+    """The absolute paths of Python files that register the user's codecs and exchanges."""
 
     @property
     def world_size(self) -> int:

@@ -81,6 +81,7 @@ def prepare_run(run: RunConfig, folder: Path, *, dry: bool = False, cache: Path 
         *megatron_flags.flags_of(settings, parser),
         *megatron_flags.compression_flags(run.compression, run.attach),
         *("--compression-device", run.launch.device, "--compression-output", str(folder)),
+        *(word for file in run.launch.imports for word in ("--compression-import", file)),
     ]
     job = Job(run.launch, script, flags, folder)
     with environment(job.variables()), contextlib.nullcontext() if on_cpu else megatron_flags.assumed_gpu():

@@ -74,6 +74,19 @@ def test_interrupted_and_started_again_it_makes_what_is_left_and_reports_what_fa
     assert (out / "results.csv").read_text().splitlines() == lines
 
 
+def test_cells_with_a_codec_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = "  - {compression.codec: fp8, compression.bits: 8}\n"
+    arguments = [*define(tmp_path, "[1]", cells), "--dry-run"]
+    imported = (*arguments, "--import", str(ROOT / "pretrain_scripts/own_codec.py"))
+    listed = warm_megatron_loco(*imported, folder=tmp_path / "listed")
+    assert listed.returncode == 0, listed.stderr
+    assert "codec=fp8,bits=8 seed 1" in listed.stdout
+    refused = warm_megatron_loco(*arguments, folder=tmp_path / "refused")
+    assert refused.returncode == 2
+    assert "cell codec=fp8,bits=8: compression.codec: 'fp8'" in refused.stderr
+    assert "--import FILE.py" in refused.stderr
+
+
 @pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on_and_a_task_makes_one_run(tmp_path: Path) -> None:
     arguments, out = define(tmp_path, "[1]", "  - {compression.method: loco}\n"), tmp_path / "out"

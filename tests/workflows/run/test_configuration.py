@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_patch import registry
 from megatron_patch.errors import UserError
 from megatron_patch.workflows.cli import main
 from megatron_patch.workflows.run import configuration, run_folder
@@ -97,6 +99,32 @@ def test_every_shipped_recipe_loads(recipe: Path) -> None:
     assert configuration.load(recipe).compression.bits in (1, 2, 4, 8)
 
 
+def test_files_that_a_configuration_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are written with absolute paths, and the configuration in a folder is compared, never obeyed."""
+    monkeypatch.setattr(registry, "_codecs", dict(registry._codecs))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    source = shipped("pretrain_scripts/own_codec.py").read_text(encoding="utf-8")
+    write(tmp_path, "my_fp8.py", source.replace('"fp8"', '"my_fp8"'))
+    top = write(tmp_path, "top.yaml", "compression: {codec: my_fp8}\nlaunch: {imports: [my_fp8.py]}\n")
+    run = configuration.load(top)
+    assert run.compression.bits == 8
+    assert run.launch.imports == (str(tmp_path / "my_fp8.py"),)
+    written = write(tmp_path, "run/config.yaml", run.as_yaml())
+    assert configuration.load(written) == run
+
+    write(tmp_path, "theirs.py", "import pathlib\npathlib.Path('executed').touch()\n")
+    theirs = run.as_yaml().replace("my_fp8.py", "theirs.py")
+    written.write_text(theirs, encoding="utf-8")
+    (tmp_path / "run/failed.txt").write_text("it failed")
+    assert run_folder.look(tmp_path / "run", run) is run_folder.State.CHANGED
+    assert not (tmp_path / "executed").exists()
+    written.write_text(theirs.replace("codec: my_fp8", "codec: theirs"), encoding="utf-8")
+    assert run_folder.look(tmp_path / "run", run) is run_folder.State.CHANGED
+    configuration.load(top, ["launch.imports=[theirs.py]"])
+    assert (tmp_path / "executed").exists()
+
+
 BAD = {
     "megatorn: {}": "megatorn.*did you mean megatron",
     "compression: {bit: 4}": r"compression\.bit.*did you mean bits",
@@ -105,6 +133,8 @@ BAD = {
     "compression: 4": "compression: 4 .*mapping",
     "launch: {device: tpu}": r"launch\.device: 'tpu' .*cuda or cpu",
     "launch: {nproc_per_node: 0}": r"launch\.nproc_per_node: 0 .*1 or more",
+    "launch: {imports: a.py}": r"launch\.imports: 'a\.py' must be a list",
+    "launch: {imports: [/nowhere/a.py]}": r"import: /nowhere/a\.py: no such Python file",
     "launch: {max_restarts: 1.5}": r"launch\.max_restarts: 1\.5 .*whole number, 0 or more",
     "launch: {nnodes: 2, node_rank: 2, rdzv_endpoint: 'a:1'}": r"node_rank: 2 .*below launch\.nnodes, 2",
     "launch: {nnodes: 2, rdzv_endpoint: node01}": r"launch\.rdzv_endpoint: 'node01' .*host:port",
