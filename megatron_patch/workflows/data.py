@@ -293,8 +293,8 @@ def megatron_flags(prefix: Path, kind: str) -> dict[str, str | int]:
     return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
 
 
-def check_dataset(prefix: Path) -> None:
-    """Check that PREFIX is a whole data set, with Megatron's own reader.
+def check_dataset(prefix: Path) -> int:
+    """Check that PREFIX is a whole data set, with Megatron's own reader; return the number of documents.
 
     Megatron would find a lost end of the tokens only where it reads there, in the middle of a run.
     """
@@ -314,6 +314,7 @@ def check_dataset(prefix: Path) -> None:
             f"data: {prefix}.bin has {size} bytes, {prefix}.idx says {expected}: one of them is cut off, or "
             "they belong to different data sets"
         )
+    return len(index.sequence_lengths)
 
 
 def _hint(prefix: Path) -> str:

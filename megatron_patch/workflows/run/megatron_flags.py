@@ -29,6 +29,14 @@ if TYPE_CHECKING:
     from megatron_patch.workflows.run.configuration import RunConfig
 
 _OURS = PREFIX.replace("-", "_")
+_OF_OURS = {
+    "eval_global_batch_size": "megatron.global_batch_size",
+    "eval_micro_batch_size": "megatron.micro_batch_size",
+    "data_parallel_size": "launch's data-parallel ranks",
+    "world size": "launch.nproc_per_node * launch.nnodes",
+    "total_model_size (total_model_size=": "tensor * pipeline * context parallel sizes (",
+}
+"""The keys to which Megatron's messages refer by the names of quantities that it computes from them."""
 _AT_LEAST_1 = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size", "num_distributed_optimizer_instances"),
@@ -137,7 +145,11 @@ def checked(args: argparse.Namespace, attach: bool, world_size: int) -> argparse
             raise UserError(f"megatron.{name}: {value} must be 1 or more")
     if not args.skip_train:
         _check_training(args)
+<<<<<<< HEAD
     _validate(args, world_size)
+=======
+    _validate(args, run.launch.world_size, run.megatron)
+>>>>>>> a5303bc (Messages name the recipe's keys; a split without documents is refused, and a dry run says that nodes have no MASTER_ADDR)
     for rule in _rules(args):
         raise UserError(rule)
     return args
@@ -146,13 +158,20 @@ def checked(args: argparse.Namespace, attach: bool, world_size: int) -> argparse
 def _check_training(args: argparse.Namespace) -> None:
     if not (args.train_iters or args.train_samples):
         raise UserError(f"megatron.train_iters: {args.train_iters} must be 1 or more")
+    unit, other = ("iters", "samples") if args.train_iters else ("samples", "iters")
+    for name in ("train", "lr_decay", "lr_warmup"):
+        if value := getattr(args, f"{name}_{other}"):
+            raise UserError(
+                f"megatron.{name}_{other}: {value} cannot be combined with megatron.train_{unit}; set one of "
+                "them to null"
+            )
     if args.lr is None:
         raise UserError("megatron.lr: must be given")
     if args.eval_interval == 0 and not args.full_validation:
         raise UserError("megatron.eval_interval: 0 must be 1 or more; eval_iters=0 leaves evaluation out")
 
 
-def _validate(args: argparse.Namespace, world_size: int) -> None:
+def _validate(args: argparse.Namespace, world_size: int, stated: Mapping[str, Any]) -> None:
     """Have Megatron validate the arguments in place, as a rank's, without its output, which ranks repeat."""
     from megatron.training.arguments import validate_args
 
@@ -165,16 +184,22 @@ def _validate(args: argparse.Namespace, world_size: int) -> None:
             warnings.simplefilter("ignore")
             validate_args(args)
     except Exception as error:
-        raise UserError(f"megatron: {in_one_line(error)}") from error
+        message = in_one_line(error)
+        for name, keys in _OF_OURS.items():
+            if name not in stated:
+                message = re.sub(rf"(?<![\w.]){re.escape(name)}", keys, message)
+        raise UserError(f"megatron: {message}") from error
     finally:
         logging.disable(disabled)
 
 
 def _rules(args: argparse.Namespace) -> Iterator[str]:
     """Yield an error for each setting with which a rank would fail late, naming no flag."""
-    warmup, decay = args.lr_warmup_iters, args.lr_decay_iters or args.train_iters
-    if warmup and decay and warmup >= decay:
-        yield f"megatron.lr_warmup_iters: {warmup} must be below the {decay} steps of the schedule"
+    unit = "iters" if args.train_iters else "samples"
+    end = f"lr_decay_{unit}" if getattr(args, f"lr_decay_{unit}") else f"train_{unit}"
+    warmup, length = getattr(args, f"lr_warmup_{unit}"), getattr(args, end)
+    if warmup and length and warmup >= length:
+        yield f"megatron.lr_warmup_{unit}: {warmup} must be below megatron.{end}, {length}"
     heads, groups = args.num_attention_heads, args.num_query_groups
     own_attention = not (args.multi_latent_attention or args.heterogeneous_layers_config_path)
     if own_attention and args.group_query_attention and groups and heads % groups:

@@ -86,6 +86,8 @@ def prepare_run(run: RunConfig, folder: Path, *, dry: bool = False, cache: Path 
     job = Job(run.launch, script, flags, folder)
     with environment(job.variables()), contextlib.nullcontext() if on_cpu else megatron_flags.assumed_gpu():
         args = megatron_flags.check(run, flags, parser)
+    if not dry and args.split and not run.data.valid_path:
+        _check_split(run, args.split)
     if on_cpu and not dry:  # It imports transformers, here once and not in every forked rank.
         importlib.import_module("megatron.core.tokenizers.text")
     return PreparedRun(run, job, args)
@@ -93,16 +95,8 @@ def prepare_run(run: RunConfig, folder: Path, *, dry: bool = False, cache: Path 
 
 def _check_nodes(launch: Launch) -> None:
     """Check what a run needs and a dry run does not: GPUs, and the address of the other nodes."""
-    if launch.nnodes > 1 and not launch.rdzv_endpoint:
-        raise UserError(
-            f"launch.nnodes: {launch.nnodes} needs launch.rdzv_endpoint, host:port of the first node "
-            "(configs/clusters; --dry-run shows the command without)"
-        )
-    if launch.nnodes > 1 and str(launch.rdzv_endpoint).partition(":")[0] == "localhost":
-        raise UserError(
-            f"launch.rdzv_endpoint: {launch.rdzv_endpoint!r} is another machine on each of "
-            f"{launch.nnodes} nodes; name the first one (configs/clusters take it from MASTER_ADDR)"
-        )
+    if missing := _without_first_node(launch):
+        raise UserError(f"{missing}; --dry-run shows the command without")
     if launch.device == "cuda":
         import torch
 
@@ -116,6 +110,18 @@ def _check_nodes(launch: Launch) -> None:
             f"launch.nnodes: {launch.nnodes} with launch.device cpu needs the environment variable "
             "GLOO_SOCKET_IFNAME, the network interface that leads to the other nodes, e.g. eth0"
         )
+
+
+def _without_first_node(launch: Launch) -> str | None:
+    """Say what is missing where a launch on several nodes does not name the first of them."""
+    host = str(launch.rdzv_endpoint or "").rpartition(":")[0]
+    if launch.nnodes == 1 or host not in ("", "localhost"):
+        return None
+    cause = f"{host} is another machine on each" if host else "launch.rdzv_endpoint is not set"
+    return (
+        f"launch.nnodes: {launch.nnodes} nodes need the address of the first, but {cause}; set MASTER_ADDR "
+        "(with a file of configs/clusters), or launch.rdzv_endpoint=HOST:PORT"
+    )
 
 
 @contextlib.contextmanager
@@ -160,6 +166,21 @@ def prepared_data(run: RunConfig) -> dict[str, Any]:
         for prefix in _named_prefixes(run):
             data.check_dataset(Path(prefix))
     return settings
+
+
+def _check_split(run: RunConfig, split: str) -> None:
+    """Refuse a split that gives a part no document, because Megatron would search for samples for ever."""
+    from megatron.core.datasets import blended_megatron_dataset_config as of_megatron
+
+    matrix = of_megatron.convert_split_vector_to_split_matrix(of_megatron.parse_and_normalize_split(split))
+    for prefix in [run.data.path] if run.data.path else _named_prefixes(run):
+        count = data.check_dataset(Path(prefix))
+        for part, share in zip(("training", "validation", "test"), matrix, strict=True):
+            if share is not None and round(share[0] * count) == round(share[1] * count):
+                raise UserError(
+                    f"megatron.split: {split!r} leaves none of the {count} documents of {prefix} for {part}; "
+                    f"take more documents or another split (0 for {part}), or name data.valid_path"
+                )
 
 
 def planned_data(run: RunConfig) -> dict[str, Any]:
@@ -211,8 +232,8 @@ def shown(run: RunConfig, job: Job) -> str:
     launch = run.launch
     nodes = f" on {launch.nnodes} nodes, this is node {launch.node_rank}" if launch.nnodes > 1 else ""
     lines = [f"# {launch.world_size} ranks{nodes}; nothing is started", f"# {data_line(run)}"]
-    if launch.nnodes > 1 and not launch.rdzv_endpoint:
-        lines.append("# FIRST_NODE: launch.rdzv_endpoint is not set; a run needs it (configs/clusters)")
+    if missing := _without_first_node(launch):
+        lines.append(f"# a run will be refused: {missing}")
     return "\n".join([*lines, job.command_text(), "# configuration", run.as_yaml().rstrip()])
 
 

@@ -58,8 +58,8 @@ def test_a_gpu_recipe_where_there_is_no_gpu_no_data_and_no_cluster(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ["launch.nnodes: 2 needs launch.rdzv_endpoint", "--dry-run"]),
-        (["--with", "configs/clusters/two_nodes.yaml"], ["'localhost:29500'", "MASTER_ADDR"]),
+        ([], ["launch.nnodes: 2 nodes", "launch.rdzv_endpoint is not set", "set MASTER_ADDR", "--dry-run"]),
+        (["--with", "configs/clusters/two_nodes.yaml"], ["localhost is another", "set MASTER_ADDR"]),
         (["launch.nnodes=1", "launch.device=cuda"], ["no GPU", "--dry-run"]),
         (["launch.device=cpu", "launch.rdzv_endpoint=a:1"], ["GLOO_SOCKET_IFNAME", "eth0"]),
         (
@@ -84,6 +84,32 @@ def test_what_is_refused_in_one_line(
     assert err.count("\n") == 1
     assert all(word in err for word in words)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_says_that_nodes_have_no_place_to_meet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_nodes = ("--with", "configs/clusters/two_nodes.yaml", "--dry-run", "--out", str(tmp_path / "run"))
+    for address, refused in ((None, True), ("node01", False)):
+        monkeypatch.delenv("MASTER_ADDR", raising=False)
+        if address:
+            monkeypatch.setenv("MASTER_ADDR", address)
+        assert main(["train", SEVEN_B, *with_nodes]) == 0
+        assert ("# a run will be refused: launch.nnodes: 2" in capsys.readouterr().out) is refused
+
+
+def test_a_split_that_leaves_a_part_no_document_is_refused(tmp_path: Path) -> None:
+    """Megatron would look for samples in it until it is killed."""
+    data.prepare("installed:numpy/fft/*.py", tmp_path / "set")
+    run = configuration.load(write(tmp_path, f"data: {{path: {tmp_path}/set}}\n"))
+    named = configuration.load(write(tmp_path, f"megatron: {{data_path: [{tmp_path}/set]}}\n"))
+    for one in (run, named):
+        prepare._check_split(one, "50,50,0")
+        prepare._check_split(one, "100,0,0")
+        with pytest.raises(
+            UserError, match=r"megatron\.split: '95,5,0' .* documents of .*/set for validation"
+        ):
+            prepare._check_split(one, "95,5,0")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from megatron_patch.workflows.run.configuration import shipped
 TINY, MOE = "llama_tiny", "moe_tiny"
 FSDP = "megatron.use_megatron_fsdp=true"
 AT_LEAST_1 = ("tensor_model_parallel_size", "num_attention_heads", "log_interval", "save_interval")
+SAMPLES = "megatron.train_iters=null megatron.train_samples=99"
 SHARDED = f"{FSDP} megatron.data_parallel_sharding_strategy=optim_grads"
 
 
@@ -73,13 +74,30 @@ def test_bad_flags(section: dict[str, object], line: str, parser: argparse.Argum
         # in Megatron's words: a bare assertion, one with a message, one without a flag's name
         (TINY, "megatron.min_lr=1", "AssertionError: arguments.py:LINE: assert args.min_lr <= args.lr"),
         (TINY, "megatron.num_attention_heads=5", "args.hidden_size % args.num_attention_heads == 0"),
-        (TINY, "megatron.train_samples=99", "expected iteration-based training"),
         (TINY, "megatron.hidden_size=null", "hidden_size argument is None"),
         (MOE, "megatron.expert_model_parallel_size=3", "Number of experts should be a multiple"),
-        (TINY, "megatron.global_batch_size=30", "(30) must be divisible by"),
-        (TINY, "megatron.tensor_model_parallel_size=3", "world size (4) is not divisible by"),
+        # with the keys of a recipe in place of what Megatron makes of them
+        (
+            TINY,
+            "megatron.global_batch_size=30",
+            "megatron.global_batch_size (30) must be divisible by megatron.micro_batch_size (16) * launch's",
+        ),
+        (TINY, "megatron.eval_global_batch_size=30", " eval_global_batch_size (30) must be divisible by"),
+        (
+            TINY,
+            "megatron.tensor_model_parallel_size=3",
+            "launch.nproc_per_node * launch.nnodes (4) is not divisible by tensor * pipeline * context",
+        ),
         # what it does not say, or without a flag's name
-        (TINY, "megatron.lr_warmup_iters=200", "megatron.lr_warmup_iters: 200 must be below the 200 steps"),
+        (TINY, "megatron.train_iters=12", "lr_warmup_iters: 20 must be below megatron.train_iters, 12"),
+        (TINY, "megatron.lr_decay_iters=9", "lr_warmup_iters: 20 must be below megatron.lr_decay_iters, 9"),
+        (
+            TINY,
+            f"{SAMPLES} megatron.lr_warmup_iters=0 megatron.lr_warmup_samples=99",
+            "lr_warmup_samples: 99 must be below megatron.train_samples, 99",
+        ),
+        (TINY, SAMPLES, "lr_warmup_iters: 20 cannot be combined with megatron.train_samples; set one"),
+        (TINY, "megatron.train_samples=99", "train_samples: 99 cannot be combined with megatron.train_iters"),
         (TINY, "megatron.lr=null", "lr: must be given"),
         (TINY, "megatron.train_iters=0", "train_iters: 0 must be 1 or more"),
         (TINY, "megatron.eval_interval=0", "eval_interval: 0 must be 1 or more"),
