@@ -1,7 +1,7 @@
 """`megatron-loco compare`: runs a configuration with several methods, one after another, and compares them.
 
 Below the folder: one run per method, comparison.json (all numbers), comparison.md (the table) and
-comparison.png (loss curves, their differences, bytes on the wire). The first method named is the baseline of the differences.
+comparison.png (loss curves, their differences, bytes on the wire). The first method named is the baseline.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def run(args: argparse.Namespace) -> int:
     if not names or len(set(names)) != len(names):
         raise UserError(f"methods: {args.methods!r} must be different names, separated by commas")
     chosen = {name: configuration.method_recipe(name) for name in names}
-    out = args.out or Path("runs") / path.stem
+    out, asked = args.out or Path("runs") / path.stem, train.overrides(args)
     runs = {
-        name: configuration.load(path, train.overrides(args), and_files=[recipe], for_several=True)
+        name: configuration.load(path, asked, and_files=[recipe], for_several=True, importing=True)
         for name, recipe in chosen.items()
     }
     run_folder.refuse_shared(runs.values())

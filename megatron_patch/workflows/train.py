@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_patch import registry
 from megatron_patch.errors import RankFailed, UserError
 from megatron_patch.megatron.checkpoint import tracker
 from megatron_patch.workflows.run import configuration, launcher, prepare, run_folder
@@ -164,11 +165,13 @@ def add_overrides(parser: argparse.ArgumentParser, help: str) -> None:
     """Add the arguments that `overrides` reads."""
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=help)
     own = "a file that registers your codec or exchange (launch.imports); may be repeated"
-    parser.add_argument("--import", dest="imports", action="append", metavar="FILE.py", help=own)
+    parser.add_argument("--import", dest="imports", action="append", default=[], metavar="FILE.py", help=own)
 
 
 def overrides(args: argparse.Namespace) -> list[str]:
-    """Return the overrides of a command line, with --import as one of them."""
+    """Import the files of --import, and return the overrides of a command line, with these among them."""
+    for file in args.imports:
+        registry.import_file(Path(file).absolute())
     return args.overrides + ([f"launch.imports={json.dumps(args.imports)}"] if args.imports else [])
 
 
@@ -176,7 +179,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
     """Run the command, and return the exit status."""
     path = configuration.find(args.config)
     extra = [configuration.find(name) for name in args.and_files]
-    configured = configuration.load(path, overrides(args), and_files=extra)
+    configured = configuration.load(path, overrides(args), and_files=extra, importing=not args.dry_run)
     folder = args.out or Path("runs") / path.stem
     first = configured.launch.node_rank == 0
     if args.resume_or_start:

@@ -131,12 +131,12 @@ def load(
     *,
     and_files: Sequence[Path] = (),
     for_several: bool = False,
-    importing: bool = True,
+    importing: bool = False,
 ) -> RunConfig:
     """Compose `path`, then `and_files`, then `overrides` (`section.key=value`).
 
     `for_several` says that the overrides are for runs of several methods: options of onebit_adam are left out
-    with other methods. Without `importing` no file of launch.imports is imported.
+    with other methods. With `importing`, for a run that begins, the files of launch.imports are imported.
 
     Raises:
         UserError: a file does not exist or is not a YAML mapping, or a key, type or value is not allowed;

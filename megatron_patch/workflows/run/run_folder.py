@@ -74,8 +74,7 @@ def look(folder: Path, wanted: RunConfig) -> State:
 def _loaded(path: Path, written: int) -> RunConfig | None:
     """Return the configuration in `path`; None if it is of another version, or incomplete after a kill."""
     try:
-        # The folder may be another user's. What `wanted` imports has been imported.
-        return configuration.load(path, importing=False)
+        return configuration.load(path)
     except UserError:
         return None
 

@@ -100,14 +100,16 @@ def test_every_shipped_recipe_loads(recipe: Path) -> None:
 
 
 def test_files_that_a_configuration_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are written with absolute paths, and the configuration in a folder is compared, never obeyed."""
+    """They are written with absolute paths, and imported for a run alone: what is only read is not obeyed."""
     monkeypatch.setattr(registry, "_codecs", dict(registry._codecs))
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
     source = shipped("pretrain_scripts/own_codec.py").read_text(encoding="utf-8")
     write(tmp_path, "my_fp8.py", source.replace('"fp8"', '"my_fp8"'))
     top = write(tmp_path, "top.yaml", "compression: {codec: my_fp8}\nlaunch: {imports: [my_fp8.py]}\n")
-    run = configuration.load(top)
+    with pytest.raises(UserError, match=r"codec: 'my_fp8'.*your own .--import FILE\.py."):
+        configuration.load(top)
+    run = configuration.load(top, importing=True)
     assert run.compression.bits == 8
     assert run.launch.imports == (str(tmp_path / "my_fp8.py"),)
     written = write(tmp_path, "run/config.yaml", run.as_yaml())
@@ -121,7 +123,7 @@ def test_files_that_a_configuration_imports(tmp_path: Path, monkeypatch: pytest.
     assert not (tmp_path / "executed").exists()
     written.write_text(theirs.replace("codec: my_fp8", "codec: theirs"), encoding="utf-8")
     assert run_folder.look(tmp_path / "run", run) is run_folder.State.CHANGED
-    configuration.load(top, ["launch.imports=[theirs.py]"])
+    configuration.load(top, ["launch.imports=[theirs.py]"], importing=True)
     assert (tmp_path / "executed").exists()
 
 
@@ -151,7 +153,7 @@ BAD = {
 @pytest.mark.parametrize("text", BAD, ids=[t.replace(" ", "") for t in BAD])
 def test_bad_configurations(text: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=BAD[text]) as caught:
-        configuration.load(write(tmp_path, "bad.yaml", text + "\n"))
+        configuration.load(write(tmp_path, "bad.yaml", text + "\n"), importing=True)
     assert "\n" not in str(caught.value)
 
 
