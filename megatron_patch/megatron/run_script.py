@@ -90,21 +90,8 @@ def _run(script: str, flags: list[str]) -> None:
     refuse_old_torch()  # Megatron and what it imports may not even load with one.
     # This precedes Megatron's import, because a script in a checkout of Megatron-LM uses that Megatron.
     sys.path.insert(0, str(Path(script).resolve().parent))
-<<<<<<< HEAD
     defaults = install_cpu(flags)
-=======
-    defaults: dict[str, Any] = {}
-    if _wants_cpu(flags):
-        # Megatron warns of missing GPU packages in twenty lines, on every rank.
-        warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
-        from megatron_patch.megatron.cpu import device as cpu_device
-
-        if {"--use-torch-fsdp2", "--use-megatron-fsdp"} & set(flags):
-            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # CUDA's default: both refuse 1
-        cpu_device.install()
-        defaults = cpu_device.CPU_FLAGS
     from megatron_patch import registry
->>>>>>> 4ff3887 (train, compare and ablate import a user's codec: --import FILE.py, launch.imports)
     from megatron_patch.megatron import patching, symbols
     from megatron_patch.megatron.arguments import after_parsing, config_from_arguments
     from megatron_patch.megatron.checkpoint import training_loop as checkpoint

@@ -121,7 +121,8 @@ def check(command: CommandLine, world_size: int) -> argparse.Namespace:
         print(f"megatron-loco: not checked, no flags of Megatron: {', '.join(own)}", file=sys.stderr)
     config_from_arguments(args)
     with contextlib.nullcontext() if args.compression_device == "cpu" else megatron_flags.assumed_gpu():
-        return megatron_flags.checked(args, args.compression_attach, world_size)
+        stated = {word.lstrip("-").replace("-", "_") for word in command.flags}
+        return megatron_flags.checked(args, args.compression_attach, world_size, stated)
 
 
 def dry_run(words: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -132,11 +132,16 @@ def compression_flags(config: CompressionConfig, attach: bool) -> list[str]:
 
 def check(run: RunConfig, flags: list[str], parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse `flags` as a rank would, refuse what cannot run, and return Megatron's validated arguments."""
-    return checked(parser.parse_args(flags), run.attach, run.launch.world_size)
+    return checked(parser.parse_args(flags), run.attach, run.launch.world_size, run.megatron)
 
 
-def checked(args: argparse.Namespace, attach: bool, world_size: int) -> argparse.Namespace:
-    """Refuse parsed arguments with which a job of that many ranks cannot run, and validate them in place."""
+def checked(
+    args: argparse.Namespace, attach: bool, world_size: int, stated: Container[str]
+) -> argparse.Namespace:
+    """Refuse parsed arguments with which a job of that many ranks cannot run, and validate them in place.
+
+    `stated` are the names of those that the user gave.
+    """
     if attach:
         refuse_flags(args)
     for name in _AT_LEAST_1:
@@ -145,11 +150,7 @@ def checked(args: argparse.Namespace, attach: bool, world_size: int) -> argparse
             raise UserError(f"megatron.{name}: {value} must be 1 or more")
     if not args.skip_train:
         _check_training(args)
-<<<<<<< HEAD
-    _validate(args, world_size)
-=======
-    _validate(args, run.launch.world_size, run.megatron)
->>>>>>> a5303bc (Messages name the recipe's keys; a split without documents is refused, and a dry run says that nodes have no MASTER_ADDR)
+    _validate(args, world_size, stated)
     for rule in _rules(args):
         raise UserError(rule)
     return args
@@ -171,7 +172,7 @@ def _check_training(args: argparse.Namespace) -> None:
         raise UserError("megatron.eval_interval: 0 must be 1 or more; eval_iters=0 leaves evaluation out")
 
 
-def _validate(args: argparse.Namespace, world_size: int, stated: Mapping[str, Any]) -> None:
+def _validate(args: argparse.Namespace, world_size: int, stated: Container[str]) -> None:
     """Have Megatron validate the arguments in place, as a rank's, without its output, which ranks repeat."""
     from megatron.training.arguments import validate_args
 
