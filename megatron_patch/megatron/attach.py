@@ -53,6 +53,7 @@ from megatron_patch.session.session import Session
 from megatron_patch.session.states import Attachment, Exchanged, announces
 from megatron_patch.session.steps import Counts
 from megatron_patch.session.trial import Table, Trial
+from megatron_patch.weights.gather import try_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -104,13 +105,22 @@ class MegatronDdp:
         self._marked = replicated_params.mark(chunk, chunk.tp_group) if config.compresses else []
         self.trial: Trial | None = None
         """The turns of all chunks that this one's optimizer updates; the first chunk has it."""
+        self.codes: bool | None = any(seam.gathers for seam in self.weights.seams)
+        """Whether the exact gather can serve any weights; None if its kernels cannot be compiled."""
+        if self.codes and not config.codes_weights:
+            try:
+                try_kernels(device)
+            except UserError as error:
+                self.codes = None
+                logger.warning("megatron-loco: weight_gather %s stays stock: %s", config.weight_gather, error)
 
     def turns(self, chunks: Sequence[MegatronDdp]) -> Trial | None:
         """Return the turns of `chunks`, of which this is the first; None where none are taken."""
         if self.trial is None and self.session.config.takes_turns:
             here = self._here
             pipeline = here.pp_group if isinstance(here.pp_group, list) else [here.pp_group]
-            codes = any(seam.gathers for chunk in chunks for seam in chunk.weights.seams)
+            found = {chunk.codes for chunk in chunks}
+            codes = None if None in found else True in found
             self.trial = Trial(chunks, [here.dp_cp_group, here.tp_group, *pipeline], codes)
         return self.trial
 

@@ -98,7 +98,7 @@ class Session:
     ) -> None:
         if config.compresses:
             try_kernels(config, device)
-        if config.codes_weights or config.takes_turns:
+        if config.codes_weights:
             gather.try_kernels(device)
         self.config = config
         self.choice = Choice(weights=config.codes_weights)

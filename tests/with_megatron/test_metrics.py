@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 from with_megatron.gpt_model import build
 from with_megatron.recording import weights
+from with_megatron.seam_runs import attachment_of
 
 import megatron_patch
 
@@ -124,3 +125,39 @@ def test_outer_steps_bytes_are_spread_over_the_steps(pool, compression, tmp_path
         moved = sum(float((after[name] - before[name]).double().square().sum()) for name in after)
         assert line["outer_norm"] == pytest.approx(moved**0.5, rel=1e-4)
         assert line["outer_distance"] > 0
+
+
+def of_a_trial(folder: str) -> tuple[Any, int, list[bool]]:
+    """In a worker: how a job ends that is nothing but a trial, after how many steps, and its gathers."""
+    from megatron_patch.megatron import metrics
+
+    gpt = build(dtype="bf16", ddp={"grad_reduce_in_fp32": False})
+    options = {"method": "loco", "start_step": 0, "trial": 48, "trial_only": True}
+    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(**options))
+    run = metrics.RunMetrics(Path(folder))
+    run._model, steps, how, gathers = gpt.chunks, 0, None, []
+    while how is None and steps < 100:
+        steps += 1
+        gathers.append(attachment_of(gpt.chunks[0]).session.choice.weights)
+        try:
+            gpt.step(steps)
+        except SystemExit as end:
+            how = end.code
+    run.finish()
+    return how, steps, gathers
+
+
+def test_a_job_may_end_with_its_trial_whose_table_is_written(pool, tmp_path):
+    """48 steps from the tenth on; weights are gathered as configured before."""
+    for how, steps, gathers in pool.run(of_a_trial, str(tmp_path), world_size=4):
+        assert (how, steps) == (0, 58)
+        assert sum(gathers) == 24
+        assert not any(gathers[:10])
+    table = json.loads((tmp_path / "trial.json").read_text())
+    assert (table["step"], table["steps"]) == (58, 48)
+    stock, exact, low, both = table["rows"]
+    assert both["choice"] == "4-bit gradients, exact gather"
+    assert stock["megabytes"] > exact["megabytes"] > both["megabytes"] > 0
+    assert stock["megabytes"] > low["megabytes"]
+    assert all(row["low"] <= row["percent"] <= row["high"] for row in (exact, low, both))
+    assert all(row["verdict"] and row["seconds"] > 0 for row in (exact, low, both))
