@@ -106,13 +106,11 @@ class MegatronDdp:
         self.trial: Trial | None = None
         """The turns of all chunks that this one's optimizer updates; the first chunk has it."""
         self.codes: bool | None = any(seam.gathers for seam in self.weights.seams)
-        """Whether the exact gather can serve any weights; None if its kernels cannot be compiled."""
-        if self.codes and not config.codes_weights:
-            try:
-                try_kernels(device)
-            except UserError as error:
-                self.codes = None
-                logger.warning("megatron-loco: weight_gather %s stays stock: %s", config.weight_gather, error)
+        """Whether the exact gather can serve any weights; None if turns of it might fail."""
+        if self.codes and not config.codes_weights and (why := _no_turns_because(chunk, device)):
+            self.codes = None
+            if chunk.dp_cp_group.rank() == 0 and chunk.tp_group.rank() == 0:
+                logger.info("megatron-loco: no turns of the exact weight gather: %s", why)
 
     def turns(self, chunks: Sequence[MegatronDdp]) -> Trial | None:
         """Return the turns of `chunks`, of which this is the first; None where none are taken."""
@@ -135,6 +133,16 @@ class MegatronDdp:
         """Return the bytes of the last step's messages of weights, and the weights in them (trial.Tried)."""
         coded = [bucket for bucket in self.weights.report if bucket.weights]
         return sum(bucket.message_bytes for bucket in coded), sum(bucket.weights for bucket in coded)
+
+    def has_room(self) -> bool:
+        """Whether the device has memory for the exact gather (trial.Tried)."""
+        if self.session.device.type != "cuda":
+            return True
+        free, _ = torch.cuda.mem_get_info(self.session.device)
+        free += torch.cuda.memory_reserved(self.session.device)
+        free -= torch.cuda.memory_allocated(self.session.device)
+        shards = sum(gather.shard_size for seam in self.weights.seams for gather in seam.gathers)
+        return free > _BYTES_OF_TURNS * shards
 
     def _kept(self) -> Iterator[torch.Tensor]:
         for seam in self.weights.seams:
@@ -188,6 +196,25 @@ class MegatronDdp:
         if self.outer is not None:
             self.outer.detach()
         replicated_params.unmark(self._marked)
+
+
+_BYTES_OF_TURNS = 16
+"""Twice what the exact gather takes at most for a weight of the own shard: the old weight, its message and
+what coding takes on a GPU (docs/weight_gather.md)."""
+
+
+def _no_turns_because(chunk: Any, device: torch.device) -> str | None:
+    """Return why a job that did not ask for the exact gather by name must not try it; None if it may."""
+    if device.type == "cuda" and chunk.ddp_config.overlap_param_gather:
+        return (
+            "with overlap_param_gather on a GPU a script must not change weights between a step and their "
+            "gather; if yours does not, weight_gather exact codes them"
+        )
+    try:
+        try_kernels(device)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def _attached(chunk: Any, config: CompressionConfig) -> MegatronDdp | FsdpAttachment:

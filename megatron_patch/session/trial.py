@@ -60,6 +60,9 @@ class Tried(Protocol):
     def sent(self) -> float:
         """Return the bytes that this rank's last step has sent."""
 
+    def has_room(self) -> bool:
+        """Return whether the device has memory for the exact gather."""
+
     def coded(self) -> tuple[float, float]:
         """Return the bytes of the last step's messages of the exact gather, and the weights in them."""
 
@@ -109,7 +112,7 @@ class Trial:
     Args:
         chunks: the chunks, which have the same options.
         groups: process groups that together connect these ranks, as the axes of a grid.
-        codes: whether the exact gather can serve weights of this rank; None if its kernels cannot.
+        codes: whether the exact gather can serve weights of this rank; None if it must not be tried.
     """
 
     def __init__(
@@ -156,11 +159,17 @@ class Trial:
         asked = bool(self._config.trial) and self.table is None
         kept, auto = self._session.kept, self._config.weight_gather == AUTO and self._codes
         if asked or (auto and kept is None):
-            waits = self._config.compresses and not self._config.is_onebit_adam
-            if self._steps % FIRST == 0 and not any(
-                self._reduced([waits and not self._session.ledger.active], dist.ReduceOp.MAX)
-            ):
-                self._begin()
+            if self._steps % FIRST == 0:
+                waits = self._config.compresses and not self._config.is_onebit_adam
+                full = self._codes and not all(chunk.has_room() for chunk in self._chunks)
+                mine = [waits and not self._session.ledger.active, full]
+                not_yet, no_room = self._reduced(mine, dist.ReduceOp.MAX)
+                if no_room:
+                    self._codes = False
+                    if self._session.ledger.announces:
+                        logger.info("megatron-loco: no turns of the exact weight gather: memory is short")
+                elif not not_yet:
+                    self._begin()
         elif auto and kept is not None and self._steps % AGAIN == 0:
             self._choose(Choice(weights=True))
         elif auto and kept is not None and self._steps % AGAIN == BLOCK:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_patch.collectives.workspace import Workspace
+from megatron_patch.errors import UserError
 from megatron_patch.quantization import backends, native
 from megatron_patch.weights import code
 from megatron_patch.weights import sums as weight_sums
@@ -165,16 +166,23 @@ def coder_of(device: torch.device) -> ModuleType:
 
 
 def try_kernels(device: torch.device) -> None:
-    """Code a few weights if `device` is a GPU; UserError if its kernels cannot be compiled."""
+    """Code a few weights if `device` is a GPU.
+
+    Raises:
+        UserError: the kernels cannot be compiled, or they decode other weights than were coded.
+    """
     if device.type != "cuda":
         return
     with backends.explained():
-        old, new = torch.zeros(2, 64, dtype=torch.int16, device=device)
+        old = torch.arange(64, dtype=torch.int16, device=device)
+        new = old + (old % 5)
         message = old.new_empty(1, code.bound(64), dtype=torch.uint8)
         facts = old.new_empty(code.FACTS, dtype=torch.int64)
         size = coder_of(device).encode(old, new, False, message[0], facts)
         place = torch.tensor([[0, size]], device=device)
         coder_of(device).decode(message, place, old[None], -1, facts[:1].int())
+    if not torch.equal(old, new):
+        raise UserError(f"the kernels of weight_gather exact decode other weights on {device}: use stock")
 
 
 @dataclass(frozen=True)

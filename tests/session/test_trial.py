@@ -28,10 +28,12 @@ class Job:
         seconds: Callable[[Choice, int], float],
         codes: bool | None = True,
         bits: float = 2.0,
+        room: bool = True,
     ) -> None:
         self.session = Session(config, torch.device("cpu"))
         self.session.ledger._together.started = True
         self._seconds, self.bits, self.clock, self.step = seconds, bits, 0.0, 0
+        self._room = room
         self.turns = Trial([self], [], codes)
         self.turns._now = lambda: self.clock  # type: ignore[method-assign]
         self.choices: list[Choice] = []
@@ -39,6 +41,9 @@ class Job:
     def sent(self) -> float:
         low = self.session.active
         return (4e6 if low else 16e6) + (self.bits * 1e6 if self.session.choice.weights else 16e6)
+
+    def has_room(self) -> bool:
+        return self._room
 
     def coded(self) -> tuple[float, float]:
         return (self.bits * 1e6, 8e6) if self.session.choice.weights else (0.0, 0.0)
@@ -141,9 +146,11 @@ def test_there_is_no_second_trial_in_a_short_job() -> None:
     assert job.exact_steps - spent <= 10 * trial.BLOCK  # It has looked ten times.
 
 
-@pytest.mark.parametrize("codes", [False, None], ids=["no-weights-to-code", "no-kernels"])
-def test_without_weights_to_code_there_are_no_turns(codes: bool | None) -> None:
-    job = Job(AUTO, lambda choice, step: 1.0, codes=codes).run(300)
+@pytest.mark.parametrize(
+    "options", [{"codes": False}, {"codes": None}, {"room": False}], ids=["no-weights", "must-not", "no-room"]
+)
+def test_where_the_exact_gather_cannot_be_tried_there_are_no_turns(options: dict[str, Any]) -> None:
+    job = Job(AUTO, lambda choice, step: 1.0, **options).run(300)
     assert job.exact_steps == 0
     assert job.session.kept is None
 
