@@ -246,6 +246,15 @@ class RunMetrics:
         line, self._line = self._line, ""
         if line and self._writes():
             logger.info("megatron-loco: %s", line)
+        if line and self._steps == get_args().train_iters:
+            self._close()
+
+    def _close(self) -> None:
+        """Print the line on the whole run, once."""
+        sent, self._in_all = self._in_all, _Sent()
+        if sent.steps and self._writes():
+            steps = round(sent.steps / dist.get_world_size())
+            logger.info("megatron-loco: the run's %d logged steps: %s", steps, sent)
 
     def _sessions(self) -> list[Session]:
         return [c for chunk in self._model if (c := session_of(chunk)) is not None]
@@ -362,9 +371,7 @@ class RunMetrics:
         if "nccl" in dist.get_backend():
             memory = memory.cuda()
         dist.all_reduce(memory, op=dist.ReduceOp.MAX)
-        if self._in_all.steps and self._writes():
-            steps = round(self._in_all.steps / dist.get_world_size())
-            logger.info("megatron-loco: the run's %d logged steps: %s", steps, self._in_all)
+        self._close()
         if self._file is not None:
             self._file.close()
         if writer := get_tensorboard_writer():

@@ -28,6 +28,7 @@ TORCH_FSDP2_INIT = (
 INITS = (INIT, TORCH_FSDP2_INIT)
 START_GRAD_SYNC = f"{_BUFFER}:_ParamAndGradBucketGroup.start_grad_sync"
 START_PARAM_SYNC = f"{_BUFFER}:_ParamAndGradBucketGroup.start_param_sync"
+FINISHES = tuple(f"{_BUFFER}:_ParamAndGradBucketGroup.finish_{what}_sync" for what in ("grad", "param"))
 REDUCE_SCATTER = f"{_BUFFER}:dist_reduce_scatter_func"
 TORCH = f"{_BUFFER}:torch"
 ALL_GATHER = f"{_BUFFER}:dist_all_gather_func"
@@ -84,7 +85,7 @@ SYMBOLS = {
     START_PARAM_SYNC: "force_sync",
     FSDP_REDUCE: "bucket_group",
     FSDP_SCALING: "grad_data scaling_factor ddp_config",
-    **dict.fromkeys((FSDP_TORCH, FSDP_COALESCING), ""),
+    **dict.fromkeys((*FINISHES, FSDP_TORCH, FSDP_COALESCING), ""),
     **dict(zip(FSDP_GATHERS, ("params", "bucket_id", "bucket_id bwd"), strict=True)),
     REDUCE_SCATTER: "op group async_op",
     ALL_GATHER: "group async_op",

@@ -10,13 +10,14 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_patch.megatron import patching
+from megatron_patch.megatron import patching, symbols
 from megatron_patch.session.session import Session
 
-_METHODS = ("start_grad_sync", "finish_grad_sync", "start_param_sync", "finish_param_sync")
-"""Methods of `_ParamAndGradBucketGroup` (megatron.core.distributed.param_and_grad_buffer). Those that start
-an exchange wait for it without overlap; with overlap, they may wait for an earlier one, and on a CPU they
-compress."""
+_METHODS = [
+    path.rpartition(".")[2] for path in (symbols.START_GRAD_SYNC, symbols.START_PARAM_SYNC, *symbols.FINISHES)
+]
+"""Those that start an exchange wait for it without overlap; with overlap they may wait for an earlier one,
+and on a CPU they compress."""
 
 
 class Waits:
