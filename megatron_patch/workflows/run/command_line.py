@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_patch import registry
 from megatron_patch.errors import UserError, nearest
 from megatron_patch.megatron import run_script
 from megatron_patch.megatron.arguments import config_from_arguments
@@ -119,6 +120,8 @@ def check(command: CommandLine, world_size: int) -> argparse.Namespace:
         if ours := next((word for word in own if word.startswith("--compression-")), None):
             raise UserError(f"{ours}: no such flag{nearest(ours, parser._option_string_actions)}")
         print(f"megatron-loco: not checked, no flags of Megatron: {', '.join(own)}", file=sys.stderr)
+    for file in args.compression_import:
+        registry.import_file(Path(file))
     config_from_arguments(args)
     with contextlib.nullcontext() if args.compression_device == "cpu" else megatron_flags.assumed_gpu():
         stated = {word.lstrip("-").replace("-", "_") for word in command.flags}
@@ -171,7 +174,8 @@ def _compressed(args: argparse.Namespace, world_size: int) -> Iterator[str]:
             between = f", and between {instances} optimizer instances" if instances > 1 else ""
             single = ", not compressed: the group is a single rank" if group * instances == 1 else ""
             yield f"{name}data parallel {kind} over {group} ranks{between}{single}"
-        if config.codes_weights and args.use_distributed_optimizer:
-            yield f"weight gather over {group} {name}data parallel ranks, from their changes, exactly"
+        if (config.codes_weights or config.takes_turns) and args.use_distributed_optimizer:
+            how = "from their changes, exactly" + (", or Megatron's own, by turns" * config.takes_turns)
+            yield f"weight gather over {group} {name}data parallel ranks, {how}"
     if not args.use_distributed_optimizer:
         yield from [line for _, line in startup_log.weight_lines(config, [])]
