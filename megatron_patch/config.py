@@ -125,7 +125,7 @@ class CompressionConfig:
         "or mpirun says)",
     )
     weight_gather: str = _option(
-        "stock",
+        AUTO,
         "how updated weights reach the other ranks, with any method; stock: Megatron's own all-gather, in "
         "full; exact: what the step changed, in an exact code; auto: the faster of both, by turns in the "
         "first steps; the training is the same bit for bit (bf16 and fp16 weights)",

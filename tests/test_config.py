@@ -148,9 +148,9 @@ def test_the_defaults_are_those_of_the_design():
         **{"method": "loco", "bits": 4, "codec": "levels", "rotation": "hadamard", "block_size": 128},
         **{"error_beta": 0.8, "error_dtype": "int8", "reset_interval": 512, "start_step": "auto"},
         **{"warmup": None, "warmup_steps": None, "error_compensation": True, "seed": 1234},
-        **{"topology": "auto", "ranks_per_node": None, "weight_gather": "stock"},
+        **{"topology": "auto", "ranks_per_node": None, "weight_gather": "auto"},
         **{"outer_interval": 1, "outer_rate": 1.0, "outer_momentum": 0.0, "outer_delay": 0},
-        **{"save_error": True, "strict_load": False},
+        **{"trial": 0, "trial_only": False, "save_error": True, "strict_load": False},
     }
 
 

@@ -35,10 +35,10 @@ BUCKET = 40_000_000
 METHODS: dict[str, CompressionConfig | None] = {
     "stock": None,
     "stock_bf16": None,
-    "loco": CompressionConfig(method="loco", bits=4, start_step=0),
+    "loco": CompressionConfig(method="loco", bits=4, start_step=0, weight_gather="stock"),
     "loco+exact": CompressionConfig(method="loco", bits=4, start_step=0, weight_gather="exact"),
     "loco2+exact": CompressionConfig(method="loco", bits=2, start_step=0, weight_gather="exact"),
-    "none": CompressionConfig(method="none"),
+    "none": CompressionConfig(method="none", weight_gather="stock"),
     "none+exact": CompressionConfig(method="none", weight_gather="exact"),
 }
 """Of all but one Megatron accumulates and reduces gradients in fp32, its default. The first matter most."""

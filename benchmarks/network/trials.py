@@ -14,7 +14,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,6 @@ SEPARATE = ("bf16_alltoall", "none_exact", "loco4", "loco4_exact")
 TURNS = ("none_auto", "loco4_trial")
 CLEAR = 0.10
 """A difference between separate runs that turns should find."""
-SMALL = 0.05
-"""What a slower choice that is kept may cost."""
 HOSTS = 4
 MODEL = Llama(layers=2, hidden=256, ffn=688, heads=4, vocabulary=1024)
 
@@ -83,61 +81,57 @@ def _percent(after: float, before: float) -> float:
     return 100 * (after / before - 1)
 
 
-def judged(record: dict[str, Any]) -> dict[str, Any]:
-    """Return what separate runs say of a link, beside what turns said, and whether these agree."""
-    stock, exact, low, both = (record[method] for method in SEPARATE)
-    gather = _percent(exact, stock)
-    kept = record["none_auto"]["kept"]
-    slower = gather if kept else _percent(stock, exact)
+def judged(record: dict[str, Any], separate: dict[str, float]) -> dict[str, Any]:
+    """Return whether turns agree with what separate runs took, the median seconds of each over all runs."""
+    stock, exact, low, both = (separate[method] for method in SEPARATE)
+    gather, kept = _percent(exact, stock), record["none_auto"]["kept"]
     rows = {row["choice"]: row for row in record["loco4_trial"]["rows"]}
-    agrees = {}
-    for name, seconds in (("4-bit gradients", low), ("4-bit gradients, exact gather", both)):
-        row = rows[name]
-        # Beyond the interval: both say that it is faster, or both that it is slower.
-        agrees[name] = row["low"] <= 0 <= row["high"] or (row["high"] < 0) == (seconds < stock)
+    found = {"4-bit gradients": low, "4-bit gradients, exact gather": both}
     return {
-        "gather": gather,
-        "kept": kept,
         "clear": abs(gather) > 100 * CLEAR,
         "kept_the_faster": (gather < 0) == kept,
-        "kept_costs": max(slower, 0.0) if kept else 0.0,
-        "missed": max(slower, 0.0) if not kept else 0.0,
-        "low": _percent(low, stock),
-        "both": _percent(both, stock),
-        "agrees": agrees,
+        "kept_costs": max(gather, 0.0) if kept else 0.0,
+        "missed": max(_percent(stock, exact), 0.0) if not kept else 0.0,
+        # Beyond the interval: both say that it is faster, or both that it is slower.
+        "agrees": [
+            row["low"] <= 0 <= row["high"] or (row["high"] < 0) == (seconds < stock)
+            for name, seconds in found.items()
+            for row in [rows[name]]
+        ],
     }
 
 
-def markdown(records: Iterable[dict[str, Any]]) -> str:
+def markdown(records: Sequence[dict[str, Any]]) -> str:
     """Return the table of all links and runs, and what it comes to."""
     lines = [
-        "| link | stock (s a step) | exact gather | turns: kept, steps | 4 bits | turns "
+        "| link | run | stock (s a step) | exact gather | turns | kept, steps | 4 bits | turns "
         "| 4 bits, exact | turns |",
-        "| --- | ---: | ---: | --- | ---: | --- | ---: | --- |",
+        "| --- | --- | ---: | ---: | --- | --- | ---: | --- | ---: | --- |",
     ]
-    all_judged = []
+    separate = {
+        rate: {m: statistics.median(r[m] for r in records if r["rate_mbit"] == rate) for m in SEPARATE}
+        for rate in {record["rate_mbit"] for record in records}
+    }
     for record in records:
-        found = judged(record)
-        all_judged.append(found)
         auto, rows = record["none_auto"], {row["choice"]: row for row in record["loco4_trial"]["rows"]}
-        low, both = rows["4-bit gradients"], rows["4-bit gradients, exact gather"]
-        said = [f"{r['percent']:+.0f} % ({r['low']:+.0f} to {r['high']:+.0f})" for r in (low, both)]
-        kept = f"{'exact' if auto['kept'] else 'stock'}, {auto['steps']}"
-        lines.append(
-            f"| {_name(record['rate_mbit'])} | {record[SEPARATE[0]]:.3f} | {found['gather']:+.0f} % "
-            f"| {kept} | {found['low']:+.0f} % | {said[0]} | {found['both']:+.0f} % | {said[1]} |"
-        )
-    clear = [found for found in all_judged if found["clear"]]
-    faster = sum(found["kept_the_faster"] for found in clear)
-    worst, missed = (max(found[name] for found in all_judged) for name in ("kept_costs", "missed"))
-    agreed = [agrees for found in all_judged for agrees in found["agrees"].values()]
+        turns = [auto["rows"][1], rows["4-bit gradients"], rows["4-bit gradients, exact gather"]]
+        said = [f"{row['percent']:+.0f} % ({row['low']:+.0f} to {row['high']:+.0f})" for row in turns]
+        alone = [f"{_percent(record[method], record[SEPARATE[0]]):+.0f} %" for method in SEPARATE[1:]]
+        kept = f"{'exact' if auto['kept'] else 'stock'}, {auto['steps'] - 1}"
+        cells = [_name(record["rate_mbit"]), record["run"] + 1, f"{record[SEPARATE[0]]:.3f}"]
+        cells += [alone[0], said[0], kept, alone[1], said[1], alone[2], said[2]]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    found = [judged(record, separate[record["rate_mbit"]]) for record in records]
+    clear = [each["kept_the_faster"] for each in found if each["clear"]]
+    worst, missed = (max(each[name] for each in found) for name in ("kept_costs", "missed"))
+    agreed = [agrees for each in found for agrees in each["agrees"]]
     lines += [
         "",
-        f"- Separate runs differed by more than {CLEAR:.0%} in {len(clear)} of {len(all_judged)} runs: "
-        f"the faster gather was kept in {faster} of them.",
-        f"- The dearest slower choice that was kept cost {worst:.1f} %; the largest gain that was missed was "
+        f"- Where separate runs differ by more than {CLEAR:.0%} in the median, the faster gather was kept in "
+        f"{sum(clear)} of {len(clear)} runs.",
+        f"- The dearest slower gather that was kept costs {worst:.1f} %; the largest gain that was missed is "
         f"{missed:.1f} %.",
-        f"- The trial's verdicts on 4 bits agreed with separate runs in {sum(agreed)} of {len(agreed)}.",
+        f"- What the trial says of 4 bits agrees with separate runs in {sum(agreed)} of {len(agreed)} cases.",
         "",
     ]
     return "\n".join(lines)

@@ -53,7 +53,7 @@ from megatron_patch.session.session import Session
 from megatron_patch.session.states import Attachment, Exchanged, announces
 from megatron_patch.session.steps import Counts
 from megatron_patch.session.trial import Table, Trial
-from megatron_patch.weights.gather import try_kernels
+from megatron_patch.weights import gather as weight_gather
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ def _no_turns_because(chunk: Any, device: torch.device) -> str | None:
             "gather; if yours does not, weight_gather exact codes them"
         )
     try:
-        try_kernels(device)
+        weight_gather.try_kernels(device)
     except UserError as error:
         return str(error)
     return None

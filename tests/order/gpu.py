@@ -23,6 +23,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import KernelInterface
 
+from megatron_patch.weights import gather as weight_gather
+
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 _FACTORIES = ("tensor", "as_tensor", "empty", "zeros", "ones", "full", "arange", "rand", "randn", "randint")
 _FACTORIES_LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like")
@@ -504,6 +506,7 @@ def recording() -> Iterator[GPU]:
             put(torch.Tensor, name, value)
         for kernels in (KernelInterface, InterpretedFunction):  # the second is of its own until Triton 3.5
             put(kernels, "__getitem__", _launcher)
+        put(weight_gather, "try_kernels", lambda device: None)  # It reads what kernels have written.
         stack.enter_context(_Dispatch())
         yield gpu
         gpu.machine.ended = True

@@ -165,6 +165,8 @@ def _compressed(args: argparse.Namespace, world_size: int) -> Iterator[str]:
     finally:
         global_vars.set_args(None)
     kind = "reduce-scatter" if args.use_distributed_optimizer else "all-reduce"
+    turns = config.takes_turns and not (args.use_torch_fsdp2 or args.use_megatron_fsdp)
+    coded = (config.codes_weights or turns) and args.use_distributed_optimizer and (args.bf16 or args.fp16)
     tensor = args.tensor_model_parallel_size
     experts = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or tensor)
     split = {"": tensor, "expert ": experts} if args.num_experts else {"": tensor}
@@ -174,8 +176,8 @@ def _compressed(args: argparse.Namespace, world_size: int) -> Iterator[str]:
             between = f", and between {instances} optimizer instances" if instances > 1 else ""
             single = ", not compressed: the group is a single rank" if group * instances == 1 else ""
             yield f"{name}data parallel {kind} over {group} ranks{between}{single}"
-        if (config.codes_weights or config.takes_turns) and args.use_distributed_optimizer:
-            how = "from their changes, exactly" + (", or Megatron's own, by turns" * config.takes_turns)
+        if coded:
+            how = "from their changes, exactly" + (", if turns find it faster" * turns)
             yield f"weight gather over {group} {name}data parallel ranks, {how}"
     if not args.use_distributed_optimizer:
         yield from [line for _, line in startup_log.weight_lines(config, [])]

@@ -145,7 +145,8 @@ SAID = {
         EXACT,
         "without the distributed optimizer's buffers none is coded",
     ),
-    "stock": (bf16(), {"method": "none"}, None),
+    "auto": (bf16(), {"method": "none"}, "exactly, or Megatron's own: the faster one in turns of both"),
+    "stock": (bf16(), {"method": "none", "weight_gather": "stock"}, None),
 }
 
 

@@ -133,11 +133,18 @@ def dry_run(more: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[st
                 "weight gather over 16 data parallel ranks, from their changes, exactly",
             ],
         ),
-        ("--compression-method none", ["method none: Megatron's own gradient exchange"]),
+        (
+            "--compression-method none",
+            [
+                "method none: Megatron's own gradient exchange",
+                "weight gather over 16 data parallel ranks, from their changes, exactly, if turns find it "
+                "faster",
+            ],
+        ),
         ("--no-compression-attach", ["--no-compression-attach: stock Megatron"]),
         (
             "--num-experts 4 --expert-model-parallel-size 4 --pipeline-model-parallel-size 2 "
-            "--compression-start-step 50",
+            "--compression-start-step 50 --compression-weight-gather stock",
             [
                 "loco, 4 bits (levels, rotated), block 128, beta 0.8, errors in int8",
                 "compression starts after 50 optimizer steps",
