@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from with_megatron.seam_runs import built
@@ -15,6 +17,7 @@ from with_megatron.seams.test_weights import CASES, GATHERED, bf16
 from with_megatron.weight_runs import differences, unused_module, weight_run
 
 import megatron_patch
+from megatron_patch.errors import UserError
 from megatron_patch.session import trial
 
 LASTING = {"FIRST": 2, "FEWEST": 99, "MOST": 99}
@@ -108,3 +111,28 @@ def test_all_ranks_decide_alike_and_a_resumed_job_keeps_the_decision(pool, tmp_p
     assert decided["weights"] is weights is True
     assert decided["spent"] == 16
     assert decided["bits"] > 0
+
+
+def where_it_must_not_be_tried() -> list[str | None]:
+    """In a worker: why no turns are taken on a GPU, with overlap and without, and where its kernels fail."""
+    from megatron_patch.megatron import attach
+
+    def fails(device: torch.device) -> None:
+        raise UserError("the kernels decode other weights")
+
+    overlap, at_once = (
+        SimpleNamespace(ddp_config=SimpleNamespace(overlap_param_gather=flag)) for flag in (True, False)
+    )
+    gpu, found = torch.device("cuda"), []
+    with mock.patch.object(attach.weight_gather, "try_kernels", return_value=None):
+        found = [attach._no_turns_because(chunk, gpu) for chunk in (overlap, at_once)]
+    with mock.patch.object(attach.weight_gather, "try_kernels", side_effect=fails):
+        return [*found, attach._no_turns_because(at_once, gpu)]
+
+
+def test_what_might_end_a_job_is_not_tried(pool):
+    (overlap, at_once, failing), *_ = pool.run(where_it_must_not_be_tried, world_size=1)
+    assert overlap is not None
+    assert "overlap_param_gather on a GPU" in overlap
+    assert at_once is None
+    assert failing == "the kernels decode other weights"
