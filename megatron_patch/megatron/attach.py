@@ -114,8 +114,9 @@ class MegatronDdp:
 
     def turns(self, chunks: Sequence[MegatronDdp]) -> Trial | None:
         """Return the turns of `chunks`, of which this is the first; None where none are taken."""
-        if self.trial is None and self.session.config.takes_turns:
-            here = self._here
+        here, config = self._here, self.session.config
+        codes = here.ddp_config.use_distributed_optimizer
+        if self.trial is None and (config.trial or (config.takes_turns and codes)):
             pipeline = here.pp_group if isinstance(here.pp_group, list) else [here.pp_group]
             found = {chunk.codes for chunk in chunks}
             codes = None if None in found else True in found
@@ -415,7 +416,9 @@ class _Steps:
                 parts, successful, factor=loss_scale_factor, rates=rates
             )
             attachment.weights.end_step(continues=not ended)
-        ddp = [attachment for attachment in updated if isinstance(attachment, MegatronDdp)]
+        # Ranks may step a torch optimizer, or none at all, as they like; Megatron's are stepped by all.
+        megatrons = not isinstance(optimizer, torch.optim.Optimizer)
+        ddp = [attachment for attachment in updated if isinstance(attachment, MegatronDdp) and megatrons]
         if ended and ddp and (trial := ddp[0].turns(ddp)) is not None:
             trial.step_ended()
             if trial.table is not None and ddp[0].session.config.trial_only:
