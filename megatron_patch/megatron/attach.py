@@ -408,7 +408,7 @@ class _Steps:
         updated = _updated_by(optimizer)
         if not updated:
             return
-        with updated[0].session.waits.timed():
+        with updated[0].session.waiting():
             outer_steps.end_step(optimizer, _outer_of(updated))
         parts, rates = optimizer_step.leaves_of(optimizer), optimizer_step.learning_rates(optimizer)
         for attachment in updated:

@@ -13,6 +13,7 @@ import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,11 +129,11 @@ class Session:
         self._earlier: list[torch.Tensor] = []
         """The senders' statistics of earlier exchanges in this step, if a step has several."""
         self._inside_bytes = 0.0
-        self.waits = Stopwatch(device)
+        self._waits = Stopwatch(device)
         self.watches = True
         """Whether waits are timed in the next step; metrics.py sets it for the steps before one it logs."""
         self.sees_waits = False
-        """Whether `waits` times all calls in which steps wait for exchanges of gradients and weights."""
+        """Whether all calls in which steps wait for exchanges of gradients and weights are `waiting`."""
         self.measures = True
         """Whether the next exchanges measure loco.STATISTICS; metrics.py sets it for steps that it logs."""
         self.scale: torch.Tensor | None = None
@@ -181,9 +182,8 @@ class Session:
             in_flight.popleft().wait()
         traffic = exchange.traffic(tensor)
         self.count(traffic.between)
-        if (
-            group is not None and traffic.between.nbytes and not traffic.inside
-        ):  # Every rank sends to every other one.
+        if group is not None and traffic.between.nbytes and not traffic.inside:
+            # Every rank sends to every other one.
             self._traffic.inside += traffic.between.nbytes * inside_shares(group)[1]
         self._inside_bytes += traffic.inside
         for sender in exchange.senders:
@@ -209,6 +209,14 @@ class Session:
                 "megatron-loco: gradients of parameters in %s are sent in full", ", ".join(sorted(new))
             )
         return not others
+
+    @property
+    def _watches(self) -> bool:
+        return self.sees_waits and self.watches
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Time the block, in which the step waits for exchanges, if waits are timed in this step."""
+        return self._waits.timed() if self._watches else nullcontext()
 
     def count_inside(self, nbytes: float) -> None:
         """Count bytes that this step sends inside a node, or inside a shard group, apart from `count`."""
@@ -304,7 +312,7 @@ class Session:
             compressed=bool(self._used),
             statistics=torch.stack(measured).sum(0) if measured else None,
             compression_seconds=self.workspace.lap(),
-            wait_seconds=self.waits.lap() if self.sees_waits and self.watches else None,
+            wait_seconds=self._waits.lap() if self._watches else None,
             inside_bytes=self._inside_bytes,
             step=self.ledger.steps_seen,
         )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -60,6 +62,33 @@ def test_a_report_of_megatron_s_own_exchange_counts_its_bytes(pool):
         assert report["line"].startswith("step 1: none: 16.00 bits/gradient, 16.00 bits/weight")
         assert report["bytes_inside_node"] + report["bytes_between_nodes"] == 2 * report["gradient_bytes"]
         assert report["wait_seconds"] > 0
+
+
+def waits_of_steps() -> list[float | None]:
+    """In a worker: the waits that steps report of which the middle ones are not timed; coding takes 100 s."""
+    from megatron_patch.collectives import workspace
+    from megatron_patch.megatron.seams import weights
+
+    tiny, session = built(BF16, {"method": "none", "weight_gather": "exact"})
+    code, clock, found = weights._code, SimpleNamespace(now=0.0), []
+
+    def slow(*args: Any) -> None:
+        clock.now += 100
+        code(*args)
+
+    with (
+        mock.patch.object(weights, "_code", slow),
+        mock.patch.object(workspace.time, "perf_counter", lambda: clock.now),
+    ):
+        for step, session.watches in enumerate([True, False, False, False, True]):
+            tiny.step(tiny.random_gradients(step))
+            found.append(megatron_patch.report(tiny.ddp).wait_seconds)
+    return found
+
+
+def test_a_step_s_waits_are_its_own(pool):
+    """Those of steps that were not timed do not come with the next one's."""
+    assert pool.run(waits_of_steps) == [[100, None, None, None, 100]] * 4
 
 
 def without_a_step() -> list[str]:

@@ -322,7 +322,7 @@ class OneBitAdam:
                 if stage.reduction.exchanges:
                     exchange = stage.reduction.exchanges[place]
                     handles.append(session.start(exchange, held, held, True, stage.group))
-            with session.waits.timed():
+            with session.waiting():
                 for handle in handles:
                     handle.wait()
             seam.momentum.clear_padding()

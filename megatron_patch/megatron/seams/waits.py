@@ -37,9 +37,7 @@ def _timed(group: Any, name: str, session: Session) -> patching.Override:
 
     @functools.wraps(original)
     def timed(*args: Any, **kwargs: Any) -> Any:
-        if not session.watches:
-            return original(*args, **kwargs)
-        with session.waits.timed():
+        with session.waiting():
             return original(*args, **kwargs)
 
     return patching.override(group, name, timed)

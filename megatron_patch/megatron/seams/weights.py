@@ -341,7 +341,7 @@ def gathered_after(chunks: Sequence[ChunkWeights], step: Callable[[], Any]) -> A
         raise
     coming = [seam for seam in seams if seam.step_ended()]
     for group in dict.fromkeys(seam.ranks for seam in coming):
-        with coming[0].chunk.session.waits.timed():
+        with coming[0].chunk.session.waiting():
             _code([seam for seam in coming if seam.ranks is group], group)
     return result
 
