@@ -136,12 +136,12 @@ class MegatronDdp:
         return sum(bucket.message_bytes for bucket in coded), sum(bucket.weights for bucket in coded)
 
     def has_room(self) -> bool:
-        """Whether the device has memory for the exact gather (trial.Tried)."""
+        """Whether the device has memory for the exact gather, at a step's peak (trial.Tried)."""
         if self.session.device.type != "cuda":
             return True
         free, _ = torch.cuda.mem_get_info(self.session.device)
         free += torch.cuda.memory_reserved(self.session.device)
-        free -= torch.cuda.memory_allocated(self.session.device)
+        free -= torch.cuda.max_memory_allocated(self.session.device)
         shards = sum(gather.shard_size for seam in self.weights.seams for gather in seam.gathers)
         return free > _BYTES_OF_TURNS * shards
 

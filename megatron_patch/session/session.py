@@ -24,7 +24,7 @@ from megatron_patch.collectives.exchange import CARRIED, Exchange, Handle, Setup
 from megatron_patch.collectives.sender import MovingAverageError, Sender, try_kernels
 from megatron_patch.collectives.topology import inside_shares
 from megatron_patch.collectives.workspace import Stopwatch, Workspace, shared_pool
-from megatron_patch.config import AUTO, CompressionConfig
+from megatron_patch.config import CompressionConfig
 from megatron_patch.session.steps import Answer, Ledger, State
 from megatron_patch.weights import gather
 
@@ -105,7 +105,7 @@ class Session:
         self.choice = Choice(weights=config.codes_weights)
         """Set between optimizer steps (session/trial.py), to the same on all ranks."""
         self.kept: Kept | None = None
-        """Set by `keep`; None before a decision."""
+        """What trial.py has decided, or a checkpoint says; trial.py makes it the choice where ranks agree."""
         self.disturbed = False
         """Whether the job has evaluated or saved since `choice` was set, so that times say nothing."""
         self.device = device
@@ -282,15 +282,9 @@ class Session:
         self.clear_errors()
         self.scale = None
         self.ledger.restart(steps)
-        self.keep(None)
+        self.kept, self.choice = None, Choice(weights=self.config.codes_weights)
         for forget in self.on_restart:
             forget()
-
-    def keep(self, kept: Kept | None) -> None:
-        """Go on with the weight gather that was decided on; without a decision, as configured."""
-        auto = kept is not None and self.config.weight_gather == AUTO
-        self.kept = kept if auto else None
-        self.choice = Choice(weights=kept.weights if kept and auto else self.config.codes_weights)
 
     def _follow(self, answer: Answer, unstepped: int = 1) -> bool:
         """Do with errors what an event means; returns whether a step has ended."""

@@ -311,7 +311,7 @@ def _resumed(session: Session, state: Mapping[str, Any], scale: float) -> str | 
     ledger.steps_seen = state["steps_seen"]
     ledger.events = Events(**state["events"])
     ledger.onset = Onset.of_manifest(state, config)
-    session.keep(Kept(**kept) if (kept := state.get("kept")) else None)
+    session.kept = Kept(**kept) if (kept := state.get("kept")) else None
     if before["method"] != config.method:
         return f"errors start from zero: the checkpoint is of method {before['method']}"
     ledger.phase = Phase(**state["phase"])

@@ -153,27 +153,33 @@ class Trial:
 
     def _look(self) -> None:
         """Begin a trial if it is time, or look at what the exact gather would send now."""
+        auto, kept = self._config.weight_gather == AUTO, self._session.kept
         if self._steps == 1:
             here, fails = self._reduced([bool(self._mine), self._mine is None], dist.ReduceOp.MAX)
             self._codes = bool(here and not fails)
-        asked = bool(self._config.trial) and self.table is None
-        kept, auto = self._session.kept, self._config.weight_gather == AUTO and self._codes
-        if asked or (auto and kept is None):
+            if auto and kept is not None and kept.weights and self._has_room():  # as before a resume
+                self._choose(Choice(weights=True))
+        if self._asked or (auto and self._codes and kept is None):
             if self._steps % FIRST == 0:
                 waits = self._config.compresses and not self._config.is_onebit_adam
-                full = self._codes and not all(chunk.has_room() for chunk in self._chunks)
-                mine = [waits and not self._session.ledger.active, full]
-                not_yet, no_room = self._reduced(mine, dist.ReduceOp.MAX)
-                if no_room:
-                    self._codes = False
-                    if self._session.ledger.announces:
-                        logger.info("megatron-loco: no turns of the exact weight gather: memory is short")
-                elif not not_yet:
+                (not_yet,) = self._reduced([waits and not self._session.ledger.active], dist.ReduceOp.MAX)
+                if not not_yet and (self._has_room() or self._asked):
                     self._begin()
-        elif auto and kept is not None and self._steps % AGAIN == 0:
-            self._choose(Choice(weights=True))
-        elif auto and kept is not None and self._steps % AGAIN == BLOCK:
+        elif auto and self._codes and kept is not None and self._steps % AGAIN == 0:
+            if self._session.choice.weights or self._has_room():
+                self._choose(Choice(weights=True))
+        elif auto and kept is not None and self._session.choice.weights and self._steps % AGAIN == BLOCK:
             self._look_again(kept)
+
+    def _has_room(self) -> bool:
+        """Return whether all ranks have memory for the exact gather; if not, it is not tried any more."""
+        full = self._codes and not all(chunk.has_room() for chunk in self._chunks)
+        (somewhere,) = self._reduced([full], dist.ReduceOp.MAX)
+        if somewhere:
+            self._codes = False
+            if self._session.ledger.announces:
+                logger.info("megatron-loco: no turns of the exact weight gather: memory is short")
+        return self._codes
 
     def _look_again(self, kept: Kept) -> None:
         sent, weights = self._reduced(self._coded(), dist.ReduceOp.SUM)
@@ -186,7 +192,7 @@ class Trial:
                 self._begin()
 
     def _begin(self) -> None:
-        low = [False, True] if self._config.trial and self._config.compresses else [True]
+        low = [False, True] if self._asked and self._config.compresses else [True]
         exact = [False, True] if self._codes else [False]
         self._choices = [Choice(gradients, weights) for gradients in low for weights in exact]
         turns = range(len(self._choices))
@@ -216,9 +222,10 @@ class Trial:
             chunk.session.choice, chunk.session.disturbed = choice, False
 
     def _keep(self, kept: Kept) -> None:
-        """Go on with the weight gather that was decided on."""
+        """Continue with the weight gather that was decided on."""
         for chunk in self._chunks:
-            chunk.session.keep(kept)
+            chunk.session.kept = kept
+        self._choose(Choice(weights=kept.weights))
 
     def _now(self) -> Any:
         if self._session.device.type != "cuda":

@@ -177,10 +177,43 @@ def test_the_table_of_a_trial() -> None:
     assert str(low).split("MB a rank")[1].startswith(f"   {low.percent:+.1f} % ({low.low:+.1f} to")
 
 
-def test_a_trial_of_too_many_choices_decides_on_the_gather_too() -> None:
+def test_a_trial_decides_on_the_gather_too_and_gradients_take_turns_but_once() -> None:
     config = CompressionConfig(weight_gather="auto", trial=48, **LOW)
     job = Job(config, lambda c, step: 2.0 - 0.4 * c.gradients - 0.2 * c.weights).run(trial.FIRST + 48)
     assert job.session.kept == Kept(True, bits=2.0, spent=48)
+    job.bits = 9.0
+    job.run(50_000)
+    assert job.session.kept.spent > 48, "it was tried again"
+    assert all(choice.gradients for choice in job.choices[trial.FIRST + 48 :])
+
+
+@pytest.mark.parametrize(
+    ("room", "codes", "exact"), [(True, True, True), (False, True, False), (True, None, False)]
+)
+def test_a_resumed_job_keeps_the_exact_gather_only_where_it_may_be_tried(
+    room: bool, codes: bool | None, exact: bool
+) -> None:
+    """It begins with Megatron's own, and asks all ranks at the end of the first step."""
+    job = Job(AUTO, lambda choice, step: 1.0, codes=codes, room=room)
+    job.session.kept = Kept(True, bits=2.0, spent=24)
+    job.run(300)
+    assert [choice.weights for choice in job.choices] == [False] + [exact] * 299
+
+
+def test_memory_that_has_become_short_ends_the_looks() -> None:
+    job = Job(AUTO, lambda choice, step: 1 + 0.3 * choice.weights).run(200)
+    job._room = False
+    before = job.exact_steps
+    job.run(3 * trial.AGAIN)
+    assert job.exact_steps == before
+
+
+def test_a_resumed_job_that_asks_for_the_exact_gather_takes_no_turns() -> None:
+    """Whatever a run with auto had decided."""
+    job = Job(CompressionConfig(method="none", weight_gather="exact"), lambda choice, step: 1.0)
+    job.session.kept = Kept(False, bits=0.1, spent=24)
+    job.run(60_000)
+    assert job.exact_steps == 60_000
 
 
 @pytest.mark.parametrize("freedom", [2, 3, 5, 11, 40])

@@ -78,7 +78,7 @@ def waits_of_steps() -> list[float | None]:
 
     with (
         mock.patch.object(weights, "_code", slow),
-        mock.patch.object(workspace.time, "perf_counter", lambda: clock.now),
+        mock.patch.object(workspace.time, "perf_counter", side_effect=lambda: clock.now),
     ):
         for step, session.watches in enumerate([True, False, False, False, True]):
             tiny.step(tiny.random_gradients(step))

@@ -100,6 +100,7 @@ def on_clocks_of_their_own(folder: str) -> list[Any]:
     room = megatron_patch.state_dict(again.ddp, reader=reader)
     dcp.load(room, storage_reader=reader)
     megatron_patch.load_state_dict(again.ddp, room)
+    again.step(again.random_gradients(0))
     return [*found, dataclasses.asdict(session.kept), session.choice.weights]
 
 
