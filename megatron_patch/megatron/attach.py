@@ -396,9 +396,7 @@ class _Steps:
         return bool(done)
 
     def other_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        refuse_other_optimizer(
-            optimizer, [a.session for a in _updated_by(optimizer) if a.session.config.is_onebit_adam]
-        )
+        refuse_other_optimizer(optimizer, [attachment.session for attachment in _updated_by(optimizer)])
 
     def prepared(self, optimizer: Any, loss_scale_factor: float) -> None:
         for attachment in _updated_by(optimizer):

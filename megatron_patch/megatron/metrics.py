@@ -90,7 +90,7 @@ class _Sent:
         inside = self.inside + self.gradients.inside + self.weights.inside
         between = (self.gradients.nbytes + self.weights.nbytes + self.inside - inside) / self.steps / 1e6
         sent = f"{between:.3g} MB to other ranks"
-        if ranks_per_node(None) is not None:
+        if inside or ranks_per_node(None) is not None:
             sent = f"{between:.3g} MB between nodes and {inside / self.steps / 1e6:.3g} MB inside"
         took = f"{self.seconds / self.steps:.3f} s a step"
         if self.watched_steps:
@@ -255,6 +255,10 @@ class RunMetrics:
         if sent.steps and self._writes():
             steps = round(sent.steps / dist.get_world_size())
             logger.info("megatron-loco: the run's %d logged steps: %s", steps, sent)
+            if self._config is not None and self._config.trial and table_of(self._model) is None:
+                logger.warning(
+                    "megatron-loco: the run ended before its trial of %d steps did", self._config.trial
+                )
 
     def _sessions(self) -> list[Session]:
         return [c for chunk in self._model if (c := session_of(chunk)) is not None]

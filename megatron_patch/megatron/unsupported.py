@@ -47,6 +47,8 @@ def refuse_flags(args: Any) -> None:
     exact = getattr(args, "compression_weight_gather", None) == "exact"
     if (interval := getattr(args, "compression_outer_interval", None) or 1) > 1:
         _refuse_for_outer_steps(interval, args)
+    if getattr(args, "compression_trial", 0):
+        _refuse_for_trial(args)
     if method == "none" and not exact:
         return
     if getattr(args, TORCH_FSDP2, False):
@@ -153,17 +155,18 @@ def refuse_one_by_one(sessions: Sequence[Any], optimizers: Sequence[Any]) -> Non
 
 
 def refuse_other_optimizer(optimizer: Any, sessions: Sequence[Any]) -> None:
-    """Refuse the step of an optimizer that is not Megatron's if `sessions`, the 1-bit Adam sessions, has any.
+    """Refuse the step of an optimizer that is not Megatron's for sessions of 1-bit Adam, or with a trial.
 
     Raises:
-        UserError: it has; the message names the optimizer and what to change.
+        UserError: `sessions`, whose parameters it updates, have one; the message says what to change.
     """
-    if sessions:
-        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        raise UserError(
-            f"onebit_adam makes the step of Megatron's own optimizers, and this model's is {kind}: take the "
-            "optimizer that get_megatron_optimizer returns, or method loco"
-        )
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    take = f"this model's is {kind}: take the optimizer that get_megatron_optimizer returns, or"
+    if any(session.config.is_onebit_adam for session in sessions):
+        raise UserError(f"onebit_adam makes the step of Megatron's own optimizers, and {take} method loco")
+    if any(session.config.trial for session in sessions):
+        # Ranks may step other ones as they like, and would wait for one another at the end of a turn.
+        raise UserError(f"compression.trial takes turns of Megatron's own optimizers, and {take} no trial")
 
 
 def refuse_unattached(parts: Sequence[Any], chunks: Sequence[Any], parameters: Iterable[Any]) -> None:
@@ -251,6 +254,15 @@ def takes_turns(chunk: Any) -> bool:
     """Whether steps of a wrapped chunk can be tried with and without the exact gather and low bits."""
     edits = chunk.ddp_config.overlap_param_gather and getattr(chunk.config, "qk_clip", False)
     return fsdp_of(chunk) is None and not edits
+
+
+def _refuse_for_trial(flags: Any) -> None:
+    for name in (TORCH_FSDP2, MEGATRON_FSDP):
+        if getattr(flags, name, False):
+            _refuse(name, True, "it takes no turns; leave out the trial", "compression.trial")
+    if getattr(flags, "qk_clip", False) and getattr(flags, "overlap_param_gather", False):
+        why = "it changes weights between their step and their gather; leave out overlap_param_gather"
+        _refuse("qk_clip", True, why, "compression.trial")
 
 
 def _refuse_for_exact_gather(settings: Any, overlaps: bool) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from with_megatron.gpt_model import build
 from with_megatron.recording import weights
-from with_megatron.seam_runs import attachment_of
+from with_megatron.seam_runs import attachment_of, logged
 
 import megatron_patch
 
@@ -161,3 +161,26 @@ def test_a_job_may_end_with_its_trial_whose_table_is_written(pool, tmp_path):
     assert stock["megabytes"] > low["megabytes"]
     assert all(row["low"] <= row["percent"] <= row["high"] for row in (exact, low, both))
     assert all(row["verdict"] and row["seconds"] > 0 for row in (exact, low, both))
+
+
+def of_a_run_that_is_too_short() -> list[str]:
+    """In a worker: what is said of a trial of 48 steps at the end of five."""
+    from megatron_patch.megatron import metrics
+
+    gpt = build(dtype="bf16", ddp={"grad_reduce_in_fp32": False})
+    megatron_patch.attach(gpt.chunks, megatron_patch.CompressionConfig(method="none", trial=48))
+    run, args = metrics.RunMetrics(), SimpleNamespace(global_batch_size=4, seq_length=8, log_interval=1)
+    args.train_iters = 5
+    with logged() as lines, mock.patch.object(metrics, "get_args", return_value=args):
+        for step in range(1, 6):
+            run._before_step({"model": gpt.chunks})
+            gpt.step(step)
+            run._log_step({"iteration": step, "loss_dict": {}, "grad_norm": None})
+            run._tell(None)
+    return [line for line in lines if "trial" in line]
+
+
+def test_a_run_that_ends_before_its_trial_says_so(pool):
+    *others, last = pool.run(of_a_run_that_is_too_short, world_size=2)
+    assert not any(others)
+    assert last == ["WARNING: megatron-loco: the run ended before its trial of 48 steps did"]

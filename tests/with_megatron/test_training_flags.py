@@ -94,6 +94,7 @@ FSDP = {
     "compression_method": "loco",
 }
 EXACT = {"compression_weight_gather": "exact", "overlap_param_gather": True, "qk_clip": True}
+TRIAL = {"compression_trial": 48}
 QK = "leave out overlap_param_gather, or set weight_gather to stock"
 AWARE, OFFLOAD = "use_precision_aware_optimizer", "optimizer_cpu_offload"
 GRAPH, WGRADS = "optimizer_cuda_graph", "save_wgrads_interval"
@@ -111,6 +112,13 @@ SHARDS = "tensor_parallel_num_weight_shards"
         (OUTER | INSTANCES | {OFFLOAD: True}, OFFLOAD, {OFFLOAD: False}),
         (OUTER | INSTANCES | {HASHES: 10}, "differ between outer steps", {HASHES: None}),
         (EXACT, QK, {"overlap_param_gather": False}),
+        (
+            TRIAL | {"use_torch_fsdp2": True},
+            "use_torch_fsdp2: True .* leave out the trial",
+            {"compression_trial": 0},
+        ),
+        (TRIAL | FSDP, "use_megatron_fsdp: True .* leave out the trial", {"compression_trial": 0}),
+        (TRIAL | EXACT, "qk_clip: True .* compression.trial", {"overlap_param_gather": False}),
         (EXACT, QK, {"qk_clip": False}),
         (EXACT, QK, {"compression_weight_gather": "stock"}),
         ({GRAPH: True}, "optimizer_cuda_graph: True", {GRAPH: False}),

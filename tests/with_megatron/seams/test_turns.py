@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from with_megatron.seam_runs import built
+from with_megatron.seam_runs import REPLICATED, built, refusal
 from with_megatron.seams.test_weights import CASES, GATHERED, bf16
 from with_megatron.weight_runs import differences, unused_module, weight_run
 
@@ -137,3 +137,20 @@ def test_what_might_end_a_job_is_not_tried(pool):
     assert "overlap_param_gather on a GPU" in overlap
     assert at_once is None
     assert failing == "the kernels decode other weights"
+
+
+def with_an_optimizer_of_torch() -> str:
+    """In a worker: what its step says of a trial."""
+    tiny, _ = built(REPLICATED, {"method": "loco", "start_step": 0, "trial": 48})
+    for parameter in tiny.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    tiny.exchange(tiny.random_gradients(0))
+    return refusal(torch.optim.SGD(tiny.parameters, lr=0.1).step)
+
+
+def test_a_trial_is_refused_with_optimizers_that_ranks_step_as_they_like(pool):
+    for said in pool.run(with_an_optimizer_of_torch):
+        assert said.startswith(
+            "compression.trial takes turns of Megatron's own optimizers, and this model's is torch"
+        )
+        assert "\n" not in said
