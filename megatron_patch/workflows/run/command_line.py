@@ -27,6 +27,13 @@ from megatron_patch.workflows.run.job import Launch
 
 _NODE = 8
 """The ranks of a node, where the command line does not say."""
+_OF_RECIPES = {
+    "--with configs/methods/onebit_adam.yaml": "compression.method=onebit_adam",
+    "launch.nproc_per_node * launch.nnodes": "the number of ranks",
+    "launch's data-parallel ranks": "data-parallel ranks",
+    "set one of them to null": "leave one of them out",
+}
+"""What messages and advice say of recipes, and of command lines."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,8 @@ def in_flags(command: CommandLine) -> Iterator[None]:
 
 def as_flags(text: str) -> str:
     """Return a text with `megatron.lr: ...` or `compression.bits=4` as the flags that a command line has."""
-    text = text.replace("--with configs/methods/onebit_adam.yaml", "compression.method=onebit_adam")
+    for of_recipes, words in _OF_RECIPES.items():
+        text = text.replace(of_recipes, words)
 
     def flag(found: re.Match[str]) -> str:
         name, value = found[2].replace("_", "-"), found[3]

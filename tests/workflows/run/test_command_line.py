@@ -178,6 +178,16 @@ def test_a_dry_run_refuses_what_ranks_would(
     assert dry_run("--compression-method onebit_adam --optimizer sgd", capsys)[2].startswith(
         "megatron-loco: error: --optimizer: 'sgd' cannot be combined"
     )
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    for flags, words in {
+        "--tensor-model-parallel-size 16": "the number of ranks (8) is not divisible by tensor",
+        "--global-batch-size 7": "--global-batch-size (7) must be divisible by --micro-batch-size",
+        "--train-samples 99": "cannot be combined with --train-iters; leave one of them out",
+        "--lr-warmup-iters 200": "--lr-warmup-iters: 200 must be below --train-iters, 100",
+    }.items():
+        said = dry_run(flags, capsys)[2]
+        assert words in said
+        assert "launch." not in said
     with pytest.raises(UserError, match=r"none\.py: no such training script"):
         command_line.dry_run(["none.py"])
     monkeypatch.setenv("WORLD_SIZE", "two")
