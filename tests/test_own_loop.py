@@ -17,7 +17,8 @@ PAGE = ROOT / "docs" / "api.md"
 LINE = re.compile(
     r"loss (\S+)  step (\d+): loco, 4 bits( \(not compressed in this step\))?: "
     r"(\S+) bits/gradient, (\S+) bits/weight; "
-    r"this rank sent \S+ MB of gradients and \S+ MB of weights; error state 0\.478 MB"
+    r"this rank sent \S+ MB of gradients and \S+ MB of weights; "
+    r"waited (\S+) s for exchanges; error state 0\.478 MB"
 )
 
 
@@ -54,3 +55,4 @@ def test_it_trains_on_two_ranks_and_prints_reports(tmp_path: Path) -> None:
     for line in found:
         assert float(line[4]) == 16 if line[3] else 4.1 < float(line[4]) < 4.5
         assert 1 < float(line[5]) < 16
+        assert float(line[6]) > 0
