@@ -51,8 +51,8 @@ def check(
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_bit_of_the_training_changes(pool, case):
-    """With turns of one, two and three steps."""
-    check(pool, CASES[case], 20, LASTING | {"BLOCK": 1}, LASTING, ONE_ROUND | {"BLOCK": 3})
+    """With turns of one step, and of three; the test of 200 steps has two."""
+    check(pool, CASES[case], 20, LASTING | {"BLOCK": 1}, ONE_ROUND | {"BLOCK": 3})
 
 
 @pytest.mark.slow
