@@ -6,7 +6,6 @@ Scripts set both: `torch.set_default_dtype(torch.bfloat16)` while a model is bui
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -117,7 +116,7 @@ def test_the_weight_code_s_reference_does_not_depend_on_torch_s_defaults():
 
     def work() -> list[str]:
         found = []
-        for numel, changed in itertools.product((2047, 2048, 4095), (511, 1023, 1024, 1025)):
+        for numel, changed in ((2047, 1025), (2048, 1023)):
             old = torch.arange(numel, dtype=torch.int16, device=CPU)
             new = old.clone()
             new[:changed] += 1
