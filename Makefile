@@ -25,10 +25,10 @@ pretrain: $(READY) ## train the tiny LLaMA uncompressed, and with 4-bit LoCo and
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test: $(READY) ## the tests to run before a commit (3 minutes on 2 cores)
+test: $(READY) ## the tests to run before a commit (5 minutes on 2 cores)
 	@$(PYTEST) -m "not (thorough or e2e or policy or slow)" --durations 5
 
-test-all: $(READY) ## all tests that need no GPU, but for those of minutes each (15 minutes)
+test-all: $(READY) ## all tests that need no GPU, but for those of minutes each (30 minutes)
 	@$(PYTEST) -m "not slow" --durations 15 --durations-min 5
 
 test-compat: $(READY) ## the seam's tests on older megatron-core, each with a torch of its time (and PyTorch's)
