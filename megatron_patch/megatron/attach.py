@@ -53,7 +53,7 @@ from megatron_patch.session.session import Session
 from megatron_patch.session.states import Attachment, Exchanged, announces
 from megatron_patch.session.steps import Counts
 from megatron_patch.session.trial import Table, Trial
-from megatron_patch.weights import gather as weight_gather
+from megatron_patch.weights.gather import try_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -107,16 +107,18 @@ class MegatronDdp:
         """The turns of all chunks that this one's optimizer updates; the first chunk has it."""
         self.codes: bool | None = any(seam.gathers for seam in self.weights.seams)
         """Whether the exact gather can serve any weights; None if turns of it might fail."""
-        if self.codes and not config.codes_weights and (why := _no_turns_because(chunk, device)):
-            self.codes = None
-            if chunk.dp_cp_group.rank() == 0 and chunk.tp_group.rank() == 0:
-                logger.info("megatron-loco: no turns of the exact weight gather: %s", why)
+        if self.codes and not config.codes_weights:
+            try:
+                try_kernels(device)
+            except UserError as error:
+                self.codes = None
+                logger.warning("megatron-loco: no turns of the exact weight gather: %s", error)
 
     def turns(self, chunks: Sequence[MegatronDdp]) -> Trial | None:
         """Return the turns of `chunks`, of which this is the first; None where none are taken."""
         here, config = self._here, self.session.config
-        codes = here.ddp_config.use_distributed_optimizer
-        if self.trial is None and (config.trial or (config.takes_turns and codes)):
+        gathers = here.ddp_config.use_distributed_optimizer
+        if self.trial is None and (config.trial or (config.takes_turns and gathers)):
             pipeline = here.pp_group if isinstance(here.pp_group, list) else [here.pp_group]
             found = {chunk.codes for chunk in chunks}
             codes = None if None in found else True in found
@@ -202,20 +204,6 @@ class MegatronDdp:
 _BYTES_OF_TURNS = 16
 """Twice what the exact gather takes at most for a weight of the own shard: the old weight, its message and
 what coding takes on a GPU (docs/weight_gather.md)."""
-
-
-def _no_turns_because(chunk: Any, device: torch.device) -> str | None:
-    """Return why a job that did not ask for the exact gather by name must not try it; None if it may."""
-    if device.type == "cuda" and chunk.ddp_config.overlap_param_gather:
-        return (
-            "with overlap_param_gather on a GPU a script must not change weights between a step and their "
-            "gather; if yours does not, weight_gather exact codes them"
-        )
-    try:
-        weight_gather.try_kernels(device)
-    except UserError as error:
-        return str(error)
-    return None
 
 
 def _attached(chunk: Any, config: CompressionConfig) -> MegatronDdp | FsdpAttachment:

@@ -149,6 +149,16 @@ def _fp32_accumulation_lines(seams: Sequence[BucketGroupSeam]) -> Iterator[tuple
     yield logging.INFO, line
 
 
+def how_gathered(config: CompressionConfig, stock_because: str | None) -> str:
+    """Return how weights travel; `stock_because` is what traffic.stock_because says of their bucket group."""
+    if stock_because is not None:
+        return f"Megatron's own: {stock_because}"
+    how = "from their changes, exactly"
+    if config.weight_gather == AUTO:
+        return f"{how}, or Megatron's own: the faster one in turns of both"
+    return how if config.codes_weights else f"Megatron's own; {how}, in turns of the trial"
+
+
 def weight_lines(config: CompressionConfig, seams: Sequence[WeightSeam]) -> Iterator[tuple[int, str]]:
     """Yield the log's lines on the weight gathers, each with its logging level."""
     if not config.codes_weights and not config.takes_turns:
@@ -167,12 +177,4 @@ def weight_lines(config: CompressionConfig, seams: Sequence[WeightSeam]) -> Iter
         by_ranks.setdefault((ranks, seam.stock_because), []).extend(sizes)
     for (ranks, because), sizes in by_ranks.items():
         buckets = f"{sum(sizes):,} weights in {len(sizes)} bucket{'s' if len(sizes) > 1 else ''}"
-        if because is None:
-            how = "from their changes, exactly"
-            if config.weight_gather == AUTO:
-                how = f"{how}, or Megatron's own: the faster one in turns of both"
-            elif not config.codes_weights:
-                how = f"Megatron's own; {how}, in turns of the trial"
-            yield logging.INFO, f"weight gather over {ranks}: {buckets}, {how}"
-        else:
-            yield logging.INFO, f"weight gather over {ranks}: {buckets}, Megatron's own: {because}"
+        yield logging.INFO, f"weight gather over {ranks}: {buckets}, {how_gathered(config, because)}"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_patch.collectives.exchange import Traffic, all_reduced, reduce_scattered
+from megatron_patch.config import CompressionConfig
 
 
 def stock_gradients(bucket_group: Any, force_all_reduce: bool = False) -> Traffic:
@@ -69,17 +70,24 @@ class BucketReport:
         return replace(more if more.weights else self, traffic=self.traffic + more.traffic)
 
 
-def stock_because(bucket_group: Any, exact: bool) -> str | None:
-    """Return why a bucket group's weight gather stays Megatron's own; None if it is coded."""
-    if not exact:
+def stock_because(bucket_group: Any, config: CompressionConfig) -> str | None:
+    """Return why only Megatron gathers a bucket group's weights; None if they are coded, if only in turns."""
+    if not (config.codes_weights or config.takes_turns):
         return "weight_gather is stock"
     if bucket_group.intra_distributed_optimizer_instance_group.size() == 1:
         return "the group is a single rank"
     if getattr(bucket_group.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
         return "mxfp8 weights share the gradients' buffer"
     dtypes = {bucket.param_data.dtype for bucket in bucket_group.buckets}
-    if dtypes <= {torch.bfloat16, torch.float16}:
-        return None
     if torch.float32 in dtypes:
         return "fp32 weights change in nearly all of their bits"
-    return "fp8 and fp4 weights are not coded"
+    if not dtypes <= {torch.bfloat16, torch.float16}:
+        return "fp8 and fp4 weights are not coded"
+    overlaps = bucket_group.ddp_config.overlap_param_gather
+    if not config.codes_weights and overlaps and bucket_group.buckets[0].param_data.device.type == "cuda":
+        # There a change after the step is found as messages are decoded: too late for a gather in full.
+        return (
+            "no turns with overlap_param_gather on a GPU, where a script must not change weights between a "
+            "step and their gather; if yours does not, weight_gather exact codes them"
+        )
+    return None

@@ -138,8 +138,7 @@ class WeightSeam:
         self.expert = expert
         self.chunk = chunk
         self.ranks: dist.ProcessGroup = bucket_group.intra_distributed_optimizer_instance_group
-        config = chunk.session.config
-        self.stock_because = stock_because(bucket_group, config.codes_weights or config.takes_turns)
+        self.stock_because = stock_because(bucket_group, chunk.session.config)
         kind = "expert bucket" if expert else "bucket"
         names = [f"{kind} {bucket.bucket_id}" for bucket in bucket_group.buckets]
         self._reports = [BucketReport(name) for name in names]

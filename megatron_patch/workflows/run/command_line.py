@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 from megatron_patch import registry
 from megatron_patch.errors import UserError, nearest
@@ -156,9 +157,11 @@ def dry_run(words: Sequence[str]) -> int:
 
 def _compressed(args: argparse.Namespace, world_size: int) -> Iterator[str]:
     """Yield the start-up log's lines, as far as they are known without the model."""
+    import torch
     from megatron.training import global_vars
 
     from megatron_patch.megatron import startup_log
+    from megatron_patch.megatron.seams.traffic import stock_because
 
     if not args.compression_attach:
         yield "--no-compression-attach: stock Megatron"
@@ -173,8 +176,10 @@ def _compressed(args: argparse.Namespace, world_size: int) -> Iterator[str]:
     finally:
         global_vars.set_args(None)
     kind = "reduce-scatter" if args.use_distributed_optimizer else "all-reduce"
-    turns = config.takes_turns and not (args.use_torch_fsdp2 or args.use_megatron_fsdp)
-    coded = (config.codes_weights or turns) and args.use_distributed_optimizer and (args.bf16 or args.fp16)
+    fsdp, edits = args.use_torch_fsdp2 or args.use_megatron_fsdp, getattr(args, "qk_clip", False)
+    config = config.without_turns() if fsdp or (edits and args.overlap_param_gather) else config
+    codes = args.use_distributed_optimizer and (config.codes_weights or config.takes_turns)
+    weights = SimpleNamespace(dtype=args.params_dtype, device=torch.device(args.compression_device))
     tensor = args.tensor_model_parallel_size
     experts = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or tensor)
     split = {"": tensor, "expert ": experts} if args.num_experts else {"": tensor}
@@ -184,8 +189,13 @@ def _compressed(args: argparse.Namespace, world_size: int) -> Iterator[str]:
             between = f", and between {instances} optimizer instances" if instances > 1 else ""
             single = ", not compressed: the group is a single rank" if group * instances == 1 else ""
             yield f"{name}data parallel {kind} over {group} ranks{between}{single}"
-        if coded:
-            how = "from their changes, exactly" + (", if turns find it faster" * turns)
+        if codes:
+            buckets = SimpleNamespace(
+                ddp_config=args,
+                intra_distributed_optimizer_instance_group=SimpleNamespace(size=lambda ranks=group: ranks),
+                buckets=[SimpleNamespace(param_data=weights)],
+            )
+            how = startup_log.how_gathered(config, stock_because(buckets, config))
             yield f"weight gather over {group} {name}data parallel ranks, {how}"
     if not args.use_distributed_optimizer:
         yield from [line for _, line in startup_log.weight_lines(config, [])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from with_megatron.seam_runs import REPLICATED, built, refusal
+from with_megatron.seam_runs import REPLICATED, built, logged, refusal
 from with_megatron.seams.test_weights import CASES, GATHERED, bf16
 from with_megatron.weight_runs import differences, unused_module, weight_run
 
 import megatron_patch
+from megatron_patch.config import CompressionConfig
 from megatron_patch.errors import UserError
+from megatron_patch.megatron.seams.traffic import stock_because
 from megatron_patch.session import trial
 
 LASTING = {"FIRST": 2, "FEWEST": 99, "MOST": 99}
@@ -51,8 +54,8 @@ def check(
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_bit_of_the_training_changes(pool, case):
-    """With turns of one step, and of three; the test of 200 steps has two."""
-    check(pool, CASES[case], 20, LASTING | {"BLOCK": 1}, ONE_ROUND | {"BLOCK": 3})
+    """With turns of one, two and three steps."""
+    check(pool, CASES[case], 20, LASTING | {"BLOCK": 1}, LASTING, ONE_ROUND | {"BLOCK": 3})
 
 
 @pytest.mark.slow
@@ -114,29 +117,42 @@ def test_all_ranks_decide_alike_and_a_resumed_job_keeps_the_decision(pool, tmp_p
     assert decided["bits"] > 0
 
 
-def where_it_must_not_be_tried() -> list[str | None]:
-    """In a worker: why no turns are taken on a GPU, with overlap and without, and where its kernels fail."""
+@pytest.mark.parametrize(
+    ("device", "gather", "served"), [("cpu", "auto", True), ("cuda", "exact", True), ("cuda", "auto", False)]
+)
+def test_weights_that_a_script_may_edit_take_no_turns(device, gather, served):
+    """On a GPU an edit before an overlapped gather is found when its message was decoded: the job ends."""
+    weights = SimpleNamespace(dtype=torch.bfloat16, device=torch.device(device))
+    group = SimpleNamespace(
+        ddp_config=SimpleNamespace(overlap_param_gather=True),
+        intra_distributed_optimizer_instance_group=SimpleNamespace(size=lambda: 4),
+        buckets=[SimpleNamespace(param_data=weights)],
+    )
+    why = stock_because(group, CompressionConfig(method="none", weight_gather=gather))
+    assert (why is None) == served
+    assert served or why.startswith("no turns with overlap_param_gather on a GPU")
+
+
+def with_kernels_that_fail_on_a_rank() -> tuple[list[str], set[bool]]:
+    """In a worker: what is said at the start, and the weight gathers of 20 steps."""
     from megatron_patch.megatron import attach
 
-    def fails(device: torch.device) -> None:
-        raise UserError("the kernels decode other weights")
-
-    overlap, at_once = (
-        SimpleNamespace(ddp_config=SimpleNamespace(overlap_param_gather=flag)) for flag in (True, False)
-    )
-    gpu, found = torch.device("cuda"), []
-    with mock.patch.object(attach.weight_gather, "try_kernels", return_value=None):
-        found = [attach._no_turns_because(chunk, gpu) for chunk in (overlap, at_once)]
-    with mock.patch.object(attach.weight_gather, "try_kernels", side_effect=fails):
-        return [*found, attach._no_turns_because(at_once, gpu)]
+    broken = mock.patch.object(attach, "try_kernels", side_effect=UserError("they decode other weights"))
+    with mock.patch.multiple(trial, **LASTING), logged() as lines:
+        with broken if dist.get_rank() == 1 else contextlib.nullcontext():
+            tiny, session = built(BF16, {"method": "none", "weight_gather": "auto"})
+        chosen = set()
+        for step in range(20):
+            tiny.step(tiny.random_gradients(step))
+            chosen.add(session.choice.weights)
+    return [line for line in lines if "no turns" in line], chosen
 
 
-def test_what_might_end_a_job_is_not_tried(pool):
-    (overlap, at_once, failing), *_ = pool.run(where_it_must_not_be_tried, world_size=1)
-    assert overlap is not None
-    assert "overlap_param_gather on a GPU" in overlap
-    assert at_once is None
-    assert failing == "the kernels decode other weights"
+def test_kernels_that_fail_on_a_rank_end_no_job(pool):
+    said, chosen = zip(*pool.run(with_kernels_that_fail_on_a_rank), strict=True)
+    line = "WARNING: megatron-loco: no turns of the exact weight gather: they decode other weights"
+    assert list(said) == [[], [line], [], []]
+    assert list(chosen) == [{False}] * 4
 
 
 def with_an_optimizer_of_torch() -> str:

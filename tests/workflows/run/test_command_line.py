@@ -137,8 +137,17 @@ def dry_run(more: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[st
             "--compression-method none",
             [
                 "method none: Megatron's own gradient exchange",
-                "weight gather over 16 data parallel ranks, from their changes, exactly, if turns find it "
-                "faster",
+                "weight gather over 16 data parallel ranks, from their changes, exactly, or Megatron's own: "
+                "the faster one in turns of both",
+            ],
+        ),
+        (
+            "--compression-method none --overlap-grad-reduce --overlap-param-gather",
+            [
+                "method none: Megatron's own gradient exchange",
+                "weight gather over 16 data parallel ranks, Megatron's own: no turns with "
+                "overlap_param_gather on a GPU, where a script must not change weights between a step and "
+                "their gather; if yours does not, weight_gather exact codes them",
             ],
         ),
         ("--no-compression-attach", ["--no-compression-attach: stock Megatron"]),
