@@ -165,10 +165,6 @@ def coder_of(device: torch.device) -> ModuleType:
     )
 
 
-def _decoded(old: torch.Tensor, new: torch.Tensor) -> bool:
-    return torch.equal(old, new)
-
-
 def try_kernels(device: torch.device) -> None:
     """Code a few weights if `device` is a GPU.
 
@@ -185,7 +181,7 @@ def try_kernels(device: torch.device) -> None:
         size = coder_of(device).encode(old, new, False, message[0], facts)
         place = torch.tensor([[0, size]], device=device)
         coder_of(device).decode(message, place, old[None], -1, facts[:1].int())
-    if not _decoded(old, new):
+    if not torch.equal(old, new):
         raise UserError(f"the kernels of weight_gather exact decode other weights on {device}: use stock")
 
 
