@@ -111,12 +111,13 @@ def test_a_sender_s_bits_do_not_depend_on_torch_s_defaults(kernels, options):
         assert_same_under_all_defaults(work)
 
 
-def test_the_weight_code_s_reference_does_not_depend_on_torch_s_defaults():
+@pytest.mark.parametrize("numel", [2047, 2048, 4095])
+def test_the_weight_code_s_reference_does_not_depend_on_torch_s_defaults(numel):
     """Shares of 1,024 on both sides of a half, where a rounded half would be another frequency."""
 
     def work() -> list[str]:
         found = []
-        for numel, changed in ((2047, 1025), (2048, 1023)):
+        for changed in 511, 1023, 1024, 1025:
             old = torch.arange(numel, dtype=torch.int16, device=CPU)
             new = old.clone()
             new[:changed] += 1
