@@ -25,6 +25,7 @@ from typing import Any
 from megatron_patch import registry
 from megatron_patch.errors import RankFailed, UserError
 from megatron_patch.megatron.checkpoint import tracker
+from megatron_patch.workflows import run_reader
 from megatron_patch.workflows.run import configuration, launcher, prepare, run_folder
 from megatron_patch.workflows.run.configuration import RunConfig
 from megatron_patch.workflows.run.prepare import PreparedRun, prepare_run
@@ -204,7 +205,16 @@ def run(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
         prepared = prepare_run(configured, folder)
         summary = execute(prepared, path.stem, overwrite, resume)
     if first:
-        say(f"validation loss {summary['valid_loss']}, training loss {summary['train_loss']}; see {folder}")
+        losses = (
+            f"no {name} loss" if loss is None else f"{name} loss {loss:.4f}"
+            for name, loss in (("validation", summary["valid_loss"]), ("training", summary["train_loss"]))
+        )
+        say(f"{', '.join(losses)}; see {folder}")
+        if rows := run_reader.read_run(folder).trial:
+            from megatron_patch.session.trial import Row  # It imports torch, which --help need not wait for.
+
+            for row in rows:
+                say(f"  {Row(**{name: value for name, value in row.items() if name != 'verdict'})}")
     else:
         say(f"node {configured.launch.node_rank} has ended; see {folder}")
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -125,6 +126,18 @@ def test_a_codec_of_a_file_of_ones_own_trains_and_is_resumed(tmp_path: Path) -> 
     page = tmp_path / "page.html"
     assert cli.main(["report", str(out), "--out", str(page)]) == 0
     assert str(file) in page.read_text()
+
+
+def test_a_run_that_ends_with_its_trial_prints_the_table(tmp_path: Path) -> None:
+    trial = ("compression.method=none", "compression.trial=48", "compression.trial_only=true")
+    steps = ("megatron.bf16=true", "megatron.train_iters=100", "megatron.lr_warmup_iters=1")
+    arguments = ("train", CONFIG, "--out", str(tmp_path / "run"), *SMALL, *trial, *steps)
+    ended = warm_megatron_loco(*arguments, folder=tmp_path / "command", trains=True)
+    assert ended.returncode == 0, ended.stderr
+    said, stock, exact = ended.stdout.splitlines()[-3:]
+    assert re.fullmatch(rf"no validation loss, training loss \d\.\d{{4}}; see {tmp_path / 'run'}", said)
+    assert re.fullmatch(r"  stock +[\d.]+ s a step +[\d.]+ MB a rank", stock)
+    assert re.match(r"  exact gather +[\d.]+ s a step +[\d.]+ MB a rank +[+-][\d.]+ % \(.*\)  \w", exact)
 
 
 def test_a_stopped_comparison_says_how_to_go_on(
