@@ -79,6 +79,7 @@ class MegatronDdp:
         groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
         buckets = [bucket for group in groups for bucket in group.buckets]
         device = buckets[0].grad_data.device if buckets else torch.device("cpu")
+        self._gradients = buckets[0].grad_data.dtype if buckets else torch.float32
         self._chunk = weakref.ref(chunk)  # A strong reference would keep an attached model alive.
         self.asked = config
         """The options as the caller gave them; with Muon, the session may use another method."""
@@ -122,7 +123,8 @@ class MegatronDdp:
             pipeline = here.pp_group if isinstance(here.pp_group, list) else [here.pp_group]
             found = {chunk.codes for chunk in chunks}
             codes = None if None in found else True in found
-            self.trial = Trial(chunks, [here.dp_cp_group, here.tp_group, *pipeline], codes)
+            groups = [here.dp_cp_group, here.tp_group, *pipeline]
+            self.trial = Trial(chunks, groups, codes, self._gradients)
         return self.trial
 
     def sent(self) -> float:

@@ -113,10 +113,15 @@ class Trial:
         chunks: the chunks, which have the same options.
         groups: process groups that together connect these ranks, as the axes of a grid.
         codes: whether the exact gather can serve weights of this rank; None if it must not be tried.
+        gradients: the dtype in which stock sends gradients, which the table names.
     """
 
     def __init__(
-        self, chunks: Sequence[Tried], groups: Iterable[dist.ProcessGroup], codes: bool | None
+        self,
+        chunks: Sequence[Tried],
+        groups: Iterable[dist.ProcessGroup],
+        codes: bool | None,
+        gradients: torch.dtype = torch.float32,
     ) -> None:
         self._chunks = chunks
         self._session = chunks[0].session
@@ -124,6 +129,7 @@ class Trial:
         self._groups = [group for group in groups if group.size() > 1 and dist.get_backend(group) != "fake"]
         self._leads = all(group.rank() == 0 for group in self._groups)
         self._mine = codes
+        self._stock = f"stock, {_SHORT.get(gradients, gradients)} gradients"
         self._codes = False
         """Whether the exact gather can serve weights of any rank."""
         self._steps = 0
@@ -333,7 +339,7 @@ class Trial:
 
     def _name(self, choice: Choice) -> str:
         low = f"{self._config.bits}-bit gradients" * (self._config.compresses and choice.gradients)
-        return ", ".join(filter(None, [low, "exact gather" * choice.weights])) or "stock"
+        return ", ".join(filter(None, [low, "exact gather" * choice.weights])) or self._stock
 
     def _tell(self, table: Table) -> None:
         if not self._session.ledger.announces:
@@ -363,6 +369,7 @@ class Trial:
 
 
 _GO_ON, _STOCK, _EXACT = range(3)
+_SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def _student(freedom: int) -> float:

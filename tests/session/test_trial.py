@@ -163,7 +163,7 @@ def test_the_table_of_a_trial() -> None:
     table = job.turns.table
     assert table is not None
     assert (table.step, table.steps) == (trial.FIRST + 96, 96)
-    names = ["stock", "exact gather", "4-bit gradients", "4-bit gradients, exact gather"]
+    names = ["stock, fp32 gradients", "exact gather", "4-bit gradients", "4-bit gradients, exact gather"]
     assert [row.choice for row in table.rows] == names
     stock, exact, low, both = table.rows
     assert [row.verdict for row in table.rows] == ["", "switch it off", "keep it", "keep it"]

@@ -136,7 +136,7 @@ def test_a_run_that_ends_with_its_trial_prints_the_table(tmp_path: Path) -> None
     assert ended.returncode == 0, ended.stderr
     said, stock, exact = ended.stdout.splitlines()[-3:]
     assert re.fullmatch(rf"no validation loss, training loss \d\.\d{{4}}; see {tmp_path / 'run'}", said)
-    assert re.fullmatch(r"  stock +[\d.]+ s a step +[\d.]+ MB a rank", stock)
+    assert re.fullmatch(r"  stock, fp32 gradients +[\d.]+ s a step +[\d.]+ MB a rank", stock)
     assert re.match(r"  exact gather +[\d.]+ s a step +[\d.]+ MB a rank +[+-][\d.]+ % \(.*\)  \w", exact)
 
 
