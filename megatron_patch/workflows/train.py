@@ -210,10 +210,10 @@ def run(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
             for name, loss in (("validation", summary["valid_loss"]), ("training", summary["train_loss"]))
         )
         say(f"{', '.join(losses)}; see {folder}")
-        if rows := run_reader.read_run(folder).trial:
+        if configured.compression.trial:
             from megatron_patch.session.trial import Row  # It imports torch, which --help need not wait for.
 
-            for row in rows:
+            for row in run_reader.read_run(folder).trial:
                 say(f"  {Row(**{name: value for name, value in row.items() if name != 'verdict'})}")
     else:
         say(f"node {configured.launch.node_rank} has ended; see {folder}")
